@@ -1,0 +1,48 @@
+"""Pipeline schedules with controllable memory for stock Megatron-Core.
+
+Importing this package changes nothing anywhere and needs neither torch nor Megatron; ``enable()`` attaches a schedule to
+Megatron-Core, ``disable()`` takes it off again.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from megatron_pipemem.errors import PipememError, ScheduleError, UnknownScheduleError, UnsupportedError, UpstreamError
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.registry import Family, build_schedule, register_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.schedule.validator import validate
+
+try:
+    __version__ = version("megatron-pipemem")
+except PackageNotFoundError:  # run from a source tree
+    __version__ = "0+unknown"
+
+_NEEDS_MEGATRON = ("enable", "disable", "write_report", "build_model_chunks")
+
+__all__ = [
+    "Costs",
+    "Family",
+    "PipememError",
+    "Schedule",
+    "ScheduleError",
+    "Timeline",
+    "UnknownScheduleError",
+    "UnsupportedError",
+    "UpstreamError",
+    "build_schedule",
+    "register_schedule",
+    "simulate",
+    "validate",
+    *_NEEDS_MEGATRON,
+]
+
+
+def __getattr__(name: str):
+    if name in _NEEDS_MEGATRON:
+        from megatron_pipemem.mcore import plugin
+
+        return getattr(plugin, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

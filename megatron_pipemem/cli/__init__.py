@@ -1,0 +1,1 @@
+"""The command line: ``pipemem``, or ``python -m megatron_pipemem``."""

@@ -1,0 +1,177 @@
+"""Ranks that end together, with one readable error.
+
+The first rank that fails claims a key in a store that all ranks can reach, prints its error and exits. Every other rank
+watches that key and exits quietly, wherever it is blocked: in a collective, in a rendezvous or in its own computation.
+The store is the one at MASTER_ADDR:MASTER_PORT that PyTorch's ``env://`` rendezvous uses as well: torchrun's own, or
+rank 0's when the ranks were started by srun or by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+
+from megatron_pipemem.errors import PipememError
+
+_POLL_SECONDS = 0.5
+_STORE_TIMEOUT = timedelta(seconds=5)
+_ANNOUNCEMENT_SECONDS = 2.0  # how long a rank that lost its peers waits for one of them to say why
+_TERMINATION_SECONDS = 3.0  # how long such a rank then waits to be ended by torchrun, which reports the rank that exits first
+_LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed")
+
+
+@contextlib.contextmanager
+def rank_guard() -> Iterator[None]:
+    """Run one rank's script. If this rank or another one fails, the process ends: this context never raises to its caller.
+
+    Exit codes: 1 after an exception on any rank, 130 after an interrupt, the script's own after ``sys.exit``. With one
+    rank, or without torchrun's environment variables, errors are printed the same way and there is nobody to watch.
+    """
+    board = _FailureBoard.from_environment()
+    if board is not None:
+        threading.Thread(target=_follow, args=(board,), name="rank-guard", daemon=True).start()
+    try:
+        yield
+    except KeyboardInterrupt:
+        _exit(130)
+    except SystemExit as stop:
+        if stop.code in (None, 0):
+            raise
+        code = stop.code if isinstance(stop.code, int) else 1
+        if board is None or board.claim("the script ended itself", seconds=0.0):
+            if not isinstance(stop.code, int):
+                print(stop.code, file=sys.stderr)
+            _exit(code)
+        _follow_down()
+    except BaseException as error:  # whatever it is, the other ranks are waiting for this one
+        patience = _ANNOUNCEMENT_SECONDS if _lost_a_peer(error) else 0.0
+        if board is None or board.claim(_summary(error), seconds=patience):
+            _report(error)
+            _exit(1)
+        _follow_down()
+
+
+class _FailureBoard:
+    """The key of the first failure, in the store at ``host:port``. Connections are made late and one per thread."""
+
+    def __init__(self, rank: int, host: str, port: int, run: str):
+        self._rank = rank
+        self._address = (host, port)
+        self._key = f"pipemem/first-failure/{run}"
+        self._local = threading.local()
+
+    @classmethod
+    def from_environment(cls) -> _FailureBoard | None:
+        """The board of this rank's job, or None for a lone process."""
+        environment = os.environ
+        if int(environment.get("WORLD_SIZE", 1)) < 2 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+            return None
+        run = f"{environment.get('TORCHELASTIC_RUN_ID', '')}/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        return cls(int(environment["RANK"]), environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), run)
+
+    def _store(self):
+        """A connection, or None while nobody listens: the store's own client would wait and log every attempt."""
+        store = getattr(self._local, "store", None)
+        if store is None:
+            from torch.distributed import TCPStore
+
+            try:
+                socket.create_connection(self._address, timeout=1.0).close()
+                store = TCPStore(
+                    *self._address, is_master=False, wait_for_workers=False, timeout=_STORE_TIMEOUT, use_libuv=True
+                )
+            except (OSError, RuntimeError):
+                return None
+            self._local.store = store
+        return store
+
+    def announced(self) -> bool:
+        """Whether some rank has failed.
+
+        Raises:
+            ConnectionError: the store is gone, because the process that kept it has ended.
+        """
+        store = self._store()
+        try:
+            return store is not None and store.check([self._key])
+        except RuntimeError as error:
+            raise ConnectionError("the rendezvous store has closed") from error
+
+    def claim(self, summary: str, seconds: float) -> bool:
+        """Announce ``summary`` as the first failure, after giving others ``seconds`` to do so. Whether it is the first."""
+        deadline = time.monotonic() + seconds
+        try:
+            while not self.announced():
+                if time.monotonic() >= deadline:
+                    store = self._store()
+                    mine = f"rank {self._rank}: {summary}"
+                    return store is None or store.compare_set(self._key, "", mine).decode() == mine
+                time.sleep(0.1)
+        except (ConnectionError, RuntimeError):
+            return seconds == 0.0  # the keeper of the store is gone: an error of this rank's own still has to be told
+        return False
+
+
+def _follow(board: _FailureBoard) -> None:
+    """End this process soon after another rank has failed."""
+    while True:
+        try:
+            if board.announced():
+                _follow_down()
+        except ConnectionError:
+            return  # rank 0 has ended, perhaps in peace; if not, the next collective fails
+        time.sleep(_POLL_SECONDS)
+
+
+def _follow_down() -> NoReturn:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(_TERMINATION_SECONDS)
+    _exit(1)
+
+
+def _exit(code: int) -> NoReturn:
+    """Leave at once. Interpreter shutdown would wait for peers, in the destructors of process groups."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_PEER)
+
+
+def _summary(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _report(error: BaseException) -> None:
+    """Print the error, leave it to torchrun if that started this rank.
+
+    The traceback is left out for errors of ours, which say all there is to know; PIPEMEM_TRACEBACK=1 shows it.
+    """
+    trace = "".join(traceback.format_exception(error))
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    if not isinstance(error, PipememError) or os.environ.get("PIPEMEM_TRACEBACK"):
+        console.print(trace, markup=False, end="")
+    console.print(f"rank {os.environ.get('RANK', 0)} failed: {_summary(error)}", style="bold red", markup=False)
+    if _lost_a_peer(error):
+        console.print("Another rank ended without saying why: killed, or out of memory?", style="red")
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # torchrun compares whole seconds and takes the lowest rank among equals; a second less keeps this one first.
+        details = {"py_callstack": trace, "timestamp": str(int(time.time()) - 1)}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": _summary(error), "extraInfo": details}}))

@@ -1,0 +1,39 @@
+"""``pipemem run``: a Megatron script, unchanged, with the plugin on and on CPU ranks if asked."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from megatron_pipemem.cli.rank_guard import rank_guard
+from megatron_pipemem.errors import UnsupportedError
+
+
+def run(cpu: bool, script: Path, arguments: list[str]) -> None:
+    """Run ``script`` as ``python script arguments`` would, on every rank that torchrun or srun started.
+
+    The plugin is enabled only if some argument starts with ``--pipemem-``; without one the script meets stock Megatron.
+
+    Args:
+        cpu: run CUDA-only code on the CPU (see `megatron_pipemem.cpu`).
+        script: a Megatron training script. Imports resolve from its folder.
+        arguments: the script's own flags, with the plugin's among them.
+
+    Raises:
+        SystemExit: with the script's own exit code. Failures end the process, see `rank_guard`.
+    """
+    with rank_guard():
+        if not script.is_file():
+            raise UnsupportedError(f"there is no script {script}; give the path of a Megatron training script")
+        if cpu:
+            from megatron_pipemem.cpu import activate
+
+            activate()
+        if any(argument.startswith("--pipemem-") for argument in arguments):
+            from megatron_pipemem.mcore.launch import enable_from_command_line
+
+            arguments = enable_from_command_line(arguments)
+        sys.argv = [str(script), *arguments]
+        sys.path[0] = str(script.resolve().parent)
+        runpy.run_path(str(script), run_name="__main__")

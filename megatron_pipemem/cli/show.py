@@ -1,0 +1,74 @@
+"""``pipemem show``: pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_pipemem.cli.common import (
+    NAME_HELP,
+    P2P,
+    Chunks,
+    CostsText,
+    Devices,
+    Json,
+    MemoryCap,
+    Microbatches,
+    Options,
+    console,
+    load_schedule,
+    parse_costs,
+    print_json,
+)
+from megatron_pipemem.report import check_suffix, save_comparison, terminal_timeline
+from megatron_pipemem.report.timeline import boxes
+from megatron_pipemem.schedule.simulator import Timeline
+from megatron_pipemem.schedule.simulator import simulate as run_simulator
+
+
+def show(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help=f"{NAME_HELP} Several make a comparison.")],
+    devices: Devices = None,
+    microbatches: Microbatches = None,
+    chunks: Chunks = None,
+    costs: CostsText = "1,1,1",
+    p2p: P2P = None,
+    memory_cap: MemoryCap = None,
+    options: Options = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help=".png, .svg, .html, or .json for ui.perfetto.dev.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Draw when every action runs and what every device holds: in the terminal, or into a file."""
+    if output is not None:
+        check_suffix(output)
+    prices = parse_costs(costs, p2p)
+    timelines = [
+        run_simulator(load_schedule(name, devices, microbatches, chunks, memory_cap, options), prices) for name in names
+    ]
+    if output is not None:
+        save_comparison(timelines, output)
+    if as_json:
+        print_json([_data(timeline, output) for timeline in timelines])
+    elif output is not None:
+        console().print(str(output), soft_wrap=True, markup=False)
+    else:
+        for timeline in timelines:
+            console().print(terminal_timeline(timeline))
+
+
+def _data(timeline: Timeline, output: Path | None) -> dict[str, object]:
+    """The picture as data: per device ``[action, start, end, held after]``."""
+    return {
+        "schedule": timeline.schedule.name,
+        "devices": timeline.schedule.num_devices,
+        "microbatches": timeline.schedule.num_microbatches,
+        "makespan": timeline.makespan,
+        "bubble_rate": timeline.bubble_rate,
+        "peak": timeline.peak,
+        "output": None if output is None else str(output),
+        "timeline": [[[str(box.action), box.start, box.end, box.held] for box in row] for row in boxes(timeline)],
+    }

@@ -1,0 +1,90 @@
+"""``pipemem simulate``: time, bubble and memory of a schedule before any run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from megatron_pipemem.cli.common import (
+    NAME_HELP,
+    P2P,
+    Chunks,
+    CostsText,
+    Devices,
+    Json,
+    MemoryCap,
+    Microbatches,
+    Options,
+    console,
+    load_schedule,
+    parse_costs,
+    print_json,
+)
+from megatron_pipemem.report.timeline import memory_text
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.simulator import Timeline, peaks
+from megatron_pipemem.schedule.simulator import simulate as run_simulator
+
+
+def simulate(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=NAME_HELP)],
+    devices: Devices = None,
+    microbatches: Microbatches = None,
+    chunks: Chunks = None,
+    costs: CostsText = "1,1,1",
+    p2p: P2P = None,
+    memory_cap: MemoryCap = None,
+    options: Options = None,
+    as_json: Json = False,
+) -> None:
+    """Run a schedule in the simulator: makespan, bubble, peak memory, messages, and how fast any could be.
+
+    Costs are for one device's whole share of the model and one microbatch, whatever the number of chunks, so makespans of
+    different placements compare. The lower bound holds for every order of the same placement within the memory cap, or,
+    without one, within this schedule's own peak.
+    """
+    prices = parse_costs(costs, p2p)
+    schedule = load_schedule(name, devices, microbatches, chunks, memory_cap, options)
+    timeline = run_simulator(schedule, prices)
+    facts = _facts(timeline, memory_cap)
+    if as_json:
+        print_json(facts)
+        return
+    out = console()
+    for key, fact in facts.items():
+        out.print(f"{key.replace('_', ' '):<20} {_text(key, fact)}", soft_wrap=True, markup=False)
+    if prices.memory is not None:
+        held = ", ".join(memory_text(peak, timeline) for peak in timeline.peaks)
+        out.print(f"{'peak memory':<20} {held}", soft_wrap=True, markup=False)
+
+
+def _facts(timeline: Timeline, memory_cap: float | None) -> dict[str, object]:
+    """The keys of ``--json``; peaks in activation units whatever the costs say about bytes."""
+    schedule = timeline.schedule
+    activations = peaks(schedule.orders, schedule.placement, Costs())
+    cap = max(activations) if memory_cap is None else memory_cap
+    return {
+        "schedule": schedule.name,
+        "devices": schedule.num_devices,
+        "microbatches": schedule.num_microbatches,
+        "chunks": schedule.placement.num_chunks,
+        "makespan": timeline.makespan,
+        "ideal": timeline.ideal,
+        "bubble_rate": timeline.bubble_rate,
+        "device_bubble_rate": timeline.device_bubble_rate,
+        "peak_activations": list(activations),
+        "peak_activation": max(activations),
+        "lower_bound": lower_bound(schedule.placement, schedule.num_microbatches, timeline.costs, cap),
+        "search_seconds": 0.0,  # every registered family is written down, none is searched
+        "messages": timeline.messages,
+    }
+
+
+def _text(key: str, fact: object) -> str:
+    if isinstance(fact, list):
+        return ", ".join(f"{peak:.4g}" for peak in fact)
+    if key.endswith("rate"):
+        return f"{fact:.2%}"
+    return f"{fact:.6g}" if isinstance(fact, float) else str(fact)

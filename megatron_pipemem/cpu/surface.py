@@ -1,0 +1,186 @@
+"""A ``torch.cuda`` that needs no GPU: one device per local rank, streams and events that are always done.
+
+CPU tensors are ready when the call that makes them returns, so waiting is a no-op and order is program order. What is
+not listed here (CUDA graphs, memory pools, profilers) keeps PyTorch's own behaviour and says that CUDA is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+CAPABILITY = (8, 0)  # the oldest generation with bfloat16; newer ones switch on kernels that have no CPU form
+
+
+class Stream:
+    """Stands in for ``torch.cuda.Stream``: work on it is done as soon as it is issued."""
+
+    cuda_stream = 0
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any):
+        self.device = torch.device("cpu")
+        self.priority = priority
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return (0, 0)
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, stream: Stream) -> None: ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+
+class Event:
+    """Stands in for ``torch.cuda.Event``: a wall-clock time stamp that is always complete."""
+
+    def __init__(self, *_: Any, **__: Any):
+        self._seconds = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._seconds = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def wait(self, stream: Stream | None = None) -> None: ...
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds from this event to ``end_event``."""
+        return 1000.0 * (end_event._seconds - self._seconds)
+
+
+class _Device:
+    """State behind ``current_device`` and ``current_stream``."""
+
+    def __init__(self) -> None:
+        self.count = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.index = 0
+        self.default_stream = Stream()
+        self.stream = self.default_stream
+
+    def set_index(self, device: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index
+        if index is not None and index >= 0:  # torch.cuda ignores negative indices too
+            self.index = index
+
+    def set_stream(self, stream: Stream | None) -> None:
+        self.stream = stream or self.default_stream
+
+    @contextlib.contextmanager
+    def use_stream(self, stream: Stream | None):
+        previous = self.stream
+        self.set_stream(stream or previous)
+        try:
+            yield
+        finally:
+            self.stream = previous
+
+
+def _properties(device: Any = None) -> SimpleNamespace:
+    return SimpleNamespace(
+        name="CPU",
+        major=CAPABILITY[0],
+        minor=CAPABILITY[1],
+        total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        multi_processor_count=os.cpu_count() or 1,
+    )
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _zero(*_: Any, **__: Any) -> int:
+    return 0
+
+
+def install() -> None:
+    """Replace the functions and classes of ``torch.cuda`` and ``torch.accelerator`` that Megatron-Core touches."""
+    device = _Device()
+    generator = torch.default_generator  # CUDA's random state is the CPU's: kernels here draw from that one
+    functions = {
+        # devices
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda *_, **__: True,
+        "init": _nothing,
+        "_lazy_init": _nothing,
+        "_lazy_call": lambda function, **_: function(),
+        "device_count": lambda: device.count,
+        "current_device": lambda: device.index,
+        "set_device": device.set_index,
+        "device": contextlib.nullcontext,
+        "synchronize": _nothing,
+        "ipc_collect": _nothing,
+        "get_device_name": lambda *_: "CPU",
+        "get_device_capability": lambda *_: CAPABILITY,
+        "get_device_properties": _properties,
+        # streams
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda *_: device.stream,
+        "default_stream": lambda *_: device.default_stream,
+        "set_stream": device.set_stream,
+        "stream": device.use_stream,
+        "is_current_stream_capturing": lambda: False,
+        # random numbers
+        "default_generators": (generator,) * device.count,
+        "get_rng_state": lambda *_, **__: generator.get_state(),
+        "set_rng_state": lambda state, *_, **__: generator.set_state(state),
+        # Functions of their own: TorchDynamo's table of torch functions refuses one object under two names.
+        "manual_seed": lambda seed: generator.manual_seed(seed),
+        "manual_seed_all": lambda seed: generator.manual_seed(seed),
+        "initial_seed": lambda: generator.initial_seed(),
+        # memory: the CPU lane keeps no statistics of an allocator
+        "empty_cache": _nothing,
+        "reset_peak_memory_stats": _nothing,
+        "memory_stats": lambda *_, **__: defaultdict(int),
+        "mem_get_info": lambda *_: (_properties().total_memory,) * 2,
+        **dict.fromkeys(
+            (
+                "memory_allocated",
+                "max_memory_allocated",
+                "memory_reserved",
+                "max_memory_reserved",
+                "device_memory_used",
+            ),
+            _zero,
+        ),
+    }
+    for module in (torch.cuda, torch.cuda.random, torch.cuda.memory):
+        for name, function in functions.items():
+            if module is torch.cuda or hasattr(module, name):
+                setattr(module, name, function)
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(torch.cuda.nvtx, name, _nothing)
+    torch.cuda.nvtx.range = contextlib.nullcontext
+
+    # PyTorch's own code asks here (data loaders, process groups), and gets the truth.
+    torch.accelerator.is_available = lambda: False
+    torch.accelerator.device_count = lambda: 0
+    torch.accelerator.current_accelerator = lambda check_available=False: None
+
+    # Eager on purpose: torch.compile pulls in its compiler stack at decoration time, seconds per rank.
+    torch.compile = _eager
+
+
+def _eager(model: Any = None, **_: Any) -> Any:
+    """``torch.compile`` that compiles nothing, as a function and as a decorator with options."""
+    return model if model is not None else lambda function: function

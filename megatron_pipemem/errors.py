@@ -1,0 +1,70 @@
+"""Every error a user can cause. Each message says what is wrong, where, and what to change."""
+
+from __future__ import annotations
+
+
+class PipememError(Exception):
+    """Base class of all errors raised on purpose by this package."""
+
+
+class ScheduleError(PipememError, ValueError):
+    """A schedule that must not run: incomplete, badly ordered, deadlocking, or over its memory cap.
+
+    Args:
+        message: what is wrong and how to mend it.
+        device: pipeline rank whose order is at fault, if one is.
+        position: index into that device's order (or program), if known.
+        action: text form of the action at fault, for example ``2F0``.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        device: int | None = None,
+        position: int | None = None,
+        action: object | None = None,
+    ):
+        self.device = device
+        self.position = position
+        self.action = None if action is None else str(action)
+        place = ", ".join(
+            part
+            for part, known in (
+                (f"device {device}", device is not None),
+                (f"position {position}", position is not None),
+                (f"action {action}", action is not None),
+            )
+            if known
+        )
+        super().__init__(f"{place}: {message}" if place else message)
+
+
+class ScheduleFormatError(PipememError, ValueError):
+    """Text that cannot be read as a schedule. ``line`` and ``column`` count from 1 and name the cell.
+
+    For CSV, ``column`` is the number of the cell within its line.
+    """
+
+    def __init__(self, message: str, *, line: int | None = None, column: int | None = None):
+        self.line = line
+        self.column = column
+        place = f"line {line}" if line is not None else ""
+        if column is not None:
+            place += f", column {column}"
+        super().__init__(f"{place}: {message}" if place else message)
+
+
+class UnknownScheduleError(PipememError, KeyError):
+    """No schedule of that name is registered."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return str(self.args[0])
+
+
+class UnsupportedError(PipememError, ValueError):
+    """A combination that this package refuses, with the reason and the way out in one sentence."""
+
+
+class UpstreamError(PipememError, ImportError):
+    """A symbol of Megatron-Core is missing or has another signature than the tested versions have."""

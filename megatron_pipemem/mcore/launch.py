@@ -1,0 +1,37 @@
+"""Enabling the plugin from a command line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from dataclasses import asdict
+
+from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
+from megatron_pipemem.mcore.plugin import enable
+
+
+def enable_from_command_line(arguments: list[str] | None = None) -> list[str]:
+    """Take the ``--pipemem-*`` flags off a command line and enable the plugin as they say.
+
+    Args:
+        arguments: the script's arguments without its name. By default those of this process, changed in place, so that two
+            lines at the top of a training script are enough.
+
+    Returns:
+        The arguments for Megatron: without our flags, with the number of virtual pipeline stages that the schedule needs
+        unless the user gave a cut of their own.
+
+    Raises:
+        PipememError: a wrong flag, an unknown schedule, or a Megatron-Core that the plugin does not know.
+    """
+    settings, others = take_flags(sys.argv[1:] if arguments is None else arguments)
+    if settings is not None:
+        others = add_virtual_stages(settings, others)
+        # Loaded first, so that its model builders and its training loop are among what is replaced.
+        if importlib.util.find_spec("megatron.training") is not None:
+            importlib.import_module("megatron.training.training")
+        enable(**asdict(settings))
+    if arguments is None:
+        sys.argv[1:] = others
+    return others

@@ -1,0 +1,197 @@
+"""Splits the backward of Megatron's own linear layers, the LM head and local experts among them.
+
+All of them compute through one function of ``tensor_parallel.layers``, looked up at call time. Our replacement computes the
+same forward and the same input gradient, and leaves the weight-gradient GEMM in the queue of the running action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import layers
+from megatron.core.utils import get_tensor_model_parallel_group_if_none, prepare_input_tensors_for_wgrad_compute
+
+from megatron_pipemem.mcore.patching import Symbol
+from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, current_queue
+
+LINEAR = Symbol(
+    "megatron.core.tensor_parallel.layers",
+    "linear_with_grad_accumulation_and_async_allreduce",
+    (
+        "input",
+        "weight",
+        "bias",
+        "gradient_accumulation_fusion",
+        "allreduce_dgrad",
+        "sequence_parallel",
+        "grad_output_buffer",
+        "tp_group",
+    ),
+)
+
+# Set on every weight of a model under Megatron's DDP, so that its W can report the gradient as AccumulateGrad would.
+GRADIENT_READY = "_pipemem_gradient_ready"
+
+
+def split_linear(original: Callable) -> Callable:
+    """Wrap the stock function: same arguments, same results, weight gradient deferred while a queue is collecting."""
+
+    def linear_with_grad_accumulation_and_async_allreduce(
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        gradient_accumulation_fusion: bool,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        grad_output_buffer: list[torch.Tensor] | None = None,
+        wgrad_deferral_limit: int | None = 0,
+        tp_group: dist.ProcessGroup | None = None,
+        **newer,
+    ) -> torch.Tensor:
+        queue = current_queue()
+        unknown = {name: value for name, value in newer.items() if not (name == "gtp_remat_size" and value == 1)}
+        # Without a differentiable input autograd never reaches our node, and stock has to find the weight gradient.
+        if (
+            queue is None
+            or not (torch.is_grad_enabled() and input.requires_grad and weight.requires_grad)
+            or grad_output_buffer is not None
+            or any(value is not None for value in unknown.values())
+        ):
+            return original(
+                input,
+                weight,
+                bias,
+                gradient_accumulation_fusion,
+                allreduce_dgrad,
+                sequence_parallel,
+                grad_output_buffer,
+                wgrad_deferral_limit,
+                tp_group,
+                **newer,
+            )
+        call = _Call(
+            queue,
+            weight,
+            gradient_accumulation_fusion and hasattr(weight, "main_grad"),
+            allreduce_dgrad,
+            sequence_parallel,
+            get_tensor_model_parallel_group_if_none(tp_group),
+        )
+        return _SplitLinear.apply(input, bias, call)
+
+    # Stock keeps a flag for its one-time warnings on the function itself.
+    linear_with_grad_accumulation_and_async_allreduce.warned = True
+    return linear_with_grad_accumulation_and_async_allreduce
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the backward needs beside tensors.
+
+    The weight travels here and not as an input of the autograd node: a node whose weight gradient is ``None`` would still
+    fire the weight's AccumulateGrad hooks, and DDP would take that for the gradient being ready.
+    """
+
+    queue: WeightGradientQueue
+    weight: torch.Tensor
+    fused: bool
+    allreduce_dgrad: bool
+    sequence_parallel: bool
+    tp_group: dist.ProcessGroup
+
+    def gather(self, input: torch.Tensor) -> torch.Tensor:
+        """The whole sequence of an input sharded by sequence parallelism: ``[s/t, b, h] -> [s, b, h]``."""
+        if not self.sequence_parallel:
+            return input
+        whole = torch.empty(
+            (input.size(0) * self.tp_group.size(), *input.shape[1:]), dtype=input.dtype, device=input.device
+        )
+        dist.all_gather_into_tensor(whole, input.contiguous(), group=self.tp_group)
+        return whole
+
+
+class _SplitLinear(torch.autograd.Function):
+    @staticmethod
+    @layers.custom_fwd
+    def forward(ctx, input: torch.Tensor, bias: torch.Tensor | None, call: _Call) -> torch.Tensor:
+        ctx.save_for_backward(input)
+        ctx.call = call
+        ctx.has_bias = bias is not None
+        output = torch.matmul(call.gather(input), call.weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    @layers.custom_bwd
+    def backward(ctx, grad_output: torch.Tensor):
+        (input,) = ctx.saved_tensors
+        call = ctx.call
+        grad_input = grad_output.matmul(call.weight)
+        if call.sequence_parallel:
+            shard = torch.empty_like(input, requires_grad=False)
+            dist.reduce_scatter_tensor(shard, grad_input, group=call.tp_group)
+            grad_input = shard
+        elif call.allreduce_dgrad:
+            dist.all_reduce(grad_input, group=call.tp_group)
+        grad_bias = grad_output.reshape(-1, grad_output.size(-1)).sum(dim=0) if ctx.has_bias else None
+        # Detached: the saved input still has its graph, which would keep the chunk's input and gradient until W.
+        call.queue.put(_LinearWeightGradient(call, input.detach(), grad_output.detach()))
+        return grad_input, grad_bias, None
+
+
+@dataclass(frozen=True)
+class _LinearWeightGradient:
+    """``grad_output^T @ input`` of one layer and microbatch. Holds the input sharded and gathers it again when it runs."""
+
+    call: _Call
+    input: torch.Tensor
+    grad_output: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.input, self.grad_output
+
+    def run(self) -> None:
+        weight = self.call.weight
+        grad_output, total_input = prepare_input_tensors_for_wgrad_compute(
+            self.grad_output, self.call.gather(self.input)
+        )
+        if self.call.fused:
+            accumulate = (
+                layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
+                if weight.main_grad.dtype == torch.float32
+                else layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp16
+            )
+            accumulate(total_input, grad_output, weight.main_grad)
+            weight.grad_added_to_main_grad = True
+            # DDP takes a missing gradient for an error, and does not read this one.
+            gradient = torch.empty(weight.shape, dtype=total_input.dtype, device=weight.device)
+            if getattr(weight, "zero_out_wgrad", False):
+                gradient.zero_()
+        else:
+            gradient = grad_output.t().matmul(total_input)
+        accumulate_gradient(weight, gradient)
+
+
+def accumulate_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Do what AccumulateGrad and the hook behind it would have done."""
+    weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+    ready = getattr(weight, GRADIENT_READY, None)
+    if ready is not None:
+        ready()
+
+
+def attach_ddp_hooks(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """Let every weight's W report to the DDP that wraps it. Returns the parameters marked; chunks without DDP have none."""
+    marked = []
+    for chunk in chunks:
+        make_hook = getattr(chunk, "_make_backward_post_hook", None)
+        if make_hook is None:
+            continue
+        for parameter in chunk.parameters():
+            if parameter.requires_grad and not hasattr(parameter, GRADIENT_READY):
+                setattr(parameter, GRADIENT_READY, make_hook(parameter))
+                marked.append(parameter)
+    return marked

@@ -1,0 +1,103 @@
+"""Rebinding upstream symbols: checked before, reversible after."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+
+from megatron_pipemem.errors import UpstreamError
+
+TESTED_VERSIONS = ("0.19.2",)
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A function of Megatron that this package replaces.
+
+    Args:
+        module: dotted name of the module.
+        name: attribute of the module, or ``Class.attribute``.
+        parameters: names that must be among its parameters. A missing one means that the function changed its
+            meaning; additional ones are fine because replacements pass on what they do not know.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    def owner(self) -> tuple[object, str]:
+        """The module or class that holds the symbol, and the attribute's name."""
+        # Through sys.modules: a package may re-export a function under the name of its own submodule.
+        importlib.import_module(self.module)
+        owner: object = sys.modules[self.module]
+        *path, attribute = self.name.split(".")
+        for part in path:
+            owner = self._get(owner, part)
+        return owner, attribute
+
+    def resolve(self) -> Callable:
+        """The function as it stands.
+
+        Raises:
+            UpstreamError: it is missing or its signature lacks a parameter we rely on.
+        """
+        owner, attribute = self.owner()
+        function = self._get(owner, attribute)
+        missing = set(self.parameters) - set(inspect.signature(function).parameters)
+        if missing:
+            raise UpstreamError(
+                f"{self} has no parameter {', '.join(sorted(missing))} in megatron-core {megatron_version()}; {_tested()}"
+            )
+        return function
+
+    def _get(self, owner: object, attribute: str) -> Callable:
+        try:
+            return getattr(owner, attribute)
+        except AttributeError:
+            raise UpstreamError(f"megatron-core {megatron_version()} has no {self}; {_tested()}") from None
+
+
+@dataclass
+class PatchSet:
+    """Replaced symbols. ``remove`` puts every original back, also when installing stopped half-way."""
+
+    _originals: list[tuple[object, str, object]] = field(default_factory=list)
+
+    def install(self, replacements: Sequence[tuple[Symbol, Callable[[Callable], Callable]]]) -> None:
+        """Replace every symbol by ``wrap(original)``. Nothing is touched unless every symbol is as expected.
+
+        Raises:
+            UpstreamError: a symbol is missing or changed.
+        """
+        resolved = [(symbol, symbol.resolve(), wrap) for symbol, wrap in replacements]
+        for symbol, original, wrap in resolved:
+            owner, attribute = symbol.owner()
+            self._originals.append((owner, attribute, original))
+            setattr(owner, attribute, wrap(original))
+
+    def remove(self) -> None:
+        while self._originals:
+            owner, attribute, original = self._originals.pop()
+            setattr(owner, attribute, original)
+
+
+def is_imported(module: str) -> bool:
+    return isinstance(sys.modules.get(module), ModuleType)
+
+
+def megatron_version() -> str:
+    try:
+        return str(importlib.import_module("megatron.core").__version__)
+    except (ImportError, AttributeError):
+        return "(not installed)"
+
+
+def _tested() -> str:
+    return f"megatron_pipemem is tested with megatron-core {', '.join(TESTED_VERSIONS)}; install one of these"

@@ -1,0 +1,186 @@
+"""Switching the plugin on and off."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore import linear, observer, transformer_engine
+from megatron_pipemem.mcore.patching import PatchSet, Symbol, is_imported
+from megatron_pipemem.mcore.placement import ChunkPlacement
+from megatron_pipemem.mcore.programs import ProgramCache
+from megatron_pipemem.mcore.run_record import RunRecord
+from megatron_pipemem.mcore.step import USED, WITH_INTERLEAVING, WITHOUT_INTERLEAVING, ForwardBackward
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.registry import family
+
+logger = logging.getLogger(__name__)
+
+STOCK = "stock"
+
+TRAIN = Symbol("megatron.training.training", "train")
+TRAINING_LOG = Symbol("megatron.training.training", "training_log", ("loss_dict", "grad_norm"))
+
+Replacements = list[tuple[Symbol, Callable[[Callable], Callable]]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for.
+
+    Args:
+        schedule: name of a schedule family, or ``stock`` to leave Megatron's own schedule in place and only observe it.
+        memory_cap: the most any device may hold, in activation units; the run is refused when the schedule needs more.
+        costs: ``unit``, or a JSON file of costs, for the predicted bubble.
+        trace: directory for timelines of plan and run.
+        report: JSON file that sets counted bytes, measured bubbles and losses against the plan.
+        options: options of the schedule family, for example ``group_size``.
+    """
+
+    schedule: str
+    memory_cap: float | None = None
+    costs: str = "unit"
+    trace: str | None = None
+    report: str | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass
+class _Enabled:
+    settings: Settings
+    patches: PatchSet
+    forward_backward: ForwardBackward | None
+    chunk_placement: ChunkPlacement | None
+    record: RunRecord | None
+
+
+_enabled: _Enabled | None = None
+
+
+def enable(schedule: str, **settings) -> None:
+    """Make stock Megatron-Core run pipeline steps by a schedule of this package.
+
+    Call it once, before the model is built, on every rank, with the same arguments. Enabling again with the same settings
+    changes nothing. Works no matter who imported ``get_forward_backward_func`` before.
+
+    Args:
+        schedule: name of a schedule family; ``pipemem schedules`` lists them.
+        settings: see ``Settings``.
+
+    Raises:
+        UnknownScheduleError: no such family.
+        UnsupportedError: the plugin is enabled with other settings.
+        UpstreamError: this Megatron-Core lacks a symbol we rely on. Nothing has been changed then.
+    """
+    global _enabled
+    wanted = Settings(schedule, **settings)
+    if _enabled is not None:
+        if _enabled.settings != wanted:
+            raise UnsupportedError(
+                f"the plugin is enabled already with {_enabled.settings}; call disable() before enabling other settings"
+            )
+        return
+    costs = Costs() if wanted.costs == "unit" else Costs.from_json(wanted.costs)
+    record = None
+    if wanted.trace is not None or wanted.report is not None:
+        record = RunRecord(
+            Path(wanted.report) if wanted.report else None, Path(wanted.trace) if wanted.trace else None, costs
+        )
+    forward_backward = chunk_placement = None
+    if wanted.schedule == STOCK:
+        replacements = observer.replacements(record)
+    else:
+        programs = ProgramCache(wanted.schedule, wanted.memory_cap, wanted.options)
+        chosen = family(wanted.schedule)
+        chunk_placement = ChunkPlacement(programs.placement, chosen.placement in ("linear", "interleaved"))
+        forward_backward = ForwardBackward(programs, chunk_placement, record)
+        replacements = [
+            (WITH_INTERLEAVING, lambda original: forward_backward),
+            (WITHOUT_INTERLEAVING, lambda original: forward_backward),
+            *chunk_placement.replacements(),
+        ]
+        if is_imported("megatron.training.training"):
+            replacements += chunk_placement.training_replacements()
+        if chosen.splits_backward:
+            replacements += [(linear.LINEAR, linear.split_linear), *transformer_engine.replacements()]
+    if record is not None and is_imported("megatron.training.training"):
+        replacements += _recording(record)
+    patches = PatchSet()
+    for symbol in USED:
+        symbol.resolve()
+    patches.install(replacements)
+    _enabled = _Enabled(wanted, patches, forward_backward, chunk_placement, record)
+    logger.info("enabled %s", wanted)
+
+
+def disable() -> None:
+    """Put every replaced symbol back. Does nothing when the plugin is not enabled."""
+    global _enabled
+    if _enabled is None:
+        return
+    enabled, _enabled = _enabled, None
+    enabled.patches.remove()
+    if enabled.forward_backward is not None:
+        for parameter in enabled.forward_backward.hooked:
+            delattr(parameter, linear.GRADIENT_READY)
+        enabled.forward_backward.close()
+
+
+def write_report() -> None:
+    """Write the report and the timelines that were asked for. ``megatron.training`` runs do this by themselves.
+
+    Every rank must call it, after its last step and before ``disable()``.
+    """
+    if _enabled is not None and _enabled.record is not None:
+        _enabled.record.write()
+
+
+def build_model_chunks(build: Callable, pg_collection=None) -> list:
+    """Build this rank's model chunks where the schedule wants them, for training loops without ``megatron.training``.
+
+    Args:
+        build: ``build(pre_process=, post_process=, vp_stage=, pg_collection=) -> module``. It must make the layer
+            specification too, because specifications depend on the chunk's layers.
+        pg_collection: Megatron's process groups; the global ones by default.
+
+    Raises:
+        UnsupportedError: the plugin is not enabled.
+    """
+    if _enabled is None or _enabled.chunk_placement is None:
+        raise UnsupportedError("call enable() with a schedule before building model chunks")
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    return _enabled.chunk_placement.build_chunks(build, groups)
+
+
+def _recording(record: RunRecord) -> Replacements:
+    """Note what ``megatron.training`` logs, and write the report when its training loop ends."""
+
+    def wrap_log(original: Callable) -> Callable:
+        def training_log(loss_dict, *args, **kwargs):
+            arguments = inspect.signature(original).bind(loss_dict, *args, **kwargs).arguments
+            record.add_losses(loss_dict, arguments["grad_norm"])
+            return original(loss_dict, *args, **kwargs)
+
+        return training_log
+
+    def wrap_train(original: Callable) -> Callable:
+        def train(*args, **kwargs):
+            try:
+                result = original(*args, **kwargs)
+            except SystemExit as stop:
+                # Megatron leaves its loop this way too, on all ranks, when a time or iteration limit is reached.
+                if not stop.code:
+                    record.write()
+                raise
+            record.write()
+            return result
+
+        return train
+
+    return [(TRAINING_LOG, wrap_log), (TRAIN, wrap_train)]

@@ -1,0 +1,93 @@
+"""What the plugin does not run, refused before the first action with the reason and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatron_pipemem.errors import UnsupportedError
+
+# Attribute of the configuration, when its value is refused, and the sentence for the user.
+_REFUSED: tuple[tuple[str, Callable[[object], bool], str], ...] = (
+    (
+        "mtp_num_layers",
+        bool,
+        "multi-token prediction puts a second head on the last stage, which no schedule here knows; drop --mtp-num-layers",
+    ),
+    (
+        "cuda_graph_impl",
+        lambda impl: impl not in (None, "none"),
+        "CUDA graphs freeze the order of one step; pass --cuda-graph-impl none",
+    ),
+    (
+        "overlap_moe_expert_parallel_comm",
+        bool,
+        "combined 1F1B is a schedule of its own; drop --overlap-moe-expert-parallel-comm",
+    ),
+    (
+        "defer_embedding_wgrad_compute",
+        bool,
+        "the schedule already decides when the head's weight gradient runs; drop --defer-embedding-wgrad-compute",
+    ),
+    (
+        "fine_grained_activation_offloading",
+        bool,
+        "fine-grained offload assumes the stock order of forwards and backwards; drop --fine-grained-activation-offloading",
+    ),
+    (
+        "moe_paged_stash",
+        bool,
+        "the paged stash re-runs whole steps of the stock schedule; drop --moe-paged-stash",
+    ),
+    (
+        "num_microbatches_with_partial_activation_checkpoints",
+        lambda number: number is not None,
+        "partial checkpointing is defined by the stock warm-up; recompute fully or selectively on every microbatch instead",
+    ),
+    (
+        "hybrid_context_parallel",
+        bool,
+        "hybrid context parallelism brings its own schedule; drop --hybrid-context-parallel",
+    ),
+    (
+        "tp_comm_overlap",
+        bool,
+        "Transformer Engine cannot delay weight gradients with user buffers; drop --tp-comm-overlap",
+    ),
+)
+
+
+def check_config(config) -> None:
+    """Raises:
+    UnsupportedError: the configuration asks for something that cannot run under our schedules.
+    """
+    for attribute, refused, sentence in _REFUSED:
+        if refused(getattr(config, attribute, None)):
+            raise UnsupportedError(f"{attribute} = {getattr(config, attribute)!r} is not supported: {sentence}")
+
+
+def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str) -> None:
+    """Raises:
+    UnsupportedError: the model is sharded by FSDP or has another number of chunks than the schedule.
+    """
+    for chunk in chunks:
+        if "FullyShardedDataParallel" in type(chunk).__name__:
+            raise UnsupportedError(
+                "FSDP gathers weights around every forward and backward, which a split backward breaks; use Megatron's "
+                "DistributedDataParallel (drop --use-megatron-fsdp / --use-torch-fsdp2)"
+            )
+        instances = getattr(getattr(chunk, "ddp_config", None), "num_distributed_optimizer_instances", 1)
+        if instances > 1:
+            raise UnsupportedError(
+                "several distributed-optimizer instances are not supported: their reductions cannot be started per chunk; "
+                "pass --num-distributed-optimizer-instances 1"
+            )
+    if len(chunks) != num_chunks:
+        raise UnsupportedError(
+            f"schedule {schedule} needs {num_chunks} model chunks per pipeline rank, the model has {len(chunks)}; pass "
+            f"--num-virtual-stages-per-pipeline-rank {num_chunks}"
+            if num_chunks > 1
+            else f"schedule {schedule} needs 1 model chunk per pipeline rank, the model has {len(chunks)}; drop the flags "
+            "that ask for virtual pipeline stages"
+        )

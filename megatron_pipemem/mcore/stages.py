@@ -1,0 +1,181 @@
+"""Runs one model chunk with Megatron's own forward and backward steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron_pipemem.mcore.placement import ChunkPlacement
+from megatron_pipemem.mcore.transformer_engine import DelayedModules
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger
+from megatron_pipemem.runtime.weight_gradients import current_queue
+
+
+@dataclass
+class StepContext:
+    """What all chunks of a rank share within one call of the forward-backward function.
+
+    Args:
+        config: Megatron's configuration of the model.
+        forward_step_func: the user's forward step.
+        num_microbatches: microbatches of this step.
+        cp_group_size: context-parallel size, for loss scaling.
+        forward_only: evaluation.
+        collect_non_loss_data: as in Megatron.
+        first_val_step: as in Megatron.
+        force_all_reduce: reduce gradients fully even under the distributed optimizer.
+    """
+
+    config: object
+    forward_step_func: Callable
+    num_microbatches: int
+    cp_group_size: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    force_all_reduce: bool
+    loss_data: list = field(default_factory=list)
+    num_tokens: torch.Tensor | None = None
+
+
+@dataclass
+class ChunkStage:
+    """A stage of the pipeline on stock Megatron (see ``runtime.executor.StageRunner``).
+
+    Args:
+        step: shared by the rank's chunks.
+        model: the chunk as the training loop holds it, wrapped by DDP or not.
+        data_iterator: the chunk's own iterator.
+        chunk: index among the rank's chunks.
+        num_chunks: chunks of this rank.
+        is_last: whether this stage computes the loss.
+        placement: makes Megatron see the chunk's rank while it runs.
+        delayed: Transformer Engine modules of this chunk whose weight gradients wait.
+    """
+
+    step: StepContext
+    model: torch.nn.Module
+    data_iterator: Iterator | None
+    chunk: int
+    num_chunks: int
+    is_last: bool
+    placement: ChunkPlacement
+    delayed: tuple[torch.nn.Module, ...]
+
+    def forward(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
+        step = self.step
+        with self._as_chunk():
+            output, num_tokens = schedules.forward_step(
+                step.forward_step_func,
+                self.data_iterator,
+                self.model,
+                step.num_microbatches,
+                input,
+                step.loss_data,
+                step.config,
+                step.cp_group_size,
+                collect_non_loss_data=step.collect_non_loss_data,
+                is_first_microbatch=schedules.check_first_val_step(
+                    step.first_val_step, step.forward_only, microbatch == 0
+                ),
+                current_microbatch=microbatch,
+                vp_stage=self.chunk if self.num_chunks > 1 else None,
+                is_last_stage=self.is_last,
+            )
+        if self.is_last:
+            step.num_tokens += num_tokens
+        # The module would hold its input until its next forward.
+        get_attr_wrapped_model(self.model, "set_input_tensor")([None])
+        return output
+
+    def release_output(self, output: torch.Tensor) -> None:
+        schedules.deallocate_output_tensor(output, self.step.config.deallocate_pipeline_outputs)
+
+    def backward(
+        self, input: torch.Tensor | None, output: torch.Tensor, output_gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        with self._as_chunk():
+            gradient = schedules.backward_step(input, output, output_gradient, self.step.config)
+        if self.delayed:
+            work, queue = DelayedModules(self.delayed), current_queue()
+            if queue is None:
+                work.run()
+            else:
+                queue.put(work)
+        return gradient
+
+    def reduce_gradients(self) -> None:
+        ddp_config = getattr(self.model, "ddp_config", None)
+        if ddp_config is not None and ddp_config.overlap_grad_reduce:
+            for group in self.model.bucket_groups + self.model.expert_parallel_bucket_groups:
+                group.start_grad_sync(force_all_reduce=self.step.force_all_reduce)
+        elif ddp_config is None and self.step.config.grad_sync_func is not None:
+            functions = self.step.config.grad_sync_func
+            function = functions[self.chunk] if isinstance(functions, list) else functions
+            function(self.model.parameters())
+
+    def _as_chunk(self):
+        return self.placement.chunk(self.chunk)
+
+
+@contextmanager
+def no_gradient_sync(config) -> Iterator[None]:
+    """Keep DDP from reducing by itself: the program says when a chunk's gradients are complete."""
+    functions = config.no_sync_func
+    with ExitStack() as stack:
+        for function in functions if isinstance(functions, list) else [functions]:
+            if function is not None:
+                stack.enter_context(function())
+        yield
+
+
+def watch_batches(data_iterator, ledger: ActivationLedger):
+    """The same iterator or list of iterators, telling the ledger what is the batch and no activation."""
+    if isinstance(data_iterator, list):
+        return [watch_batches(each, ledger) for each in data_iterator]
+    return None if data_iterator is None else _BatchWatcher(data_iterator, ledger)
+
+
+class _BatchWatcher:
+    def __init__(self, iterator: Iterator, ledger: ActivationLedger):
+        self._iterator = iterator
+        self._ledger = ledger
+
+    def __iter__(self) -> _BatchWatcher:
+        return self
+
+    def __next__(self):
+        batch = next(self._iterator)
+        self._ledger.exclude(tensors_in(batch))
+        return batch
+
+    def __getattr__(self, name: str):
+        return getattr(self._iterator, name)
+
+
+def tensors_in(data) -> Iterator[torch.Tensor]:
+    """Every tensor in nested dictionaries, lists and tuples."""
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif isinstance(data, dict):
+        for value in data.values():
+            yield from tensors_in(value)
+    elif isinstance(data, Sequence) and not isinstance(data, str):
+        for value in data:
+            yield from tensors_in(value)
+
+
+def move_tensors(data, device: torch.device | int | str):
+    """The same nested data with every tensor on ``device``."""
+    if isinstance(data, torch.Tensor):
+        return data.detach().to(device)
+    if isinstance(data, dict):
+        return {key: move_tensors(value, device) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return type(data)(move_tensors(value, device) for value in data)
+    return data

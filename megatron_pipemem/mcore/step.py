@@ -1,0 +1,318 @@
+"""The replacement of Megatron's pipelined forward-backward functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.linear import attach_ddp_hooks
+from megatron_pipemem.mcore.patching import Symbol
+from megatron_pipemem.mcore.placement import ChunkPlacement
+from megatron_pipemem.mcore.programs import ProgramCache
+from megatron_pipemem.mcore.refusals import check_chunks, check_config
+from megatron_pipemem.mcore.run_record import RunRecord, StepRecord
+from megatron_pipemem.mcore.stages import ChunkStage, StepContext, move_tensors, no_gradient_sync, watch_batches
+from megatron_pipemem.mcore.transformer_engine import delayed_modules
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger
+from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.runtime.trace import CudaTrace, HostTrace
+from megatron_pipemem.runtime.transport import Edge, MessageFormat, Transport, connect
+from megatron_pipemem.schedule.placement import Placement
+
+_STOCK_PARAMETERS = (
+    "forward_step_func",
+    "data_iterator",
+    "model",
+    "num_microbatches",
+    "seq_length",
+    "micro_batch_size",
+    "decoder_seq_length",
+    "forward_only",
+    "collect_non_loss_data",
+    "first_val_step",
+    "adjust_tensor_shapes_fn",
+    "p2p_communicator",
+    "pg_collection",
+    "force_all_reduce",
+)
+# The dispatcher looks both up in its module at every call, so whoever imported the dispatcher earlier gets ours too.
+WITH_INTERLEAVING = Symbol(
+    "megatron.core.pipeline_parallel.schedules", "forward_backward_pipelining_with_interleaving", _STOCK_PARAMETERS
+)
+WITHOUT_INTERLEAVING = Symbol(
+    "megatron.core.pipeline_parallel.schedules", "forward_backward_pipelining_without_interleaving", _STOCK_PARAMETERS
+)
+FORWARD_STEP = Symbol(
+    "megatron.core.pipeline_parallel.schedules",
+    "forward_step",
+    ("forward_step_func", "data_iterator", "model", "num_microbatches", "input_tensor", "forward_data_store", "config"),
+)
+BACKWARD_STEP = Symbol(
+    "megatron.core.pipeline_parallel.schedules",
+    "backward_step",
+    ("input_tensor", "output_tensor", "output_tensor_grad", "config"),
+)
+# Used by us, not replaced: a change of these would break steps in the middle.
+USED = (
+    FORWARD_STEP,
+    BACKWARD_STEP,
+    Symbol("megatron.core.pipeline_parallel.schedules", "deallocate_output_tensor", ("out",)),
+    Symbol("megatron.core.pipeline_parallel.schedules", "check_first_val_step", ("first_val_step", "forward_only")),
+    Symbol("megatron.core.pipeline_parallel.schedules", "get_tensor_shapes", ("seq_length", "micro_batch_size", "config")),
+    Symbol(
+        "megatron.core.distributed.distributed_data_parallel",
+        "DistributedDataParallel._make_backward_post_hook",
+        ("param",),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """The pipeline this rank belongs to, opened once per process group."""
+
+    device: int
+    ranks: Sequence[int]
+    channels: dict[Edge, dist.ProcessGroup]
+
+
+class ForwardBackward:
+    """Runs steps of one family's schedules. Keeps compiled programs and communicators between steps, nothing else.
+
+    Args:
+        programs: compiles the schedule for the number of microbatches at hand.
+        chunk_placement: answers Megatron's questions about ranks.
+        record: where counted bytes and times go; ``None`` measures nothing.
+    """
+
+    def __init__(self, programs: ProgramCache, chunk_placement: ChunkPlacement, record: RunRecord | None):
+        self._programs = programs
+        self._chunk_placement = chunk_placement
+        self._record = record
+        self._pipelines: dict[dist.ProcessGroup, _Pipeline] = {}
+        self.hooked: list[torch.nn.Parameter] = []
+
+    def __call__(
+        self,
+        *,
+        forward_step_func,
+        data_iterator,
+        model,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable | None = None,
+        p2p_communicator=None,
+        pg_collection: ProcessGroupCollection | None = None,
+        force_all_reduce: bool | None = False,
+    ) -> list:
+        """Run one step. Arguments and result are those of the stock function.
+
+        Returns:
+            The loss function's reduced data of every microbatch on the last pipeline rank, ``[]`` elsewhere.
+
+        Raises:
+            UnsupportedError: the model or its configuration asks for what our schedules do not run.
+        """
+        chunks = model if isinstance(model, list) else [model]
+        iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        config = get_model_config(chunks[0])
+        groups = _process_groups(p2p_communicator, pg_collection)
+        pp_group = groups.pp if p2p_communicator is None else p2p_communicator.pp_group
+        check_config(config)
+        placement = self._chunk_placement.placement(pp_group.size(), len(chunks))
+        check_chunks(chunks, placement.num_chunks, self._programs.name)
+        if len(iterators) != len(chunks):
+            raise UnsupportedError(
+                f"{len(chunks)} model chunks need {len(chunks)} data iterators, not {len(iterators)}; pass a list with one "
+                "iterator per chunk"
+            )
+        self._chunk_placement.check_built(chunks, placement, pp_group.rank())
+        pipeline = self._connect(pp_group, placement)
+        self.hooked += attach_ddp_hooks(chunks)
+        program = self._programs.compile(
+            num_devices=pp_group.size(),
+            chunks=len(chunks),
+            num_microbatches=num_microbatches,
+            group_size=config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None,
+            forward_only=forward_only,
+            agree=lambda digest: _agree(digest, pp_group),
+        )
+
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        step = StepContext(
+            config,
+            forward_step_func,
+            num_microbatches,
+            groups.cp.size(),
+            forward_only,
+            collect_non_loss_data,
+            first_val_step,
+            bool(force_all_reduce),
+            num_tokens=torch.zeros([], dtype=torch.int, device=torch.cuda.current_device()),
+        )
+        observed = None
+        if self._record is not None and not forward_only:
+            dist.barrier(group=pp_group)  # one origin of time for all ranks of the pipeline
+            observed = observe(chunks)
+            iterators = watch_batches(iterators, observed.ledger)
+        stages = {
+            stage: ChunkStage(
+                step,
+                chunks[chunk],
+                iterators[chunk],
+                chunk,
+                len(chunks),
+                placement.next_stage(stage) is None,
+                self._chunk_placement,
+                delayed_modules(chunks[chunk]),
+            )
+            for chunk, stage in enumerate(placement.stages[pipeline.device])
+        }
+        message = MessageFormat(
+            _message_shape(
+                seq_length, micro_batch_size, decoder_seq_length, config, groups, adjust_tensor_shapes_fn
+            ),
+            config.pipeline_dtype or config.params_dtype,
+            torch.cuda.current_device(),
+        )
+        transport = Transport(pipeline.device, placement, pipeline.ranks, pipeline.channels, message)
+        executor = Executor(
+            program,
+            pipeline.device,
+            stages,
+            transport,
+            ledger=observed.ledger if observed else None,
+            trace=observed.trace if observed else None,
+        )
+        with no_gradient_sync(config), torch.no_grad() if forward_only else nullcontext():
+            if not forward_only:
+                _start_parameter_gather(config, chunks)
+            executor.run()
+        _move_loss_to_last_rank(step, pp_group, placement)
+        if config.finalize_model_grads_func is not None and not forward_only:
+            config.finalize_model_grads_func(
+                chunks,
+                step.num_tokens if config.calculate_per_token_loss else None,
+                pg_collection=groups,
+                force_all_reduce=force_all_reduce,
+            )
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        if observed is not None:
+            self._record.add_step(program.schedule.name, program, pipeline.device, pp_group, observed)
+        return step.loss_data
+
+    def _connect(self, group: dist.ProcessGroup, placement: Placement) -> _Pipeline:
+        if group not in self._pipelines:
+            self._pipelines[group] = _Pipeline(
+                group.rank(), dist.get_process_group_ranks(group), connect(placement, group)
+            )
+        return self._pipelines[group]
+
+    def close(self) -> None:
+        """Forget everything that steps left for the next one."""
+        self._pipelines.clear()
+        self._programs.clear()
+
+
+def _process_groups(p2p_communicator, pg_collection) -> ProcessGroupCollection:
+    if (p2p_communicator is None) != (pg_collection is None):
+        raise ValueError("provide both p2p_communicator and pg_collection, or neither")
+    if pg_collection is None:
+        return schedules._build_default_pg_collection()
+    if not isinstance(pg_collection, ProcessGroupCollection):
+        raise UnsupportedError(
+            f"{type(pg_collection).__name__} describes several models in one pipeline, which no schedule here knows; "
+            "disable() the plugin for such models"
+        )
+    return pg_collection
+
+
+def _message_shape(seq_length, micro_batch_size, decoder_seq_length, config, groups, adjust) -> tuple[int, ...] | None:
+    """Shape of every message, ``[s / (cp * tp with SP), b, h]``, or ``None`` if it may differ between microbatches."""
+    if config.variable_seq_lengths:
+        return None
+    shapes = schedules.get_tensor_shapes(
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        decoder_seq_length=decoder_seq_length,
+        config=config,
+        tp_group=groups.tp,
+        cp_group=groups.cp,
+    )
+    if adjust is not None:
+        received, sent = adjust(shapes, shapes)
+        if list(received) != list(sent):
+            # Neighbours disagree on shapes in a way that only the sender knows.
+            return None
+        shapes = received
+    if len(shapes) != 1:
+        raise UnsupportedError(
+            f"stages that exchange {len(shapes)} tensors per microbatch are not supported; disable() the plugin for "
+            "encoder-decoder models"
+        )
+    return tuple(shapes[0])
+
+
+def _start_parameter_gather(config, chunks: list[torch.nn.Module]) -> None:
+    """With overlapped parameter gathering, begin every chunk's before its first forward asks for it."""
+    functions = config.param_sync_func
+    if functions is None:
+        return
+    for index, chunk in enumerate(chunks):
+        (functions[index] if isinstance(functions, list) else functions)(chunk.parameters())
+
+
+def _move_loss_to_last_rank(step: StepContext, pp_group: dist.ProcessGroup, placement: Placement) -> None:
+    """Training loops read losses on the last pipeline rank, and gradients are scaled by its token count."""
+    last = pp_group.size() - 1
+    source = placement.device_of(placement.num_stages - 1)
+    if source == last:
+        return
+    payload = [(move_tensors(step.loss_data, "cpu"), int(step.num_tokens)) if pp_group.rank() == source else None]
+    dist.broadcast_object_list(payload, src=dist.get_global_rank(pp_group, source), group=pp_group)
+    step.loss_data = []
+    if pp_group.rank() == last:
+        data, num_tokens = payload[0]
+        step.loss_data = move_tensors(data, torch.cuda.current_device())
+        step.num_tokens.fill_(num_tokens)
+
+
+def _agree(digest: str, group: dist.ProcessGroup) -> None:
+    """Raises:
+    UnsupportedError: the ranks of the pipeline are about to run different programs.
+    """
+    digests: list[str | None] = [None] * group.size()
+    dist.all_gather_object(digests, digest, group=group)
+    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if different:
+        raise UnsupportedError(
+            f"pipeline ranks {different} built another schedule than rank 0; start every rank with the same "
+            "--pipemem flags, package versions and number of microbatches"
+        )
+
+
+def observe(chunks: list[torch.nn.Module]) -> StepRecord:
+    """A ledger and a clock for one step of these chunks."""
+    permanent = []
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            permanent += [parameter, *(g for g in (getattr(parameter, "main_grad", None),) if g is not None)]
+        # DDP shadows nn.Module.buffers() by an attribute of its own.
+        permanent += torch.nn.Module.buffers(chunk)
+    on_gpu = any(tensor.device.type == "cuda" for tensor in permanent)
+    return StepRecord(ActivationLedger(permanent), CudaTrace() if on_gpu else HostTrace())

@@ -1,0 +1,68 @@
+"""Pictures of a run: terminal, PNG, SVG, HTML, and traces for Perfetto. All take the simulator's ``Timeline``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.report.terminal import TerminalTimeline
+from megatron_pipemem.schedule.simulator import Timeline
+
+SUFFIXES = (".png", ".svg", ".html", ".json")
+
+__all__ = ["SUFFIXES", "TerminalTimeline", "save_comparison", "save_timeline", "terminal_timeline"]
+
+
+def terminal_timeline(timeline: Timeline) -> TerminalTimeline:
+    """A rich renderable: ``Console().print(terminal_timeline(timeline))``."""
+    return TerminalTimeline(timeline)
+
+
+def save_timeline(timeline: Timeline, path: str | Path) -> Path:
+    """Draw one run with its held memory; the suffix of ``path`` chooses PNG, SVG, HTML or a Perfetto trace (``.json``).
+
+    Folders are made as needed. Returns the path.
+
+    Raises:
+        UnsupportedError: the suffix is none of these, the file cannot be written, or matplotlib is missing.
+    """
+    return _save([timeline], path)
+
+
+def save_comparison(timelines: Sequence[Timeline], path: str | Path) -> Path:
+    """Draw several runs under one another on one time axis. Otherwise as ``save_timeline``."""
+    return _save(timelines, path)
+
+
+def _save(timelines: Sequence[Timeline], path: str | Path) -> Path:
+    path = Path(path)
+    check_suffix(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".json":
+            from megatron_pipemem.report.perfetto import to_json
+
+            path.write_text(to_json(timelines), encoding="utf-8")
+        elif path.suffix == ".html":
+            from megatron_pipemem.report.html import page
+
+            path.write_text(page(timelines), encoding="utf-8")
+        else:
+            from megatron_pipemem.report import figure
+
+            drawn = figure.draw(timelines[0]) if len(timelines) == 1 else figure.compare(timelines)
+            figure.save(drawn, path)
+    except OSError as error:
+        raise UnsupportedError(f"cannot write {path}: {error.strerror or error}") from error
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"a {path.suffix} picture needs {error.name}: pip install {error.name}, or write .html instead"
+        ) from error
+    return path
+
+
+def check_suffix(path: Path) -> None:
+    """Raises UnsupportedError, naming the formats, when none goes by the suffix of ``path``."""
+    if path.suffix not in SUFFIXES:
+        raise UnsupportedError(f"cannot tell a picture format from {path.name!r}: end it in {', '.join(SUFFIXES)}")

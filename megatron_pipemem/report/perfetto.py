@@ -1,0 +1,68 @@
+"""Chrome trace events, for ui.perfetto.dev and chrome://tracing.
+
+One process per run; in it a track per device with slices named as torch names them (``PP:2F0``), a counter track
+per device for what it holds, and a flow arrow per message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import count
+
+from megatron_pipemem.report.timeline import KIND_NAMES, boxes, headline, held_steps, messages
+from megatron_pipemem.schedule.simulator import Timeline
+
+_MICROSECONDS = 1e6
+
+
+def trace(timelines: Sequence[Timeline]) -> dict[str, object]:
+    """The trace as a JSON-ready object. One second of the costs is one second of the trace."""
+    flow_ids = count(1)
+    events: list[dict[str, object]] = []
+    for process, timeline in enumerate(timelines):
+        events += _process_events(process, timeline, flow_ids)
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def to_json(timelines: Sequence[Timeline]) -> str:
+    return json.dumps(trace(timelines), separators=(",", ":"))
+
+
+def _process_events(process: int, timeline: Timeline, flow_ids: count[int]) -> list[dict[str, object]]:
+    rows = boxes(timeline)
+    unit = "units" if timeline.costs.memory is None else "bytes"
+    events: list[dict[str, object]] = [
+        {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": headline(timeline)}}
+    ]
+    for device, row in enumerate(rows):
+        track = {"pid": process, "tid": device}
+        events.append({"ph": "M", "name": "thread_name", **track, "args": {"name": f"device {device}"}})
+        events.append({"ph": "M", "name": "thread_sort_index", **track, "args": {"sort_index": device}})
+        for box in row:
+            events.append(
+                {
+                    "ph": "X",
+                    "name": f"PP:{box.action}",
+                    "cat": KIND_NAMES[box.action.kind],
+                    **track,
+                    "ts": box.start * _MICROSECONDS,
+                    "dur": box.seconds * _MICROSECONDS,
+                    "args": {
+                        "stage": box.action.stage,
+                        "chunk": box.chunk,
+                        "microbatch": box.action.microbatch,
+                        f"held after ({unit})": box.held,
+                    },
+                }
+            )
+        for time, held in held_steps(row):
+            name = f"held by device {device}"
+            events.append({"ph": "C", "name": name, **track, "ts": time * _MICROSECONDS, "args": {unit: held}})
+    for message, flow in zip(messages(timeline, rows), flow_ids, strict=False):
+        for phase, box in (("s", message.producer), ("f", message.consumer)):
+            # An arrow belongs to the slice that encloses its time: the middle is inside for certain.
+            middle = (box.start + box.end) / 2 * _MICROSECONDS
+            arrow = {"ph": phase, "name": "message", "cat": "message", "id": flow, "pid": process, "tid": box.device}
+            events.append({**arrow, "ts": middle, **({"bp": "e"} if phase == "f" else {})})
+    return events

@@ -1,0 +1,106 @@
+"""A timeline in the terminal: one line per device, coloured cells, readable without colour too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.style import Style
+from rich.text import Text
+
+from megatron_pipemem.report.timeline import KIND_NAMES, Box, boxes, colour, headline, ink, legend, memory_text
+from megatron_pipemem.schedule.simulator import Timeline
+
+_MAX_CELL = 4
+"""Columns of the shortest action when there is room: ``F12`` and a gap."""
+
+
+@dataclass(frozen=True)
+class TerminalTimeline:
+    """A rich renderable, as wide as the console at most.
+
+    Without colour the letter tells the kind, upper case the first chunk and lower case the later ones; dashes continue an
+    action and blanks are idle. A run too long for the width is squeezed: every column then shows only the letter of what
+    fills most of it.
+    """
+
+    timeline: Timeline
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        timeline, rows = self.timeline, boxes(self.timeline)
+        margin = len(f"device {len(rows) - 1} ")
+        peaks = [f" {memory_text(peak, timeline)}" for peak in timeline.peaks]
+        header = "peak"
+        room = max(10, options.max_width - margin - max(len(header) + 1, *map(len, peaks)) - 2)
+        scale, squeezed = _columns_per_second(timeline, rows, room)
+        width = min(room, max(1, round(timeline.makespan * scale)))
+        yield Text(headline(timeline), style="bold", overflow="ellipsis", no_wrap=True)
+        yield Text(" " * (margin + width + 2) + f" {header}", style="dim", no_wrap=True)
+        for device, (row, peak) in enumerate(zip(rows, peaks, strict=True)):
+            line = Text(f"device {device}".ljust(margin) + "|", no_wrap=True, overflow="crop")
+            line.append_text(_cells(row, scale, width, timeline.schedule.placement.num_chunks, squeezed))
+            line.append("|" + peak)
+            yield line
+        end = f"{timeline.makespan:.6g}"
+        yield Text(" " * (margin + 1) + "0" + end.rjust(width - 1), style="dim", no_wrap=True, overflow="crop")
+        yield _legend(timeline)
+
+
+def _columns_per_second(timeline: Timeline, rows: tuple[tuple[Box, ...], ...], room: int) -> tuple[float, bool]:
+    """Whole columns per shortest action as long as one fits, otherwise the run squeezed into ``room``, and which."""
+    shortest = min((box.seconds for row in rows for box in row if box.seconds > 0), default=1.0)
+    if not timeline.makespan:
+        return 1.0, True
+    cell = int(room * shortest / timeline.makespan)
+    return (min(cell, _MAX_CELL) / shortest, False) if cell else (room / timeline.makespan, True)
+
+
+def _cells(row: tuple[Box, ...], scale: float, width: int, num_chunks: int, squeezed: bool) -> Text:
+    text = Text()
+    owners = _owners(row, scale, width)
+    column = 0
+    while column < width:
+        box, first = owners[column], column
+        while column < width and owners[column] is box:
+            column += 1
+        if box is None:
+            text.append(" " * (column - first))
+            continue
+        background = colour(box.action.kind, box.chunk, num_chunks)
+        text.append(_label(box, column - first, squeezed), Style(color=ink(background), bgcolor=background))
+    return text
+
+
+def _owners(row: tuple[Box, ...], scale: float, width: int) -> list[Box | None]:
+    """For every column the box that fills most of it, ``None`` where that is idle time."""
+    filled: list[list[tuple[float, Box]]] = [[] for _ in range(width)]
+    for box in row:
+        start, end = box.start * scale, box.end * scale
+        for column in range(int(start), min(width, int(end) + 1)):
+            if (part := min(end, column + 1) - max(start, column)) > 1e-6:
+                filled[column].append((part, box))
+    owners: list[Box | None] = []
+    for parts in filled:
+        idle = 1 - sum(part for part, _ in parts)
+        largest = max(parts, default=None, key=lambda part: part[0])
+        owners.append(largest[1] if largest and largest[0] >= idle - 1e-6 else None)
+    return owners
+
+
+def _label(box: Box, width: int, squeezed: bool) -> str:
+    letter = box.action.kind.value if box.chunk == 0 else box.action.kind.value.lower()
+    if squeezed:
+        return letter * width
+    full = f"{letter}{box.action.microbatch}"
+    return (full if len(full) <= width else letter).ljust(width, "-")
+
+
+def _legend(timeline: Timeline) -> Text:
+    num_chunks = timeline.schedule.placement.num_chunks
+    entries = []
+    for kind in dict(legend(timeline)):
+        shade = colour(kind, 0, num_chunks)
+        entries.append(Text(f" {kind} {KIND_NAMES[kind]} ", Style(color=ink(shade), bgcolor=shade)))
+    if num_chunks > 1:
+        entries.append(Text("lower case: later chunk", style="dim"))
+    return Text("  ").join(entries)

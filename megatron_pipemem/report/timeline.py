@@ -1,0 +1,139 @@
+"""What every picture of a run shares: boxes, held memory, messages, colours and words.
+
+All backends draw a ``Timeline``. A measured run is one too: the same schedule with the spans of its trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.simulator import Timeline, dependencies, held_after
+
+KIND_NAMES = {
+    Kind.F: "forward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.B: "full backward",
+}
+
+# Far apart in hue and in lightness, also under the three kinds of colour blindness (tests/report/test_timeline.py).
+_BASE = {Kind.F: (38, 98, 168), Kind.I: (244, 162, 52), Kind.W: (58, 163, 143), Kind.B: (196, 60, 78)}
+_PALEST = 0.58
+"""How far the last of many chunks is blended towards white."""
+
+
+class Box(NamedTuple):
+    """One action as drawn. Times count from the first start of the run; ``held`` is what the device holds after it."""
+
+    action: Action
+    device: int
+    chunk: int
+    start: float
+    end: float
+    held: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class Message(NamedTuple):
+    """What ``consumer`` needs from ``producer``, which runs on another device."""
+
+    producer: Box
+    consumer: Box
+
+
+def boxes(timeline: Timeline) -> tuple[tuple[Box, ...], ...]:
+    """One row of boxes per device, in order."""
+    schedule, costs = timeline.schedule, timeline.costs
+    placement = schedule.placement
+    changes, unit = costs.memory_changes(placement), costs.memory_unit(placement)
+    chunk = {stage: index for stages in placement.stages for index, stage in enumerate(stages)}
+    origin = min((spans[0][0] for spans in timeline.spans if spans), default=0.0)
+    return tuple(
+        tuple(
+            Box(action, device, chunk[action.stage], start - origin, end - origin, held * unit)
+            for action, (start, end), held in zip(order, spans, held_after(order, changes), strict=True)
+        )
+        for device, (order, spans) in enumerate(zip(schedule.orders, timeline.spans, strict=True))
+    )
+
+
+def held_steps(row: tuple[Box, ...]) -> list[tuple[float, float]]:
+    """``(time, held)`` wherever a device's held memory changes: what an action takes counts from its start, what it
+    gives back from its end. Memory handed straight on from one action to the next makes no step."""
+    steps = [(0.0, 0.0)]
+    for box in row:
+        before = steps[-1][1]
+        if box.held > before:
+            if len(steps) > 1 and steps[-1][0] == box.start and steps[-2][1] > before:
+                steps.pop()
+            if steps[-1][1] != box.held:
+                steps.append((box.start, box.held))
+        elif box.held < before:
+            steps.append((box.end, box.held))
+    return steps
+
+
+def messages(timeline: Timeline, rows: tuple[tuple[Box, ...], ...]) -> Iterator[Message]:
+    """Every message between two devices, by its consumer's place in ``rows`` (of ``boxes``)."""
+    placement = timeline.schedule.placement
+    by_action = {box.action: box for row in rows for box in row}
+    fused = {action for action in by_action if action.kind is Kind.B}
+    for consumer in by_action.values():
+        for needed in dependencies(consumer.action, placement, fused):
+            producer = by_action[needed]
+            if producer.device != consumer.device:
+                yield Message(producer, consumer)
+
+
+def legend(timeline: Timeline) -> list[tuple[Kind, int]]:
+    """The ``(kind, chunk)`` pairs that occur, kinds in the order F, I, W, B."""
+    chunk_of = {stage: index for stages in timeline.schedule.placement.stages for index, stage in enumerate(stages)}
+    used = {(action.kind, chunk_of[action.stage]) for order in timeline.schedule.orders for action in order}
+    return [pair for kind in KIND_NAMES for pair in sorted(pair for pair in used if pair[0] is kind)]
+
+
+def legend_name(kind: Kind, chunk: int, num_chunks: int) -> str:
+    """For example ``F forward, chunk 1``."""
+    return f"{kind} {KIND_NAMES[kind]}" + (f", chunk {chunk}" if num_chunks > 1 else "")
+
+
+def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
+    """``#rrggbb``: the hue tells the kind, the shade the chunk (paler towards the last)."""
+    pale = _PALEST * chunk / (num_chunks - 1) * min(1.0, (num_chunks + 1) / 4) if num_chunks > 1 else 0.0
+    return "#" + "".join(f"{round(part + (255 - part) * pale):02x}" for part in _BASE[kind])
+
+
+def ink(background: str) -> str:
+    """Black or white, whichever reads better on ``background``."""
+    red, green, blue = (int(background[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return "#000000" if 0.30 * red + 0.59 * green + 0.11 * blue > 0.52 else "#ffffff"
+
+
+def headline(timeline: Timeline) -> str:
+    """For example ``v-half: p=8, m=33, bubble 7.9%, peak 0.625``."""
+    schedule = timeline.schedule
+    return (
+        f"{schedule.name}: p={schedule.num_devices}, m={schedule.num_microbatches}, "
+        f"bubble {timeline.bubble_rate:.1%}, peak {memory_text(timeline.peak, timeline)}"
+    )
+
+
+def memory_text(held: float, timeline: Timeline) -> str:
+    """Activation units as they are (1F1B's first device peaks at 1), bytes in GiB or MiB."""
+    if timeline.costs.memory is None:
+        return f"{held:.4g}"
+    return f"{held / 2**30:.3g} GiB" if held >= 2**30 else f"{held / 2**20:.3g} MiB"
+
+
+def describe(box: Box) -> str:
+    """One line for a tooltip."""
+    kind, stage, microbatch = box.action
+    return (
+        f"{box.action}: {KIND_NAMES[kind]} of microbatch {microbatch}, stage {stage} (device {box.device}, "
+        f"chunk {box.chunk}), {box.start:.6g} to {box.end:.6g}, holds {box.held:.6g} after"
+    )

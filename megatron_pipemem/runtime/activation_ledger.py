@@ -1,0 +1,122 @@
+"""Counts the bytes that one rank holds between its actions.
+
+Counted are unique storages, in three categories: ``saved`` (kept by autograd for the backward), ``boundary`` (received
+inputs and gradients, and tensors handed to a neighbouring stage on the same device) and ``weight_gradients`` (what a
+deferred weight gradient keeps beyond the saved activations). A storage belongs to the category that met it first.
+Not counted: parameters and their gradients, the batch itself, temporaries within one action, and outgoing messages, which
+belong to the transport from the moment they are posted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.simulator import held_after
+
+CATEGORIES = ("saved", "boundary", "weight_gradients")
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """What is held right after an action, in bytes."""
+
+    action: Action
+    bytes_by_category: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.bytes_by_category.values())
+
+
+def bytes_per_action(entries: Sequence[LedgerEntry], num_stages: int) -> dict[Kind, tuple[int, ...]]:
+    """By how many bytes every kind of action changes what this rank holds, per stage, as its first microbatch shows.
+
+    Stages of other ranks get 0. One microbatch of every stage is the whole probe: the rest of the step is foretold from it.
+    """
+    changes: dict[Kind, list[int | None]] = {}
+    before = 0
+    for entry in entries:
+        kind, stage, _ = entry.action
+        per_stage = changes.setdefault(kind, [None] * num_stages)
+        if per_stage[stage] is None:
+            per_stage[stage] = entry.bytes - before
+        before = entry.bytes
+    return {kind: tuple(change or 0 for change in per_stage) for kind, per_stage in changes.items()}
+
+
+def predict_peak_bytes(actions: Sequence[Action], changes: dict[Kind, tuple[int, ...]]) -> int:
+    """The most bytes a rank holds after any of its actions, messages included."""
+    return int(max(held_after(actions, changes), default=0))
+
+
+class ActivationLedger:
+    """Watches one step of one rank.
+
+    Args:
+        permanent: tensors that are no activations: parameters, gradient buffers, module buffers.
+    """
+
+    def __init__(self, permanent: Iterable[torch.Tensor] = ()):
+        self.entries: list[LedgerEntry] = []
+        self._permanent = {_key(tensor) for tensor in permanent}
+        # The batch lives as long as the data iterator keeps it; held here so that its keys stay taken.
+        self._batch: dict[int, StorageWeakRef] = {}
+        self._held: dict[int, tuple[StorageWeakRef, int, str]] = {}
+
+    def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do not count these tensors: the batch, which somebody else keeps anyway."""
+        for tensor in tensors:
+            self._batch[_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
+
+    def hold(self, tensor: torch.Tensor, category: str) -> None:
+        """Count the tensor's storage for as long as anything keeps it alive."""
+        key = _key(tensor)
+        if key in self._permanent:
+            return
+        batch = self._batch.get(key)
+        if batch is not None and not batch.expired():
+            return
+        known = self._held.get(key)
+        if known is None or known[0].expired():
+            storage = tensor.untyped_storage()
+            self._held[key] = (StorageWeakRef(storage), storage.nbytes(), category)
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Stop counting a tensor whose remaining life is the transport's business and depends on timing."""
+        self._held.pop(_key(tensor), None)
+
+    @contextmanager
+    def watch_saved(self) -> Iterator[None]:
+        """Count everything that autograd saves within this context."""
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            self.hold(tensor, "saved")
+            # Never the tensor itself: an output saved by its own node would keep itself alive for ever.
+            return tensor.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+
+    def record(self, action: Action) -> None:
+        """Note what is held now that ``action`` has ended."""
+        self._held = {key: known for key, known in self._held.items() if not known[0].expired()}
+        held: Counter[str] = Counter()
+        for _, nbytes, category in self._held.values():
+            held[category] += nbytes
+        self.entries.append(LedgerEntry(action, {category: held[category] for category in CATEGORIES}))
+
+    @property
+    def peak(self) -> int:
+        """The most bytes held after any action of the step."""
+        return max((entry.bytes for entry in self.entries), default=0)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,203 @@
+"""Interprets one rank's part of a program. Every schedule runs through this loop; none has a loop of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
+from typing import Protocol
+
+import torch
+
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger
+from megatron_pipemem.runtime.trace import Trace
+from megatron_pipemem.runtime.transport import Transport
+from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, collecting
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.schedule import Program
+
+
+class StageRunner(Protocol):
+    """One stage of the model on this rank."""
+
+    def forward(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
+        """Run the stage. ``input`` is ``None`` on the stage that reads the data; the last stage returns its loss."""
+
+    def release_output(self, output: torch.Tensor) -> None:
+        """The output has been passed on: its memory may go, its graph stays."""
+
+    def backward(
+        self, input: torch.Tensor | None, output: torch.Tensor, output_gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Backpropagate and return the input's gradient. ``output_gradient`` is ``None`` for a loss.
+
+        Weight gradients of layers that split go to the queue that is being collected.
+        """
+
+    def reduce_gradients(self) -> None:
+        """All gradients of the stage are complete: start summing them over the data-parallel ranks."""
+
+
+class Executor:
+    """Runs one step of a validated program on one rank.
+
+    The object lives for one step, so an exception leaves nothing behind but what it was holding itself.
+
+    Args:
+        program: lowered and validated.
+        device: this rank's place in the pipeline.
+        stages: the runner of every stage this device holds.
+        transport: carries its messages.
+        ledger: counts held bytes after every action, if given.
+        trace: times every compute action, if given.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        device: int,
+        stages: Mapping[int, StageRunner],
+        transport: Transport,
+        ledger: ActivationLedger | None = None,
+        trace: Trace | None = None,
+    ):
+        self._program = program
+        self._placement = program.placement
+        self._device = device
+        self._stages = stages
+        self._transport = transport
+        self._ledger = ledger
+        self._trace = trace
+        self._actions = program.actions[device]
+        self._split = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.I}
+        self._has_backward = any(a.kind in (Kind.I, Kind.B) for a in self._actions)
+        # Keyed by (stage, microbatch) of the stage that uses the tensor next.
+        self._inputs: dict[tuple[int, int], torch.Tensor | None] = {}
+        self._outputs: dict[tuple[int, int], torch.Tensor] = {}
+        self._local_inputs: dict[tuple[int, int], torch.Tensor] = {}
+        self._local_gradients: dict[tuple[int, int], torch.Tensor] = {}
+        self._queues: dict[tuple[int, int], WeightGradientQueue] = {}
+        self._outbox: dict[Action, torch.Tensor] = {}
+        self._perform = {
+            Kind.F: self._forward,
+            Kind.I: self._backward,
+            Kind.B: self._backward,
+            Kind.W: self._weight_gradients,
+            Kind.SEND_F: self._send,
+            Kind.SEND_I: self._send,
+            Kind.RECV_F: self._receive,
+            Kind.RECV_I: self._receive,
+            Kind.REDUCE_GRAD: self._reduce_gradients,
+        }
+
+    def run(self) -> None:
+        """Run every action of this device in order.
+
+        Raises:
+            Exception: whatever an action raises, with a note that names the rank, the position and the action.
+        """
+        for position, action in enumerate(self._actions):
+            try:
+                self._perform[action.kind](action)
+                if self._ledger is not None:
+                    self._ledger.record(action)
+            except Exception as error:
+                error.add_note(
+                    f"device {self._device} failed at position {position}, action {action}, "
+                    f"of schedule {self._program.schedule.name}"
+                )
+                raise
+        self._transport.finish()
+
+    def _forward(self, action: Action) -> None:
+        stage, key = self._stages[action.stage], (action.stage, action.microbatch)
+        before, after = self._placement.previous_stage(action.stage), self._placement.next_stage(action.stage)
+        input = None
+        if before is not None:
+            input = (
+                self._local_inputs.pop(key)
+                if self._is_local(before)
+                else self._transport.wait(Action(Kind.RECV_F, *key))
+            )
+            input.requires_grad_(self._has_backward and input.is_floating_point())
+        queue = WeightGradientQueue() if key in self._split else None
+        with self._measured(action), collecting(queue), self._watched():
+            output = stage.forward(action.microbatch, input)
+        if self._has_backward:
+            self._inputs[key], self._outputs[key] = input, output
+            if queue is not None:
+                self._queues[key] = queue
+        if after is None:
+            return
+        passed_on = output.detach()
+        if self._is_local(after):
+            self._local_inputs[after, action.microbatch] = self._held(passed_on)
+        else:
+            self._outbox[Action(Kind.SEND_F, *key)] = passed_on
+        if self._has_backward:
+            stage.release_output(output)
+
+    def _backward(self, action: Action) -> None:
+        stage, key = self._stages[action.stage], (action.stage, action.microbatch)
+        before, after = self._placement.previous_stage(action.stage), self._placement.next_stage(action.stage)
+        output_gradient = None
+        if after is not None:
+            output_gradient = (
+                self._local_gradients.pop(key)
+                if self._is_local(after)
+                else self._transport.wait(Action(Kind.RECV_I, *key))
+            )
+            self._transport.settle(Action(Kind.SEND_F, *key))
+        queue = self._queues.get(key)
+        with self._measured(action), collecting(queue):
+            gradient = stage.backward(self._inputs.pop(key), self._outputs.pop(key), output_gradient)
+        if queue is not None and self._ledger is not None:
+            for tensor in queue.tensors():
+                self._ledger.hold(tensor, "weight_gradients")
+        if before is None:
+            return
+        if gradient is None:
+            raise RuntimeError(
+                f"stage {action.stage} gave no gradient for its input; a frozen stage or one that ignores its input "
+                "cannot stand behind a stage that trains"
+            )
+        if self._is_local(before):
+            self._local_gradients[before, action.microbatch] = self._held(gradient)
+        else:
+            self._outbox[Action(Kind.SEND_I, *key)] = gradient
+
+    def _weight_gradients(self, action: Action) -> None:
+        with self._measured(action):
+            self._queues.pop((action.stage, action.microbatch)).run()
+
+    def _send(self, action: Action) -> None:
+        tensor = self._outbox.pop(action)
+        self._transport.post_send(action, tensor)
+        if self._ledger is not None and action.kind is Kind.SEND_I:
+            self._ledger.release(tensor)
+
+    def _receive(self, action: Action) -> None:
+        buffer = self._transport.post_receive(action)
+        if buffer is not None:
+            self._held(buffer)
+
+    def _reduce_gradients(self, action: Action) -> None:
+        self._stages[action.stage].reduce_gradients()
+
+    def _is_local(self, stage: int) -> bool:
+        return self._placement.devices[stage] == self._device
+
+    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._ledger is not None:
+            self._ledger.hold(tensor, "boundary")
+        return tensor
+
+    def _watched(self):
+        return self._ledger.watch_saved() if self._ledger is not None and self._has_backward else nullcontext()
+
+    def _measured(self, action: Action) -> ExitStack:
+        stack = ExitStack()
+        # torch's own pipeline runtime uses the same names, so its profiles and ours read alike.
+        stack.enter_context(torch.profiler.record_function(f"PP:{action}"))
+        if self._trace is not None:
+            stack.enter_context(self._trace.measure(action))
+        return stack

@@ -1,0 +1,74 @@
+"""When every action of one step really ran on one rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megatron_pipemem.schedule.action import Action
+
+
+@dataclass(frozen=True)
+class TracedAction:
+    """Seconds since the step began on this rank. Waiting for a message ends before ``start``."""
+
+    action: Action
+    start: float
+    end: float
+
+
+class Trace(Protocol):
+    """Times the compute actions of one step."""
+
+    def measure(self, action: Action): ...
+
+    def actions(self) -> list[TracedAction]: ...
+
+
+class HostTrace:
+    """Wall-clock times of this process: right where actions run synchronously, as on CPU."""
+
+    def __init__(self) -> None:
+        self._begin = time.perf_counter()
+        self._actions: list[TracedAction] = []
+
+    @contextmanager
+    def measure(self, action: Action) -> Iterator[None]:
+        start = time.perf_counter() - self._begin
+        yield
+        self._actions.append(TracedAction(action, start, time.perf_counter() - self._begin))
+
+    def actions(self) -> list[TracedAction]:
+        return list(self._actions)
+
+
+class CudaTrace:
+    """Times on the compute stream, from events that are read only when the step is over."""
+
+    def __init__(self) -> None:
+        self._begin = self._event()
+        self._events: list[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @staticmethod
+    def _event() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def measure(self, action: Action) -> Iterator[None]:
+        start = self._event()
+        yield
+        self._events.append((action, start, self._event()))
+
+    def actions(self) -> list[TracedAction]:
+        torch.cuda.synchronize()
+        return [
+            TracedAction(action, self._begin.elapsed_time(start) / 1e3, self._begin.elapsed_time(end) / 1e3)
+            for action, start, end in self._events
+        ]

@@ -1,0 +1,185 @@
+"""Messages between pipeline ranks: one first-in-first-out channel per directed edge.
+
+NCCL has no tags and serves the operations between two ranks of one process group in the order they were posted, so two
+ranks that exchange activations one way and gradients the other way within one group can wait for each other for ever. Two
+groups over the same ranks, one for each direction, remove that coupling, and the program's order, which both ends share
+and the validator has proved, replaces the tags.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.placement import Placement
+
+Edge = tuple[int, int]
+
+_MAX_DIMS = 8
+
+
+def edges(placement: Placement) -> list[Edge]:
+    """All directed edges that messages of this placement use, in one order that every rank shares."""
+    used = set()
+    for stage in range(placement.num_stages):
+        after = placement.next_stage(stage)
+        if after is not None and placement.devices[stage] != placement.devices[after]:
+            used |= {
+                (placement.devices[stage], placement.devices[after]),
+                (placement.devices[after], placement.devices[stage]),
+            }
+    return sorted(used, key=lambda edge: (min(edge), max(edge), edge))
+
+
+def connect(placement: Placement, group: dist.ProcessGroup) -> dict[Edge, dist.ProcessGroup]:
+    """Open the channels of one pipeline. Every rank of the job must call this at the same time.
+
+    Messages to higher devices go through ``group`` itself, messages to lower ones through a second group over the same
+    ranks. Backends open a connection at its first message and block until the other end does the same, so all are opened
+    here, in one order that every rank shares.
+
+    Args:
+        placement: says which devices are neighbours.
+        group: the pipeline's process group; its ranks are the devices, in order.
+
+    Returns:
+        The group that carries each directed edge of this rank.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    pipelines: list[list[int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(pipelines, ranks)
+    downward = None
+    for pipeline in sorted({tuple(each) for each in pipelines}):
+        created = dist.new_group(list(pipeline), group_desc="PIPEMEM_DOWNWARD")
+        if list(pipeline) == ranks:
+            downward = created
+    own = group.rank()
+    hello = torch.zeros(1, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    channels = {}
+    for source, destination in edges(placement):
+        if own not in (source, destination):
+            continue
+        channel = group if source < destination else downward
+        channels[source, destination] = channel
+        if own == source:
+            dist.send(hello, ranks[destination], group=channel)
+        else:
+            dist.recv(hello, ranks[source], group=channel)
+    return channels
+
+
+@dataclass(frozen=True)
+class MessageFormat:
+    """What the tensors between two stages look like.
+
+    Args:
+        shape: shape of every message, or ``None`` when it changes from microbatch to microbatch. Then a header with the
+            shape goes before every payload, and receives are no longer posted ahead.
+        dtype: element type.
+        device: where received tensors are allocated.
+    """
+
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype
+    device: torch.device | int
+
+
+@dataclass
+class _Receive:
+    tensor: torch.Tensor | None
+    work: dist.Work | None
+    action: Action
+
+
+@dataclass
+class Transport:
+    """The messages of one step on one rank.
+
+    Args:
+        device: this rank's place in the pipeline.
+        placement: which device holds which stage.
+        ranks: global rank of every device.
+        groups: from ``connect``.
+        message: format of all messages.
+    """
+
+    device: int
+    placement: Placement
+    ranks: Sequence[int]
+    groups: dict[Edge, dist.ProcessGroup]
+    message: MessageFormat
+    _sends: dict[Action, list[tuple[dist.Work, torch.Tensor]]] = field(default_factory=dict)
+    _receives: dict[Edge, deque[_Receive]] = field(default_factory=dict)
+    _arrived: dict[Action, torch.Tensor] = field(default_factory=dict)
+
+    def post_send(self, action: Action, tensor: torch.Tensor) -> None:
+        """Start sending; the tensor's memory is kept until the backend is done with it."""
+        peer = self._peer(action)
+        group = self.groups[self.device, peer]
+        tensor = tensor.detach().contiguous()
+        self._reap()
+        works = []
+        if self.message.shape is None:
+            header = torch.zeros(_MAX_DIMS + 1, dtype=torch.int64)
+            header[0] = tensor.dim()
+            header[1 : 1 + tensor.dim()] = torch.tensor(tensor.shape, dtype=torch.int64)
+            header = header.to(tensor.device)
+            works.append((dist.isend(header, self.ranks[peer], group=group), header))
+        works.append((dist.isend(tensor, self.ranks[peer], group=group), tensor))
+        self._sends[action] = works
+
+    def settle(self, action: Action) -> None:
+        """A send whose consequences have come back has been received: let go of its memory now, not at a later chance."""
+        for work, _ in self._sends.pop(action, ()):
+            work.wait()
+
+    def post_receive(self, action: Action) -> torch.Tensor | None:
+        """Start receiving. Returns the buffer, or ``None`` when its shape is not known yet."""
+        edge = (self._peer(action), self.device)
+        receive = _Receive(None, None, action)
+        if self.message.shape is not None:
+            self._start(receive, edge, self.message.shape)
+        self._receives.setdefault(edge, deque()).append(receive)
+        return receive.tensor
+
+    def wait(self, action: Action) -> torch.Tensor:
+        """The tensor of a receive that was posted. Messages ahead of it on its edge are taken in first."""
+        edge = (self._peer(action), self.device)
+        while action not in self._arrived:
+            receive = self._receives[edge].popleft()
+            if receive.work is None:
+                header = torch.empty(_MAX_DIMS + 1, dtype=torch.int64, device=self.message.device)
+                dist.recv(header, self.ranks[edge[0]], group=self.groups[edge])
+                sizes = header.tolist()
+                self._start(receive, edge, tuple(sizes[1 : 1 + sizes[0]]))
+            receive.work.wait()
+            self._arrived[receive.action] = receive.tensor
+        return self._arrived.pop(action)
+
+    def finish(self) -> None:
+        """Wait until every send has left. The next step starts with empty channels."""
+        for action in list(self._sends):
+            self.settle(action)
+
+    def _reap(self) -> None:
+        for action, works in list(self._sends.items()):
+            if not all(work.is_completed() for work, _ in works):
+                return
+            del self._sends[action]
+
+    def _start(self, receive: _Receive, edge: Edge, shape: tuple[int, ...]) -> None:
+        receive.tensor = torch.empty(shape, dtype=self.message.dtype, device=self.message.device)
+        receive.work = dist.irecv(receive.tensor, self.ranks[edge[0]], group=self.groups[edge])
+
+    def _peer(self, action: Action) -> int:
+        """The device at the other end: outputs go up and come from below, gradients the other way."""
+        upward = action.kind in (Kind.SEND_F, Kind.RECV_I)
+        neighbour = self.placement.next_stage if upward else self.placement.previous_stage
+        stage = neighbour(action.stage)
+        assert stage is not None, f"{action} has no neighbour"
+        return self.placement.devices[stage]

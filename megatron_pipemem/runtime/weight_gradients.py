@@ -1,0 +1,68 @@
+"""Weight gradients that wait for their W.
+
+A linear layer that splits its backward computes the input gradient when autograd reaches it and leaves the
+weight-gradient GEMM in the queue of its stage and microbatch. Splitting at the layer keeps no graph alive, unlike
+running autograd twice over a retained graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+
+class DeferredWeightGradient(Protocol):
+    """One weight-gradient GEMM, ready to run."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What the work keeps alive, for the activation ledger."""
+
+    def run(self) -> None:
+        """Compute the gradient and hand it to whatever accumulates it. Called once, without grad mode."""
+
+
+class WeightGradientQueue:
+    """The deferred weight gradients of one stage and microbatch, in the order autograd reached their layers."""
+
+    def __init__(self) -> None:
+        self._pending: list[DeferredWeightGradient] = []
+
+    def put(self, work: DeferredWeightGradient) -> None:
+        self._pending.append(work)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for work in self._pending:
+            yield from work.tensors
+
+    def run(self) -> None:
+        """Run and drop everything pending. Saved inputs carry ``requires_grad``, hence no grad mode."""
+        pending, self._pending = self._pending, []
+        pending.reverse()
+        with torch.no_grad():
+            while pending:
+                pending.pop().run()
+
+
+# The queue that split layers should feed. Process-wide and not thread-local on purpose: autograd runs recomputed forwards
+# on its own threads. Set only while an action runs.
+_collecting: WeightGradientQueue | None = None
+
+
+@contextmanager
+def collecting(queue: WeightGradientQueue | None) -> Iterator[None]:
+    """Make ``queue`` the one that layers run within this context split their backward into; ``None`` for no split."""
+    global _collecting
+    outer, _collecting = _collecting, queue
+    try:
+        yield
+    finally:
+        _collecting = outer
+
+
+def current_queue() -> WeightGradientQueue | None:
+    """The queue of the action that is running, or ``None`` when its backward is not split."""
+    return _collecting

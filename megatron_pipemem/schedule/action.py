@@ -1,0 +1,77 @@
+"""One step of one device, and its one-line text form.
+
+The letters are those of ``torch.distributed.pipelining``: ``F`` forward, ``I`` input gradient, ``W`` weight
+gradient, ``B`` full backward (``I`` then ``W``, fused). The zero-bubble papers write ``B`` for our ``I`` and ``BW``
+for our ``B``. ``2F0`` is stage 2, forward, microbatch 0.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import NamedTuple
+
+from megatron_pipemem.errors import ScheduleFormatError
+
+
+class Kind(StrEnum):
+    """What an action does. Messages carry the stage at their own end, as torch does: ``2SEND_F0`` sends the
+    output of stage 2, ``3RECV_F0`` receives it as the input of stage 3, ``3SEND_I0`` sends the gradient of stage 3's
+    input, ``2RECV_I0`` receives it as the gradient of stage 2's output."""
+
+    F = "F"
+    I = "I"  # noqa: E741 - the field's letter
+    W = "W"
+    B = "B"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_I = "SEND_I"
+    RECV_I = "RECV_I"
+    REDUCE_GRAD = "REDUCE_GRAD"
+
+    # Enum hashes in Python code; schedules hash kinds by the hundred thousand.
+    __hash__ = str.__hash__
+
+
+COMPUTE = frozenset((Kind.F, Kind.I, Kind.W, Kind.B))
+SENDS = frozenset((Kind.SEND_F, Kind.SEND_I))
+RECEIVES = frozenset((Kind.RECV_F, Kind.RECV_I))
+MESSAGES = SENDS | RECEIVES
+
+
+class Action(NamedTuple):
+    """Immutable and hashable. ``microbatch`` is ``None`` for actions on a whole stage (``2REDUCE_GRAD``)."""
+
+    kind: Kind
+    stage: int
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        microbatch = "" if self.microbatch is None else self.microbatch
+        return f"{self.stage}{self.kind.value}{microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read the text form.
+
+        Raises:
+            ScheduleFormatError: when ``text`` is not an action.
+        """
+        match = _PATTERN.fullmatch(text.strip())
+        if match is None:
+            kinds = ", ".join(kind.value for kind in Kind)
+            raise ScheduleFormatError(
+                f"{text.strip()!r} is not an action; write stage, kind, microbatch, as in 2F0 (kinds: {kinds})"
+            )
+        stage, kind, microbatch = match.groups()
+        action = cls(Kind(kind), int(stage), None if microbatch is None else int(microbatch))
+        if (action.microbatch is None) != (action.kind is Kind.REDUCE_GRAD):
+            raise ScheduleFormatError(
+                f"{text.strip()!r}: every kind but REDUCE_GRAD needs a microbatch, and REDUCE_GRAD takes none"
+            )
+        return action
+
+
+_PATTERN = re.compile(
+    r"(\d+)(" + "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True)) + r")(\d+)?"
+)

@@ -1,0 +1,236 @@
+"""Schedules from building blocks: repeat, reorder, squeeze (arXiv 2405.15362, sections 2 and 3).
+
+A block is the passes of one microbatch at fixed time slots; repeated at a fixed interval it is a schedule whose peak
+follows from how long each activation lives. Time is in slots: F, I and W take one, B takes two.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from megatron_pipemem.errors import ScheduleError
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.passes import Pass, in_microbatch_order
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
+
+SLOTS = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2}
+
+# Change of the stage activations that a device holds.
+_HELD = {Kind.F: 1, Kind.I: 0, Kind.W: -1, Kind.B: -1}
+
+Timetable = list[tuple[int, Pass]]
+"""``(start slot, pass)`` of everything that runs, by slot. A device's W are interchangeable until ``squeeze``."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """The passes of one microbatch.
+
+    Args:
+        placement: which device holds which stage.
+        interval: slots between one microbatch and the next; at least what a device computes per microbatch.
+        starts: slot in which every pass starts: per stage F and either B, or I and W.
+
+    Raises:
+        ScheduleError: two passes of a device would collide once the block is repeated.
+    """
+
+    placement: Placement
+    interval: int
+    starts: Mapping[Pass, int]
+
+    def __post_init__(self) -> None:
+        taken: dict[tuple[int, int], Pass] = {}
+        for each, start in self.starts.items():
+            device = self.placement.device_of(each.stage)
+            for slot in range(start, start + SLOTS[each.kind]):
+                other = taken.setdefault((device, slot % self.interval), each)
+                if other is not each:
+                    raise ScheduleError(
+                        f"{each.kind} of stage {each.stage} and {other.kind} of stage {other.stage} both take slot "
+                        f"{slot % self.interval} of every {self.interval}; shift one of them or raise the interval",
+                        device=device,
+                    )
+
+    @classmethod
+    def with_weight_gradients(cls, placement: Placement, interval: int, starts: Mapping[Pass, int]) -> Block:
+        """A block from its F and I: the W take the next vacant slots, first I first."""
+        starts = dict(starts)
+        taken = {(placement.device_of(each.stage), slot % interval) for each, slot in starts.items()}
+        for slot, stage in sorted((slot, each.stage) for each, slot in starts.items() if each.kind is Kind.I):
+            device = placement.device_of(stage)
+            vacant = next(s for s in range(slot + 1, slot + 1 + interval) if (device, s % interval) not in taken)
+            taken.add((device, vacant % interval))
+            starts[Pass(Kind.W, stage)] = vacant
+        return cls(placement, interval, starts)
+
+    def lifespan(self, stage: int) -> int:
+        """Slots from the start of the stage's F to the end of the pass that releases its activation, W or B."""
+        release = max((each for each in self.starts if each.stage == stage), key=self.starts.__getitem__)
+        return self.starts[release] + SLOTS[release.kind] - self.starts[Pass(Kind.F, stage)]
+
+    def lifespan_bounds(self) -> tuple[int, ...]:
+        """Per device, a bound on the stage activations it holds: a stage with lifespan ``l`` has at most
+        ``ceil(l / interval)`` alive (arXiv 2405.15362, equation 1)."""
+        return tuple(
+            sum(-(-self.lifespan(stage) // self.interval) for stage in stages) for stages in self.placement.stages
+        )
+
+    def peaks(self) -> tuple[int, ...]:
+        """Per device, the most stage activations it holds at once when the block is repeated without end."""
+
+        def held(stages: tuple[int, ...], slot: int) -> int:
+            ages = ((slot - self.starts[Pass(Kind.F, stage)]) % self.interval for stage in stages)
+            return sum(
+                -(-(self.lifespan(stage) - age) // self.interval) for stage, age in zip(stages, ages, strict=True)
+            )
+
+        return tuple(
+            max(held(stages, slot) for slot in range(self.interval)) for stages in self.placement.stages
+        )
+
+
+def repeat(block: Block, num_microbatches: int) -> Timetable:
+    """The block for every microbatch, ``interval`` slots apart."""
+    return sorted(
+        (start + microbatch * block.interval, each)
+        for each, start in block.starts.items()
+        for microbatch in range(num_microbatches)
+    )
+
+
+def reorder(timetable: Timetable, placement: Placement, peak: int) -> Timetable:
+    """Fill the idle slots of warm-up and cool-down without raising any device's peak above ``peak`` stage activations.
+
+    Warm-up lasts until the first backward of stage 0, cool-down begins after its last forward; in between the block
+    leaves nothing to gain. Passes move, in order of time, to the earliest idle slots that their inputs allow. In the
+    cool-down W give way to everything else and fill what is left.
+
+    Args:
+        timetable: what ``repeat`` returns.
+        placement: which device holds which stage.
+        peak: the most stage activations that any device may hold.
+    """
+    warm_up_end = min(slot for slot, each in timetable if each.stage == 0 and each.kind in (Kind.I, Kind.B))
+    cool_down = 1 + max(slot for slot, each in timetable if each == Pass(Kind.F, 0))
+    kept = [(slot, each) for slot, each in timetable if slot < cool_down or each.kind is not Kind.W]
+    plan = _Plan(kept, placement)
+    for slot, each in kept:
+        start = slot
+        if slot < warm_up_end or slot >= cool_down:
+            earliest = plan.earliest(each)
+            if each.kind is Kind.F:
+                earliest = plan.earliest_within(peak, each, earliest, slot)
+            start = plan.first_idle(each, earliest, slot)
+        plan.place(each, slot, start)
+    plan.fill_with_weight_gradients(cool_down)
+    return sorted(plan.placed)
+
+
+def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatches: int) -> Schedule:
+    """Drop the idle slots: what remains is the order, and everything starts as soon as its inputs arrive.
+
+    A device's W are assigned in the order of its I. Passes beyond the last microbatch are dropped.
+    """
+
+    def device_passes(device: int) -> Iterator[Pass]:
+        gradients = iter([each.stage for _, each in by_device[device] if each.kind is Kind.I])
+        for _, each in by_device[device]:
+            yield Pass(Kind.W, next(gradients)) if each.kind is Kind.W else each
+
+    by_device: dict[int, Timetable] = defaultdict(list)
+    for entry in timetable:
+        by_device[placement.devices[entry[1].stage]].append(entry)
+    devices = range(placement.num_devices)
+    return in_microbatch_order(name, placement, num_microbatches, map(device_passes, devices))
+
+
+def build(name: str, block: Block, num_microbatches: int) -> Schedule:
+    """Repeat, reorder and squeeze: a schedule that holds no more than the block's lifespan bound on any device.
+
+    A step with fewer microbatches than the peak cannot fill the warm-up; it is the longer one without its surplus.
+    """
+    peak = max(block.peaks())
+    timetable = repeat(block, max(num_microbatches, peak))
+    return squeeze(name, reorder(timetable, block.placement, peak), block.placement, num_microbatches)
+
+
+class _Plan:
+    """Where the passes of a timetable have been placed so far, and which slots are idle."""
+
+    def __init__(self, timetable: Timetable, placement: Placement) -> None:
+        self.placed: Timetable = []
+        self._placement = placement
+        self._busy: list[set[int]] = [set() for _ in range(placement.num_devices)]
+        self._ends: dict[Pass, list[int]] = defaultdict(list)
+        self._input_gradient_ends: list[list[int]] = [[] for _ in range(placement.num_devices)]
+        self._weight_gradients: Counter[int] = Counter()
+        self._backwards = {each.stage: each for _, each in timetable if each.kind in (Kind.I, Kind.B)}
+        last = timetable[-1][0]
+        changes = [[0] * (last + 1) for _ in range(placement.num_devices)]
+        for slot, each in timetable:
+            device = placement.devices[each.stage]
+            self._busy[device].update(range(slot, slot + SLOTS[each.kind]))
+            changes[device][slot] = _HELD[each.kind]
+        # Stage activations held after every slot.
+        self._held = [list(accumulate(device_changes)) for device_changes in changes]
+
+    def earliest(self, each: Pass) -> int:
+        """First slot in which the next occurrence of this pass has its inputs."""
+        kind, stage = each
+        if kind is Kind.W:
+            device = self._placement.devices[stage]
+            return self._input_gradient_ends[device][self._weight_gradients[device]]
+        microbatch = len(self._ends[each])
+        inputs = [self._ends[each][-1]] if microbatch else [0]
+        if kind is Kind.F:
+            if stage > 0:
+                inputs.append(self._ends[Pass(Kind.F, stage - 1)][microbatch])
+        else:
+            inputs.append(self._ends[Pass(Kind.F, stage)][microbatch])
+            if stage + 1 < self._placement.num_stages:
+                inputs.append(self._ends[self._backwards[stage + 1]][microbatch])
+        return max(inputs)
+
+    def earliest_within(self, peak: int, each: Pass, earliest: int, slot: int) -> int:
+        """First slot from which its device can hold one more activation until ``slot``."""
+        held = self._held[self._placement.devices[each.stage]]
+        while slot > earliest and held[slot - 1] < peak:
+            slot -= 1
+        return slot
+
+    def first_idle(self, each: Pass, earliest: int, latest: int | None = None) -> int:
+        """First start from ``earliest`` on with enough idle slots, at the latest ``latest``."""
+        busy, length = self._busy[self._placement.devices[each.stage]], SLOTS[each.kind]
+        start = earliest
+        while start != latest and any(slot in busy for slot in range(start, start + length)):
+            start += 1
+        return start
+
+    def place(self, each: Pass, planned: int, start: int) -> None:
+        """Put the next occurrence of a pass at ``start`` instead of ``planned``."""
+        device, length = self._placement.devices[each.stage], SLOTS[each.kind]
+        if start != planned:
+            self._busy[device].difference_update(range(planned, planned + length))
+            self._busy[device].update(range(start, start + length))
+            for slot in range(start, planned):
+                self._held[device][slot] += _HELD[each.kind]
+        self.placed.append((start, each))
+        self._ends[each].append(start + length)
+        if each.kind is Kind.I:
+            insort(self._input_gradient_ends[device], start + length)
+        self._weight_gradients[device] += each.kind is Kind.W
+
+    def fill_with_weight_gradients(self, begin: int) -> None:
+        """Put the W that are still missing into the idle slots from ``begin`` on."""
+        for device, ends in enumerate(self._input_gradient_ends):
+            missing = Pass(Kind.W, self._placement.stages[device][0])
+            for end in ends[self._weight_gradients[device] :]:
+                start = self.first_idle(missing, max(end, begin))
+                self._busy[device].add(start)
+                self.placed.append((start, missing))

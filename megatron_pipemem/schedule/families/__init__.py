@@ -1,0 +1,12 @@
+"""The built-in schedule families. Each module writes down one group of families and registers it."""
+
+from __future__ import annotations
+
+from megatron_pipemem.schedule.families import (  # noqa: F401 - imported to register, in the order of the table
+    gpipe,
+    one_f_one_b,
+    interleaved,
+    zero_bubble,
+    v_shape,
+    one_f_one_b_v,
+)

@@ -1,0 +1,67 @@
+"""Interleaved 1F1B in Megatron's exact order (arXiv 2104.04473, section 2.2)."""
+
+from __future__ import annotations
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.passes import Pass, in_microbatch_order
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import Family, register_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+
+
+def interleaved(
+    num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None
+) -> Schedule:
+    """Megatron's order where Megatron allows the arguments, and the same rule for every other number of microbatches.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m``; need not be a multiple of anything.
+        chunks: stages per device.
+        group_size: microbatches that run through one chunk before the next chunk's turn, at least ``p``; default ``p``
+            (Megatron's ``microbatch_group_size_per_vp_stage``).
+
+    Raises:
+        UnsupportedError: ``chunks`` or ``group_size`` is out of range.
+    """
+    p, m = num_devices, num_microbatches
+    group = p if group_size is None else group_size
+    for option, value, least in (("chunks", chunks, 1), ("group_size", group, p)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UnsupportedError(f"interleaved: {option} must be a whole number of at least {least}, not {value!r}")
+    # In which order a device visits its chunks going forward; going backward it visits the mirrored chunks. A last
+    # group of fewer than p would deadlock (Megatron refuses it), so it is laid out for p and loses its surplus passes.
+    visits = [
+        chunk
+        for first in range(0, m, group)
+        for chunk in range(chunks)
+        for _ in range(min(group, max(p, m - first)))
+    ]
+
+    def device_passes(device: int) -> list[Pass]:
+        forwards = [Pass(Kind.F, chunk * p + device) for chunk in visits]
+        backwards = [Pass(Kind.B, (chunks - 1 - chunk) * p + device) for chunk in visits]
+        warm_up = min(len(visits), 2 * (p - device - 1) + (chunks - 1) * group)
+        steady = [each for pair in zip(forwards[warm_up:], backwards, strict=False) for each in pair]
+        return forwards[:warm_up] + steady + backwards[len(visits) - warm_up :]
+
+    return in_microbatch_order("interleaved", Placement.interleaved(p, chunks), m, map(device_passes, range(p)))
+
+
+register_schedule(
+    Family(
+        name="interleaved",
+        build=interleaved,
+        placement="interleaved",
+        summary="Stock Megatron's virtual pipeline: a smaller bubble for more memory and v times the messages.",
+        peak="1 + (p-1)/(pv)",
+        bubble="(p-1)(F+B)/v",
+        source="arXiv 2104.04473, section 2.2",
+        options={
+            "chunks": "stages per device, v (default 2)",
+            "group_size": "microbatches through one chunk before the next, at least p (default p)",
+        },
+        chunks=None,
+    )
+)

@@ -1,0 +1,43 @@
+"""1F1B-V: the V placement with a full backward (arXiv 2405.15362, appendix I)."""
+
+from __future__ import annotations
+
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.blocks import Block, build
+from megatron_pipemem.schedule.passes import Pass
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import Family, register_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+
+# What a device computes for one microbatch, in slots: two chunks of F (1) and B (2).
+INTERVAL = 6
+
+
+def one_f_one_b_v(num_devices: int, num_microbatches: int) -> Schedule:
+    """Every pass follows its input at once, but every third backward waits for the slots to come round."""
+    p, stages = num_devices, 2 * num_devices
+    starts = {Pass(Kind.F, stage): stage for stage in range(stages)}
+    clock = stages + (3 if p % 3 == 0 else 0)
+    in_group = -(p + 2) % 3
+    for stage in reversed(range(stages)):
+        starts[Pass(Kind.B, stage)] = clock
+        clock += 2
+        in_group += 1
+        if in_group == 3:
+            in_group = 0
+            clock += 3
+    return build("1f1b-v", Block(Placement.v_shape(p), INTERVAL, starts), num_microbatches)
+
+
+register_schedule(
+    Family(
+        name="1f1b-v",
+        build=one_f_one_b_v,
+        placement="v",
+        summary="Two thirds of 1F1B's memory on many devices without splitting the backward.",
+        peak="(floor(2p/3)+1)/p",
+        bubble="a little under that of 1f1b",
+        source="arXiv 2405.15362, appendix I",
+        chunks=2,
+    )
+)

@@ -1,0 +1,103 @@
+"""The V family: two chunks per device, placed so that long-lived and short-lived activations meet (arXiv 2405.15362)."""
+
+from __future__ import annotations
+
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.blocks import Block, build
+from megatron_pipemem.schedule.passes import Pass, in_microbatch_order
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import Family, register_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+
+# What a device computes for one microbatch, in slots: two chunks of F, I and W.
+INTERVAL = 6
+
+
+def zbv(num_devices: int, num_microbatches: int) -> Schedule:
+    """The closed form for equal F, I and W; passes beyond the last microbatch are dropped."""
+    p, n = num_devices, max(2 * num_devices - 1, num_microbatches)
+    passes = (_zbv_passes(device, p, n) for device in range(p))
+    return in_microbatch_order("zbv", Placement.v_shape(p), num_microbatches, passes)
+
+
+def v_half(num_devices: int, num_microbatches: int) -> Schedule:
+    """Forwards descend two slots per device and return one slot per device; backwards mirror them."""
+    p = num_devices
+    turn = 3 if p % 2 == 0 else 0
+    starts = {}
+    for device in range(p):
+        first, second = device, 2 * p - 1 - device
+        starts[Pass(Kind.F, first)] = 2 * device
+        starts[Pass(Kind.F, second)] = 3 * p - 2 - device
+        starts[Pass(Kind.I, second)] = 3 * p - 1 + turn + 2 * device
+        starts[Pass(Kind.I, first)] = 6 * p - 2 + turn - device
+    block = Block.with_weight_gradients(Placement.v_shape(p), INTERVAL, starts)
+    return build("v-half", block, num_microbatches)
+
+
+def v_min(num_devices: int, num_microbatches: int) -> Schedule:
+    """Every pass follows its input at once, which is the shortest that activations can live."""
+    p = num_devices
+    turn = 2 if p % 3 == 0 else 0
+    starts = {}
+    for device in range(p):
+        first, second = device, 2 * p - 1 - device
+        starts[Pass(Kind.F, first)] = device
+        starts[Pass(Kind.F, second)] = 2 * p - 1 - device
+        starts[Pass(Kind.I, second)] = 2 * p + turn + device
+        starts[Pass(Kind.I, first)] = 4 * p - 1 + turn - device
+    block = Block.with_weight_gradients(Placement.v_shape(p), INTERVAL, starts)
+    return build("v-min", block, num_microbatches)
+
+
+def _zbv_passes(device: int, p: int, n: int) -> list[Pass]:
+    r, first, second = device, device, 2 * p - 1 - device
+    f0, i0, w0 = (Pass(kind, first) for kind in (Kind.F, Kind.I, Kind.W))
+    f1, i1, w1 = (Pass(kind, second) for kind in (Kind.F, Kind.I, Kind.W))
+    warm_up = [f0] * (2 * (p - r) - 1) + [f1, f0] * r + [f1, i1, w1] * (p - r)
+    # 2p-1-r of the n F0 and p of the n F1 have run.
+    round_without_f0 = [i0, w0, f1, i1, w1]
+    steady = [f0, *round_without_f0] * (n - 2 * p + 1 + r) + round_without_f0 * (p - 1 - r)
+    cool_down = [i0, i1] * r + [i0, w0] * (p - r) + [w1] * r + [w0] * r
+    return warm_up + steady + cool_down
+
+
+register_schedule(
+    Family(
+        name="zbv",
+        build=zbv,
+        placement="v",
+        summary="1F1B's memory and no bubble between a device's first and last pass in unit costs.",
+        peak="1",
+        bubble="0 per device, (p-1)F/2 over all",
+        source="arXiv 2405.15362, section 3; arXiv 2401.10241, section 6",
+        splits_backward=True,
+        chunks=2,
+    )
+)
+register_schedule(
+    Family(
+        name="v-half",
+        build=v_half,
+        placement="v",
+        summary="Half of 1F1B's memory on many devices, for half of its bubble.",
+        peak="floor((p+2)/2)/p",
+        bubble="(3p-7)F/2, p odd: (3p-4)F/2",
+        source="arXiv 2405.15362, section 3 and appendix",
+        splits_backward=True,
+        chunks=2,
+    )
+)
+register_schedule(
+    Family(
+        name="v-min",
+        build=v_min,
+        placement="v",
+        summary="A third of 1F1B's memory on many devices; unequal F, I and W cost it a bubble per microbatch.",
+        peak="floor((p+4)/3)/p",
+        bubble="(4p-5)F/2, p divisible by 3: (4p-7)F/2",
+        source="arXiv 2405.15362, section 3 and appendix",
+        splits_backward=True,
+        chunks=2,
+    )
+)

@@ -1,0 +1,19 @@
+"""From the order of compute actions to the full program that the executor interprets."""
+
+from __future__ import annotations
+
+from megatron_pipemem.schedule.lowering.gradients import add_gradient_reductions
+from megatron_pipemem.schedule.lowering.messages import add_messages
+from megatron_pipemem.schedule.schedule import Program, Schedule
+
+__all__ = ["lower"]
+
+
+def lower(schedule: Schedule) -> Program:
+    """Add messages and gradient reductions to a valid schedule. ``validate_program`` proves the result.
+
+    Raises:
+        ScheduleError: the schedule is incomplete; ``validate`` says what is missing.
+    """
+    with_messages = add_messages(schedule.orders, schedule.placement)
+    return Program(schedule, tuple(map(add_gradient_reductions, with_messages)))

@@ -1,0 +1,133 @@
+"""Messages between devices: what is sent where, and when each end posts it.
+
+NCCL has no tags, so a directed edge (source device -> destination device) is one channel: both ends must post its
+messages in the same order. Ours is the order in which the source produces them. Sends are posted as soon as the
+producer has run. Receives follow the same order, each as late as it allows, one compute action ahead of the consumer
+so that the transfer can hide behind that action.
+
+This adds no deadlock. Posts never block, a send is posted before its source waits for anything else, and a receive is
+posted before its destination waits for it or for any later message of the edge. So a message that a device waits for
+is held up by nothing but its producer, and that wait is already in the schedule.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_pipemem.errors import ScheduleError
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Order
+
+Edge = tuple[int, int]
+
+
+class Message(NamedTuple):
+    """One tensor on its way between two devices, with the action that posts it at either end."""
+
+    edge: Edge
+    send: Action
+    receive: Action
+
+
+class Router:
+    """Which message a compute action emits and which one it waits for, under one placement."""
+
+    def __init__(self, placement: Placement):
+        devices = placement.devices
+        self._emits: dict[tuple[Kind, int], tuple[Edge, Kind, int, Kind, int]] = {}
+        self._awaits: dict[tuple[Kind, int], Kind] = {}
+        for stage, device in enumerate(devices):
+            after = placement.next_stage(stage)
+            if after is None or devices[after] == device:
+                continue
+            activations = ((device, devices[after]), Kind.SEND_F, stage, Kind.RECV_F, after)
+            gradients = ((devices[after], device), Kind.SEND_I, after, Kind.RECV_I, stage)
+            self._emits |= {
+                (Kind.F, stage): activations,
+                (Kind.I, after): gradients,
+                (Kind.B, after): gradients,
+            }
+            self._awaits |= {
+                (Kind.F, after): Kind.RECV_F,
+                (Kind.I, stage): Kind.RECV_I,
+                (Kind.B, stage): Kind.RECV_I,
+            }
+
+    def emitted(self, action: Action) -> Message | None:
+        """The message that carries the result of a compute action; ``None`` when the result stays on the device."""
+        kind, stage, microbatch = action
+        route = self._emits.get((kind, stage))
+        if route is None:
+            return None
+        edge, send, source, receive, destination = route
+        return Message(edge, Action(send, source, microbatch), Action(receive, destination, microbatch))
+
+    def awaited(self, action: Action) -> Action | None:
+        """The receive that a compute action needs; ``None`` when its input is on the device already."""
+        kind, stage, microbatch = action
+        receive = self._awaits.get((kind, stage))
+        return None if receive is None else Action(receive, stage, microbatch)
+
+
+def add_messages(orders: tuple[Order, ...], placement: Placement) -> tuple[Order, ...]:
+    """Insert the sends and receives of every device.
+
+    Between two compute actions stand first the send of the one before, then the receives, ordered by source device and,
+    from one source, as it sends.
+
+    Raises:
+        ScheduleError: nobody consumes a message, so the schedule is incomplete.
+    """
+    router = Router(placement)
+    consumers = {
+        receive: position
+        for order in orders
+        for position, action in enumerate(order)
+        if (receive := router.awaited(action)) is not None
+    }
+    sends: list[list[Action | None]] = []
+    edges: dict[Edge, list[Action]] = {}
+    for device, order in enumerate(orders):
+        emitted = [router.emitted(action) for action in order]
+        sends.append([message and message.send for message in emitted])
+        for position, message in enumerate(emitted):
+            if message is None:
+                continue
+            if message.receive not in consumers:
+                raise ScheduleError(
+                    "no device runs the action that needs its result; validate() says what to add",
+                    device=device,
+                    position=position,
+                    action=order[position],
+                )
+            edges.setdefault(message.edge, []).append(message.receive)
+    posted: list[list[list[Action]]] = [[[] for _ in order] for order in orders]
+    for (_, destination), receives in sorted(edges.items()):
+        for receive, position in zip(receives, _post_positions([consumers[r] for r in receives]), strict=True):
+            posted[destination][position].append(receive)
+    return tuple(map(_interleave, orders, posted, sends))
+
+
+def _post_positions(consumers: list[int]) -> list[int]:
+    """Before which compute action each receive of an edge is posted.
+
+    Args:
+        consumers: positions of the consumers of the edge's messages, in sending order.
+    """
+    positions = []
+    first = consumers[-1]
+    for consumer in reversed(consumers):
+        first = min(first, consumer)
+        positions.append(max(first - 1, 0))
+    return positions[::-1]
+
+
+def _interleave(order: Order, receives: list[list[Action]], sends: list[Action | None]) -> Order:
+    lowered: list[Action] = []
+    for action, posted, send in zip(order, receives, sends, strict=True):
+        lowered += posted
+        lowered.append(action)
+        if send is not None:
+            lowered.append(send)
+    return tuple(lowered)

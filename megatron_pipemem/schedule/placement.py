@@ -1,0 +1,103 @@
+"""Which device holds which stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_pipemem.errors import ScheduleError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """An assignment of the model's stages to devices.
+
+    Args:
+        name: ``linear``, ``interleaved``, ``v``, ``wave``, or ``custom``.
+        devices: ``devices[stage]`` is the device that holds the stage.
+    """
+
+    name: str
+    devices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        held = set(self.devices)
+        if not held or held != set(range(len(held))):
+            raise ScheduleError(
+                f"a placement needs every device from 0 up to hold a stage; this one uses {sorted(held)}"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.devices)
+
+    @cached_property
+    def num_devices(self) -> int:
+        return max(self.devices) + 1
+
+    @cached_property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """``stages[device]``: the device's stages in model order. Their indices are the device's chunks."""
+        held: list[list[int]] = [[] for _ in range(self.num_devices)]
+        for stage, device in enumerate(self.devices):
+            held[device].append(stage)
+        return tuple(tuple(stages) for stages in held)
+
+    @property
+    def num_chunks(self) -> int:
+        """The largest number of stages on one device."""
+        return max(len(stages) for stages in self.stages)
+
+    def device_of(self, stage: int) -> int:
+        return self.devices[stage]
+
+    def chunk_of(self, stage: int) -> int:
+        """Index of ``stage`` among its device's stages."""
+        return self.stages[self.devices[stage]].index(stage)
+
+    def next_stage(self, stage: int) -> int | None:
+        """The stage that consumes this stage's output; ``None`` for the stage that computes the loss."""
+        return stage + 1 if stage + 1 < self.num_stages else None
+
+    def previous_stage(self, stage: int) -> int | None:
+        """The stage whose output this stage consumes; ``None`` for the stage that reads the data."""
+        return stage - 1 if stage > 0 else None
+
+    @classmethod
+    def linear(cls, num_devices: int) -> Placement:
+        """One stage per device, in order."""
+        return cls("linear", tuple(range(_positive(num_devices))))
+
+    @classmethod
+    def interleaved(cls, num_devices: int, num_chunks: int) -> Placement:
+        """Round robin: stage ``chunk * p + device`` (Megatron's virtual pipeline)."""
+        p, v = _positive(num_devices), _positive(num_chunks, "chunks")
+        return cls("linear" if v == 1 else "interleaved", tuple(s % p for s in range(p * v)))
+
+    @classmethod
+    def v_shape(cls, num_devices: int) -> Placement:
+        """Two stages per device: ``device`` and ``2p - 1 - device``. Device 0 holds the first and the last stage."""
+        return cls.wave(num_devices, 2)
+
+    @classmethod
+    def wave(cls, num_devices: int, num_chunks: int) -> Placement:
+        """Back and forth: even chunks go up the devices, odd chunks come down. Two chunks make a V."""
+        p, v = _positive(num_devices), _positive(num_chunks, "chunks")
+        devices = tuple(s % p if (s // p) % 2 == 0 else p - 1 - s % p for s in range(p * v))
+        return cls({1: "linear", 2: "v"}.get(v, "wave"), devices)
+
+    @classmethod
+    def from_devices(cls, devices: tuple[int, ...]) -> Placement:
+        """The placement with these devices, under its usual name if it has one, else ``custom``."""
+        p = max(devices) + 1
+        if len(devices) % p == 0:
+            for known in (cls.interleaved(p, len(devices) // p), cls.wave(p, len(devices) // p)):
+                if known.devices == devices:
+                    return known
+        return cls("custom", devices)
+
+
+def _positive(count: int, what: str = "devices") -> int:
+    if count < 1:
+        raise UnsupportedError(f"a schedule needs at least 1 of {what}, not {count}")
+    return count

@@ -1,0 +1,194 @@
+"""The schedule table: name -> how to build it and what it promises. Open to users and to installed packages.
+
+A package adds a family by an entry point of the group ``megatron_pipemem.schedules``, named like the family, that
+leads to a ``Family``; it is imported when somebody asks for that name or for the whole table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
+
+from megatron_pipemem.errors import PipememError, UnknownScheduleError, UnsupportedError
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import peaks
+
+ENTRY_POINT_GROUP = "megatron_pipemem.schedules"
+
+# Peaks are sums of stage shares; a cap written as a decimal fraction must not fail by rounding.
+_CAP_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of the schedule table.
+
+    Args:
+        name: what the user types.
+        build: ``build(num_devices, num_microbatches, **options) -> Schedule``; called with counts of at least 1 and with
+            the options below only.
+        placement: name of the placement.
+        summary: one sentence for the user who chooses.
+        peak: highest activation memory of any device, in activation units, for many microbatches.
+        bubble: idle time of a step, for many microbatches.
+        source: arXiv number and section.
+        splits_backward: whether backwards run as I and W.
+        min_devices: fewest devices it works with.
+        options: name -> one-line description.
+        chunks: stages per device; ``None`` when an option decides.
+    """
+
+    name: str
+    build: Callable[..., Schedule]
+    placement: str
+    summary: str
+    peak: str
+    bubble: str
+    source: str
+    splits_backward: bool = False
+    min_devices: int = 1
+    options: Mapping[str, str] = field(default_factory=dict)
+    chunks: int | None = 1
+
+
+_FAMILIES: dict[str, Family] = {}
+
+
+def register_schedule(family: Family, *, replace: bool = False) -> Family:
+    """Add a family to the table.
+
+    Raises:
+        UnsupportedError: a family of that name is there already and ``replace`` is not set.
+    """
+    if family.name in _FAMILIES and not replace:
+        raise UnsupportedError(f"schedule {family.name!r} is registered already; pick another name or pass replace=True")
+    _FAMILIES[family.name] = family
+    return family
+
+
+def family(name: str) -> Family:
+    """The family of that name.
+
+    Raises:
+        UnknownScheduleError: no such family; the message suggests the nearest name.
+        UnsupportedError: an installed package offers it but is broken.
+    """
+    if name in _FAMILIES:
+        return _FAMILIES[name]
+    offered = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    if name in offered:
+        return register_schedule(_load(offered[name]))
+    known = sorted({*_FAMILIES, *offered})
+    near = get_close_matches(name.lower().replace("_", "-"), known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise UnknownScheduleError(f"unknown schedule {name!r}; {hint}known: {', '.join(known)}")
+
+
+def families() -> tuple[Family, ...]:
+    """The whole table, built-in families first.
+
+    Raises:
+        UnsupportedError: an installed package offers a family but is broken.
+    """
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        if entry.name not in _FAMILIES:
+            register_schedule(_load(entry))
+    return tuple(_FAMILIES.values())
+
+
+def build_schedule(
+    name: str, *, num_devices: int, num_microbatches: int, memory_cap: float | None = None, **options: object
+) -> Schedule:
+    """Build a schedule of a family. A pure function of its arguments.
+
+    Args:
+        name: family name.
+        num_devices: pipeline ranks.
+        num_microbatches: microbatches of one step.
+        memory_cap: the most any device may hold, in activation units (1.0 is what 1F1B's device 0 holds).
+        options: the family's own; ``chunks`` may always be given and must agree with the family.
+
+    Raises:
+        UnknownScheduleError: no family has that name.
+        UnsupportedError: the family cannot be built with these arguments, or not within the cap; the message says what
+            can.
+    """
+    chosen = family(name)
+    _check_count("num_devices", num_devices)
+    _check_count("num_microbatches", num_microbatches)
+    schedule = _build(chosen, num_devices, num_microbatches, options)
+    if memory_cap is not None:
+        _check_cap(chosen, schedule, memory_cap)
+    return schedule
+
+
+def _build(chosen: Family, num_devices: int, num_microbatches: int, options: Mapping[str, object]) -> Schedule:
+    if num_devices < chosen.min_devices:
+        raise UnsupportedError(
+            f"schedule {chosen.name!r} needs at least {chosen.min_devices} devices, not {num_devices}; "
+            "use more pipeline ranks or another schedule"
+        )
+    options = dict(options)
+    if chosen.chunks is not None and "chunks" not in chosen.options:
+        chunks = options.pop("chunks", chosen.chunks)
+        if chunks != chosen.chunks:
+            raise UnsupportedError(
+                f"schedule {chosen.name!r} has {chosen.chunks} chunks per device, not {chunks}; leave chunks out, "
+                "or use 'interleaved', which takes any number"
+            )
+    unknown = sorted(set(options) - set(chosen.options))
+    if unknown:
+        allowed = ", ".join(sorted(chosen.options)) or "none"
+        raise UnsupportedError(
+            f"schedule {chosen.name!r} has no option {unknown[0]!r}; its options: {allowed}"
+        )
+    return chosen.build(num_devices, num_microbatches, **options)
+
+
+def _check_count(what: str, count: object) -> None:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise UnsupportedError(f"{what} must be a whole number of at least 1, not {count!r}")
+
+
+def _check_cap(chosen: Family, schedule: Schedule, memory_cap: float) -> None:
+    peak = _peak(schedule)
+    if peak <= memory_cap + _CAP_TOLERANCE:
+        return
+    fitting = []
+    for other in families():
+        try:
+            other_peak = _peak(_build(other, schedule.num_devices, schedule.num_microbatches, {}))
+        except PipememError:
+            continue
+        if other_peak <= memory_cap + _CAP_TOLERANCE:
+            fitting.append(f"{other.name} ({other_peak:.4g})")
+    way_out = f"these fit: {', '.join(fitting)}" if fitting else "no registered schedule fits; raise the cap"
+    raise UnsupportedError(
+        f"schedule {chosen.name!r} needs {peak:.4g} activation units with {schedule.num_devices} devices and "
+        f"{schedule.num_microbatches} microbatches, above the memory cap of {memory_cap:.4g}; {way_out}"
+    )
+
+
+def _peak(schedule: Schedule) -> float:
+    return max(peaks(schedule.orders, schedule.placement, Costs()))
+
+
+def _load(entry: EntryPoint) -> Family:
+    package = f" of package {entry.dist.name}" if entry.dist is not None else ""
+    where = f"entry point {entry.name!r}{package} in the group {ENTRY_POINT_GROUP}"
+    try:
+        loaded = entry.load()
+    except Exception as error:  # whatever somebody else's module raises
+        raise UnsupportedError(
+            f"{where} cannot be loaded: {type(error).__name__}: {error}; mend or uninstall that package"
+        ) from error
+    if not isinstance(loaded, Family) or loaded.name != entry.name:
+        raise UnsupportedError(f"{where} must lead to a Family named {entry.name!r}, not to {loaded!r}")
+    return loaded
+
+
+# The built-in families register themselves with the functions above.
+from megatron_pipemem.schedule import families as _built_in  # noqa: E402, F401

@@ -1,0 +1,375 @@
+"""Proof that a schedule or a program may run: complete, ordered, matched, free of deadlock, within memory.
+
+Every error names the device, the position in its order (or program), the action there, what it lacks, and the mend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+
+from megatron_pipemem.errors import ScheduleError
+from megatron_pipemem.schedule.action import COMPUTE, MESSAGES, RECEIVES, Action, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.lowering.messages import Edge, Message, Router
+from megatron_pipemem.schedule.schedule import Order, Program, Schedule
+from megatron_pipemem.schedule.simulator import dependencies, held_after
+
+Places = dict[Action, tuple[int, int]]
+"""Device and position of every action."""
+
+Needs = Mapping[Action, Sequence[Action]]
+"""What must have happened before an action; nothing for the actions left out."""
+
+
+def validate(schedule: Schedule, costs: Costs | None = None, memory_cap: float | None = None) -> None:
+    """Prove that ``schedule`` computes every microbatch correctly on all devices and ends.
+
+    A schedule without any backward is valid when its forwards are: that is what evaluation runs.
+
+    Args:
+        schedule: the schedule to check.
+        costs: its ``memory`` is what the cap is compared with; default activation units.
+        memory_cap: the most a device may hold after any action, in activation units, or in bytes when
+            ``costs.memory`` is in bytes.
+
+    Raises:
+        ScheduleError: the first violation found.
+        CostsError: ``costs`` do not fit the placement.
+    """
+    places = _place_all(schedule)
+    fused = {action for action in places if action.kind is Kind.B}
+    needs = {action: dependencies(action, schedule.placement, fused) for action in places}
+    _check_local_order(places, needs)
+    _check_completeness(schedule, places)
+    _check_microbatch_order(schedule)
+    _check_progress(schedule.orders, places, needs)
+    if memory_cap is not None:
+        _check_memory(schedule, costs or Costs(), memory_cap)
+
+
+def validate_program(program: Program) -> None:
+    """Prove that ``program`` computes its schedule and that its messages match and arrive.
+
+    The rules of the transport: posts never block, a compute action waits for its own message, and every directed edge
+    moves its messages one at a time in posted order, each when both ends have posted it.
+
+    Raises:
+        ScheduleError: the first violation found, in the schedule (see ``validate``) or in the program.
+    """
+    validate(program.schedule)
+    _check_compute_actions(program)
+    places: Places = {}
+    for device, actions in enumerate(program.actions):
+        for position, action in enumerate(actions):
+            _check_unique(places, action, device, position)
+    router = Router(program.placement)
+    computed = [action for order in program.schedule.orders for action in order]
+    messages = {action: message for action in computed if (message := router.emitted(action)) is not None}
+    receives = {action: receive for action in computed if (receive := router.awaited(action)) is not None}
+    _check_posts(places, messages, receives)
+    _check_edges(places, messages.values())
+    _check_reductions(program, places)
+    # Both ends of an edge post the same sequence, posts never block, and a consumer stands behind its own receive: so
+    # its message, and all before it on the edge, have moved as soon as the source has posted the send.
+    sends = {message.receive: message.send for message in messages.values()}
+    _check_progress(program.actions, places, {action: (sends[receive],) for action, receive in receives.items()})
+
+
+def _place_all(schedule: Schedule) -> Places:
+    """Where every action stands, once each is known to exist, to be on its stage's device and to be the only one."""
+    placement = schedule.placement
+    if len(schedule.orders) != placement.num_devices:
+        raise ScheduleError(
+            f"the placement has {placement.num_devices} devices but the schedule has {len(schedule.orders)} orders; "
+            "give one order per device"
+        )
+    places: Places = {}
+    for device, order in enumerate(schedule.orders):
+        for position, action in enumerate(order):
+            problem = _problem_of(action, device, schedule)
+            if problem is not None:
+                raise ScheduleError(problem, device=device, position=position, action=action)
+            _check_unique(places, action, device, position)
+    return places
+
+
+def _problem_of(action: Action, device: int, schedule: Schedule) -> str | None:
+    """What is wrong with an action on this device, whatever the other actions are."""
+    kind, stage, microbatch = action
+    devices = schedule.placement.devices
+    if kind not in COMPUTE:
+        return "is not a compute action; keep F, I, W and B only, lower() derives the rest"
+    if not 0 <= stage < len(devices):
+        return f"needs stage {stage}, but the placement holds stages 0 to {len(devices) - 1}; remove or renumber it"
+    if microbatch is None or not 0 <= microbatch < schedule.num_microbatches:
+        return (
+            f"needs microbatch {microbatch}, but the step has microbatches 0 to {schedule.num_microbatches - 1}; "
+            "remove or renumber it, or change the number of microbatches"
+        )
+    if devices[stage] != device:
+        return f"needs stage {stage}, which device {devices[stage]} holds; move it there"
+    return None
+
+
+def _check_unique(places: Places, action: Action, device: int, position: int) -> None:
+    """Note where an action stands; nothing runs twice."""
+    if action in places:
+        other_device, other_position = places[action]
+        raise ScheduleError(
+            f"stands already at position {other_position} of device {other_device}; remove one of the two, or renumber "
+            "the one that was meant to be another action",
+            device=device,
+            position=position,
+            action=action,
+        )
+    places[action] = (device, position)
+
+
+def _check_local_order(places: Places, needs: Needs) -> None:
+    """Everything an action needs exists and, on the same device, stands before it."""
+    for action, needed_actions in needs.items():
+        device, position = places[action]
+        for needed in needed_actions:
+            if needed not in places:
+                problem = f"needs {_or_fused(needed)}, which no device runs; add it"
+            elif places[needed] > (device, position) and places[needed][0] == device:
+                problem = f"needs {needed}, which comes later, at position {places[needed][1]}; move {needed} before it"
+            else:
+                continue
+            raise ScheduleError(problem, device=device, position=position, action=action)
+
+
+def _or_fused(needed: Action) -> str:
+    """A missing input gradient may be supplied by a full backward as well."""
+    return f"{needed} (or {needed._replace(kind=Kind.B)})" if needed.kind is Kind.I else str(needed)
+
+
+def _check_completeness(schedule: Schedule, places: Places) -> None:
+    """Every stage runs every microbatch forward once, and backward once, fused or split, if anything runs backward."""
+    backwards = any(action.kind is not Kind.F for action in places)
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            kinds = (Kind.F, Kind.I, Kind.W, Kind.B)
+            forward, inputs, weights, full = (Action(kind, stage, microbatch) for kind in kinds)
+            if forward not in places:
+                device = schedule.placement.devices[stage]
+                raise ScheduleError(
+                    "is missing; every stage runs every microbatch forward once, add it",
+                    device=device,
+                    position=len(schedule.orders[device]),
+                    action=forward,
+                )
+            if not backwards:
+                continue
+            if full in places and (inputs in places or weights in places):
+                half = inputs if inputs in places else weights
+                device, position = places[half]
+                twice = f"does what {full} at position {places[full][1]} does too"
+                problem = f"{twice}; keep {full}, or {inputs} and {weights}"
+            elif full in places or weights in places:
+                continue
+            elif inputs in places:
+                device, position = places[inputs]
+                half, problem = inputs, f"has no {weights} after it; add {weights}, or make it {full}"
+            else:
+                device, position = places[forward]
+                half, problem = forward, f"has no backward; add {full}, or {inputs} and {weights}"
+            raise ScheduleError(problem, device=device, position=position, action=half)
+
+
+def _check_microbatch_order(schedule: Schedule) -> None:
+    """Per stage, forwards run in microbatch order because data come from an iterator and dropout from one stream of
+    random numbers, and gradients accumulate in that order, as in stock 1F1B, so that losses are bit-identical."""
+    names = {Kind.F: "forwards", Kind.I: "input gradients", Kind.W: "weight gradients"}
+    for device, order in enumerate(schedule.orders):
+        last: dict[tuple[Kind, int], tuple[int, Action]] = {}
+        for position, action in enumerate(order):
+            kind, stage, microbatch = action
+            for part in (Kind.I, Kind.W) if kind is Kind.B else (kind,):
+                earlier, before = last.get((part, stage), (position, action))
+                if before.microbatch > microbatch:
+                    raise ScheduleError(
+                        f"comes after {before} at position {earlier}, but the {names[part]} of a stage run in "
+                        f"microbatch order; move it before {before}",
+                        device=device,
+                        position=position,
+                        action=action,
+                    )
+                last[part, stage] = (position, action)
+
+
+def _check_memory(schedule: Schedule, costs: Costs, cap: float) -> None:
+    changes, unit = costs.memory_changes(schedule.placement), costs.memory_unit(schedule.placement)
+    allowed = cap / unit * (1 + 1e-9)  # a cap of 2/3 means 4 of 6 stages, whatever floats make of it
+    what = "activation units" if costs.memory is None else "bytes"
+    for device, order in enumerate(schedule.orders):
+        for position, held in enumerate(held_after(order, changes)):
+            if held > allowed:
+                raise ScheduleError(
+                    f"the device holds {held * unit:.12g} {what} after it, over the memory cap of {cap:.12g}; run a "
+                    "W or B before it, choose a schedule with a lower peak, or raise the cap",
+                    device=device,
+                    position=position,
+                    action=order[position],
+                )
+
+
+def _check_progress(actions: Sequence[Order], places: Places, needs: Needs) -> None:
+    """Run all devices until nothing moves; whoever has not ended is in a deadlock or waits for one."""
+    reached = [0] * len(actions)
+    waiting: dict[Action, list[int]] = {}
+    runnable = list(range(len(actions)))
+    while runnable:
+        device = runnable.pop()
+        order = actions[device]
+        for position in range(reached[device], len(order)):
+            action = order[position]
+            unmet = _first_unmet(needs.get(action, ()), places, reached)
+            if unmet is not None:
+                waiting.setdefault(unmet, []).append(device)
+                break
+            reached[device] = position + 1
+            runnable.extend(waiting.pop(action, ()))
+    stuck = {device: order[reached[device]] for device, order in enumerate(actions) if reached[device] < len(order)}
+    if stuck:
+        raise _deadlock(stuck, places, needs, reached)
+
+
+def _first_unmet(needed_actions: Iterable[Action], places: Places, reached: list[int]) -> Action | None:
+    for needed in needed_actions:
+        device, position = places[needed]
+        if position >= reached[device]:
+            return needed
+    return None
+
+
+def _deadlock(stuck: Mapping[int, Action], places: Places, needs: Needs, reached: list[int]) -> ScheduleError:
+    """Every stuck device waits for one other: following them from any comes round to a cycle."""
+    path: list[int] = []
+    device = next(iter(stuck))
+    while device not in path:
+        path.append(device)
+        device = places[_first_unmet(needs[stuck[device]], places, reached)][0]
+    cycle = path[path.index(device) :]
+    waits = [(stuck[member], _first_unmet(needs[stuck[member]], places, reached)) for member in cycle]
+    steps = "; ".join(
+        f"{action} (device {member}, position {reached[member]}) waits for {needed} (device {places[needed][0]}, "
+        f"position {places[needed][1]}), which comes after {stuck[places[needed][0]]}"
+        for member, (action, needed) in zip(cycle, waits, strict=True)
+    )
+    action, needed = waits[0]
+    return ScheduleError(
+        f"deadlock: {steps}; move {needed} before {stuck[places[needed][0]]} on device {places[needed][0]}",
+        device=cycle[0],
+        position=reached[cycle[0]],
+        action=action,
+    )
+
+
+def _check_compute_actions(program: Program) -> None:
+    """The compute actions of a program are the orders of its schedule."""
+    orders = program.schedule.orders
+    if len(program.actions) != len(orders):
+        raise ScheduleError(
+            f"the program has actions for {len(program.actions)} devices but its schedule has {len(orders)}; "
+            "lower the schedule again"
+        )
+    for device, (order, actions) in enumerate(zip(orders, program.actions, strict=True)):
+        computed = [(position, action) for position, action in enumerate(actions) if action.kind in COMPUTE]
+        for wanted, found in zip_longest(order, computed):
+            position, action = found or (len(actions), wanted)
+            if action != wanted or found is None:
+                raise ScheduleError(
+                    f"the schedule has {wanted or 'nothing more'} here and the program "
+                    f"{found[1] if found else 'nothing more'}; lower the schedule again",
+                    device=device,
+                    position=position,
+                    action=action,
+                )
+
+
+def _check_posts(places: Places, messages: Mapping[Action, Message], receives: Mapping[Action, Action]) -> None:
+    """Every message is sent after its producer and received before its consumer, on their devices, and none is idle."""
+    for producer, message in messages.items():
+        _check_post(message.send, producer, places, after=True)
+    for consumer, receive in receives.items():
+        _check_post(receive, consumer, places, after=False)
+    known = {message.send for message in messages.values()} | set(receives.values())
+    for action, (device, position) in places.items():
+        if action.kind in MESSAGES and action not in known:
+            use = "needs it" if action.kind in RECEIVES else "produces it for another device"
+            raise ScheduleError(f"no action here {use}; remove it", device=device, position=position, action=action)
+
+
+def _check_post(post: Action, compute: Action, places: Places, *, after: bool) -> None:
+    device, position = places[compute]
+    side = "after" if after else "before"
+    purpose = "its result does not reach the next device" if after else "its input does not reach this device"
+    if post not in places:
+        raise ScheduleError(
+            f"{purpose} without {post}; add {post} {side} it", device=device, position=position, action=compute
+        )
+    post_device, post_position = places[post]
+    if post_device != device:
+        problem = f"belongs to {compute}, which device {device} runs at position {position}; move it there"
+    elif (post_position > position) is not after:
+        problem = f"must come {side} {compute} at position {position}; move it"
+    else:
+        return
+    raise ScheduleError(problem, device=post_device, position=post_position, action=post)
+
+
+def _check_edges(places: Places, messages: Iterable[Message]) -> None:
+    """Both ends of every directed edge post the same messages in the same order."""
+    edges: dict[Edge, list[Message]] = {}
+    for message in messages:
+        edges.setdefault(message.edge, []).append(message)
+    for (source, destination), crossing in edges.items():
+        sent = sorted((places[message.send][1], message) for message in crossing)
+        received = sorted((places[message.receive][1], message) for message in crossing)
+        for (position, message), (other_position, other) in zip(sent, received, strict=True):
+            if message != other:
+                raise ScheduleError(
+                    f"device {source} sends {message.send} at position {position} when device {destination} receives "
+                    f"{other.receive} at position {other_position}; messages from device {source} to device "
+                    f"{destination} arrive in sending order, so receive {message.receive} first",
+                    device=destination,
+                    position=other_position,
+                    action=other.receive,
+                )
+
+
+def _check_reductions(program: Program, places: Places) -> None:
+    """Every stage that has gradients reduces them once, after the last of them."""
+    last = {
+        Action(Kind.REDUCE_GRAD, action.stage): (device, position, action)
+        for device, actions in enumerate(program.actions)
+        for position, action in enumerate(actions)
+        if action.kind in (Kind.W, Kind.B)
+    }
+    for reduction, (device, position, action) in last.items():
+        if reduction not in places:
+            raise ScheduleError(
+                f"completes the gradients of its stage, but {reduction} is missing; add it after {action}",
+                device=device,
+                position=position,
+                action=action,
+            )
+        found, at = places[reduction]
+        if found != device or at < position:
+            raise ScheduleError(
+                f"must come after {action} at position {position} of device {device}, the last weight gradient of the "
+                "stage; move it there",
+                device=found,
+                position=at,
+                action=reduction,
+            )
+    for action, (device, position) in places.items():
+        if action.kind is Kind.REDUCE_GRAD and action not in last:
+            raise ScheduleError(
+                f"stage {action.stage} has no weight gradients to reduce; remove it",
+                device=device,
+                position=position,
+                action=action,
+            )

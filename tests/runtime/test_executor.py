@@ -1,0 +1,106 @@
+"""Every family, run by the executor on four gloo ranks, against the same model run in one process. No Megatron."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megatron_pipemem.schedule.action import COMPUTE  # noqa: E402
+from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
+
+TOY = Path(__file__).with_name("toy.py")
+DEVICES = 4
+NAMES = [family.name for family in families()]
+CASES = [
+    {"schedule": name, "microbatches": m, "forward_only": forward_only, "variable": variable}
+    for name, (m, forward_only, variable) in product(
+        NAMES, [(1, False, False), (3, False, False), (9, False, False), (5, True, False), (6, False, True)]
+    )
+]
+
+
+def launch(tmp_path: Path, cases: list[dict]) -> list[list[dict]]:
+    """``seen[rank][case]``."""
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, str(TOY), str(tmp_path / "cases.json"), str(tmp_path)]
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(DEVICES),
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(DEVICES)
+    ]
+    try:
+        errors = [rank.communicate(timeout=180)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
+    return [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(DEVICES)]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> list[list[dict]]:
+    return launch(tmp_path_factory.mktemp("toy"), CASES)
+
+
+def alone(case: dict, num_stages: int):
+    """The same stages in one process without any pipeline: losses and gradients per stage."""
+    sys.path.insert(0, str(TOY.parent))
+    import toy
+
+    stages = [toy.Stage(index) for index in range(num_stages)]
+    losses = []
+    for microbatch in range(case["microbatches"]):
+        x = toy.batch(microbatch, toy.rows_of(microbatch, case["variable"])).requires_grad_()
+        for stage in stages:
+            x = stage(x)
+        loss = x.square().sum()
+        losses.append(loss.item())
+        loss.backward()
+    return losses, [[p.grad.flatten() for p in stage.parameters()] for stage in stages]
+
+
+def case_id(index: int) -> str:
+    case = CASES[index]
+    flavour = "forward-only" if case["forward_only"] else "variable" if case["variable"] else "train"
+    return f"{case['schedule']}-m{case['microbatches']}-{flavour}"
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=case_id)
+def test_executes_as_scheduled_and_equals_one_process(seen, index):
+    case = CASES[index]
+    schedule = build_schedule(case["schedule"], num_devices=DEVICES, num_microbatches=case["microbatches"])
+    if case["forward_only"]:
+        schedule = schedule.forward_only()
+    losses, gradients = alone(case, schedule.num_stages)
+    for device, order in enumerate(schedule.orders):
+        here = seen[device][index]
+        assert here["actions"] == [str(action) for action in order if action.kind in COMPUTE]
+        assert here["left_bytes"] == 0, "the step left activations behind"
+        if device == schedule.placement.device_of(schedule.num_stages - 1):
+            assert here["losses"] == losses, "losses are bit-identical"
+        if case["forward_only"]:
+            continue
+        assert set(here["reductions"].values()) == {1}
+        for stage, found in here["gradients"].items():
+            for one, other in zip(found, gradients[int(stage)], strict=True):
+                assert torch.equal(torch.tensor(one), other), f"stage {stage}"
+        if not case["variable"]:
+            assert here["predicted_peak"] == here["counted_peak"] > 0

@@ -1,0 +1,180 @@
+"""A toy pipeline without Megatron: linear layers that split their backward, run by the executor on gloo ranks.
+
+Started by ``test_executor.py`` as one process per rank; every process writes what it saw as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger, bytes_per_action, predict_peak_bytes
+from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.runtime.trace import HostTrace
+from megatron_pipemem.runtime.transport import MessageFormat, Transport, connect
+from megatron_pipemem.runtime.weight_gradients import current_queue
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Program
+from megatron_pipemem.schedule.validator import validate_program
+
+WIDTH, ROWS = 6, 3
+
+
+@dataclass
+class Gemm:
+    weight: torch.nn.Parameter
+    input: torch.Tensor
+    grad_output: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.input, self.grad_output
+
+    def run(self) -> None:
+        gradient = self.grad_output.t() @ self.input
+        self.weight.grad = gradient if self.weight.grad is None else self.weight.grad.add_(gradient)
+
+
+class SplitLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, input, boxed_weight, queue):
+        ctx.save_for_backward(input)
+        ctx.weight, ctx.queue = boxed_weight[0], queue
+        return input @ boxed_weight[0].t()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (input,) = ctx.saved_tensors
+        ctx.queue.put(Gemm(ctx.weight, input.detach(), grad_output.detach()))
+        return grad_output @ ctx.weight, None, None
+
+
+class Stage(torch.nn.Module):
+    """Two linear layers with a tanh; splits its backward while a queue is collecting."""
+
+    def __init__(self, index: int):
+        super().__init__()
+        generator = torch.Generator().manual_seed(index)
+        self.weights = torch.nn.ParameterList(
+            torch.nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator) / 2) for _ in range(2)
+        )
+        self.scale = torch.nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for weight in self.weights:
+            queue = current_queue()
+            x = torch.nn.functional.linear(x, weight) if queue is None else SplitLinear.apply(x, [weight], queue)
+            x = torch.tanh(x)
+        return x
+
+
+def batch(microbatch: int, rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1000 + microbatch))
+
+
+def rows_of(microbatch: int, variable: bool) -> int:
+    return ROWS + (microbatch % 3 if variable else 0)
+
+
+class Runner:
+    """What ``ChunkStage`` is to Megatron, for the toy."""
+
+    def __init__(self, index: int, num_stages: int, variable: bool = False, fail_at: int | None = None):
+        self.stage = Stage(index)
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        self.variable, self.fail_at = variable, fail_at
+        self.losses: list[float] = []
+        self.reductions = 0
+
+    def forward(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
+        if microbatch == self.fail_at:
+            raise RuntimeError("boom")
+        x = batch(microbatch, rows_of(microbatch, self.variable)) if self.is_first else input
+        if self.is_first:
+            x.requires_grad_(torch.is_grad_enabled())
+        output = self.stage(x)
+        if not self.is_last:
+            return output
+        loss = output.square().sum()
+        self.losses.append(loss.item())
+        return loss
+
+    def release_output(self, output: torch.Tensor) -> None:
+        output.data = torch.empty(1)
+
+    def backward(self, input, output, output_gradient):
+        torch.autograd.Variable._execution_engine.run_backward(
+            (output,), (torch.ones_like(output) if output_gradient is None else output_gradient,), False, False, (), True, True
+        )
+        return None if input is None else input.grad
+
+    def reduce_gradients(self) -> None:
+        self.reductions += 1
+
+
+def run_step(program: Program, device: int, groups, **runner_options):
+    """One step on this rank. Returns the runners, the ledger and the trace."""
+    placement = program.placement
+    variable = runner_options.get("variable", False)
+    runners = {
+        stage: Runner(stage, placement.num_stages, **runner_options) for stage in placement.stages[device]
+    }
+    message = MessageFormat(None if variable else (ROWS, WIDTH), torch.float32, torch.device("cpu"))
+    transport = Transport(device, placement, range(placement.num_devices), groups, message)
+    permanent = [p for runner in runners.values() for p in runner.stage.parameters()]
+    ledger, trace = ActivationLedger(permanent), HostTrace()
+    Executor(program, device, runners, transport, ledger, trace).run()
+    return runners, ledger, trace
+
+
+def run_case(case: dict, device: int, devices: int, connections: dict) -> dict:
+    schedule = build_schedule(
+        case["schedule"], num_devices=devices, num_microbatches=case["microbatches"], **case.get("options", {})
+    )
+    forward_only = case.get("forward_only", False)
+    program = lower(schedule.forward_only() if forward_only else schedule)
+    validate_program(program)
+    groups = connections.setdefault(schedule.placement.devices, None)
+    if groups is None:
+        groups = connections[schedule.placement.devices] = connect(schedule.placement, dist.group.WORLD)
+    with torch.set_grad_enabled(not forward_only):
+        runners, ledger, trace = run_step(program, device, groups, variable=case.get("variable", False))
+    seen = {
+        "losses": [loss for runner in runners.values() for loss in runner.losses],
+        "actions": [str(t.action) for t in trace.actions()],
+        "reductions": {stage: runner.reductions for stage, runner in runners.items()},
+        "left_bytes": ledger.entries[-1].bytes,
+        "counted_peak": ledger.peak,
+    }
+    if not forward_only:
+        seen["gradients"] = {
+            stage: [p.grad.flatten().tolist() for p in runner.stage.parameters()] for stage, runner in runners.items()
+        }
+        changes = bytes_per_action(ledger.entries, program.placement.num_stages)
+        seen["predicted_peak"] = predict_peak_bytes(program.actions[device], changes)
+    return seen
+
+
+def main() -> None:
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, devices = dist.get_rank(), dist.get_world_size()
+    connections: dict = {}
+    seen = [run_case(case, rank, devices, connections) for case in cases]
+    (out / f"rank{rank}.json").write_text(json.dumps(seen))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
