@@ -1,0 +1,110 @@
+"""Switching the plugin on and off in one process, without any process group."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules  # noqa: E402
+from megatron.core.tensor_parallel import layers  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+
+import megatron_pipemem  # noqa: E402
+from megatron_pipemem.errors import UnknownScheduleError, UnsupportedError, UpstreamError  # noqa: E402
+from megatron_pipemem.mcore import plugin  # noqa: E402
+
+WATCHED = (
+    (schedules, "forward_backward_pipelining_with_interleaving"),
+    (schedules, "forward_backward_pipelining_without_interleaving"),
+    (schedules, "forward_step"),
+    (schedules, "backward_step"),
+    (layers, "linear_with_grad_accumulation_and_async_allreduce"),
+    (parallel_state, "get_pipeline_model_parallel_rank"),
+    (parallel_state, "is_pipeline_first_stage"),
+    (parallel_state, "is_pipeline_last_stage"),
+)
+
+
+def bindings():
+    return [getattr(module, name) for module, name in WATCHED]
+
+
+@pytest.fixture(autouse=True)
+def stock():
+    before = bindings()
+    yield before
+    megatron_pipemem.disable()
+    assert bindings() == before
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "v-half"])
+def test_whoever_imported_the_dispatcher_earlier_gets_ours(name, stock):
+    megatron_pipemem.enable(name)
+    for vp_size in (None, 2):
+        function = get_forward_backward_func(4, vp_size)
+        assert function not in stock
+        # A consumer that imports only now asks the same module.
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func as imported_later
+
+        assert imported_later(4, vp_size) is function
+    assert get_forward_backward_func(1, None) is schedules.forward_backward_no_pipelining
+
+
+def test_touches_no_more_than_the_schedule_needs(stock):
+    megatron_pipemem.enable("1f1b")
+    assert bindings()[2:] == stock[2:]
+    megatron_pipemem.disable()
+    megatron_pipemem.enable("zb-h1")
+    assert bindings()[5:] == stock[5:], "ranks are Megatron's own in a linear placement"
+    megatron_pipemem.disable()
+    megatron_pipemem.enable("1f1b-v")
+    assert bindings()[4] is stock[4], "a fused backward needs no split linear layers"
+    assert all(now is not before for now, before in zip(bindings()[5:], stock[5:], strict=True))
+
+
+def test_is_idempotent_and_refuses_to_mix_settings():
+    megatron_pipemem.enable("v-half", memory_cap=0.75)
+    first = bindings()
+    megatron_pipemem.enable("v-half", memory_cap=0.75)
+    assert bindings() == first
+    with pytest.raises(UnsupportedError, match="disable"):
+        megatron_pipemem.enable("v-min")
+    megatron_pipemem.disable()
+    megatron_pipemem.disable()
+    megatron_pipemem.enable("v-min")
+
+
+def test_unknown_schedule_changes_nothing(stock):
+    with pytest.raises(UnknownScheduleError, match="v-half"):
+        megatron_pipemem.enable("vhalf")
+    assert bindings() == stock
+
+
+@pytest.mark.parametrize("name", ["backward_step", "forward_backward_pipelining_with_interleaving"])
+def test_a_megatron_without_a_symbol_is_refused_by_name(monkeypatch, name):
+    monkeypatch.delattr(schedules, name)
+    before = vars(schedules).copy()
+    with pytest.raises(UpstreamError) as error:
+        megatron_pipemem.enable("v-half")
+    assert name in str(error.value) and "0.19.2" in str(error.value)
+    assert vars(schedules) == before
+    assert plugin._enabled is None
+
+
+def test_a_changed_signature_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(layers, "linear_with_grad_accumulation_and_async_allreduce", lambda input, weight: None)
+    with pytest.raises(UpstreamError, match="allreduce_dgrad"):
+        megatron_pipemem.enable("zb-h1")
+
+
+def test_building_chunks_needs_a_schedule():
+    with pytest.raises(UnsupportedError, match="enable"):
+        megatron_pipemem.build_model_chunks(lambda **_: None)
+
+
+def test_importing_the_package_changes_nothing(stock):
+    import importlib
+
+    importlib.reload(megatron_pipemem)
+    assert bindings() == stock

@@ -1,0 +1,125 @@
+"""The split linear layer computes what Megatron's own computes, only later."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from megatron.core.tensor_parallel import layers  # noqa: E402
+
+from megatron_pipemem.mcore.linear import GRADIENT_READY, attach_ddp_hooks, split_linear  # noqa: E402
+from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, collecting  # noqa: E402
+
+STOCK = layers.linear_with_grad_accumulation_and_async_allreduce
+
+
+class OneRank:
+    """A tensor-parallel group of one; with it neither function communicates."""
+
+    def size(self):
+        return 1
+
+    def rank(self):
+        return 0
+
+
+def run(function, queue=None, bias=True, requires_grad=True, passes=1, dtype=torch.float32):
+    """One layer over ``[s, b, h]``. Returns output, and the gradients of input, bias and weight before any W ran."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.nn.Parameter(torch.randn(5, 4, generator=generator, dtype=dtype))
+    offset = torch.nn.Parameter(torch.randn(5, generator=generator, dtype=dtype)) if bias else None
+    for _ in range(passes):
+        x = torch.randn(3, 2, 4, generator=generator, dtype=dtype, requires_grad=requires_grad)
+        with collecting(queue):
+            y = function(x, weight, offset, False, False, False, tp_group=OneRank())
+            y.square().sum().backward()
+    return y.detach(), x.grad, None if offset is None else offset.grad, weight
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_bit_identical_to_stock_after_w(bias, dtype, passes):
+    queue = WeightGradientQueue()
+    output, input_grad, bias_grad, weight = run(split_linear(STOCK), queue, bias, passes=passes, dtype=dtype)
+    wanted_output, wanted_input_grad, wanted_bias_grad, wanted_weight = run(STOCK, None, bias, passes=passes, dtype=dtype)
+    assert torch.equal(output, wanted_output)
+    assert torch.equal(input_grad, wanted_input_grad)
+    assert bias_grad is None or torch.equal(bias_grad, wanted_bias_grad)
+    assert weight.grad is None, "the weight gradient waits for W"
+    queue.run()
+    assert torch.equal(weight.grad, wanted_weight.grad)
+    before = weight.grad.clone()
+    queue.run()
+    assert torch.equal(weight.grad, before), "a queue runs once"
+
+
+def test_without_a_queue_it_is_the_stock_function():
+    weight = run(split_linear(STOCK))[-1]
+    assert torch.equal(weight.grad, run(STOCK)[-1].grad)
+
+
+def test_an_input_without_gradient_leaves_the_weight_gradient_to_stock():
+    queue = WeightGradientQueue()
+    weight = run(split_linear(STOCK), queue, bias=False, requires_grad=False)[-1]
+    assert list(queue.tensors()) == []
+    assert torch.equal(weight.grad, run(STOCK, bias=False, requires_grad=False)[-1].grad)
+
+
+def test_what_waits_does_not_keep_the_graph_alive():
+    queue = WeightGradientQueue()
+    run(split_linear(STOCK), queue)
+    assert all(tensor.grad_fn is None and not tensor.requires_grad for tensor in queue.tensors())
+
+
+def test_fused_accumulation_goes_into_main_grad(monkeypatch):
+    """With gradient-accumulation fusion the GEMM adds to ``main_grad`` and DDP is told so."""
+
+    class Extension:
+        @staticmethod
+        def wgrad_gemm_accum_fp32(input, grad_output, main_grad):
+            main_grad.add_(grad_output.t() @ input)
+
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", Extension, raising=False)
+    wanted = run(STOCK)[-1].grad
+    queue, ready = WeightGradientQueue(), []
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.nn.Parameter(torch.randn(5, 4, generator=generator))
+    weight.main_grad = torch.zeros_like(weight)
+    bias = torch.nn.Parameter(torch.randn(5, generator=generator))
+    setattr(weight, GRADIENT_READY, lambda: ready.append(weight.grad is not None))
+    x = torch.randn(3, 2, 4, generator=generator, requires_grad=True)
+    with collecting(queue):
+        split_linear(STOCK)(x, weight, bias, True, False, False, tp_group=OneRank()).square().sum().backward()
+    assert ready == []
+    queue.run()
+    assert torch.equal(weight.main_grad, wanted)
+    assert weight.grad_added_to_main_grad and ready == [True]
+
+
+def test_every_weight_of_a_ddp_model_is_marked_once():
+    class Wrapped(torch.nn.Linear):
+        made = 0
+
+        def _make_backward_post_hook(self, parameter):
+            Wrapped.made += 1
+            return lambda: None
+
+    chunk = Wrapped(2, 2)
+    chunk.bias.requires_grad_(False)
+    marked = attach_ddp_hooks([chunk, torch.nn.Linear(2, 2)])
+    assert marked == [chunk.weight]
+    assert attach_ddp_hooks([chunk]) == [] and Wrapped.made == 1
+
+
+def test_the_queue_in_force_is_restored_after_an_error():
+    outer, inner = WeightGradientQueue(), WeightGradientQueue()
+    from megatron_pipemem.runtime.weight_gradients import current_queue
+
+    with collecting(outer):
+        with pytest.raises(RuntimeError), collecting(inner):
+            raise RuntimeError
+        assert current_queue() is outer
+    assert current_queue() is None

@@ -1,0 +1,64 @@
+"""Rebinding upstream symbols: all or nothing, reversible, and clear about what is missing."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from megatron_pipemem.errors import UpstreamError
+from megatron_pipemem.mcore.patching import PatchSet, Symbol
+
+
+@pytest.fixture
+def upstream(monkeypatch):
+    module = types.ModuleType("fake_upstream")
+
+    def step(model, microbatches):
+        return "stock step"
+
+    class Model:
+        def build(self, config):
+            return "stock model"
+
+    module.step, module.Model = step, Model
+    monkeypatch.setitem(sys.modules, "fake_upstream", module)
+    return module
+
+
+STEP = Symbol("fake_upstream", "step", ("model",))
+BUILD = Symbol("fake_upstream", "Model.build", ("self", "config"))
+
+
+def test_replaces_functions_and_methods_and_puts_them_back(upstream):
+    step, build = upstream.step, upstream.Model.build
+    patches = PatchSet()
+    patches.install(
+        [
+            (STEP, lambda original: lambda *args: f"ours over {original(*args)}"),
+            (BUILD, lambda original: lambda self, config: "our model"),
+        ]
+    )
+    assert upstream.step(None, 1) == "ours over stock step"
+    assert upstream.Model().build(None) == "our model"
+    patches.remove()
+    assert upstream.step is step and upstream.Model.build is build
+    patches.remove()  # nothing left to put back
+
+
+@pytest.mark.parametrize(
+    ("symbol", "words"),
+    [
+        (Symbol("fake_upstream", "gone"), ("fake_upstream.gone", "0.19.2")),
+        (Symbol("fake_upstream", "Gone.build"), ("fake_upstream.Gone.build",)),
+        (Symbol("fake_upstream", "step", ("model", "p2p_communicator")), ("fake_upstream.step", "p2p_communicator")),
+    ],
+)
+def test_a_missing_or_changed_symbol_is_named_and_nothing_is_touched(upstream, symbol, words):
+    step = upstream.step
+    with pytest.raises(UpstreamError) as error:
+        PatchSet().install([(STEP, lambda original: None), (symbol, lambda original: None)])
+    for word in words:
+        assert word in str(error.value)
+    assert upstream.step is step

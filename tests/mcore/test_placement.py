@@ -1,0 +1,108 @@
+"""Megatron's questions about ranks, answered for placements that it cannot express."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron.core import parallel_state  # noqa: E402
+
+from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.mcore import placement as placement_module  # noqa: E402
+from megatron_pipemem.mcore.patching import PatchSet  # noqa: E402
+from megatron_pipemem.mcore.placement import ChunkPlacement, RoundRobinRank, round_robin_rank  # noqa: E402
+from megatron_pipemem.schedule.placement import Placement  # noqa: E402
+
+
+class Group:
+    def __init__(self, rank, size):
+        self._rank, self._size = rank, size
+
+    def rank(self):
+        return self._rank
+
+    def size(self):
+        return self._size
+
+
+@pytest.mark.parametrize("placement", [Placement.v_shape(5), Placement.wave(4, 4), Placement.interleaved(4, 3)])
+def test_a_chunk_gets_the_rank_that_round_robin_would_give_it(placement):
+    p = placement.num_devices
+    for device, stages in enumerate(placement.stages):
+        for chunk, stage in enumerate(stages):
+            assert chunk * p + round_robin_rank(placement, device, chunk) == stage
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """Pretend to be one pipeline rank of four with two virtual stages, and patch the questions."""
+    patches = PatchSet()
+
+    def pretend(rank):
+        group = Group(rank, 4)
+        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_group", lambda **_: group)
+        monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 4)
+        monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: 2)
+        monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", rank)
+        chunks = ChunkPlacement(lambda p, v: Placement.v_shape(p), is_round_robin=False)
+        patches.install(chunks.replacements())
+        return chunks
+
+    yield pretend
+    patches.remove()
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_first_and_last_stage_of_a_v_are_both_on_rank_0(as_rank, rank):
+    as_rank(rank)
+    first = [parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=c) for c in (0, 1)]
+    last = [parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=c) for c in (0, 1)]
+    assert first == [rank == 0, False]
+    assert last == [False, rank == 0]
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_while_a_chunk_runs_unqualified_questions_are_about_it(as_rank, rank):
+    chunks = as_rank(rank)
+    assert parallel_state.get_pipeline_model_parallel_rank() == rank
+    with chunks.chunk(1):
+        assert parallel_state.get_pipeline_model_parallel_rank() == 3 - rank
+        assert parallel_state.is_pipeline_last_stage() == (rank == 0)
+        with chunks.chunk(0):
+            assert parallel_state.get_pipeline_model_parallel_rank() == rank
+        assert parallel_state.get_pipeline_model_parallel_rank() == 3 - rank
+    assert parallel_state.is_pipeline_last_stage() == (rank == 3), "outside, loggers see the real rank"
+
+
+def test_an_error_inside_a_chunk_leaves_no_rank_behind(as_rank):
+    chunks = as_rank(1)
+    with pytest.raises(RuntimeError), chunks.chunk(1):
+        raise RuntimeError
+    assert parallel_state.get_pipeline_model_parallel_rank() == 1
+
+
+def test_round_robin_placements_need_no_answers():
+    chunks = ChunkPlacement(lambda p, v: Placement.interleaved(p, v), is_round_robin=True)
+    assert chunks.replacements() == [] and chunks.training_replacements() == []
+    with chunks.chunk(1):  # needs no process groups either
+        pass
+
+
+def test_the_stand_in_group_knows_rank_and_size_and_cannot_communicate():
+    torch = pytest.importorskip("torch")
+    group = RoundRobinRank(2, 4)
+    assert (group.rank(), group.size()) == (2, 4)
+    with pytest.raises(RuntimeError):
+        group.allreduce([torch.zeros(1)])
+
+
+def test_a_placement_that_megatron_cannot_build_is_refused():
+    two_in_a_row = Placement("custom", (0, 0, 1, 1))
+    with pytest.raises(UnsupportedError, match="custom"):
+        ChunkPlacement(lambda p, v: two_in_a_row, is_round_robin=False).placement(2)
+
+
+def test_a_wrong_number_of_chunks_names_the_flag():
+    with pytest.raises(UnsupportedError, match="--num-virtual-stages-per-pipeline-rank 2"):
+        placement_module._require_chunks(None, Placement.v_shape(4))

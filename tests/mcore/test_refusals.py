@@ -1,0 +1,62 @@
+"""What cannot run is refused in one sentence that names the way out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.mcore.refusals import check_chunks, check_config  # noqa: E402
+
+
+def test_an_ordinary_configuration_passes():
+    check_config(SimpleNamespace(mtp_num_layers=None, cuda_graph_impl="none", defer_embedding_wgrad_compute=False))
+    check_chunks([torch.nn.Linear(2, 2)], 1, "1f1b")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "words"),
+    [
+        ("mtp_num_layers", 1, "--mtp-num-layers"),
+        ("cuda_graph_impl", "local", "--cuda-graph-impl none"),
+        ("overlap_moe_expert_parallel_comm", True, "--overlap-moe-expert-parallel-comm"),
+        ("defer_embedding_wgrad_compute", True, "--defer-embedding-wgrad-compute"),
+        ("fine_grained_activation_offloading", True, "--fine-grained-activation-offloading"),
+        ("moe_paged_stash", True, "--moe-paged-stash"),
+        ("num_microbatches_with_partial_activation_checkpoints", 2, "recompute fully or selectively"),
+        ("hybrid_context_parallel", True, "--hybrid-context-parallel"),
+        ("tp_comm_overlap", True, "--tp-comm-overlap"),
+    ],
+)
+def test_refused_configurations_name_the_flag_to_change(attribute, value, words):
+    with pytest.raises(UnsupportedError) as error:
+        check_config(SimpleNamespace(**{attribute: value}))
+    assert attribute in str(error.value) and words in str(error.value)
+
+
+def test_fsdp_is_refused():
+    class FullyShardedDataParallel(torch.nn.Linear):
+        pass
+
+    with pytest.raises(UnsupportedError, match="--use-megatron-fsdp"):
+        check_chunks([FullyShardedDataParallel(2, 2)], 1, "1f1b")
+
+
+def test_several_optimizer_instances_are_refused():
+    chunk = torch.nn.Linear(2, 2)
+    chunk.ddp_config = SimpleNamespace(num_distributed_optimizer_instances=2)
+    with pytest.raises(UnsupportedError, match="--num-distributed-optimizer-instances 1"):
+        check_chunks([chunk], 1, "1f1b")
+
+
+@pytest.mark.parametrize(
+    ("have", "need", "words"),
+    [(1, 2, "--num-virtual-stages-per-pipeline-rank 2"), (2, 1, "drop the flags that ask for virtual pipeline stages")],
+)
+def test_a_wrong_number_of_chunks_says_how_to_get_the_right_one(have, need, words):
+    with pytest.raises(UnsupportedError) as error:
+        check_chunks([torch.nn.Linear(2, 2) for _ in range(have)], need, "v-half")
+    assert words in str(error.value)
