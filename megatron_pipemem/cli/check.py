@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from megatron_pipemem.cli.common import INVALID, Json, MemoryCap, console, print_json, read_text, report_error
+from megatron_pipemem.cli.common import INVALID, Dialect, Json, MemoryCap, console, print_json, read_text, report_error
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.schedule import Schedule, is_older_torch
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate
 
-Dialect = Annotated[
-    Literal["pipemem", "torch"],
-    typer.Option("--dialect", help="torch also reads the letters from before 2.6 (B input gradient, BW full backward)."),
-]
-
 
 def check(
     file: Annotated[Path, typer.Argument(help="A CSV file: one line per device, one action per cell, as in 2F0.")],
-    dialect: Dialect = "pipemem",
+    dialect: Annotated[
+        Dialect, typer.Option(help="torch also reads the letters from before 2.6 (B input gradient, BW full backward).")
+    ] = "pipemem",
     memory_cap: MemoryCap = None,
     as_json: Json = False,
 ) -> None:

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -21,15 +21,20 @@ from megatron_pipemem.schedule.validator import validate
 INVALID, UNUSABLE = 1, 2
 """Exit codes: a schedule that must not run; anything else that the user can mend."""
 
+Dialect = Literal["pipemem", "torch"]
 NAME_HELP = "A schedule of `pipemem schedules`, or a CSV file."
 
 Devices = Annotated[int | None, typer.Option("--devices", "-p", help="Pipeline ranks.")]
 Microbatches = Annotated[int | None, typer.Option("--microbatches", "-m", help="Microbatches of one step.")]
-Chunks = Annotated[int | None, typer.Option("--chunks", "-v", help="Stages per device, where the schedule has a choice.")]
+Chunks = Annotated[
+    int | None, typer.Option("--chunks", "-v", help="Stages per device, where the schedule has a choice.")
+]
 CostsText = Annotated[
     str,
     typer.Option(
-        "--costs", metavar="F,I,W|FILE", help="Seconds of one device's share: forward, input and weight gradient; or JSON."
+        "--costs",
+        metavar="F,I,W|FILE",
+        help="Seconds of one device's share: forward, input and weight gradient; or JSON.",
     ),
 ]
 P2P = Annotated[float | None, typer.Option("--p2p", help="Seconds of one message between two devices.")]
@@ -49,7 +54,7 @@ def load_schedule(
     chunks: int | None = None,
     memory_cap: float | None = None,
     options: Sequence[str] | None = None,
-    dialect: str = "pipemem",
+    dialect: Dialect = "pipemem",
 ) -> Schedule:
     """The schedule a user named, proved valid: built by its family, or read when ``name`` is a CSV file.
 

@@ -40,8 +40,12 @@ def rank_guard() -> Iterator[None]:
     rank, or without torchrun's environment variables, errors are printed the same way and there is nobody to watch.
     """
     board = _FailureBoard.from_environment()
+    done = threading.Event()
+    watcher = threading.Thread(target=_follow, args=(board, done), name="rank-guard", daemon=True)
     if board is not None:
-        threading.Thread(target=_follow, args=(board,), name="rank-guard", daemon=True).start()
+        import torch.distributed  # noqa: F401 - here, because two threads that import torch at once crash
+
+        watcher.start()
     try:
         yield
     except KeyboardInterrupt:
@@ -61,6 +65,11 @@ def rank_guard() -> Iterator[None]:
             _report(error)
             _exit(1)
         _follow_down()
+    finally:
+        # A daemon thread that the interpreter's end meets inside C++ code aborts the process.
+        done.set()
+        if watcher.is_alive():
+            watcher.join()
 
 
 class _FailureBoard:
@@ -124,15 +133,14 @@ class _FailureBoard:
         return False
 
 
-def _follow(board: _FailureBoard) -> None:
-    """End this process soon after another rank has failed."""
-    while True:
+def _follow(board: _FailureBoard, done: threading.Event) -> None:
+    """End this process soon after another rank has failed, until ``done``."""
+    while not done.wait(_POLL_SECONDS):
         try:
             if board.announced():
                 _follow_down()
         except ConnectionError:
             return  # rank 0 has ended, perhaps in peace; if not, the next collective fails
-        time.sleep(_POLL_SECONDS)
 
 
 def _follow_down() -> NoReturn:

@@ -10,29 +10,32 @@ from rich.table import Table
 from megatron_pipemem.cli.common import Json, console, print_json
 from megatron_pipemem.schedule.registry import Family, families
 
-_COLUMNS = ("name", "placement", "backward", "peak", "bubble", "needs and options", "source")
-
 
 def schedules(as_json: Json = False) -> None:
     """List every schedule: what it holds at its peak, how long it idles, what it needs.
 
-    Peaks are in activation units: 1 is what 1F1B's first device holds. Bubbles are for many microbatches, with F, I, W, B
-    the seconds of one device's share of the model, p devices and v chunks.
+    Peaks are in activation units: 1 is what 1F1B's first device holds. Bubbles are for many microbatches, with F, I, W,
+    B the seconds of one device's share of the model, p devices and v chunks.
     """
     if as_json:
         print_json([_row(family) for family in families()])
         return
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for column in _COLUMNS:
-        table.add_column(column, overflow="fold", no_wrap=column in ("name", "placement", "backward"))
+    figures = _table("name", "placement", "backward", "peak", "bubble")
+    origins = _table("name", "source", "needs and options")
     for family in families():
+        split = "I and W" if family.splits_backward else "B"
+        figures.add_row(family.name, family.placement, split, family.peak, family.bubble)
         needs = [f"p >= {family.min_devices}"] if family.min_devices > 1 else []
         needs += [f"-o {option}: {text}" for option, text in family.options.items()]
-        split = "I and W" if family.splits_backward else "B"
-        table.add_row(
-            family.name, family.placement, split, family.peak, family.bubble, "\n".join(needs), family.source
-        )
-    console().print(table)
+        origins.add_row(family.name, family.source, "\n".join(needs))
+    console().print(figures, origins)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=column in ("name", "placement", "backward"))
+    return table
 
 
 def _row(family: Family) -> dict[str, object]:

@@ -22,6 +22,7 @@ from megatron_pipemem.cli.common import (
     print_json,
 )
 from megatron_pipemem.report.timeline import memory_text
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.simulator import Timeline, peaks
@@ -42,8 +43,8 @@ def simulate(
     """Run a schedule in the simulator: makespan, bubble, peak memory, messages, and how fast any could be.
 
     Costs are for one device's whole share of the model and one microbatch, whatever the number of chunks, so makespans of
-    different placements compare. The lower bound holds for every order of the same placement within the memory cap, or,
-    without one, within this schedule's own peak.
+    different placements compare. The lower bound holds for every order of the same placement within the memory cap,
+    or, without one, within this schedule's own peak.
     """
     prices = parse_costs(costs, p2p)
     schedule = load_schedule(name, devices, microbatches, chunks, memory_cap, options)
@@ -76,10 +77,18 @@ def _facts(timeline: Timeline, memory_cap: float | None) -> dict[str, object]:
         "device_bubble_rate": timeline.device_bubble_rate,
         "peak_activations": list(activations),
         "peak_activation": max(activations),
-        "lower_bound": lower_bound(schedule.placement, schedule.num_microbatches, timeline.costs, cap),
+        "lower_bound": _lower_bound(timeline, cap),
         "search_seconds": 0.0,  # every registered family is written down, none is searched
         "messages": timeline.messages,
     }
+
+
+def _lower_bound(timeline: Timeline, memory_cap: float) -> float:
+    """The bound is about whole training steps; a file may also hold forwards only, as evaluation runs them."""
+    schedule = timeline.schedule
+    if all(action.kind is Kind.F for order in schedule.orders for action in order):
+        return timeline.ideal
+    return lower_bound(schedule.placement, schedule.num_microbatches, timeline.costs, memory_cap)
 
 
 def _text(key: str, fact: object) -> str:

@@ -43,14 +43,21 @@ def _fused_gradients() -> ModuleType:
 
 
 def install(emulate_fused_gradients: bool) -> None:
-    """Prepare Megatron-Core, which must not be imported yet. Does nothing more where it is not installed."""
+    """Import and prepare Megatron-Core.
+
+    Args:
+        emulate_fused_gradients: supply Apex's extension, which Megatron looks for when it is imported.
+    """
     if emulate_fused_gradients:
         sys.modules.setdefault("fused_weight_gradient_mlp_cuda", _fused_gradients())
 
     from megatron.core.datasets import utils as dataset_utils
+    from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     # The wheel carries the compiled helpers and no Makefile.
     dataset_utils.compile_helpers = lambda: None
+    # Megatron falls back to PyTorch's softmax by shape, never because the kernels are missing.
+    FusedScaleMaskSoftmax.is_kernel_available = lambda *_: False
     WrappedTorchNorm.build_on_cuda = WrappedTorchNorm.__new__
     WrappedTorchNorm.__new__ = _build_norm

@@ -11,7 +11,7 @@ from megatron_pipemem.schedule.simulator import Timeline
 
 SUFFIXES = (".png", ".svg", ".html", ".json")
 
-__all__ = ["SUFFIXES", "TerminalTimeline", "save_comparison", "save_timeline", "terminal_timeline"]
+__all__ = ["SUFFIXES", "TerminalTimeline", "check_suffix", "save_comparison", "save_timeline", "terminal_timeline"]
 
 
 def terminal_timeline(timeline: Timeline) -> TerminalTimeline:

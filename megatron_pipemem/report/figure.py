@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from math import log2
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -189,6 +190,7 @@ def _draw_labels(axes: Axes, rows: tuple[tuple[Box, ...], ...], points: float, n
 def _draw_held(axes: Axes, timeline: Timeline, rows: tuple[tuple[Box, ...], ...]) -> None:
     """Step curves of what every device holds, the first device darkest."""
     from matplotlib import colormaps
+    from matplotlib.ticker import MultipleLocator
 
     shades = colormaps["viridis"]
     for device, row in reversed(list(enumerate(rows))):
@@ -212,8 +214,10 @@ def _draw_held(axes: Axes, timeline: Timeline, rows: tuple[tuple[Box, ...], ...]
         )  # fmt: skip
         highest = max(highest, 1.0)
     axes.set_ylim(0, highest * 1.18)
-    axes.set_ylabel("held activations" if in_units else "held memory")
-    if not in_units:
+    if in_units:
+        axes.set_ylabel("held activations")
+    else:
+        axes.yaxis.set_major_locator(MultipleLocator(2 ** max(0, round(log2(highest / 4)))))
         axes.yaxis.set_major_formatter(lambda held, _: memory_text(held, timeline))
     axes.grid(axis="y", color="#e8eaed", linewidth=0.7)
     axes.set_axisbelow(True)

@@ -96,8 +96,8 @@ def _run(timeline: Timeline) -> str:
         f'<svg class="rows" height="{_ROW * len(rows)}" data-shortest="{shortest:.6g}">\n{cells}\n</svg>\n'
         f"{_held(timeline, rows, end)}\n</div></div>\n"
         f'<p class="key">{key}</p>\n'
-        f"<p>Makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g}, messages {timeline.messages}. "
-        f"Below the rows: what every device holds over time, up to {memory_text(timeline.peak, timeline)}.</p>"
+        f"<p>Makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g}, messages {timeline.messages}."
+        f" Below the rows: what every device holds over time, up to {memory_text(timeline.peak, timeline)}.</p>"
     )
 
 
@@ -108,7 +108,8 @@ def _cell(box: Box, end: float, num_chunks: int) -> str:
     return (
         f'<rect class="{name}" x="{left:.5g}%" y="{top + 1}" width="{width:.5g}%" height="{_ROW - 2}">'
         f"<title>{describe(box)}</title></rect>"
-        f'<text class="{name}-ink" x="{left + width / 2:.5g}%" y="{top + 0.66 * _ROW:.5g}">{box.action.microbatch}</text>'
+        f'<text class="{name}-ink" x="{left + width / 2:.5g}%" y="{top + 0.66 * _ROW:.5g}">'
+        f"{box.action.microbatch}</text>"
     )
 
 
@@ -123,7 +124,9 @@ def _held(timeline: Timeline, rows: tuple[tuple[Box, ...], ...], end: float) -> 
     for device, row in reversed(list(enumerate(rows))):
         steps = "".join(f"H{100 * time / end:.5g}V{100 - 100 * held / top:.5g}" for time, held in held_steps(row))
         hue = 260 - 190 * device / max(1, len(rows) - 1)
-        paths.append(f'<path d="M0 100{steps}H100" stroke="hsl({hue:.0f} 60% 45%)"><title>device {device}</title></path>')
+        paths.append(
+            f'<path d="M0 100{steps}H100" stroke="hsl({hue:.0f} 60% 45%)"><title>device {device}</title></path>'
+        )
     return (
         f'<svg class="held" height="{_HELD}" viewBox="0 0 100 100" preserveAspectRatio="none">\n'
         + "\n".join(paths)

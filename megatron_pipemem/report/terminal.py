@@ -19,9 +19,9 @@ _MAX_CELL = 4
 class TerminalTimeline:
     """A rich renderable, as wide as the console at most.
 
-    Without colour the letter tells the kind, upper case the first chunk and lower case the later ones; dashes continue an
-    action and blanks are idle. A run too long for the width is squeezed: every column then shows only the letter of what
-    fills most of it.
+    Without colour the letter tells the kind, upper case the first chunk and lower case the later ones; dashes continue
+    an action and blanks are idle. A run too long for the width is squeezed: every column then shows only the letter of
+    what fills most of it.
     """
 
     timeline: Timeline

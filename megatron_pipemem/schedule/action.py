@@ -15,9 +15,9 @@ from megatron_pipemem.errors import ScheduleFormatError
 
 
 class Kind(StrEnum):
-    """What an action does. Messages carry the stage at their own end, as torch does: ``2SEND_F0`` sends the
-    output of stage 2, ``3RECV_F0`` receives it as the input of stage 3, ``3SEND_I0`` sends the gradient of stage 3's
-    input, ``2RECV_I0`` receives it as the gradient of stage 2's output."""
+    """What an action does. Messages carry the stage at their own end, as torch's do: ``2SEND_F0`` sends the
+    output of stage 2, ``3RECV_F0`` receives it as the input of stage 3, ``3SEND_I0`` (torch: ``3SEND_B0``) sends the
+    gradient of stage 3's input, ``2RECV_I0`` receives it as the gradient of stage 2's output."""
 
     F = "F"
     I = "I"  # noqa: E741 - the field's letter

@@ -69,6 +69,11 @@ class Block:
             starts[Pass(Kind.W, stage)] = vacant
         return cls(placement, interval, starts)
 
+    @property
+    def length(self) -> int:
+        """Slots from slot 0 to the end of the last pass."""
+        return max(start + SLOTS[each.kind] for each, start in self.starts.items())
+
     def lifespan(self, stage: int) -> int:
         """Slots from the start of the stage's F to the end of the pass that releases its activation, W or B."""
         release = max((each for each in self.starts if each.stage == stage), key=self.starts.__getitem__)
@@ -90,9 +95,7 @@ class Block:
                 -(-(self.lifespan(stage) - age) // self.interval) for stage, age in zip(stages, ages, strict=True)
             )
 
-        return tuple(
-            max(held(stages, slot) for slot in range(self.interval)) for stages in self.placement.stages
-        )
+        return tuple(max(held(stages, slot) for slot in range(self.interval)) for stages in self.placement.stages)
 
 
 def repeat(block: Block, num_microbatches: int) -> Timetable:
@@ -104,17 +107,19 @@ def repeat(block: Block, num_microbatches: int) -> Timetable:
     )
 
 
-def reorder(timetable: Timetable, placement: Placement, peak: int) -> Timetable:
+def reorder(timetable: Timetable, placement: Placement, peak: int, *, steady: bool = False) -> Timetable:
     """Fill the idle slots of warm-up and cool-down without raising any device's peak above ``peak`` stage activations.
 
-    Warm-up lasts until the first backward of stage 0, cool-down begins after its last forward; in between the block
-    leaves nothing to gain. Passes move, in order of time, to the earliest idle slots that their inputs allow. In the
-    cool-down W give way to everything else and fill what is left.
+    Warm-up lasts until the first backward of stage 0, cool-down begins after its last forward. Passes move, in order of
+    time, to the earliest idle slots that their inputs allow. In the cool-down W give way to everything else and fill
+    what is left.
 
     Args:
         timetable: what ``repeat`` returns.
         placement: which device holds which stage.
         peak: the most stage activations that any device may hold.
+        steady: move the passes between warm-up and cool-down too. It gains a slot or so with full backwards; with split
+            ones it destroys the rhythm of the block.
     """
     warm_up_end = min(slot for slot, each in timetable if each.stage == 0 and each.kind in (Kind.I, Kind.B))
     cool_down = 1 + max(slot for slot, each in timetable if each == Pass(Kind.F, 0))
@@ -122,7 +127,7 @@ def reorder(timetable: Timetable, placement: Placement, peak: int) -> Timetable:
     plan = _Plan(kept, placement)
     for slot, each in kept:
         start = slot
-        if slot < warm_up_end or slot >= cool_down:
+        if steady or slot < warm_up_end or slot >= cool_down:
             earliest = plan.earliest(each)
             if each.kind is Kind.F:
                 earliest = plan.earliest_within(peak, each, earliest, slot)
@@ -130,6 +135,23 @@ def reorder(timetable: Timetable, placement: Placement, peak: int) -> Timetable:
         plan.place(each, slot, start)
     plan.fill_with_weight_gradients(cool_down)
     return sorted(plan.placed)
+
+
+def extend(timetable: Timetable, interval: int, num_microbatches: int) -> Timetable:
+    """Repeat one interval from the middle of the steady state until there are this many microbatches more.
+
+    The timetable is returned as it is when the number is not positive.
+    """
+    if num_microbatches <= 0:
+        return timetable
+    begin = timetable[len(timetable) // 2][0]
+    before = [(slot, each) for slot, each in timetable if slot < begin]
+    rhythm = [(slot, each) for slot, each in timetable if begin <= slot < begin + interval]
+    after = [(slot, each) for slot, each in timetable if slot >= begin]
+    for shift in range(0, num_microbatches * interval, interval):
+        before.extend((slot + shift, each) for slot, each in rhythm)
+    shift = num_microbatches * interval
+    return before + [(slot + shift, each) for slot, each in after]
 
 
 def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatches: int) -> Schedule:
@@ -150,14 +172,18 @@ def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatc
     return in_microbatch_order(name, placement, num_microbatches, map(device_passes, devices))
 
 
-def build(name: str, block: Block, num_microbatches: int) -> Schedule:
-    """Repeat, reorder and squeeze: a schedule that holds no more than the block's lifespan bound on any device.
+def build(name: str, block: Block, num_microbatches: int, *, steady: bool = False) -> Schedule:
+    """Repeat, reorder and squeeze: a schedule of which no device holds more than the block's highest peak.
 
     A step with fewer microbatches than the peak cannot fill the warm-up; it is the longer one without its surplus.
     """
     peak = max(block.peaks())
-    timetable = repeat(block, max(num_microbatches, peak))
-    return squeeze(name, reorder(timetable, block.placement, peak), block.placement, num_microbatches)
+    # Enough for a warm-up, a steady state longer than any pass waits for its input, and a cool-down.
+    enough = 3 * (block.length // block.interval + 1)
+    timetable = repeat(block, min(max(num_microbatches, peak), enough))
+    timetable = reorder(timetable, block.placement, peak, steady=steady)
+    timetable = extend(timetable, block.interval, num_microbatches - enough)
+    return squeeze(name, timetable, block.placement, num_microbatches)
 
 
 class _Plan:
@@ -204,11 +230,12 @@ class _Plan:
             slot -= 1
         return slot
 
-    def first_idle(self, each: Pass, earliest: int, latest: int | None = None) -> int:
-        """First start from ``earliest`` on with enough idle slots, at the latest ``latest``."""
+    def first_idle(self, each: Pass, earliest: int, planned: int | None = None) -> int:
+        """First start from ``earliest`` on with enough idle slots; those in which it is ``planned`` count as idle."""
         busy, length = self._busy[self._placement.devices[each.stage]], SLOTS[each.kind]
+        own = range(0) if planned is None else range(planned, planned + length)
         start = earliest
-        while start != latest and any(slot in busy for slot in range(start, start + length)):
+        while any(slot in busy and slot not in own for slot in range(start, start + length)):
             start += 1
         return start
 

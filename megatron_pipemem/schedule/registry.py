@@ -28,8 +28,8 @@ class Family:
 
     Args:
         name: what the user types.
-        build: ``build(num_devices, num_microbatches, **options) -> Schedule``; called with counts of at least 1 and with
-            the options below only.
+        build: ``build(num_devices, num_microbatches, **options) -> Schedule``; called with counts of at least 1 and
+            with the options below only.
         placement: name of the placement.
         summary: one sentence for the user who chooses.
         peak: highest activation memory of any device, in activation units, for many microbatches.
@@ -64,7 +64,9 @@ def register_schedule(family: Family, *, replace: bool = False) -> Family:
         UnsupportedError: a family of that name is there already and ``replace`` is not set.
     """
     if family.name in _FAMILIES and not replace:
-        raise UnsupportedError(f"schedule {family.name!r} is registered already; pick another name or pass replace=True")
+        raise UnsupportedError(
+            f"schedule {family.name!r} is registered already; pick another name or pass replace=True"
+        )
     _FAMILIES[family.name] = family
     return family
 
@@ -142,9 +144,7 @@ def _build(chosen: Family, num_devices: int, num_microbatches: int, options: Map
     unknown = sorted(set(options) - set(chosen.options))
     if unknown:
         allowed = ", ".join(sorted(chosen.options)) or "none"
-        raise UnsupportedError(
-            f"schedule {chosen.name!r} has no option {unknown[0]!r}; its options: {allowed}"
-        )
+        raise UnsupportedError(f"schedule {chosen.name!r} has no option {unknown[0]!r}; its options: {allowed}")
     return chosen.build(num_devices, num_microbatches, **options)
 
 

@@ -62,7 +62,6 @@ def seen(tmp_path_factory) -> list[list[dict]]:
 
 def alone(case: dict, num_stages: int):
     """The same stages in one process without any pipeline: losses and gradients per stage."""
-    sys.path.insert(0, str(TOY.parent))
     import toy
 
     stages = [toy.Stage(index) for index in range(num_stages)]

@@ -1,8 +1,9 @@
 """The built-in schedule families. Each module writes down one group of families and registers it."""
+# ruff: noqa: I001 - imported in the order of the table
 
 from __future__ import annotations
 
-from megatron_pipemem.schedule.families import (  # noqa: F401 - imported to register, in the order of the table
+from megatron_pipemem.schedule.families import (  # noqa: F401 - imported to register
     gpipe,
     one_f_one_b,
     interleaved,

@@ -10,9 +10,7 @@ from megatron_pipemem.schedule.registry import Family, register_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 
 
-def interleaved(
-    num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None
-) -> Schedule:
+def interleaved(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None) -> Schedule:
     """Megatron's order where Megatron allows the arguments, and the same rule for every other number of microbatches.
 
     Args:
@@ -33,10 +31,7 @@ def interleaved(
     # In which order a device visits its chunks going forward; going backward it visits the mirrored chunks. A last
     # group of fewer than p would deadlock (Megatron refuses it), so it is laid out for p and loses its surplus passes.
     visits = [
-        chunk
-        for first in range(0, m, group)
-        for chunk in range(chunks)
-        for _ in range(min(group, max(p, m - first)))
+        chunk for first in range(0, m, group) for chunk in range(chunks) for _ in range(min(group, max(p, m - first)))
     ]
 
     def device_passes(device: int) -> list[Pass]:

@@ -26,7 +26,7 @@ def one_f_one_b_v(num_devices: int, num_microbatches: int) -> Schedule:
         if in_group == 3:
             in_group = 0
             clock += 3
-    return build("1f1b-v", Block(Placement.v_shape(p), INTERVAL, starts), num_microbatches)
+    return build("1f1b-v", Block(Placement.v_shape(p), INTERVAL, starts), num_microbatches, steady=True)
 
 
 register_schedule(

@@ -1,4 +1,4 @@
-"""The V family: two chunks per device, placed so that long-lived and short-lived activations meet (arXiv 2405.15362)."""
+"""The V family: two chunks per device, so that long-lived and short-lived activations meet (arXiv 2405.15362)."""
 
 from __future__ import annotations
 

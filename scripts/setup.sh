@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Makes .venv with everything that quickstart.sh and test.sh need. Safe to call again: it returns at once when nothing has
+# changed. PIPEMEM_PYTHON=/path/to/python overrides the search for an interpreter.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=.venv
+
+# An interpreter counts only if it really runs: pyenv's shims exist for versions that are not selected and then fail.
+usable() {
+    "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
+}
+
+candidates() {
+    if [ -n "${PIPEMEM_PYTHON:-}" ]; then
+        echo "$PIPEMEM_PYTHON"
+        return
+    fi
+    local version name
+    # 3.12 first: it is the version the pinned packages were tested with.
+    for version in 3.12 3.13 3.14; do
+        type -aP "python$version" || true
+    done
+    type -aP python3 || true
+    type -aP python || true
+    for name in "${PYENV_ROOT:-}" "${HOME:-}/.pyenv"; do
+        if [ -n "$name" ]; then
+            ls -d "$name"/versions/3.1[2-9]*/bin/python3 2>/dev/null || true
+        fi
+    done
+    if type -P uv >/dev/null; then
+        uv python find '>=3.12' 2>/dev/null || true
+    fi
+}
+
+find_python() {
+    local python
+    while read -r python; do
+        if usable "$python"; then
+            echo "$python"
+            return
+        fi
+    done < <(candidates)
+    # uv can fetch an interpreter where none is installed.
+    if [ -z "${PIPEMEM_PYTHON:-}" ] && type -P uv >/dev/null && uv python install 3.12 >/dev/null 2>&1; then
+        uv python find 3.12
+        return
+    fi
+    echo "setup.sh: no Python >= 3.12 with venv and pip was found; install one with 'apt-get install python3.12-venv'," \
+        "'pyenv install 3.12' or 'uv python install 3.12', or set PIPEMEM_PYTHON to its path." >&2
+    return 1
+}
+
+wanted=$(cat requirements.txt setup.py | cksum)
+if [ -x "$venv/bin/python" ] && [ "$(cat "$venv/.pipemem-stamp" 2>/dev/null)" = "$wanted" ]; then
+    exit 0
+fi
+
+python=$(find_python)
+echo "setup.sh: using $("$python" --version) at $python"
+if ! [ -x "$venv/bin/python" ] || ! usable "$venv/bin/python"; then
+    echo "setup.sh: making $venv"
+    "$python" -m venv --clear "$venv"
+fi
+echo "setup.sh: installing the pinned packages (some minutes the first time)"
+"$venv/bin/python" -m pip install -qq --disable-pip-version-check -r requirements.txt
+echo "setup.sh: installing megatron_pipemem"
+"$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --editable .
+echo "$wanted" >"$venv/.pipemem-stamp"
+echo "setup.sh: ready; activate with 'source $venv/bin/activate'"

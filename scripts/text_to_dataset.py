@@ -1,0 +1,105 @@
+"""Turn a folder of text into Megatron's indexed datasets, byte by byte.
+
+    python scripts/text_to_dataset.py FOLDER OUTPUT [--glob '*.py' ...] [--valid-fraction 0.05]
+
+writes OUTPUT_train.bin/.idx and OUTPUT_valid.bin/.idx. A document is a file, its tokens are its bytes (0 to 255) and an
+end-of-document token (256, the last of the vocabulary, where NullTokenizer looks for it), so training needs no tokenizer:
+
+    --tokenizer-type NullTokenizer --vocab-size 257 --train-data-path OUTPUT_train --valid-data-path OUTPUT_valid
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+END_OF_DOCUMENT = 256
+DEFAULT_GLOBS = ("*.py", "*.txt", "*.md")
+
+
+class DatasetError(ValueError):
+    """The text cannot become a dataset; the message says why and what to change."""
+
+
+def find_documents(folder: Path, globs: Sequence[str] = DEFAULT_GLOBS) -> list[Path]:
+    """The files below ``folder`` that match a glob and hold text, in the same order on every machine.
+
+    Raises:
+        DatasetError: no such folder, or no such file in it.
+    """
+    if not folder.is_dir():
+        raise DatasetError(f"{folder} is not a folder; give one that holds text files")
+    found = {path for pattern in globs for path in folder.rglob(pattern)}
+    documents = sorted(path for path in found if path.is_file() and path.stat().st_size > 0)
+    if not documents:
+        raise DatasetError(f"{folder} has no non-empty file that matches {' '.join(globs)}; give another --glob")
+    return documents
+
+
+def split(documents: Sequence[Path], valid_fraction: float) -> tuple[list[Path], list[Path]]:
+    """Training and validation documents: about ``valid_fraction`` of them validate, taken at even distances.
+
+    Raises:
+        DatasetError: the fraction is not in [0, 1), or one of the two parts it asks for would be empty.
+    """
+    if not 0 <= valid_fraction < 1:
+        raise DatasetError(f"--valid-fraction {valid_fraction} is not at least 0 and below 1")
+    train: list[Path] = []
+    valid: list[Path] = []
+    for position, document in enumerate(documents, start=1):
+        due = int(position * valid_fraction) > len(valid)
+        (valid if due else train).append(document)
+    if valid_fraction and not valid:
+        raise DatasetError(
+            f"--valid-fraction {valid_fraction} of {len(documents)} documents leaves none for validation; "
+            f"give more documents, or a fraction of at least {1 / len(documents):.3g}"
+        )
+    return train, valid
+
+
+def write_dataset(documents: Sequence[Path], prefix: Path) -> int:
+    """Write ``prefix.bin`` and ``prefix.idx``; the number of tokens.
+
+    Tokens are unsigned 16-bit numbers, the type that Megatron chooses for a vocabulary of this size.
+    """
+    import numpy
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
+
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    builder = IndexedDatasetBuilder(get_bin_path(str(prefix)), dtype=numpy.uint16)
+    num_tokens = 0
+    for document in documents:
+        text = numpy.frombuffer(document.read_bytes(), dtype=numpy.uint8)
+        tokens = torch.from_numpy(numpy.append(text.astype(numpy.int32), numpy.int32(END_OF_DOCUMENT)))
+        builder.add_document(tokens, [len(tokens)])
+        num_tokens += len(tokens)
+    builder.finalize(get_idx_path(str(prefix)))
+    return num_tokens
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="searched with all its subfolders")
+    parser.add_argument("output", type=Path, help="path without extension; _train and _valid are added")
+    parser.add_argument("--glob", nargs="+", default=DEFAULT_GLOBS, help="file names to take (default: %(default)s)")
+    parser.add_argument("--valid-fraction", type=float, default=0.05, help="share of the files (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    try:
+        parts = split(find_documents(options.folder, options.glob), options.valid_fraction)
+    except DatasetError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for name, documents in zip(("train", "valid"), parts, strict=True):
+        if documents:
+            prefix = options.output.with_name(f"{options.output.name}_{name}")
+            print(f"{prefix}: {len(documents)} documents, {write_dataset(documents, prefix)} tokens", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

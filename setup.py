@@ -1,0 +1,22 @@
+"""Packaging. Tool settings are in pyproject.toml, pinned versions for development in requirements.txt."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="megatron-pipemem",
+    version="0.1.0",
+    description="Pipeline schedules with controllable memory for stock Megatron-Core",
+    long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    python_requires=">=3.12",
+    packages=find_packages(include=["megatron_pipemem", "megatron_pipemem.*"]),
+    install_requires=["matplotlib>=3.8", "rich>=13", "typer>=0.12"],
+    extras_require={
+        "megatron": ["torch>=2.6", "megatron-core[training]>=0.19,<0.21"],
+        "gpu": ["transformer-engine[pytorch]"],
+        "test": ["hypothesis>=6.100", "pytest>=8", "pytest-timeout>=2.3", "ruff>=0.6"],
+    },
+    entry_points={"console_scripts": ["pipemem=megatron_pipemem.cli.app:main"]},
+)

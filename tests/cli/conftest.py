@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from megatron_pipemem.cli.app import app
+
+
+@pytest.fixture
+def pipemem() -> Callable[..., Result]:
+    """``pipemem("simulate", "1f1b", "-p", 4)``: exit code, stdout and stderr of one call."""
+
+    def call(*arguments: object) -> Result:
+        return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="pipemem")
+
+    return call
+
+
+@pytest.fixture
+def pipemem_json(pipemem: Callable[..., Result]) -> Callable[..., Any]:
+    """As ``pipemem`` with ``--json``: what stdout holds, which must be JSON and nothing else."""
+
+    def call(*arguments: object) -> Any:
+        result = pipemem(*arguments, "--json")
+        assert result.exit_code == 0, result.stderr
+        assert result.stderr == ""
+        return json.loads(result.stdout)
+
+    return call
+
+
+@pytest.fixture
+def refuses(pipemem: Callable[..., Result]) -> Callable[..., str]:
+    """The one line of stderr of a call that must fail with the given exit code, with and without ``--json``."""
+
+    def call(*arguments: object, code: int = 2) -> str:
+        lines = []
+        for extra in ((), ("--json",)):
+            result = pipemem(*arguments, *extra)
+            assert result.exit_code == code, result.output
+            (line,) = result.stderr.splitlines()
+            assert line.startswith("error: ")
+            lines.append(line)
+        assert lines[0] == lines[1]
+        return lines[0]
+
+    return call

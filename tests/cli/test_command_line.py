@@ -1,0 +1,85 @@
+"""The app as a whole: help, version, start-up, and what ``run`` is handed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMANDS = ["schedules", "simulate", "show", "check", "convert", "run"]
+
+
+def test_help_lists_every_command(pipemem):
+    shown = pipemem("--help")
+    assert shown.exit_code == 0 and all(command in shown.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(pipemem, command):
+    shown = pipemem(command, "--help")
+    assert shown.exit_code == 0 and f"Usage: pipemem {command}" in shown.stdout
+
+
+def test_version(pipemem):
+    shown = pipemem("--version")
+    assert shown.exit_code == 0 and shown.stdout.startswith("pipemem ")
+
+
+@pytest.mark.parametrize("arguments", [("nonsense",), ("simulate",), ("simulate", "1f1b", "-p", "four"), ("check",)])
+def test_usage_errors_exit_2_with_a_clean_stdout(pipemem, arguments):
+    result = pipemem(*arguments)
+    assert result.exit_code == 2 and result.stdout == "" and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cpu", "handed_on"),
+    [
+        (["train.py"], False, []),
+        (["--cpu", "train.py", "--lr", "0.1"], True, ["--lr", "0.1"]),
+        (["train.py", "--cpu", "--json", "--help", "-m", "3"], False, ["--cpu", "--json", "--help", "-m", "3"]),
+        (["train.py", "--pipemem-schedule", "v-half", "--", "x"], False, ["--pipemem-schedule", "v-half", "--", "x"]),
+        (["train.py", "--data-path", "a b", "--unknown=1", "-x"], False, ["--data-path", "a b", "--unknown=1", "-x"]),
+    ],
+)
+def test_run_hands_the_scripts_flags_on_untouched(pipemem, monkeypatch, arguments, cpu, handed_on):
+    calls = []
+    module = pytest.importorskip("megatron_pipemem.cli.run")
+    monkeypatch.setattr(module, "run", lambda *given: calls.append(given))
+    assert pipemem("run", *arguments).exit_code == 0
+    assert calls == [(cpu, Path("train.py"), handed_on)]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["schedules"],
+        ["simulate", "zbv", "-p", "4", "-m", "8"],
+        ["show", "zbv", "-p", "4", "-m", "8"],
+        ["check", "FILE"],
+        ["convert", "FILE", "OUT"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_start_up_needs_neither_torch_nor_matplotlib_nor_numpy(tmp_path, arguments):
+    file = tmp_path / "schedule.csv"
+    file.write_text("0F0,0B0\n1F0,1B0\n")
+    names = {"FILE": str(file), "OUT": str(tmp_path / "out.txt")}
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'megatron', 'matplotlib', 'numpy'): sys.modules[name] = None\n"
+        "from megatron_pipemem.cli.app import main\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", code, *(names.get(argument, argument) for argument in arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_module_and_exit_code_of_a_real_process():
+    command = [sys.executable, "-m", "megatron_pipemem", "simulate", "v-hlaf", "-p", "4", "-m", "8", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: unknown schedule 'v-hlaf'; did you mean 'v-half'")

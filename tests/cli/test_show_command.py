@@ -1,0 +1,63 @@
+"""``pipemem show``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+def test_terminal_picture(pipemem):
+    shown = pipemem("show", "zbv", "-p", 2, "-m", 3)
+    assert shown.exit_code == 0
+    assert "zbv: p=2, m=3" in shown.stdout
+    assert "device 0 |F0F1" in shown.stdout.replace("-", "")
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "html", "json"])
+@pytest.mark.parametrize("names", [["v-half"], ["1f1b", "v-half"]])
+def test_files(pipemem, tmp_path, suffix, names):
+    file = tmp_path / f"picture.{suffix}"
+    shown = pipemem("show", *names, "-p", 4, "-m", 8, "--output", file)
+    assert shown.exit_code == 0 and shown.stdout.strip() == str(file)
+    start = {"png": b"\x89PNG", "svg": b"<?xml", "html": b"<!doctype html>", "json": b"{"}[suffix]
+    content = file.read_bytes()
+    assert content.startswith(start)
+    if suffix != "png":
+        assert all(name.encode() in content for name in names)
+
+
+def test_several_names_in_the_terminal(pipemem):
+    shown = pipemem("show", "1f1b", "zb-h1", "-p", 2, "-m", 2).stdout
+    assert shown.index("1f1b: p=2") < shown.index("zb-h1: p=2")
+
+
+def test_json_is_the_picture_as_data(pipemem_json, tmp_path):
+    file = tmp_path / "picture.html"
+    (data,) = pipemem_json("show", "1f1b", "-p", 2, "-m", 1, "--output", file)
+    assert data["timeline"] == [
+        [["0F0", 0, 1, 0.5], ["0B0", 4, 6, 0]],
+        [["1F0", 1, 2, 0.5], ["1B0", 2, 4, 0]],
+    ]
+    assert data["output"] == str(file) and file.exists()
+    (data,) = pipemem_json("show", "1f1b", "-p", 2, "-m", 1)
+    assert data["output"] is None
+
+
+def test_a_file_can_be_drawn(pipemem, tmp_path):
+    source, target = tmp_path / "mine.csv", tmp_path / "mine.json"
+    source.write_text("0F0,0B0\n1F0,1B0\n")
+    assert pipemem("show", source, "--output", target).exit_code == 0
+    names = [event["name"] for event in json.loads(target.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert names == ["PP:0F0", "PP:0B0", "PP:1F0", "PP:1B0"]
+
+
+@pytest.mark.parametrize("name", ["picture.pdf", "picture", "picture.PNGX"])
+def test_other_suffixes_name_the_known(refuses, tmp_path, name):
+    message = refuses("show", "1f1b", "-p", 2, "-m", 2, "--output", tmp_path / name)
+    assert ".png, .svg, .html, .json" in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_name(refuses):
+    assert "did you mean 'zb-h1'" in refuses("show", "zbh1", "-p", 2, "-m", 2)

@@ -1,0 +1,179 @@
+"""``pipemem simulate`` and ``pipemem schedules``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.simulator import simulate
+
+KEYS = [
+    "schedule", "devices", "microbatches", "chunks", "makespan", "ideal", "bubble_rate", "device_bubble_rate",
+    "peak_activations", "peak_activation", "lower_bound", "search_seconds", "messages",
+]  # fmt: skip
+NAMES = [family.name for family in families()]
+
+
+def test_v_half_as_published(pipemem_json):
+    found = pipemem_json("simulate", "v-half", "--devices", 8, "--microbatches", 33)
+    assert found["makespan"] == 107.5
+    assert found["peak_activation"] == 0.625
+    assert found["ideal"] == 99
+    assert found["lower_bound"] == 107.5, "no schedule with this peak is faster"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (4, 8), (4, 17), (8, 3)])
+def test_json_has_exactly_the_promised_keys_and_values(pipemem_json, name, p, m):
+    found = pipemem_json("simulate", name, "--devices", p, "--microbatches", m)
+    timeline = simulate(build_schedule(name, num_devices=p, num_microbatches=m))
+    assert list(found) == KEYS
+    assert (found["schedule"], found["devices"], found["microbatches"]) == (name, p, m)
+    assert found["makespan"] == timeline.makespan
+    assert found["bubble_rate"] == pytest.approx(1 - found["ideal"] / found["makespan"])
+    assert found["peak_activations"] == list(timeline.peaks) and len(timeline.peaks) == p
+    assert found["peak_activation"] == max(found["peak_activations"])
+    assert found["messages"] == timeline.messages
+    assert found["ideal"] <= found["lower_bound"] + 1e-9
+    assert found["lower_bound"] <= found["makespan"] + 1e-9
+    assert found["search_seconds"] == 0.0
+
+
+def test_costs_p2p_chunks_and_options(pipemem_json):
+    plain = pipemem_json("simulate", "1f1b", "-p", 4, "-m", 8)
+    assert plain["makespan"] == 33
+    priced = pipemem_json("simulate", "1f1b", "-p", 4, "-m", 8, "--costs", "2,2,2", "--p2p", 0.5)
+    assert priced["makespan"] > 66
+    by_flag = pipemem_json("simulate", "interleaved", "-p", 4, "-m", 8, "--chunks", 4)
+    by_option = pipemem_json("simulate", "interleaved", "-p", 4, "-m", 8, "-o", "chunks=4")
+    assert by_flag == by_option and by_flag["chunks"] == 4
+
+
+def test_costs_from_a_file(pipemem_json, tmp_path):
+    file = tmp_path / "costs.json"
+    memory = {"F": 4096, "B": -4096}
+    file.write_text(json.dumps({"forward": 2, "backward_input": 3, "backward_weight": 1, "p2p": 0.5, "memory": memory}))
+    found = pipemem_json("simulate", "1f1b", "-p", 4, "-m", 8, "--costs", file)
+    same = pipemem_json("simulate", "1f1b", "-p", 4, "-m", 8, "--costs", "2,3,1", "--p2p", 0.5)
+    assert found == same, "peaks stay in activation units"
+    free = pipemem_json("simulate", "1f1b", "-p", 4, "-m", 8, "--costs", file, "--p2p", 0)
+    assert free["makespan"] < found["makespan"]
+
+
+def test_bytes_are_shown_beside_the_units(pipemem, tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"memory": {"F": 2**30, "B": -(2**30)}}))
+    shown = pipemem("simulate", "1f1b", "-p", 2, "-m", 4, "--costs", file)
+    assert "peak memory          2 GiB, 1 GiB" in shown.stdout
+
+
+def test_a_file_is_simulated_like_its_family(pipemem, pipemem_json, tmp_path):
+    file = tmp_path / "mine.csv"
+    assert pipemem("convert", "zbv", file, "-p", 4, "-m", 8).exit_code == 0
+    found = pipemem_json("simulate", file)
+    assert found.pop("schedule") == "mine"
+    expected = pipemem_json("simulate", "zbv", "-p", 4, "-m", 8)
+    del expected["schedule"]
+    assert found == expected
+
+
+def test_table_for_people(pipemem):
+    shown = pipemem("simulate", "zbv", "-p", 4, "-m", 8)
+    assert shown.exit_code == 0
+    assert "makespan             25.5" in shown.stdout
+    assert "bubble rate          5.88%" in shown.stdout
+    assert "peak activations     1, 1, 1, 1" in shown.stdout
+
+
+def test_memory_cap(pipemem_json, refuses):
+    assert pipemem_json("simulate", "v-half", "-p", 4, "-m", 8, "--memory-cap", 0.75)["peak_activation"] == 0.75
+    message = refuses("simulate", "1f1b", "-p", 4, "-m", 8, "--memory-cap", 0.75)
+    assert "1 activation units" in message and "v-half (0.75)" in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("v-hlaf", "-p", 4, "-m", 8), "did you mean 'v-half'"),
+        (("1F1B", "-p", 4, "-m", 8), "did you mean '1f1b'"),
+        (("1f1b", "-p", 0, "-m", 8), "num_devices must be a whole number of at least 1, not 0"),
+        (("1f1b", "-p", 4, "-m", 0), "num_microbatches must be a whole number of at least 1, not 0"),
+        (("1f1b", "-p", -3, "-m", 8), "not -3"),
+        (("1f1b", "-p", 4), "--microbatches"),
+        (("1f1b", "-m", 4), "--devices"),
+        (("1f1b", "-p", 4, "-m", 8, "--chunks", 2), "1 chunks per device, not 2"),
+        (("1f1b", "-p", 4, "-m", 8, "-o", "colour=red"), "no option 'colour'"),
+        (("interleaved", "-p", 4, "-m", 8, "-o", "chunks"), "write KEY=VALUE"),
+        (("interleaved", "-p", 4, "-m", 8, "-o", "=3"), "write KEY=VALUE"),
+        (("interleaved", "-p", 4, "-m", 8, "-o", "chunks=two"), "'two'"),
+        (("interleaved", "-p", 4, "-m", 8, "-v", 2, "-o", "chunks=3"), "given twice"),
+        (("interleaved", "-p", 4, "-m", 8, "-o", "chunks=2", "-o", "chunks=3"), "given twice"),
+        (("1f1b", "-p", 4, "-m", 8, "--costs", "1,1"), "three numbers F,I,W"),
+        (("1f1b", "-p", 4, "-m", 8, "--costs", "1,1,1,1"), "three numbers F,I,W"),
+        (("1f1b", "-p", 4, "-m", 8, "--costs", "a,b,c"), "three numbers F,I,W"),
+        (("1f1b", "-p", 4, "-m", 8, "--costs", "1,-1,1"), "at least 0"),
+        (("1f1b", "-p", 4, "-m", 8, "--costs", "0,0,0"), "not all of them 0"),
+        (("1f1b", "-p", 4, "-m", 8, "--costs", "1,nan,1"), "at least 0"),
+        (("1f1b", "-p", 4, "-m", 8, "--costs", "1,inf,1"), "at least 0"),
+        (("1f1b", "-p", 4, "-m", 8, "--costs", "missing.json"), "cannot read costs from missing.json"),
+        (("1f1b", "-p", 4, "-m", 8, "--p2p", "-1"), "--p2p -1.0"),
+        (("1f1b", "-p", 4, "-m", 8, "--p2p", "nan"), "--p2p nan"),
+        (("1f1b", "-p", 4, "-m", 8, "--memory-cap", 0), "memory cap of 0"),
+        (("missing.csv",), "cannot read missing.csv: No such file"),
+    ],
+)
+def test_bad_input_ends_in_one_line(refuses, arguments, expected):
+    assert expected in refuses("simulate", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("not json", "cannot read costs"),
+        ("[1, 1, 1]", "one JSON object with the keys forward"),
+        ('{"forward": 1, "speed": 2}', "one JSON object with the keys forward"),
+        ('{"forward": "fast"}', "fast"),
+        ('{"forward": [1, 2, 3]}', "forward has 3 values but the placement has 4 stages"),
+        ('{"memory": {"X": 1}}', "'X'"),
+        ('{"forward": -1}', "cost of F is negative"),
+    ],
+)
+def test_bad_costs_file(refuses, tmp_path, content, expected):
+    file = tmp_path / "costs.json"
+    file.write_text(content)
+    assert expected in refuses("simulate", "1f1b", "-p", 4, "-m", 8, "--costs", file)
+
+
+@pytest.mark.parametrize(("flag", "value"), [("-p", 3), ("-m", 9), ("-v", 2)])
+def test_counts_that_contradict_the_file(pipemem, refuses, tmp_path, flag, value):
+    file = tmp_path / "mine.csv"
+    pipemem("convert", "1f1b", file, "-p", 2, "-m", 4)
+    assert f"not {value}; leave --" in refuses("simulate", file, flag, value)
+    assert "takes no options" in refuses("simulate", file, "-o", "group_size=3")
+
+
+def test_a_file_of_forwards_only(pipemem_json, tmp_path):
+    file = tmp_path / "evaluation.csv"
+    file.write_text("0F0,0F1\n1F0,1F1\n")
+    found = pipemem_json("simulate", file, "--p2p", 1)
+    assert found["makespan"] == 4 and found["lower_bound"] == 2
+
+
+def test_an_invalid_file_is_not_simulated(refuses, tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_text("0F0,0B0\n1B0,1F0\n")
+    assert "device 1, position 0, action 1B0" in refuses("simulate", file, code=1)
+
+
+def test_schedules_lists_every_family(pipemem, pipemem_json):
+    rows = {row["name"]: row for row in pipemem_json("schedules")}
+    assert list(rows) == NAMES
+    assert set(rows["zbv"]) == {
+        "name", "placement", "summary", "peak", "bubble", "source", "splits_backward", "min_devices", "options", "chunks"
+    }  # fmt: skip
+    assert rows["zbv"]["placement"] == "v" and rows["zbv"]["splits_backward"] is True
+    assert "chunks" in rows["interleaved"]["options"]
+    shown = pipemem("schedules").stdout
+    assert all(name in shown for name in NAMES)

@@ -1,0 +1,121 @@
+"""What the end-to-end tests share: rank processes that live as long as the session, and runs that are made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
+
+from ranks import Ranks  # noqa: E402
+
+STOCK = "stock"
+ITERATIONS = 5
+
+# A GPT small enough that a step takes tenths of a second, with dropout off because its random numbers depend on the placement.
+MODEL = """
+--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --vocab-size 1000
+--attention-dropout 0 --hidden-dropout 0 --transformer-impl local --distributed-backend gloo --no-persist-layer-norm
+--no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion --no-rope-fusion --seed 1234
+--mock-data --tokenizer-type NullTokenizer --num-workers 0 --lr 1e-3 --lr-decay-style constant --log-interval 1
+--micro-batch-size 1 --eval-iters 0 --eval-interval 100
+""".split()
+DEFAULTS = {
+    "--pipeline-model-parallel-size": "4",
+    "--global-batch-size": "8",
+    "--train-iters": str(ITERATIONS),
+    "--no-gradient-accumulation-fusion": None,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run showed.
+
+    Args:
+        losses: of every iteration, exact.
+        grad_norms: of every iteration, exact.
+        validation: losses of every evaluation, exact.
+        predicted_peaks: bytes per rank; ``None`` for stock, which foretells nothing.
+        counted_peaks: bytes per rank.
+    """
+
+    losses: list[float]
+    grad_norms: list[float]
+    validation: list[dict[str, float]]
+    predicted_peaks: list[int | None]
+    counted_peaks: list[int]
+
+
+@dataclass
+class Trainer:
+    """Trains a GPT; equal requests are served from memory."""
+
+    ranks: Ranks
+    folder: Path
+    _runs: dict[tuple, Run] = field(default_factory=dict)
+
+    def __call__(self, schedule: str, *flags: str, initialise: bool = True) -> Run:
+        """A run of ``ITERATIONS`` steps on four ranks, PP4 unless ``flags`` say otherwise.
+
+        Args:
+            schedule: ``stock`` or a family.
+            flags: Megatron's and the plugin's. ``+`` in front of a default takes it away.
+            initialise: start from values that do not depend on the placement; ``False`` where a checkpoint is loaded.
+        """
+        key = (schedule, flags, initialise)
+        if key not in self._runs:
+            self._runs[key] = self._train(*key)
+        return self._runs[key]
+
+    def _train(self, schedule: str, flags: tuple[str, ...], initialise: bool) -> Run:
+        taken_away = {flag.removeprefix("+") for flag in flags if flag.startswith("+")}
+        given = [flag for flag in flags if not flag.startswith("+")]
+        defaults = [
+            part
+            for flag, value in DEFAULTS.items()
+            if flag not in taken_away and flag not in given
+            for part in (flag, value)
+            if part is not None
+        ]
+        report = self.folder / f"report{len(self._runs)}.json"
+        case = {
+            "flags": [*MODEL, *defaults, *given, "--pipemem-schedule", schedule],
+            "report": str(report),
+            "initialise": initialise,
+        }
+        seen = self.ranks.run(case)
+        for rank, result in enumerate(seen):
+            assert result["replaced"] == [], f"rank {rank} still has replaced symbols after disable()"
+        report, validation = seen[0]["report"], next((r["validation"] for r in reversed(seen) if any(r["validation"])), [])
+        return Run(
+            report["losses"],
+            report["grad_norms"],
+            validation,
+            [rank["predicted_peak_bytes"] for rank in report["ranks"]],
+            [rank["counted_peak_bytes"] for rank in report["ranks"]],
+        )
+
+
+@pytest.fixture(scope="session")
+def train(tmp_path_factory) -> Iterator[Trainer]:
+    folder = tmp_path_factory.mktemp("training")
+    ranks = Ranks("training", folder)
+    yield Trainer(ranks, folder)
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def assert_same_training() -> Callable[[Run, Run], None]:
+    return _assert_same_training
+
+
+def _assert_same_training(run: Run, stock: Run) -> None:
+    """Losses to the bit. The gradient norm's last bits group partial sums by placement."""
+    assert len(stock.losses) >= ITERATIONS and len(set(stock.losses)) > 1
+    assert [loss.hex() for loss in run.losses] == [loss.hex() for loss in stock.losses]
+    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=5e-7)
+    assert run.validation == stock.validation

@@ -1,0 +1,122 @@
+"""Program of a rank: one training run through Megatron's own training loop, on stock schedules or on ours."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.utils import unwrap_model
+from megatron.training import training
+
+from megatron_pipemem import disable
+from megatron_pipemem.mcore.launch import enable_from_command_line
+
+ENTRY = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
+
+
+def _load_entry() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pretrain_gpt", ENTRY)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+entry = _load_entry()
+
+
+def run(case: dict) -> dict:
+    """Train as the case says.
+
+    Args:
+        case: ``flags`` of Megatron and the plugin, ``report`` (a path), and optionally ``initialise``: whether every parameter
+            gets a value that depends on its name alone, so that runs with other placements start from the same model.
+
+    Returns:
+        The plugin's ``report``, the ``validation`` losses that this rank knows, and the symbols of Megatron that are not
+        the ``original`` ones afterwards.
+    """
+    originals = _symbols()
+    flags = enable_from_command_line([*case["flags"], "--pipemem-report", case["report"]])
+    sys.argv = [str(ENTRY), *flags]
+    validation: list[dict[str, float]] = []
+    try:
+        with _noted_evaluation(validation), _common_start(case.get("initialise", True)):
+            entry.main()
+    finally:
+        disable()
+        training.destroy_global_state()
+        gc.collect()
+    dist.barrier()
+    now = _symbols()
+    return {
+        "report": json.loads(Path(case["report"]).read_text()),
+        "validation": validation,
+        "replaced": [".".join(name) for name, original in originals.items() if now.get(name) is not original],
+    }
+
+
+@contextmanager
+def _noted_evaluation(noted: list[dict[str, float]]) -> Iterator[None]:
+    evaluate = training.evaluate
+
+    def noting(*args, **kwargs):
+        result = evaluate(*args, **kwargs)
+        noted.append({name: float(value) for name, value in result[0].items()})
+        return result
+
+    with mock.patch.object(training, "evaluate", noting):
+        yield
+
+
+@contextmanager
+def _common_start(initialise: bool) -> Iterator[None]:
+    """Megatron seeds each pipeline rank's initial values differently; runs with other placements could not be compared."""
+    get_megatron_optimizer = training.get_megatron_optimizer
+
+    def after_initialising(config, chunks, *args, **kwargs):
+        if initialise:
+            for chunk in unwrap_model(chunks):
+                _initialise(chunk.sharded_state_dict())
+        return get_megatron_optimizer(config, chunks, *args, **kwargs)
+
+    with mock.patch.object(training, "get_megatron_optimizer", after_initialising):
+        yield
+
+
+@torch.no_grad()
+def _initialise(entries) -> None:
+    """Fill the matrices of a sharded state dict, each shard by its own name and place in the whole."""
+    for entry in entries.values() if isinstance(entries, dict) else entries:
+        if isinstance(entry, (dict, list)):
+            _initialise(entry)
+        elif isinstance(entry, ShardedTensorFactory):
+            _initialise(entry.build())
+        elif isinstance(entry, ShardedTensor) and entry.data.dim() > 1:
+            seed = sha256(f"{entry.key} {entry.global_offset}".encode()).digest()[:8]
+            generator = torch.Generator().manual_seed(int.from_bytes(seed))
+            entry.data.copy_(0.05 * torch.randn(entry.data.shape, generator=generator))
+
+
+def _symbols() -> dict[tuple[str, ...], Callable]:
+    """Everything callable in Megatron's modules and classes."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("megatron.") or module is None:
+            continue
+        for attribute, value in list(vars(module).items()):
+            if callable(value):
+                found[name, attribute] = value
+            if isinstance(value, type) and value.__module__ == name:
+                found |= {(name, attribute, member): v for member, v in vars(value).items() if callable(v)}
+    return found

@@ -1,0 +1,44 @@
+"""One rank: runs the cases that arrive on its standard input, answers each by a line of JSON on its standard output.
+
+Started by ``ranks.py``. Every case has process groups of its own, so nothing of one reaches the next.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from datetime import timedelta
+
+from megatron_pipemem.cpu import activate
+
+GROUP_TIMEOUT = timedelta(seconds=60)
+
+
+def serve(program: str) -> None:
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    activate()
+    import torch.distributed as dist
+
+    run = importlib.import_module(program).run
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=rank == 0)
+    print(json.dumps({"ready": True}), file=replies)
+    for number, line in enumerate(sys.stdin):
+        own_store = dist.PrefixStore(str(number), store)
+        dist.init_process_group("gloo", store=own_store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
+        try:
+            reply = run(json.loads(line))
+            dist.barrier()
+            dist.destroy_process_group()
+        except BaseException:
+            reply = {"error": traceback.format_exc()}
+        print(json.dumps(reply), file=replies)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

@@ -1,0 +1,190 @@
+"""PNG, SVG, HTML and Perfetto files hold the whole run."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.report import save_comparison, save_timeline
+from megatron_pipemem.report.perfetto import trace
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def actions_of(timeline) -> list[str]:
+    return sorted(str(action) for order in timeline.schedule.orders for action in order)
+
+
+def image(path: Path):
+    return pytest.importorskip("PIL.Image").open(path).convert("RGB")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zbv"])
+def test_png_shows_colours_of_every_kind(run, tmp_path, name):
+    timeline = run(name, 4, 8)
+    picture = image(save_timeline(timeline, tmp_path / "run.png"))
+    assert picture.width > 1000 and picture.height > 400
+    colours = {colour for count, colour in picture.getcolors(1 << 24) if count > 400}
+    assert (38, 98, 168) in colours  # forwards
+    assert (241, 243, 244) in colours  # idle
+    assert ((196, 60, 78) in colours) is (not timeline.schedule.splits_backward)
+    assert ((58, 163, 143) in colours) is timeline.schedule.splits_backward
+
+
+def test_png_boxes_stand_where_the_actions_run(run, tmp_path):
+    """Along device 1's row of 1F1B the picture is idle, forward, idle, backward ... as the spans say."""
+    timeline = run("1f1b", 2, 2)
+    picture = image(save_timeline(timeline, tmp_path / "run.png"))
+    idle, forward, backward = (241, 243, 244), (38, 98, 168), (196, 60, 78)
+    rows = [y for y in range(picture.height) if any(picture.getpixel((x, y)) == forward for x in range(300, 1300, 3))]
+    y = rows[-1] if rows[-1] < picture.height * 0.6 else max(r for r in rows if r < picture.height * 0.6)
+    seen = []
+    for x in range(picture.width):
+        pixel = picture.getpixel((x, y - 2))
+        if pixel in (idle, forward, backward) and (not seen or seen[-1] != pixel):
+            seen.append(pixel)
+    assert seen == [idle, forward, backward, forward, backward, idle]
+
+
+def test_bytes_are_drawn_against_an_axis_in_bytes(run, tmp_path):
+    timeline = run("1f1b", 4, 8, Costs(memory={Kind.F: 3 * 2**30, Kind.B: -3 * 2**30}))
+    texts = [
+        "".join(text.itertext()) for text in ET.parse(save_timeline(timeline, tmp_path / "a.svg")).iter(f"{SVG}text")
+    ]
+    assert {"4 GiB", "8 GiB", "12 GiB"} <= set(texts)
+    assert not any("1F1B's peak" in text for text in texts)
+
+
+def test_svg_has_every_microbatch_label(run, tmp_path):
+    timeline = run("zbv", 4, 8)
+    root = ET.parse(save_timeline(timeline, tmp_path / "run.svg")).getroot()
+    texts = ["".join(text.itertext()) for text in root.iter(f"{SVG}text")]
+    for microbatch in range(8):  # F, I and W on each of the 8 stages; the axes may add the same number
+        assert texts.count(str(microbatch)) >= 24
+    assert any("zbv: p=4, m=8" in text for text in texts)
+
+
+def test_files_are_the_same_every_time(run, tmp_path):
+    timeline = run("zbv", 2, 4)
+    for suffix in ("svg", "png", "html", "json"):
+        first = save_timeline(timeline, tmp_path / f"a.{suffix}").read_bytes()
+        assert save_timeline(timeline, tmp_path / f"b.{suffix}").read_bytes() == first
+
+
+class _Titles(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.titles: list[str] = []
+        self.open: list[str] = []
+        self.rects = 0
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "input"):
+            self.open.append(tag)
+        if tag == "rect":
+            self.rects += 1
+            values = dict(attrs)
+            left, width = (float(values[key].rstrip("%")) for key in ("x", "width"))
+            assert left >= 0 and left + width <= 100.01
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "title" and "rect" in self.open:
+            self.titles.append(data.split(":")[0])
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved"])
+def test_html_is_well_formed_and_complete(run, tmp_path, name):
+    timeline = run(name, 4, 8)
+    page = save_timeline(timeline, tmp_path / "run.html").read_text()
+    parser = _Titles()
+    parser.feed(page)
+    assert parser.open == []
+    assert sorted(parser.titles) == actions_of(timeline)
+    assert parser.rects == len(parser.titles)
+    assert not re.search(r"(src|href)=", page), "the page loads nothing"
+    assert "{{" not in page and f"<h2>{name}: p=4, m=8" in page
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_perfetto_slices_counters_and_arrows(run, tmp_path, name):
+    timeline = run(name, 4, 8, Costs(1, 2, 0.5, p2p=0.25))
+    events = json.loads(save_timeline(timeline, tmp_path / "run.json").read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert sorted(event["name"] for event in slices) == [f"PP:{action}" for action in actions_of(timeline)]
+    placement = timeline.schedule.placement
+    assert all(event["tid"] == placement.device_of(event["args"]["stage"]) for event in slices)
+    assert max(event["ts"] + event["dur"] for event in slices) == pytest.approx(timeline.makespan * 1e6)
+    for device, peak in enumerate(timeline.peaks):
+        counter = [event["args"]["units"] for event in events if event["name"] == f"held by device {device}"]
+        assert max(counter) == pytest.approx(peak) and counter[-1] == 0
+    starts = {event["id"]: event for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event for event in events if event["ph"] == "f"}
+    assert len(starts) == timeline.messages and starts.keys() == ends.keys()
+    for arrow in (*starts.values(), *ends.values()):
+        around = [e for e in slices if e["tid"] == arrow["tid"] and e["ts"] < arrow["ts"] < e["ts"] + e["dur"]]
+        assert len(around) == 1
+    names = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert names == {f"device {device}" for device in range(4)}
+
+
+def test_perfetto_counts_bytes_as_bytes(run):
+    events = trace([run("1f1b", 2, 2, Costs(memory={Kind.F: 4096, Kind.B: -4096}))])["traceEvents"]
+    assert max(event["args"]["bytes"] for event in events if event["ph"] == "C") == 8192
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "html", "json"])
+def test_comparison_holds_every_run(run, tmp_path, suffix):
+    timelines = [run(name, 4, 8) for name in ("1f1b", "interleaved", "zbv")]
+    path = save_comparison(timelines, tmp_path / "new" / f"all.{suffix}")
+    assert path.stat().st_size > 5000
+    if suffix == "png":
+        assert image(path).height > 700
+    elif suffix == "json":
+        events = json.loads(path.read_text())["traceEvents"]
+        assert {event["pid"] for event in events} == {0, 1, 2}
+    else:
+        assert all(f"{name}: p=4, m=8" in path.read_text() for name in ("1f1b", "interleaved", "zbv"))
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "html", "json"])
+def test_large_runs_are_drawn_quickly(run, tmp_path, suffix):
+    timeline = run("zbv", 32, 128)
+    begin = time.perf_counter()
+    assert save_timeline(timeline, tmp_path / f"large.{suffix}").stat().st_size > 50_000
+    assert time.perf_counter() - begin < 10
+
+
+@pytest.mark.parametrize("suffix", ["png", "html", "json"])
+def test_a_run_of_one_action_pair_can_be_drawn(run, tmp_path, suffix):
+    assert save_timeline(run("1f1b", 1, 1), tmp_path / f"tiny.{suffix}").exists()
+
+
+@pytest.mark.parametrize("name", ["run.pdf", "run", "png"])
+def test_other_suffixes_are_refused_by_naming_the_known(run, tmp_path, name):
+    with pytest.raises(UnsupportedError, match=r"\.png, \.svg, \.html, \.json"):
+        save_timeline(run("1f1b", 1, 1), tmp_path / name)
+
+
+def test_unwritable_target(run, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UnsupportedError, match="cannot write"):
+        save_timeline(run("1f1b", 1, 1), tmp_path / "file" / "run.html")
+
+
+def test_missing_matplotlib_is_named(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UnsupportedError, match="pip install matplotlib, or write .html"):
+        save_timeline(run("1f1b", 1, 1), tmp_path / "run.png")

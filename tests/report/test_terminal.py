@@ -1,0 +1,69 @@
+"""The terminal picture."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from megatron_pipemem.report import terminal_timeline
+from megatron_pipemem.schedule.costs import Costs
+
+
+def lines(timeline, width: int = 80, **console) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width, **console).print(terminal_timeline(timeline))
+    return out.getvalue().splitlines()
+
+
+def test_golden(run):
+    assert [line.rstrip() for line in lines(run("1f1b", 2, 2), width=60)] == [
+        "1f1b: p=2, m=2, bubble 33.3%, peak 1",
+        "                                                peak",
+        "device 0 |F0--F1--        B0------    B1------| 1",
+        "device 1 |    F0--B0------F1--B1------        | 0.5",
+        "          0                                  9",
+        " F forward    B full backward",
+    ]
+
+
+def test_later_chunks_are_lower_case(run):
+    picture = lines(run("zbv", 2, 2))
+    assert "f0" in picture[2] and "F0" in picture[2]
+    assert "lower case: later chunk" in picture[-1]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved"])
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (4, 8), (8, 33), (32, 128)])
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_it_fits_the_console_and_has_a_line_per_device(run, name, p, m, width):
+    picture = lines(run(name, p, m), width)
+    assert max(map(len, picture)) <= width
+    assert [line.split("|")[0].strip() for line in picture if "|" in line] == [f"device {d}" for d in range(p)]
+
+
+def test_every_action_is_labelled_when_there_is_room(run):
+    timeline = run("zb-h1", 4, 8)
+    for order, line in zip(timeline.schedule.orders, lines(timeline, width=200)[2:6], strict=True):
+        assert all(f"{action.kind}{action.microbatch}" in line for action in order)
+
+
+def test_squeezed_runs_keep_their_idle_time(run):
+    timeline = run("1f1b", 8, 64)
+    for device, line in enumerate(lines(timeline, width=70)[2:10]):
+        cells = line.split("|")[1]
+        idle = 1 - timeline.work[device] / timeline.makespan
+        assert set(cells) <= set("FB ")
+        assert cells.count(" ") / len(cells) == pytest.approx(idle, abs=0.12)
+
+
+def test_colours_only_where_the_terminal_has_them(run):
+    timeline = run("1f1b", 2, 2)
+    assert not any("\x1b" in line for line in lines(timeline))
+    coloured = "\n".join(lines(timeline, force_terminal=True, color_system="truecolor"))
+    assert "48;2;38;98;168" in coloured
+
+
+def test_actions_that_take_no_time_do_no_harm(run):
+    assert lines(run("zb-h1", 2, 2, Costs(1, 1, 0)))

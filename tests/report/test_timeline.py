@@ -1,0 +1,152 @@
+"""What all pictures share: geometry, memory curves, messages, colours."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_pipemem.report.timeline import (
+    KIND_NAMES,
+    boxes,
+    colour,
+    describe,
+    headline,
+    held_steps,
+    ink,
+    legend,
+    legend_name,
+    memory_text,
+    messages,
+)
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, simulate
+
+NAMES = ["gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zbv"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 5), (4, 8)])
+def test_every_action_has_one_box_at_its_time(run, name, p, m):
+    timeline = run(name, p, m)
+    for device, row in enumerate(boxes(timeline)):
+        assert [box.action for box in row] == list(timeline.schedule.orders[device])
+        assert [(box.start, box.end) for box in row] == list(timeline.spans[device])
+        stages = timeline.schedule.placement.stages[device]
+        assert all(stages[box.chunk] == box.action.stage and box.device == device for box in row)
+
+
+def test_a_measured_run_starts_at_zero(run):
+    simulated = run("1f1b", 2, 2)
+    measured = Timeline(
+        simulated.schedule,
+        simulated.costs,
+        tuple(tuple((start + 100.5, end + 100.5) for start, end in spans) for spans in simulated.spans),
+        simulated.peaks,
+        simulated.messages,
+    )
+    assert boxes(measured) == boxes(simulated)
+
+
+@given(name=st.sampled_from(NAMES), p=st.integers(2, 6), m=st.integers(1, 14))
+def test_memory_curves_reach_the_peak_and_end_empty(name, p, m):
+    timeline = simulate(build_schedule(name, num_devices=p, num_microbatches=m))
+    for row, peak in zip(boxes(timeline), timeline.peaks, strict=True):
+        steps = held_steps(row)
+        assert max(held for _, held in steps) == pytest.approx(peak)
+        assert steps[-1][1] == 0
+        assert [time for time, _ in steps] == sorted(time for time, _ in steps)
+        assert all(a[1] != b[1] for a, b in pairwise(steps))
+
+
+def test_memory_is_taken_at_the_start_and_given_back_at_the_end():
+    timeline = simulate(Schedule.from_csv("0F0,0F1,0I0,0W0,0I1,0W1"))
+    assert held_steps(boxes(timeline)[0]) == [(0, 0), (0, 1), (1, 2), (4, 1), (6, 0)]
+
+
+def test_memory_handed_straight_on_makes_no_notch():
+    timeline = simulate(Schedule.from_csv("0F0,0B0,0F1,0B1"))
+    assert held_steps(boxes(timeline)[0]) == [(0, 0), (0, 1), (6, 0)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_messages_are_those_the_simulator_counts(run, name):
+    timeline = run(name, 4, 6, Costs(p2p=0.5))
+    found = list(messages(timeline, boxes(timeline)))
+    assert len(found) == timeline.messages
+    assert all(m.consumer.start >= m.producer.end + 0.5 for m in found)
+    assert all(m.consumer.device != m.producer.device for m in found)
+
+
+def test_legend_names_what_occurs(run):
+    assert legend(run("1f1b", 2, 2)) == [(Kind.F, 0), (Kind.B, 0)]
+    kinds = [Kind.F, Kind.I, Kind.W]
+    assert legend(run("zbv", 2, 4)) == [(kind, chunk) for kind in kinds for chunk in (0, 1)]
+    assert legend_name(Kind.I, 1, 2) == "I input gradient, chunk 1"
+    assert legend_name(Kind.I, 0, 1) == "I input gradient"
+
+
+def _linear(shade: str) -> list[float]:
+    parts = [int(shade[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    return [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+
+
+# Machado, Oliveira and Fernandes 2009, severity 1.0.
+VISION = {
+    "full": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]],
+}
+
+
+def _lab(linear: list[float]) -> tuple[float, float, float]:
+    r, g, b = (min(1.0, max(0.0, part)) for part in linear)
+    xyz = (
+        (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505,
+        0.2126 * r + 0.7152 * g + 0.0722 * b,
+        (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.089,
+    )
+    x, y, z = (v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in xyz)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize("vision", VISION)
+@pytest.mark.parametrize("pair", list(combinations(KIND_NAMES, 2)), ids=lambda pair: "-".join(pair))
+def test_kinds_stay_apart_under_colour_blindness(vision, pair):
+    seen = [
+        _lab([sum(f * c for f, c in zip(row, _linear(colour(kind)), strict=True)) for row in VISION[vision]])
+        for kind in pair
+    ]
+    assert sum((a - b) ** 2 for a, b in zip(*seen, strict=True)) ** 0.5 > 20
+
+
+@pytest.mark.parametrize("kind", KIND_NAMES)
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 8])
+def test_chunks_of_a_kind_get_paler_and_labels_stay_readable(kind, chunks):
+    shades = [colour(kind, chunk, chunks) for chunk in range(chunks)]
+    lightness = [sum(_linear(shade)) for shade in shades]
+    assert lightness == sorted(set(lightness))
+    for shade in shades:
+        light = [0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in (_linear(shade), _linear(ink(shade)))]
+        assert (max(light) + 0.05) / (min(light) + 0.05) >= 3
+
+
+def test_words(run):
+    timeline = run("zbv", 4, 8)
+    assert headline(timeline) == "zbv: p=4, m=8, bubble 5.9%, peak 1"
+    box = boxes(timeline)[0][0]
+    assert box.action == Action(Kind.F, 0, 0)
+    assert describe(box) == "0F0: forward of microbatch 0, stage 0 (device 0, chunk 0), 0 to 0.5, holds 0.125 after"
+
+
+@pytest.mark.parametrize(("held", "text"), [(3 * 2**30, "3 GiB"), (5.5 * 2**20, "5.5 MiB"), (0, "0 MiB")])
+def test_bytes_are_written_as_bytes(run, held, text):
+    timeline = run("1f1b", 2, 2, Costs(memory={Kind.F: 2**20, Kind.B: -(2**20)}))
+    assert memory_text(held, timeline) == text
+    assert headline(timeline).endswith("peak 2 MiB")

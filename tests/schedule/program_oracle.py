@@ -1,0 +1,90 @@
+"""A second opinion on lowered programs, written apart from the package's lowering and validator on purpose.
+
+It plays the transport literally: every device walks its program, posting never blocks, every directed edge is a pair of
+queues, and a message moves when both queues have a head and both heads are about the same tensor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from megatron_pipemem.schedule.schedule import Program
+
+Tensor = tuple[str, int, int]  # activations "F" or gradients "I", producing stage, microbatch
+
+
+def check(program: Program) -> list[str]:
+    """Every reason why ``program`` does not carry out its schedule; empty when it does."""
+    return _other_compute(program) or _misreduced(program) or _undelivered(program)
+
+
+def _other_compute(program: Program) -> list[str]:
+    found = []
+    for device, actions in enumerate(program.actions):
+        computed = tuple(a for a in actions if a.kind.value in ("F", "I", "W", "B"))
+        if computed != program.schedule.orders[device]:
+            found.append(f"device {device} computes something else than its order")
+    return found
+
+
+def _misreduced(program: Program) -> list[str]:
+    found = []
+    reduced: Counter[int] = Counter()
+    trained = set()
+    for device, actions in enumerate(program.actions):
+        names = [(a.kind.value, a.stage) for a in actions]
+        trained |= {stage for letter, stage in names if letter in "WB"}
+        for position, action in enumerate(actions):
+            if action.kind.value == "REDUCE_GRAD":
+                reduced[action.stage] += 1
+                early = any((letter, action.stage) in names[position:] for letter in "WB")
+                if early or program.placement.device_of(action.stage) != device or action.microbatch is not None:
+                    found.append(f"{action} is misplaced on device {device}")
+    return found + [f"stage {s} is reduced {reduced[s]} times" for s in trained | set(reduced) if reduced[s] != (s in trained)]
+
+
+def _undelivered(program: Program) -> list[str]:
+    devices = program.placement.devices
+    have: list[set[Tensor]] = [set() for _ in program.actions]
+    position = [0] * len(program.actions)
+    sent: dict[tuple[int, int], deque[Tensor]] = {}
+    wanted: dict[tuple[int, int], deque[Tensor]] = {}
+    moved = True
+    while moved:
+        moved = False
+        for device, actions in enumerate(program.actions):
+            while position[device] < len(actions):
+                letter, stage, microbatch = actions[position[device]]
+                down = letter in ("SEND_F", "RECV_F", "F")
+                if letter.value.startswith("SEND"):
+                    tensor = (letter.value[-1], stage, microbatch)
+                    other = stage + 1 if down else stage - 1
+                    if tensor not in have[device] or not 0 <= other < len(devices):
+                        return [f"device {device} sends {tensor}, which it has not"]
+                    sent.setdefault((device, devices[other]), deque()).append(tensor)
+                elif letter.value.startswith("RECV"):
+                    source = stage - 1 if down else stage + 1
+                    if not 0 <= source < len(devices):
+                        return [f"device {device} receives {letter} of stage {source}, which does not exist"]
+                    tensor = (letter.value[-1], source, microbatch)
+                    wanted.setdefault((devices[source], device), deque()).append(tensor)
+                elif letter in ("F", "I", "B"):
+                    source = stage - 1 if down else stage + 1
+                    tensor = ("F" if down else "I", source, microbatch)
+                    if 0 <= source < len(devices) and tensor not in have[device]:
+                        break
+                    have[device].add(("F" if down else "I", stage, microbatch))
+                position[device] += 1
+                moved = True
+        for edge in sent.keys() & wanted.keys():
+            while sent[edge] and wanted[edge]:
+                tensor, expected = sent[edge].popleft(), wanted[edge].popleft()
+                if tensor != expected:
+                    return [f"on edge {edge} {tensor} arrives where {expected} is expected"]
+                if edge[0] == edge[1] or tensor in have[edge[1]]:
+                    return [f"{tensor} is sent to device {edge[1]}, which has it"]
+                have[edge[1]].add(tensor)
+                moved = True
+    stuck = [f"device {d} stops at {actions[position[d]]}" for d, actions in enumerate(program.actions) if position[d] < len(actions)]
+    left = [f"on edge {edge} {list(queue)} is left" for side in (sent, wanted) for edge, queue in side.items() if queue]
+    return stuck + left

@@ -1,0 +1,372 @@
+"""Every family: correct for any p and m, and exactly as fast and as small as its source says."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from fractions import Fraction
+from types import SimpleNamespace
+
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.schedule.validator import validate
+
+NAMES = ("gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "1f1b-v")
+LINEAR = ("gpipe", "1f1b", "1f1b-eager", "zb-h1", "zb-h2")
+
+# Peaks in stage activations of the busiest device, for any m: equal for m >= 2p, at most this before.
+PEAK: dict[str, Callable[[int, int], int]] = {
+    "gpipe": lambda p, m: m,
+    "1f1b": lambda p, m: min(p, m),
+    "1f1b-eager": lambda p, m: min(2 * p - 1, m),
+    "interleaved": lambda p, m: min(3 * p - 1, 2 * m),
+    "zb-h1": lambda p, m: min(p, m),
+    "zb-h2": lambda p, m: min(2 * p - 1, m),
+    "zbv": lambda p, m: min(2 * p, 2 * m),
+    "v-half": lambda p, m: min(2 * ((p + 2) // 2), 2 * m),
+    "v-min": lambda p, m: min(2 * ((p + 4) // 3), 2 * m),
+    "1f1b-v": lambda p, m: min(2 * (2 * p // 3 + 1), 2 * m),
+}
+
+# Makespan - work in unit passes, for m >= 2p.
+BUBBLE: dict[str, Callable[[int], int]] = {
+    "gpipe": lambda p: 3 * (p - 1),
+    "1f1b": lambda p: 3 * (p - 1),
+    "1f1b-eager": lambda p: 3 * (p - 1),
+    "zb-h1": lambda p: p - 1,
+    "zb-h2": lambda p: p - 1,
+    "zbv": lambda p: p - 1,
+    "v-half": lambda p: {1: 0, 2: 1}.get(p, 3 * p - 7 if p % 2 == 0 else 3 * p - 4),
+    "v-min": lambda p: 0 if p == 1 else 4 * p - 7 if p % 3 == 0 else 4 * p - 5,
+}
+
+
+def build(name: str, p: int, m: int, **options: object) -> Schedule:
+    return build_schedule(name, num_devices=p, num_microbatches=m, **options)
+
+
+def in_unit_passes(schedule: Schedule) -> Timeline:
+    """Simulated with one second per F, I and W of a stage."""
+    v = schedule.placement.num_chunks
+    return simulate(schedule, Costs(v, v, v))
+
+
+def assert_correct(schedule: Schedule) -> None:
+    assert oracle.check(schedule) == []
+    assert oracle.disordered_weight_gradients(schedule) == []
+
+
+def some_microbatches(p: int) -> tuple[int, ...]:
+    """Fewer than p, not divisible, and many; fewer numbers for many devices, where all take minutes."""
+    return tuple(sorted({1, max(1, p - 1), p, p + 1, 2 * p, 4 * p + 1})) if p <= 9 else (1 + p // 3, p + 1, 2 * p + 1)
+
+
+def test_the_table_holds_these_families() -> None:
+    assert tuple(family.name for family in families()) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("p", range(1, 33))
+def test_correct_and_within_its_peak(name: str, p: int) -> None:
+    for m in some_microbatches(p):
+        schedule = build(name, p, m)
+        assert_correct(schedule)
+        unit = Fraction(1, schedule.num_stages)
+        peak = max(oracle.peak(schedule)) / unit
+        assert peak <= PEAK[name](p, m)
+        if m >= 2 * p:
+            assert peak == PEAK[name](p, m)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_simulator_and_validator_agree_with_the_oracle(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(NAMES))
+    p, m = data.draw(st.integers(1, 10)), data.draw(st.integers(1, 25))
+    options = {}
+    if name == "interleaved":
+        options = {"chunks": data.draw(st.integers(1, 4)), "group_size": p + data.draw(st.integers(0, 3))}
+    prices = data.draw(st.tuples(*[st.floats(0.1, 10)] * 3, st.floats(0, 5)))
+    schedule = build(name, p, m, **options)
+    assert_correct(schedule)
+    validate(schedule)
+    timeline = simulate(schedule, Costs(*prices))
+    assert timeline.makespan == pytest.approx(oracle.makespan(schedule, *prices))
+    assert timeline.peaks == pytest.approx([float(peak) for peak in oracle.peak(schedule)])
+
+
+@pytest.mark.parametrize("name", BUBBLE)
+@pytest.mark.parametrize("p", range(1, 33))
+def test_bubble_is_the_closed_form(name: str, p: int) -> None:
+    m = 2 * p + p % 2
+    timeline = in_unit_passes(build(name, p, m))
+    assert timeline.makespan - timeline.ideal == BUBBLE[name](p)
+
+
+@pytest.mark.parametrize("name", ["v-half", "v-min"])
+@pytest.mark.parametrize("p", [3, 5, 8, 12])
+def test_v_bubble_is_reached_as_soon_as_the_microbatches_fill_the_peak(name: str, p: int) -> None:
+    for m in (PEAK[name](p, 4 * p), p + 2, 4 * p + 1, 9 * p):
+        timeline = in_unit_passes(build(name, p, m))
+        assert timeline.makespan - timeline.ideal == BUBBLE[name](p)
+
+
+@pytest.mark.parametrize(("p", "bubble"), [(4, 15), (8, 33), (16, 75), (32, 153)])
+def test_1f1b_v_bubble(p: int, bubble: int) -> None:
+    timeline = in_unit_passes(build("1f1b-v", p, 4 * p))
+    assert timeline.makespan - timeline.ideal == bubble
+
+
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (4, 2), (3, 3), (4, 8), (8, 5), (16, 65)])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "1f1b-eager"])
+def test_fused_linear_makespan_for_any_m(name: str, p: int, m: int) -> None:
+    assert simulate(build(name, p, m)).makespan == 3 * (m + p - 1)
+
+
+@pytest.mark.parametrize("name", ["zb-h2", "zbv"])
+@pytest.mark.parametrize("p", [1, 2, 3, 8, 13])
+def test_no_bubble_within_a_device(name: str, p: int) -> None:
+    timeline = in_unit_passes(build(name, p, max(1, 2 * p - 1)))
+    assert timeline.device_bubble_rate == pytest.approx(0)
+
+
+@pytest.mark.parametrize("name", [name for name in BUBBLE if name not in ("zb-h2", "zbv")])
+def test_span_and_wall_bubble_agree(name: str) -> None:
+    timeline = in_unit_passes(build(name, 8, 16))
+    assert timeline.device_bubble_rate == timeline.bubble_rate
+
+
+@pytest.mark.parametrize(
+    ("name", "held"),
+    [
+        ("1f1b", lambda p, r: p - r),
+        ("1f1b-eager", lambda p, r: 2 * (p - r) - 1),
+        ("zb-h1", lambda p, r: p),
+        ("zbv", lambda p, r: 2 * p),
+    ],
+)
+@pytest.mark.parametrize("p", [1, 2, 5, 8])
+def test_peak_of_every_device(name: str, held: Callable[[int, int], int], p: int) -> None:
+    schedule = build(name, p, 4 * p)
+    assert [peak * schedule.num_stages for peak in oracle.peak(schedule)] == [held(p, r) for r in range(p)]
+
+
+# (p, m) -> makespan in unit passes, and the relative peak at p = 4, 8, 16.
+MAKESPANS = {
+    "1f1b": ({(4, 8): 33, (4, 17): 60, (8, 16): 69, (8, 33): 120, (16, 65): 240}, (1, 1, 1)),
+    "interleaved": ({(4, 8): 57, (8, 16): 117}, (1.375, 1.4375, 1.46875)),
+    "zb-h1": ({(4, 8): 27, (4, 17): 54, (8, 16): 55, (8, 33): 106, (16, 65): 210}, (1, 1, 1)),
+    "1f1b-v": ({(4, 8): 63, (4, 17): 117, (8, 16): 129, (8, 33): 231, (16, 65): 465}, (0.75, 0.75, 0.6875)),
+    "zbv": ({(4, 8): 51, (4, 17): 105, (8, 16): 103, (8, 33): 205, (16, 65): 405}, (1, 1, 1)),
+    "v-half": ({(4, 8): 53, (4, 17): 107, (8, 16): 113, (8, 33): 215, (16, 65): 431}, (0.75, 0.625, 0.5625)),
+    "v-min": ({(4, 8): 59, (4, 17): 113, (8, 16): 123, (8, 33): 225, (16, 65): 449}, (0.5, 0.5, 0.375)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "makespan", "peak"),
+    [
+        (name, p, m, makespan, peaks[(4, 8, 16).index(p)])
+        for name, (makespans, peaks) in MAKESPANS.items()
+        for (p, m), makespan in makespans.items()
+    ],
+)
+def test_published_makespans(name: str, p: int, m: int, makespan: int, peak: float) -> None:
+    timeline = in_unit_passes(build(name, p, m))
+    assert (timeline.makespan, timeline.peak) == (makespan, pytest.approx(peak))
+
+
+# m = 4p: p -> bubble in unit passes, bubble rate, peak in stage activations.
+V_TABLES = {
+    "v-min": {
+        4: (11, 0.1028, 4),
+        8: (27, 0.1233, 8),
+        12: (41, 0.1246, 10),
+        16: (59, 0.1332, 12),
+        24: (89, 0.1338, 18),
+        32: (123, 0.1380, 24),
+    },
+    "v-half": {
+        4: (5, 0.0495, 6),
+        8: (17, 0.0813, 10),
+        12: (29, 0.0915, 14),
+        16: (41, 0.0965, 18),
+        24: (65, 0.1014, 26),
+        32: (89, 0.1039, 34),
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "p"), [(name, p) for name, rows in V_TABLES.items() for p in rows])
+def test_v_tables(name: str, p: int) -> None:
+    timeline = in_unit_passes(build(name, p, 4 * p))
+    bubble, rate, peak = V_TABLES[name][p]
+    assert timeline.makespan - timeline.ideal == bubble
+    assert timeline.bubble_rate == pytest.approx(rate, abs=5e-5)
+    assert timeline.peak * 2 * p == pytest.approx(peak)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "forward", "backward_input", "backward_weight", "p2p", "rates"),
+    [
+        (8, 24, 18.522, 18.086, 9.337, 0.601, (0.2431, 0.1585, 0.1083)),
+        (8, 24, 29.718, 29.444, 19.927, 0.527, (0.2347, 0.1323, 0.0698)),
+        (16, 48, 11.347, 11.248, 8.132, 0.377, (0.2552, 0.1397, 0.0672)),
+        (32, 96, 10.419, 10.207, 7.715, 0.408, (0.2646, 0.1421, 0.0641)),
+    ],
+    ids=["1.5B", "6.2B", "14.6B", "28.3B"],
+)
+def test_zero_bubble_paper_table_5(
+    p: int,
+    m: int,
+    forward: float,
+    backward_input: float,
+    backward_weight: float,
+    p2p: float,
+    rates: tuple[float, ...],
+) -> None:
+    costs = Costs(forward, backward_input, backward_weight, p2p)
+    simulated = [simulate(build(name, p, m), costs).device_bubble_rate for name in ("1f1b", "zb-h1", "zb-h2")]
+    assert [round(rate, 4) for rate in simulated] == list(rates)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "costs", "rates"),
+    [
+        (8, 24, (1, 1, 1), {"1f1b": 0.226, "1f1b-v": 0.186, "zbv": 0.046, "v-half": 0.106, "v-min": 0.158}),
+        (8, 24, (1, 1.5, 0.5), {"1f1b": 0.226, "1f1b-v": 0.186, "zbv": 0.089, "v-half": 0.222, "v-min": 0.415}),
+        (4, 12, (1, 1.5, 0.5), {"1f1b": 0.200, "1f1b-v": 0.172, "zbv": 0.077, "v-half": 0.182, "v-min": 0.397}),
+        (16, 64, (3, 4, 2), {"1f1b": 0.190, "v-half": 0.140, "v-min": 0.337}),
+        (16, 64, (18.5, 18.1, 9.3), {"1f1b": 0.190, "v-half": 0.135, "v-min": 0.280}),
+        (16, 64, (11.3, 11.2, 8.1), {"1f1b": 0.190, "v-half": 0.117, "v-min": 0.216}),
+        (16, 128, (10.4, 10.2, 7.7), {"1f1b": 0.105, "v-half": 0.061, "v-min": 0.156}),
+    ],
+)
+def test_bubbles_of_unequal_costs(p: int, m: int, costs: tuple[float, ...], rates: dict[str, float]) -> None:
+    for name, rate in rates.items():
+        assert simulate(build(name, p, m), Costs(*costs)).bubble_rate == pytest.approx(rate, abs=6e-4), name
+
+
+def test_eager_1f1b_hides_slow_links() -> None:
+    slow = Costs(p2p=0.5)
+    assert simulate(build("1f1b-eager", 8, 32), slow).makespan < simulate(build("1f1b", 8, 32), slow).makespan
+
+
+def megatron_orders(p: int, m: int, v: int, group: int) -> list[list[int]]:
+    """Megatron's own interleaved orders: chunks counted from 1, backwards negative."""
+    schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    graphs = pytest.importorskip("megatron.core.transformer.cuda_graphs")
+    table = schedules.get_schedule_table(m, v, group)
+    orders = []
+    for rank in range(p):
+        communicator = SimpleNamespace(
+            pp_group=SimpleNamespace(size=lambda: p, rank=lambda rank=rank: rank),
+            virtual_pipeline_model_parallel_size=v,
+        )
+        _, _, warm_up, _ = schedules.get_pp_rank_microbatches(m, v, group, p2p_communicator=communicator)
+        orders.append(graphs.convert_schedule_table_to_order(warm_up, v, table))
+    return orders
+
+
+def signed_chunks(schedule: Schedule) -> list[list[int]]:
+    chunk_of = schedule.placement.chunk_of
+    return [[(1 if a.kind is Kind.F else -1) * (chunk_of(a.stage) + 1) for a in order] for order in schedule.orders]
+
+
+@pytest.mark.parametrize("m", [8, 32])
+@pytest.mark.parametrize("v", [2, 4, 8])
+@pytest.mark.parametrize(("p", "group"), [(2, 2), (2, 4), (4, 4), (4, 5), (8, 9), (8, 11)])
+def test_interleaved_is_megatrons_order(p: int, group: int, v: int, m: int) -> None:
+    schedule = build("interleaved", p, m, chunks=v, group_size=group)
+    assert_correct(schedule)
+    if m % group == 0 or m % group >= p:
+        assert signed_chunks(schedule) == megatron_orders(p, m, v, group)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_interleaved_is_megatrons_order_wherever_megatron_allows_it(data: st.DataObject) -> None:
+    p, v = data.draw(st.integers(2, 6)), data.draw(st.integers(2, 5))
+    group = data.draw(st.integers(p, 2 * p))
+    m = group * data.draw(st.integers(1, 3)) + data.draw(st.one_of(st.just(0), st.integers(p, 2 * p)))
+    if m % group == 0 or m % group >= p:
+        schedule = build("interleaved", p, m, chunks=v, group_size=group)
+        assert signed_chunks(schedule) == megatron_orders(p, m, v, group)
+
+
+def test_interleaved_example_of_megatrons_docstring() -> None:
+    first = signed_chunks(build("interleaved", 2, 5, chunks=2, group_size=3))[0]
+    assert first == [1, 1, 1, 2, 2, 2, -2, 1, -2, 1, -2, 2, -1, 2, -1, -1, -2, -2, -1, -1]
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 4), (4, 6), (3, 3), (5, 7), (5, 12), (8, 1), (8, 9)])
+@pytest.mark.parametrize("v", [1, 2, 3])
+def test_interleaved_where_other_generators_deadlock(p: int, m: int, v: int) -> None:
+    for group in (p, p + 1, 2 * p):
+        schedule = build("interleaved", p, m, chunks=v, group_size=group)
+        assert_correct(schedule)
+        assert max(oracle.peak(schedule)) * p * v <= group * (v - 1) + 2 * p - 1
+
+
+@pytest.mark.parametrize("v", [2, 3, 4])
+def test_interleaved_bubble_and_peak(v: int) -> None:
+    timeline = in_unit_passes(build("interleaved", 8, 32, chunks=v))
+    assert timeline.makespan - timeline.ideal == 3 * 7
+    assert timeline.peak == pytest.approx(1 + 7 / (8 * v))
+
+
+@pytest.mark.parametrize("options", [{"chunks": 0}, {"chunks": "2"}, {"group_size": 3}, {"chunks": 1.5}, {"chunks": True}])
+def test_interleaved_refuses_impossible_options(options: dict[str, object]) -> None:
+    (option,) = options
+    with pytest.raises(UnsupportedError, match=rf"{option} must be a whole number of at least [14], not"):
+        build("interleaved", 4, 8, **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_device_runs_without_a_bubble(name: str) -> None:
+    for m in (1, 2, 5):
+        assert simulate(build(name, 1, m)).bubble_rate == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_large_schedules_build_in_no_time(name: str) -> None:
+    begin = time.process_time()
+    schedule = build(name, 32, 512)
+    assert time.process_time() - begin < 2
+    assert sum(map(len, schedule.orders)) == 512 * schedule.num_stages * (3 if schedule.splits_backward else 2)
+
+
+@pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
+def test_families_keep_what_the_table_promises(family) -> None:
+    schedule = family.build(6, 24)
+    assert schedule.name == family.name
+    assert schedule.placement.name == family.placement
+    assert schedule.splits_backward == family.splits_backward
+    assert family.chunks in (None, schedule.placement.num_chunks)
+    assert schedule.digest == family.build(6, 24).digest
+
+
+@pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
+@pytest.mark.parametrize("p", [2, 3, 4, 7, 16])
+def test_peak_texts_are_formulas_that_hold(family, p: int) -> None:
+    formula = family.peak.replace("pv", "p*v").replace("2p", "2*p")
+    promised = eval(formula, {"p": p, "m": 4 * p, "v": 2, "floor": math.floor})
+    assert max(simulate(family.build(p, 4 * p)).peaks) == pytest.approx(promised)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluation_runs_the_forwards_of_any_family(name: str) -> None:
+    schedule = build(name, 4, 6).forward_only()
+    validate(schedule)
+    ran = {action for order in schedule.orders for action in order}
+    assert ran == {Action(Kind.F, stage, k) for stage in range(schedule.num_stages) for k in range(6)}

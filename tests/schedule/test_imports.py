@@ -1,0 +1,146 @@
+"""What the package imports, and what importing it does: nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_pipemem
+
+PACKAGE = Path(megatron_pipemem.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def run(code: str) -> str:
+    """Standard output of a fresh interpreter that finds this package and whatever is installed."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def part_of(source: Path) -> str:
+    """The top-level part a file belongs to: ``schedule``, ``mcore``, or the module itself."""
+    return source.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(source: Path) -> set[str]:
+    """Full names of all modules that a file imports anywhere, also within functions."""
+    names = set()
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source.relative_to(PACKAGE)))
+def test_only_mcore_and_cpu_name_megatron(source):
+    if part_of(source) in ("mcore", "cpu"):
+        return
+    assert not {name for name in imported(source) if name.split(".")[0] == "megatron"}
+    strings = (n.value for n in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if isinstance(n, ast.Constant))
+    assert not [s for s in strings if isinstance(s, str) and (s == "megatron" or s.startswith("megatron."))]
+
+
+@pytest.mark.parametrize(
+    ("part", "may_import"),
+    [
+        ("errors", set()),
+        ("schedule", {"errors", "schedule"}),
+        ("planner", {"errors", "schedule", "planner", "report"}),
+        ("report", {"errors", "schedule", "report"}),
+        ("runtime", {"errors", "schedule", "runtime"}),
+        ("cpu", {"errors", "cpu"}),
+    ],
+)
+def test_imports_point_one_way(part, may_import):
+    for source in SOURCES:
+        if part_of(source) == part:
+            parts = {n.split(".")[1] for n in imported(source) if n.startswith("megatron_pipemem.")}
+            assert parts <= may_import, source
+
+
+def test_schedule_needs_no_third_party_module():
+    """Every module of ``schedule/`` imports where torch, megatron and numpy cannot be."""
+    code = """
+import importlib, pkgutil, sys
+for name in ("torch", "megatron", "numpy"):
+    sys.modules[name] = None  # importing it raises
+import megatron_pipemem
+import megatron_pipemem.schedule as schedule
+names = [m.name for m in pkgutil.walk_packages(schedule.__path__, schedule.__name__ + ".")]
+for name in names:
+    importlib.import_module(name)
+standard = set(sys.stdlib_module_names) | set(sys.builtin_module_names)
+mains = {name.split(".")[0] for name, module in sys.modules.items() if module is not None}
+print(len(names), sorted(m for m in mains - standard - {"megatron_pipemem"} if hasattr(sys.modules[m], "__path__")))
+"""
+    before = run("import sys; print(sorted(n for n, m in sys.modules.items() if '.' not in n and hasattr(m, '__path__')))")
+    count, found = run(code).strip().split(" ", 1)
+    assert int(count) >= 10
+    assert set(ast.literal_eval(found)) <= set(ast.literal_eval(before))
+
+
+def test_schedules_build_validate_lower_and_simulate_without_torch():
+    code = """
+import sys
+for name in ("torch", "megatron", "numpy"):
+    sys.modules[name] = None
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate_program
+schedule = build_schedule("v-half", num_devices=8, num_microbatches=33)
+validate_program(lower(schedule))
+timeline = simulate(schedule)
+print(timeline.makespan, timeline.peak)
+"""
+    assert run(code) == "107.5 0.625\n"
+
+
+def test_importing_changes_nothing():
+    """No environment, hook, handler, filter or random state is touched, and nothing is printed."""
+    code = """
+import logging, os, random, signal, sys, threading, warnings
+def state():
+    return (
+        dict(os.environ), list(sys.meta_path), list(sys.path), list(sys.path_hooks), sys.excepthook, sys.gettrace(),
+        list(logging.root.handlers), logging.root.level, list(warnings.filters), random.getstate(), threading.enumerate(),
+        [signal.getsignal(s) for s in signal.valid_signals()], sys.getrecursionlimit(), os.getcwd(),
+    )
+import ast, difflib, importlib.metadata, json  # their own side effects are not ours
+before = state()
+import megatron_pipemem
+after = state()
+assert before == after, [(b, a) for b, a in zip(before, after) if b != a]
+"""
+    assert run(code) == ""
+
+
+def test_importing_leaves_megatron_alone():
+    """Every attribute of Megatron's pipeline modules is the same object afterwards."""
+    pytest.importorskip("megatron.core")
+    code = """
+import sys
+import megatron.core.pipeline_parallel.schedules
+def state():
+    return {
+        (name, attribute): value
+        for name, module in list(sys.modules.items())
+        if name.split(".")[0] in ("megatron", "torch") and module is not None
+        for attribute, value in vars(module).items()
+    }
+before = state()
+import megatron_pipemem, megatron_pipemem.schedule.registry, megatron_pipemem.runtime, megatron_pipemem.mcore
+after = state()
+assert before.keys() == after.keys() and all(before[key] is after[key] for key in before)
+print("same", len(before) > 1000)
+"""
+    assert run(code).strip().splitlines()[-1] == "same True"

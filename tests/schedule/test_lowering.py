@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import program_oracle
+import pytest
+from hypothesis import given, settings
+from random_schedules import FAMILIES, family_schedules, random_schedules
+
+from megatron_pipemem.errors import ScheduleError
+from megatron_pipemem.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Program, Schedule
+from megatron_pipemem.schedule.simulator import count_messages
+from megatron_pipemem.schedule.validator import validate, validate_program
+
+SHAPES = [(1, 1), (1, 5), (2, 1), (2, 5), (3, 2), (3, 7), (4, 3), (4, 8), (5, 21), (8, 17)]
+
+
+def schedule_of(text: str, devices: tuple[int, ...]) -> Schedule:
+    """A schedule from its CSV on a given placement."""
+    read = Schedule.from_csv(text)
+    return Schedule("test", Placement.from_devices(devices), read.num_microbatches, read.orders)
+
+
+def text(program: Program) -> list[str]:
+    return [" ".join(map(str, actions)) for actions in program.actions]
+
+
+def check_posts(program: Program) -> None:
+    """Every action that lowering added stands exactly where the contract says."""
+    devices = program.placement.devices
+    slots = []  # per device: {action: number of compute actions before it}
+    for actions in program.actions:
+        slot, found = 0, {}
+        for action in actions:
+            found[action] = slot
+            slot += action.kind in COMPUTE
+        slots.append(found)
+    for actions in program.actions:
+        for before, after in pairwise(actions):
+            if after.kind in SENDS:  # right behind its producer
+                assert (before.stage, before.microbatch) == (after.stage, after.microbatch)
+                assert before.kind in ((Kind.F,) if after.kind is Kind.SEND_F else (Kind.I, Kind.B))
+    sending: dict[tuple[int, int], list[Action]] = {}
+    for source, actions in enumerate(program.actions):
+        for action in actions:
+            if action.kind in SENDS:
+                step = 1 if action.kind is Kind.SEND_F else -1
+                receive = Kind.RECV_F if action.kind is Kind.SEND_F else Kind.RECV_I
+                edge = source, devices[action.stage + step]
+                sending.setdefault(edge, []).append(Action(receive, action.stage + step, action.microbatch))
+    for (source, destination), receives in sending.items():
+        order = [a for a in program.actions[destination] if a.kind in RECEIVES and a in receives]
+        assert order == receives, f"edge {source} -> {destination} is not first in, first out"
+        consumers = []
+        for receive in receives:
+            kinds = (Kind.F,) if receive.kind is Kind.RECV_F else (Kind.I, Kind.B)
+            (consumer,) = [a for k in kinds if (a := Action(k, *receive[1:])) in slots[destination]]
+            consumers.append(slots[destination][consumer])
+        for index, receive in enumerate(receives):
+            assert slots[destination][receive] == max(min(consumers[index:]) - 1, 0)
+    for actions in program.actions:
+        reduced = [position for position, a in enumerate(actions) if a.kind is Kind.REDUCE_GRAD]
+        for position in reduced:
+            stage = actions[position].stage
+            gradients = [i for i, a in enumerate(actions) if a.stage == stage and a.kind in (Kind.W, Kind.B)]
+            between = actions[gradients[-1] + 1 : position]
+            assert gradients[-1] < position and all(a.kind in SENDS for a in between)
+
+
+@pytest.mark.parametrize(("num_devices", "num_microbatches"), SHAPES)
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_family_lowers(name, num_devices, num_microbatches):
+    if num_devices < FAMILIES[name].min_devices:
+        pytest.skip("refused by the family")
+    schedule = build_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches)
+    validate(schedule)
+    program = lower(schedule)
+    validate_program(program)
+    assert program_oracle.check(program) == []
+    check_posts(program)
+    kinds = [a.kind for actions in program.actions for a in actions]
+    assert sum(k in SENDS for k in kinds) == sum(k in RECEIVES for k in kinds) == count_messages(schedule)
+    assert kinds.count(Kind.REDUCE_GRAD) == schedule.num_stages
+
+
+@settings(max_examples=150, deadline=None)
+@given(random_schedules())
+def test_any_valid_schedule_lowers(schedule):
+    """Custom placements, mixed splitting, any order: what validates as a schedule validates as a program."""
+    validate(schedule)
+    program = lower(schedule)
+    validate_program(program)
+    assert program_oracle.check(program) == []
+    check_posts(program)
+
+
+@settings(max_examples=100, deadline=None)
+@given(random_schedules() | family_schedules())
+def test_forward_only_lowers_without_gradients(schedule):
+    program = lower(schedule.forward_only())
+    validate_program(program)
+    assert program_oracle.check(program) == []
+    kinds = {a.kind for actions in program.actions for a in actions}
+    assert kinds <= {Kind.F, Kind.SEND_F, Kind.RECV_F}
+
+
+@settings(max_examples=30, deadline=None)
+@given(random_schedules())
+def test_lowering_is_a_function(schedule):
+    assert lower(schedule).actions == lower(schedule).actions
+
+
+def test_linear_program():
+    schedule = schedule_of("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", (0, 1))
+    assert text(lower(schedule)) == [
+        "0F0 0SEND_F0 0RECV_I0 0F1 0SEND_F1 0RECV_I1 0B0 0B1 0REDUCE_GRAD",
+        "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_I0 1F1 1B1 1SEND_I1 1REDUCE_GRAD",
+    ]
+
+
+def test_the_turn_of_a_v_is_local():
+    """Stages 1 and 2 share device 1: its output and its gradient change hands without a message."""
+    schedule = schedule_of("0F0,3F0,3I0,3W0,0I0,0W0\n1F0,2F0,2B0,1B0\n", (0, 1, 1, 0))
+    assert text(lower(schedule)) == [
+        "3RECV_F0 0F0 0SEND_F0 3F0 3I0 3SEND_I0 0RECV_I0 3W0 3REDUCE_GRAD 0I0 0W0 0REDUCE_GRAD",
+        "1RECV_F0 1F0 2RECV_I0 2F0 2SEND_F0 2B0 2REDUCE_GRAD 1B0 1SEND_I0 1REDUCE_GRAD",
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(name for name, family in FAMILIES.items() if family.min_devices == 1))
+def test_one_device_sends_nothing(name):
+    program = lower(build_schedule(name, num_devices=1, num_microbatches=4))
+    assert {a.kind for a in program.actions[0]} <= COMPUTE | {Kind.REDUCE_GRAD}
+
+
+@pytest.mark.parametrize(
+    ("upper", "lower_stage"),
+    [("1B0", "0I0,0W0"), ("1I0,1W0", "0B0"), ("1I0,1W0", "0I0,0W0"), ("1B0", "0B0")],
+)
+def test_split_and_fused_neighbours_exchange_gradients(upper, lower_stage):
+    program = lower(schedule_of(f"0F0,{lower_stage}\n1F0,{upper}\n", (0, 1)))
+    validate_program(program)
+    assert Action(Kind.RECV_I, 0, 0) in program.actions[0]
+    producer = program.actions[1].index(Action(Kind.SEND_I, 1, 0)) - 1
+    assert program.actions[1][producer].kind in (Kind.I, Kind.B)
+
+
+def test_uneven_custom_placement():
+    """Device 1 holds three stages, two of them neighbours, device 0 two."""
+    forwards = "0F0,2F0", "1F0,3F0,4F0"
+    backwards = "2B0,0B0", "4B0,3B0,1B0"
+    schedule = schedule_of("".join(f"{f},{b}\n" for f, b in zip(forwards, backwards, strict=True)), (0, 1, 0, 1, 1))
+    assert schedule.placement.name == "custom"
+    program = lower(schedule)
+    validate_program(program)
+    assert not {Action(Kind.SEND_F, 3, 0), Action(Kind.SEND_I, 4, 0)} & set(program.actions[1])
+    assert sum(a.kind in SENDS for actions in program.actions for a in actions) == 6
+
+
+@pytest.mark.parametrize(
+    ("devices", "start"), [((0, 1, 2, 1), "1RECV_F0 3RECV_F0 1F0"), ((2, 1, 0, 1), "3RECV_F0 1RECV_F0 1F0")]
+)
+def test_receives_posted_together_stand_in_order_of_their_sources(devices, start):
+    orders = sorted(["0F0,0B0", "1F0,3F0,3B0,1B0", "2F0,2B0"], key=lambda order: devices[int(order[0])])
+    program = lower(schedule_of("\n".join(orders), devices))
+    validate_program(program)
+    assert text(program)[1].startswith(start)
+
+
+def test_lowering_an_incomplete_schedule_is_refused():
+    schedule = schedule_of("0F0,0B0\n1F0,1B0\n", (0, 1))
+    broken = Schedule("broken", schedule.placement, 1, (schedule.orders[0], ()))
+    with pytest.raises(ScheduleError, match="device 0, position 0, action 0F0: .*validate") as caught:
+        lower(broken)
+    assert (caught.value.device, caught.value.position, caught.value.action) == (0, 0, "0F0")
+
+
+def test_large_schedules_lower_and_validate_fast():
+    schedule = build_schedule("zbv", num_devices=32, num_microbatches=512)
+    assert sum(map(len, schedule.orders)) == 2 * 3 * 32 * 512
+    start = time.process_time()
+    program = lower(schedule)
+    lowered = time.process_time()
+    validate_program(program)
+    validated = time.process_time()
+    assert lowered - start < 1.5
+    assert validated - lowered < 3

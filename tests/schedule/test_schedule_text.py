@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_schedules import FAMILIES, family_schedules, random_schedules
+
+from megatron_pipemem.errors import PipememError, ScheduleFormatError
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule, is_older_torch
+from megatron_pipemem.schedule.validator import validate
+
+# Both files are what torch.distributed.pipelining wrote for two devices: before and since it renamed its letters.
+OLDER_TORCH = """\
+0F0,0F1,2F0,,2F1,2B0,2W0,2B1,2W1,0B0,0W0,0B1,0W1
+,1F0,1F1,3F0,3B0,3F1,3B1,3W0,1B0,3W1,1B1,1W0,1W1
+"""
+CURRENT_TORCH = OLDER_TORCH.replace("B", "I")
+
+
+# ------------------------------------------------------------------------------------------------------------- actions
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@given(stage=st.integers(0, 10**6), microbatch=st.integers(0, 10**6))
+def test_actions_round_trip(kind, stage, microbatch):
+    action = Action(kind, stage, None if kind is Kind.REDUCE_GRAD else microbatch)
+    assert Action.parse(str(action)) == action
+    assert Action.parse(f"  {action}\t") == action
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("2F0", Action(Kind.F, 2, 0)),
+        ("12B34", Action(Kind.B, 12, 34)),
+        ("0I1", Action(Kind.I, 0, 1)),
+        ("3SEND_F0", Action(Kind.SEND_F, 3, 0)),
+        ("2RECV_I7", Action(Kind.RECV_I, 2, 7)),
+        ("2REDUCE_GRAD", Action(Kind.REDUCE_GRAD, 2)),
+    ],
+)
+def test_action_text(text, action):
+    assert Action.parse(text) == action
+    assert str(action) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "F0", "2", "2F", "2f0", "-1F0", "2F-1", "2X0", "2F0F1", "2F 0", "F2F0", "2.0F0", "2BW0", "2RECV_B0", "O F0"]
+)
+def test_malformed_actions(text):
+    with pytest.raises(ScheduleFormatError, match=r"is not an action; write stage|needs a microbatch"):
+        Action.parse(text)
+
+
+def test_reduce_grad_takes_no_microbatch():
+    with pytest.raises(ScheduleFormatError, match="REDUCE_GRAD takes none"):
+        Action.parse("2REDUCE_GRAD0")
+
+
+# ----------------------------------------------------------------------------------------------------------------- CSV
+
+
+@settings(max_examples=200, deadline=None)
+@given(random_schedules() | family_schedules())
+def test_csv_round_trip(schedule):
+    for original in (schedule, schedule.forward_only()):
+        read = Schedule.from_csv(original.to_csv())
+        assert read.orders == original.orders
+        assert read.placement.devices == original.placement.devices
+        assert read.num_microbatches == original.num_microbatches
+        assert read.digest == original.digest
+        assert read.to_csv() == original.to_csv()
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_csv_round_trip_recovers_the_placement(name):
+    schedule = build_schedule(name, num_devices=4, num_microbatches=5)
+    read = Schedule.from_csv(schedule.to_csv(), name=name)
+    assert read == schedule
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedule=random_schedules(), data=st.data())
+def test_layout_of_the_file_does_not_matter(schedule, data):
+    """Idle cells, blanks, blank lines, DOS line ends and a byte order mark change nothing."""
+    blank = st.sampled_from(["", " ", "\t"])
+    lines = []
+    for order in schedule.orders:
+        cells = [data.draw(blank) + str(action) + data.draw(blank) for action in order]
+        for _ in range(data.draw(st.integers(0, 3))):
+            cells.insert(data.draw(st.integers(0, len(cells))), data.draw(blank))
+        lines += [*data.draw(st.lists(st.sampled_from(["", " ", ",,"]), max_size=1)), ",".join(cells)]
+    end = data.draw(st.sampled_from(["\n", "\r\n"]))
+    text = data.draw(st.sampled_from(["", "\ufeff"])) + end.join(lines) + data.draw(st.sampled_from(["", end]))
+    assert Schedule.from_csv(text).orders == schedule.orders
+    if not is_older_torch(text):
+        assert Schedule.from_csv(text, dialect="torch").orders == schedule.orders
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column", "says"),
+    [
+        ("0F0,0B0\n1F0,1X0\n", 2, 2, "'1X0' is not an action"),
+        ("0F0,,hello\n", 1, 3, "'hello' is not an action"),
+        ("\n0F0\n\n1F0,1B\n", 4, 2, "every kind but REDUCE_GRAD needs a microbatch"),
+        ("0F0,0SEND_F0\n1F0\n", 1, 2, "0SEND_F0 is not a compute action"),
+        ("0F0\r\n1F0,0B0\r\n", 2, 2, "stage 0 is on device 1 here and on device 0 above"),
+        ("0F0;0B0\n", 1, 1, "'0F0;0B0' is not an action"),
+        ("0F0,0BW0\n", 1, 2, "'0BW0' is not an action"),
+        ("0F0\n2F0\n", None, None, "no device runs stage 1"),
+        ("", None, None, "the file holds no actions"),
+        (" , ,\n\n", None, None, "the file holds no actions"),
+    ],
+)
+def test_format_errors_name_line_and_column(text, line, column, says):
+    with pytest.raises(ScheduleFormatError) as caught:
+        Schedule.from_csv(text)
+    assert (caught.value.line, caught.value.column) == (line, column)
+    place = "" if line is None else f"line {line}, column {column}: "
+    assert str(caught.value).startswith(place) and says in str(caught.value)
+
+
+@given(st.text(alphabet="0123456789FIWB,\n\r ;()_-\u00e9SENDRCVOLAP", max_size=60), st.sampled_from(["pipemem", "torch"]))
+def test_any_text_is_read_or_refused(text, dialect):
+    """Never another exception than ours, and whatever is read can be judged."""
+    try:
+        validate(Schedule.from_csv(text, dialect=dialect))
+    except PipememError:
+        pass
+
+
+def test_unknown_dialect():
+    with pytest.raises(ScheduleFormatError, match="unknown dialect 'deepspeed'; use pipemem or torch"):
+        Schedule.from_csv("0F0,0B0\n", dialect="deepspeed")
+
+
+# ------------------------------------------------------------------------------------------------------------ dialects
+
+
+@pytest.mark.parametrize(
+    ("text", "older"),
+    [
+        (OLDER_TORCH, True),
+        (CURRENT_TORCH, False),
+        ("0F0,0BW0\n", True),  # the older full backward
+        ("0F0,0B0\n", False),  # a full backward in both
+        ("0F0,0I0,0W0,0F1,0B1\n", False),
+        ("0F0, 0B0 ,0W0\n", True),
+        ("0F0\n", False),
+    ],
+)
+def test_which_torch_wrote_it(text, older):
+    assert is_older_torch(text) is older
+
+
+def test_both_torch_generations_mean_the_same():
+    older = Schedule.from_csv(OLDER_TORCH, dialect="torch")
+    current = Schedule.from_csv(CURRENT_TORCH, dialect="torch")
+    assert older == current == Schedule.from_csv(CURRENT_TORCH)
+    validate(older)
+    assert (older.num_devices, older.num_stages, older.num_microbatches) == (2, 4, 2)
+    assert older.placement.name == "interleaved"
+
+
+def test_older_torch_full_backward():
+    schedule = Schedule.from_csv("0F0,0F1,0BW0,0B1,0W1\n", dialect="torch")
+    assert schedule.to_csv() == "0F0,0F1,0B0,0I1,0W1\n"
+
+
+def test_the_torch_dialect_is_never_assumed():
+    """In our letters an older torch file has full backwards followed by weight gradients of nothing."""
+    schedule = Schedule.from_csv(OLDER_TORCH)
+    with pytest.raises(PipememError, match="needs 2I0"):
+        validate(schedule)
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_lowered_torch_files_lose_their_messages(older):
+    letter = "B" if older else "I"
+    text = (
+        f"0UNSHARD,0F0,0SEND_F0,0RECV_B0,0{letter}0,0W0,0REDUCE_GRAD,0RESHARD\n"
+        f"1UNSHARD,1RECV_F0,1F0,1{letter}0,1SEND_B0,1W0,1REDUCE_GRAD,1RESHARD\n"
+    )
+    schedule = Schedule.from_csv(text, dialect="torch")
+    assert schedule.to_csv() == "0F0,0I0,0W0\n1F0,1I0,1W0\n"
+    validate(schedule)
+
+
+def test_overlapped_pairs_are_read_in_turn():
+    schedule = Schedule.from_csv("0F0,1F0,1I0,1W0,(0F1;0B0)OVERLAP_F_B,1F1,(1B1;0B1)OVERLAP_F_B\n", dialect="torch")
+    assert schedule.to_csv() == "0F0,1F0,1I0,1W0,0F1,0B0,1F1,1B1,0B1\n"
+    validate(schedule)
+
+
+@pytest.mark.parametrize("cell", ["(0F1;0Q0)OVERLAP_F_B", "(0F1;)OVERLAP_F_B", "(0F1,0B0)OVERLAP_F_B", "0F1;0B0", "0SEND_Q0"])
+def test_bad_torch_cells_are_placed(cell):
+    with pytest.raises(ScheduleFormatError, match="line 1, column 3: .* is not an action"):
+        Schedule.from_csv(f"0F0,0B0,{cell}\n", dialect="torch")
+
+
+# -------------------------------------------------------------------------------------------------------------- digest
+
+
+@settings(max_examples=50, deadline=None)
+@given(schedule=random_schedules(), data=st.data())
+def test_the_digest_tells_orders_apart(schedule, data):
+    device = data.draw(st.integers(0, schedule.num_devices - 1))
+    order = list(schedule.orders[device])
+    order[:2] = order[1::-1]
+    orders = (*schedule.orders[:device], tuple(order), *schedule.orders[device + 1 :])
+    changed = Schedule(schedule.name, schedule.placement, schedule.num_microbatches, orders)
+    assert (changed.digest == schedule.digest) is (changed.orders == schedule.orders)
+    renamed = Schedule("other", schedule.placement, schedule.num_microbatches, schedule.orders)
+    assert renamed.digest == schedule.digest

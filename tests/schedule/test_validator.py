@@ -1,0 +1,427 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import oracle
+import program_oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_schedules import FAMILIES, family_schedules, random_schedules
+
+from megatron_pipemem.errors import ScheduleError
+from megatron_pipemem.schedule.action import COMPUTE, MESSAGES, Action, Kind
+from megatron_pipemem.schedule.costs import Costs, CostsError
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Order, Program, Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate, validate_program
+
+Orders = tuple[Order, ...]
+
+ACTION = re.compile(r"\d+(?:F|I|W|B|SEND_F|RECV_F|SEND_I|RECV_I|REDUCE_GRAD)\d*")
+# What is wrong with an action on its own account, where no other action is unmet.
+IDLE = re.compile(
+    r"needs (stage|microbatch) (-?\d+|None),|no action here|is missing;|stands already at position \d+ of device \d+;"
+    r"|has no weight gradients|is not a compute action"
+)
+MEND = re.compile(r"\b(add|remove|move|renumber|keep|make|lower|receive)\b")
+
+
+def orders_of(text: str) -> Orders:
+    return tuple(tuple(Action.parse(cell) for cell in line.split()) for line in text.splitlines())
+
+
+def schedule_of(text: str, devices: tuple[int, ...] = (0, 1), num_microbatches: int = 2) -> Schedule:
+    return Schedule("test", Placement.from_devices(devices), num_microbatches, orders_of(text))
+
+
+def error_of(function, *arguments) -> ScheduleError | None:
+    try:
+        function(*arguments)
+    except ScheduleError as error:
+        return error
+    return None
+
+
+def explains(error: ScheduleError, orders: Orders) -> None:
+    """The message says where, names something unmet, and what to do; its fields point at a real place."""
+    assert error.device is not None and error.position is not None and error.action is not None
+    place = f"device {error.device}, position {error.position}, action {error.action}: "
+    message = str(error)
+    assert message.startswith(place)
+    order = orders[error.device]
+    if error.position < len(order):
+        assert str(order[error.position]) == error.action
+    else:  # something is missing: the end of the order
+        assert error.position == len(order) and "missing" in message or "nothing more" in message
+    unmet = message.removeprefix(place)
+    assert MEND.search(unmet)
+    assert ACTION.search(unmet) or IDLE.search(unmet)
+
+
+def edited(orders: Orders, device: int, order: list[Action]) -> Orders:
+    return tuple(tuple(order) if d == device else old for d, old in enumerate(orders))
+
+
+@st.composite
+def mutants(draw: st.DrawFn, orders: Orders) -> Orders:
+    """``orders`` with one action dropped, doubled, swapped with another, re-routed, renumbered, or of another kind."""
+    device = draw(st.sampled_from([d for d, order in enumerate(orders) if order]))
+    order = list(orders[device])
+    position = draw(st.integers(0, len(order) - 1))
+    other = draw(st.integers(0, len(order) - 1))
+    action = order[position]
+    operation = draw(st.sampled_from(["drop", "double", "swap", "neighbours", "move", "reroute", "renumber", "stage", "kind"]))
+    if operation == "swap":
+        order[position], order[other] = order[other], order[position]
+    elif operation == "neighbours":
+        order[position : position + 2] = reversed(order[position : position + 2])
+    elif operation == "renumber":
+        order[position] = action._replace(microbatch=draw(st.integers(-1, 6)))
+    elif operation == "stage":
+        order[position] = action._replace(stage=draw(st.integers(-1, 8)))
+    elif operation == "kind":
+        order[position] = action._replace(kind=draw(st.sampled_from(list(Kind))))
+    elif operation == "double":
+        order.insert(other, action)
+    else:
+        del order[position]
+        if operation == "move":
+            order.insert(other, action)
+    result = edited(orders, device, order)
+    if operation == "reroute":
+        target = draw(st.integers(0, len(orders) - 1))
+        moved = list(result[target])
+        moved.insert(draw(st.integers(0, len(moved))), action)
+        result = edited(result, target, moved)
+    return result
+
+
+def in_microbatch_order(schedule: Schedule) -> bool:
+    """Whether forwards, input gradients and weight gradients of every stage run in the order of the microbatches."""
+    for order in schedule.orders:
+        for stage in range(schedule.num_stages):
+            for letters in ("F", "IB", "WB"):
+                ran = [a.microbatch for a in order if a.stage == stage and a.kind.value in letters]
+                if ran != sorted(ran):
+                    return False
+    return True
+
+
+def oracle_accepts(schedule: Schedule) -> bool:
+    """The oracle knows training steps only, so a schedule of forwards gets backwards that cannot fail."""
+    orders = schedule.orders
+    if not any(a.kind in (Kind.I, Kind.W, Kind.B) for order in orders for a in order):
+        orders = tuple(
+            order
+            + tuple(Action(Kind.B, s, k) for s in reversed(stages) for k in range(schedule.num_microbatches))
+            for order, stages in zip(orders, schedule.placement.stages, strict=True)
+        )
+    return not oracle.check(replace(schedule, orders=orders)) and in_microbatch_order(schedule)
+
+
+# ---------------------------------------------------------------------------------------------------- valid schedules
+
+
+@settings(max_examples=150, deadline=None)
+@given(random_schedules())
+def test_random_valid_schedules_are_accepted(schedule):
+    assert oracle_accepts(schedule)
+    validate(schedule)
+    validate(schedule.forward_only())
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 8, 17])
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_families_are_accepted(name, num_devices, num_microbatches):
+    if num_devices < FAMILIES[name].min_devices:
+        pytest.skip("refused by the family")
+    schedule = build_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches)
+    assert oracle_accepts(schedule)
+    validate(schedule)
+    validate(schedule, memory_cap=simulate(schedule).peak)
+    validate(schedule.forward_only())
+
+
+# ----------------------------------------------------------------------------------------------------------- mutations
+
+
+@settings(max_examples=700, deadline=None)
+@given(st.data())
+def test_every_mutant_is_caught_or_valid(data):
+    schedule = data.draw(family_schedules() | random_schedules())
+    if data.draw(st.booleans()) and data.draw(st.booleans()):
+        schedule = schedule.forward_only()
+    mutant = replace(schedule, orders=data.draw(mutants(schedule.orders)))
+    error = error_of(validate, mutant)
+    assert (error is None) == oracle_accepts(mutant), error
+    if error is not None:
+        explains(error, mutant.orders)
+
+
+def single_edits(orders: Orders, replacements) -> list[Orders]:
+    """Every drop, double, swap of neighbours, re-route to any place of another device, and replacement of one action."""
+    found = []
+    for device, order in enumerate(orders):
+        for position, action in enumerate(order):
+            before, after = list(order[:position]), list(order[position + 1 :])
+            found.append(edited(orders, device, before + after))
+            found.append(edited(orders, device, [*before, action, action, *after]))
+            if after:
+                found.append(edited(orders, device, [*before, after[0], action, *after[1:]]))
+            found += [edited(orders, device, [*before, other, *after]) for other in replacements(action)]
+            for target in set(range(len(orders))) - {device}:
+                for place in range(len(orders[target]) + 1):
+                    rerouted = list(orders[target])
+                    rerouted.insert(place, action)
+                    found.append(edited(edited(orders, device, before + after), target, rerouted))
+    return found
+
+
+def test_the_numbers_of_mutants():
+    assert len(single_edits(orders_of("0F0 0B0\n1F0 1B0"), lambda action: [])) == 4 + 4 + 2 + 4 * 3
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_single_edit_of_a_family(name):
+    """Exhaustive on two devices and two microbatches, and the same for evaluation."""
+    schedule = build_schedule(name, num_devices=2, num_microbatches=2)
+
+    def replacements(action):
+        yield from (action._replace(microbatch=k) for k in (0, 1, 2) if k != action.microbatch)
+        yield from (action._replace(stage=s) for s in range(-1, 5) if s != action.stage)
+        yield from (action._replace(kind=kind) for kind in COMPUTE if kind is not action.kind)
+
+    caught = 0
+    for base in (schedule, schedule.forward_only()):
+        for orders in single_edits(base.orders, replacements):
+            mutant = replace(base, orders=orders)
+            error = error_of(validate, mutant)
+            assert (error is None) == oracle_accepts(mutant), (orders, error)
+            if error is not None:
+                explains(error, orders)
+                caught += 1
+    assert caught > 100
+
+
+@settings(max_examples=700, deadline=None)
+@given(st.data())
+def test_every_program_mutant_is_caught_or_valid(data):
+    schedule = data.draw(family_schedules(max_microbatches=4) | random_schedules(max_microbatches=3))
+    program = lower(schedule)
+    mutant = Program(schedule, data.draw(mutants(program.actions)))
+    error = error_of(validate_program, mutant)
+    problems = program_oracle.check(mutant)
+    assert (error is None) == (not problems), (error, problems)
+    if error is not None:
+        explains(error, mutant.actions)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_single_edit_of_a_program(name):
+    program = lower(build_schedule(name, num_devices=2, num_microbatches=2))
+
+    def replacements(action):
+        if action.kind in MESSAGES:
+            yield action._replace(microbatch=1 - action.microbatch)
+            yield from (action._replace(kind=kind) for kind in MESSAGES if kind is not action.kind)
+            yield from (action._replace(stage=s) for s in (action.stage - 1, action.stage + 1))
+
+    caught = 0
+    for actions in single_edits(program.actions, replacements):
+        mutant = Program(program.schedule, actions)
+        error = error_of(validate_program, mutant)
+        problems = program_oracle.check(mutant)
+        assert (error is None) == (not problems), (actions, error, problems)
+        if error is not None:
+            explains(error, actions)
+            caught += 1
+    assert caught > 50
+
+
+# ------------------------------------------------------------------------------------------------------------ messages
+
+
+@pytest.mark.parametrize(
+    ("orders", "place", "says"),
+    [
+        ("0F0 0F1 0B0 0B1\n1F0 1B0 1B1", "device 1, position 2, action 1B1", "needs 1F1, which no device runs; add it"),
+        ("0F0 0F1 0B0 0B1\n1F0 1F1 1B0", "device 0, position 3, action 0B1", "needs 1I1 (or 1B1), which no device runs"),
+        ("0F0 0F1 0B0\n1F0 1F1 1B0 1B1", "device 0, position 1, action 0F1", "has no backward; add 0B1, or 0I1 and 0W1"),
+        ("0F0 0F1\n1F0", "device 1, position 1, action 1F1", "is missing; every stage runs every microbatch forward"),
+        ("0F0 0F1 0B0 0I1\n1F0 1F1 1B0 1B1", "device 0, position 3, action 0I1", "has no 0W1 after it; add 0W1, or make"),
+        ("0F0 0F1 0B0 0I1 0B1\n1F0 1F1 1B0 1B1", "device 0, position 3, action 0I1", "does what 0B1 at position 4 does"),
+        ("0F0 0F1 0B0 0W1\n1F0 1F1 1B0 1B1", "device 0, position 3, action 0W1", "needs 0I1 (or 0B1), which no device"),
+        ("0F0 0F1 0F0 0B0 0B1\n1F0 1B0 1F1 1B1", "device 0, position 2, action 0F0", "already at position 0 of device 0"),
+        ("0F0 0F1 1B0 0B0 0B1\n1F0 1F1 1B1", "device 0, position 2, action 1B0", "device 1 holds; move it there"),
+        ("0F0 0F1 0B0 0B1\n1F0 2F1 1B0 1B1", "device 1, position 1, action 2F1", "the placement holds stages 0 to 1"),
+        ("0F0 0F2 0B0 0B1\n1F0 1F1 1B0 1B1", "device 0, position 1, action 0F2", "the step has microbatches 0 to 1"),
+        ("0F0 0SEND_F0 0B0\n1F0 1B0", "device 0, position 1, action 0SEND_F0", "is not a compute action; keep F, I, W"),
+        ("0F0 0F1 0B0 0B1\n1B0 1F0 1F1 1B1", "device 1, position 0, action 1B0", "needs 1F0, which comes later, at"),
+        ("0F0 0F1 0W0 0I0 0B1\n1F0 1F1 1B0 1B1", "device 0, position 2, action 0W0", "needs 0I0, which comes later, at"),
+        ("0F0 0F1 0B1 0B0\n1F0 1F1 1B0 1B1", "device 0, position 3, action 0B0", "comes after 0B1 at position 2, but the"),
+        ("0F0 0F1 0I0 0I1 0W1 0W0\n1F0 1F1 1B0 1B1", "device 0, position 5, action 0W0", "weight gradients of a stage"),
+        ("0F1 0F0 0B0 0B1\n1F0 1F1 1B0 1B1", "device 0, position 1, action 0F0", "the forwards of a stage run in microb"),
+    ],
+)
+def test_messages(orders, place, says):
+    with pytest.raises(ScheduleError) as caught:
+        validate(schedule_of(orders))
+    assert str(caught.value).startswith(f"{place}: ")
+    assert says in str(caught.value)
+
+
+def test_a_deadlock_is_shown_action_by_action():
+    """Device 0 wants microbatch 0 back before it sends microbatch 1; device 1 wants microbatch 1 first."""
+    with pytest.raises(ScheduleError) as caught:
+        validate(schedule_of("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"))
+    assert str(caught.value) == (
+        "device 0, position 1, action 0B0: deadlock: 0B0 (device 0, position 1) waits for 1B0 (device 1, position 2), "
+        "which comes after 1F1; 1F1 (device 1, position 1) waits for 0F1 (device 0, position 2), which comes after 0B0; "
+        "move 1B0 before 1F1 on device 1"
+    )
+
+
+def test_a_deadlock_among_others_leaves_innocent_devices_out():
+    """Device 2 waits too, but for device 1; the cycle is between devices 0 and 1."""
+    text = "0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1\n2F0 2B0 2F1 2B1"
+    with pytest.raises(ScheduleError, match="deadlock") as caught:
+        validate(schedule_of(text, (0, 1, 2)))
+    assert "device 2" not in str(caught.value)
+    assert {caught.value.device} <= {0, 1}
+
+
+def test_a_long_deadlock_names_every_device():
+    """Device 0 waits for 1, which waits for 2, which waits for 0 through a stage further on."""
+    text = "0F0 3F0 0F1 3F1\n1F0 1F1\n2F1 2F0"
+    with pytest.raises(ScheduleError, match="microbatch order"):
+        validate(schedule_of(text, (0, 1, 2, 0)))
+    text = "0F0 3F0 0F1 3F1\n1F0 4F0 1F1 4F1\n2F0 5F0 2F1 5F1"
+    validate(schedule_of(text, (0, 1, 2, 0, 1, 2)))
+    text = "0F0 3F0 0F1 3F1\n1F0 1F1 4F0 4F1\n2F0 5F0 2F1 5F1"
+    with pytest.raises(ScheduleError) as caught:
+        validate(schedule_of("3F0 0F0 0F1 3F1" + text[text.index("\n") :], (0, 1, 2, 0, 1, 2)))
+    for device in range(3):
+        assert f"(device {device}, position 0)" in str(caught.value)
+
+
+def test_an_order_per_device():
+    with pytest.raises(ScheduleError, match="2 devices but the schedule has 1 orders; give one order per device"):
+        validate(schedule_of("0F0 0B0"))
+
+
+def test_memory_cap_names_what_is_held():
+    schedule = build_schedule("1f1b", num_devices=4, num_microbatches=8)
+    validate(schedule, memory_cap=1.0)
+    with pytest.raises(ScheduleError) as caught:
+        validate(schedule, memory_cap=0.9)
+    assert str(caught.value) == (
+        "device 0, position 3, action 0F3: the device holds 1 activation units after it, over the memory cap of 0.9; run a "
+        "W or B before it, choose a schedule with a lower peak, or raise the cap"
+    )
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("num_devices", [2, 3, 6, 7])
+def test_the_cap_is_the_peak_of_the_simulator(name, num_devices):
+    schedule = build_schedule(name, num_devices=num_devices, num_microbatches=2 * num_devices + 1)
+    peak = simulate(schedule).peak
+    assert peak == pytest.approx(float(max(oracle.peak(schedule))))
+    validate(schedule, memory_cap=peak)
+    with pytest.raises(ScheduleError, match="activation units after it, over the memory cap"):
+        validate(schedule, memory_cap=peak - 1e-6)
+
+
+def test_memory_cap_in_bytes_counts_what_input_gradients_release():
+    schedule = schedule_of("0F0 0I0 0F1 0I1 0W0 0W1\n1F0 1I0 1F1 1I1 1W0 1W1")
+    costs = Costs(memory={Kind.F: 100.0, Kind.I: -60.0, Kind.W: -40.0})
+    validate(schedule, costs, memory_cap=140)
+    with pytest.raises(ScheduleError, match="device 0, position 2, action 0F1: the device holds 140 bytes after it"):
+        validate(schedule, costs, memory_cap=139)
+
+
+def test_costs_must_fit():
+    with pytest.raises(CostsError, match="3 values but the placement has 2 stages"):
+        validate(schedule_of("0F0 0B0\n1F0 1B0", num_microbatches=1), Costs(memory={Kind.F: (1, 2, 3)}), memory_cap=9)
+
+
+# ------------------------------------------------------------------------------------------------------------ programs
+
+BASE = schedule_of("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
+DEVICE_0 = "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_I0 0B0 0RECV_I1 0B1 0REDUCE_GRAD"
+DEVICE_1 = "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_I0 1F1 1B1 1SEND_I1 1REDUCE_GRAD"
+
+
+def test_program_as_written():
+    validate_program(Program(BASE, orders_of(f"{DEVICE_0}\n{DEVICE_1}")))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "place", "says"),
+    [
+        ("0F1 0SEND_F1", "0F1", "device 0, position 2, action 0F1", "without 0SEND_F1; add 0SEND_F1 after it"),
+        ("0RECV_I0 ", "", "device 0, position 4, action 0B0", "without 0RECV_I0; add 0RECV_I0 before it"),
+        ("0SEND_F0", "0SEND_F0 0SEND_F0", "device 0, position 2, action 0SEND_F0", "stands already at position 1"),
+        ("0F0 0SEND_F0", "0SEND_F0 0F0", "device 0, position 0, action 0SEND_F0", "must come after 0F0 at position 1"),
+        ("0RECV_I0 0B0", "0B0 0RECV_I0", "device 0, position 5, action 0RECV_I0", "must come before 0B0 at position 4"),
+        ("1RECV_F0 1F0 1RECV_F1", "1RECV_F1 1RECV_F0 1F0", "device 1, position 0, action 1RECV_F1", "sends 0SEND_F0 at"),
+        ("1SEND_I1", "1SEND_I1 1SEND_F1", "device 1, position 8, action 1SEND_F1", "no action here produces it for anot"),
+        ("1RECV_F0", "1RECV_F0 1RECV_I0", "device 1, position 1, action 1RECV_I0", "no action here needs it; remove it"),
+        (" 0REDUCE_GRAD", "", "device 0, position 7, action 0B1", "but 0REDUCE_GRAD is missing; add it after 0B1"),
+        ("0B1 0REDUCE_GRAD", "0REDUCE_GRAD 0B1", "device 0, position 7, action 0REDUCE_GRAD", "must come after 0B1 at"),
+        ("0REDUCE_GRAD", "0REDUCE_GRAD 2REDUCE_GRAD", "device 0, position 9, action 2REDUCE_GRAD", "no weight gradients"),
+        ("1F1 1B1", "1B1 1F1", "device 1, position 5, action 1B1", "the schedule has 1F1 here and the program 1B1"),
+        ("0B1 0REDUCE", "0REDUCE", "device 0, position 8, action 0B1", "has 0B1 here and the program nothing more"),
+        ("0B1 0REDUCE", "0B1 0W1 0REDUCE", "device 0, position 8, action 0W1", "has nothing more here and the program"),
+    ],
+)
+def test_program_messages(old, new, place, says):
+    actions = f"{DEVICE_0}\n{DEVICE_1}".replace(old, new)
+    with pytest.raises(ScheduleError) as caught:
+        validate_program(Program(BASE, orders_of(actions)))
+    assert str(caught.value).startswith(f"{place}: ")
+    assert says in str(caught.value)
+
+
+def test_a_rerouted_post_belongs_elsewhere():
+    actions = f"{DEVICE_0}\n{DEVICE_1}".replace("1SEND_I1 ", "").replace("0RECV_I1", "0RECV_I1 1SEND_I1")
+    with pytest.raises(ScheduleError, match="device 0, position 7, action 1SEND_I1: belongs to 1B1, which device 1 runs"):
+        validate_program(Program(BASE, orders_of(actions)))
+
+
+def test_mismatched_edges_name_both_ends():
+    actions = f"{DEVICE_0}\n{DEVICE_1}".replace("1RECV_F0 1F0 1RECV_F1", "1RECV_F1 1RECV_F0 1F0")
+    with pytest.raises(ScheduleError) as caught:
+        validate_program(Program(BASE, orders_of(actions)))
+    assert str(caught.value) == (
+        "device 1, position 0, action 1RECV_F1: device 0 sends 0SEND_F0 at position 1 when device 1 receives 1RECV_F1 at "
+        "position 0; messages from device 0 to device 1 arrive in sending order, so receive 1RECV_F0 first"
+    )
+
+
+def test_a_late_send_closes_a_wait_cycle():
+    """The send of 0F0 stands behind a backward that needs what it carries."""
+    actions = f"{DEVICE_0}\n{DEVICE_1}".replace("0SEND_F0 0F1 0SEND_F1 0RECV_I0 0B0", "0F1 0RECV_I0 0B0 0SEND_F0 0SEND_F1")
+    with pytest.raises(ScheduleError) as caught:
+        validate_program(Program(BASE, orders_of(actions)))
+    assert str(caught.value) == (
+        "device 0, position 3, action 0B0: deadlock: 0B0 (device 0, position 3) waits for 1SEND_I0 (device 1, position 4), "
+        "which comes after 1F0; 1F0 (device 1, position 1) waits for 0SEND_F0 (device 0, position 4), which comes after 0B0"
+        "; move 1SEND_I0 before 1F0 on device 1"
+    )
+
+
+def test_a_program_of_an_invalid_schedule_is_refused():
+    broken = replace(BASE, orders=(BASE.orders[0], BASE.orders[1][:-1]))
+    with pytest.raises(ScheduleError, match=r"needs 1I1 \(or 1B1\), which no device runs"):
+        validate_program(Program(broken, orders_of(f"{DEVICE_0}\n{DEVICE_1}")))
+
+
+def test_a_program_for_other_devices_is_refused():
+    with pytest.raises(ScheduleError, match="actions for 1 devices but its schedule has 2; lower the schedule again"):
+        validate_program(Program(BASE, orders_of(DEVICE_0)))
