@@ -42,8 +42,8 @@ def simulate(
 ) -> None:
     """Run a schedule in the simulator: makespan, bubble, peak memory, messages, and how fast any could be.
 
-    Costs are for one device's whole share of the model and one microbatch, whatever the number of chunks, so makespans of
-    different placements compare. The lower bound holds for every order of the same placement within the memory cap,
+    Costs are for one device's whole share of the model and one microbatch, whatever the number of chunks, so makespans
+    of different placements compare. The lower bound holds for every order of the same placement within the memory cap,
     or, without one, within this schedule's own peak.
     """
     prices = parse_costs(costs, p2p)

@@ -1,66 +1,80 @@
-"""Requests for CUDA tensors, answered with CPU tensors."""
+"""Requests for CUDA tensors, answered with CPU tensors.
+
+Functions are replaced one by one. PyTorch's own means, a TorchFunctionMode, is suspended while the engine runs a backward
+pass and holds for one thread, so recomputation and custom gradients would still meet CUDA.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
+_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
 def _is_cuda(device: Any) -> bool:
     """Whether ``device`` names a CUDA device: an index, ``"cuda[:i]"`` or a `torch.device`."""
-    if isinstance(device, bool):
-        return False
-    if isinstance(device, int):
-        return True
     if isinstance(device, str):
         return device.partition(":")[0] == "cuda"
-    return isinstance(device, torch.device) and device.type == "cuda"
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
 
 
-def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return tensor.to(*(_CPU if _is_cuda(value) else value for value in args), **kwargs)
+def _on_cpu(create: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``create`` that makes pageable CPU tensors for CUDA devices and for pinned memory."""
+
+    @functools.wraps(create)
+    def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs:
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = _CPU
+            kwargs.pop("pin_memory", None)
+        return create(*args, **kwargs)
+
+    return wrapper
 
 
-def _cuda(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+def _to(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(to)
+    def wrapper(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return to(tensor, *(_CPU if _is_cuda(argument) else argument for argument in args), **kwargs)
+
+    return _on_cpu(wrapper)
+
+
+def _type(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's optimizers sort parameters by the names ``torch.cuda.FloatTensor`` and the like."""
+
+    @functools.wraps(type_of)
+    def wrapper(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            return type_of(tensor).replace("torch.", "torch.cuda.", 1)
+        if isinstance(dtype, str):
+            dtype = dtype.replace("torch.cuda.", "torch.", 1)
+        return type_of(tensor, dtype, *args, **kwargs)
+
+    return wrapper
+
+
+def _itself(tensor: Any, *_: Any, **__: Any) -> Any:
     return tensor
 
 
-def _type(tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Megatron's optimizers sort parameters by names such as ``torch.cuda.FloatTensor``."""
-    if dtype is None:
-        return tensor.type().replace("torch.", "torch.cuda.", 1)
-    if isinstance(dtype, str):
-        dtype = dtype.replace("torch.cuda.", "torch.", 1)
-    return tensor.type(dtype, *args, **kwargs)
-
-
-_REPLACED = {
-    torch.Tensor.to: _to,
-    torch.Tensor.cuda: _cuda,
-    torch.Tensor.type: _type,
-    torch.Tensor.pin_memory: _cuda,
-    torch.Tensor.record_stream: lambda tensor, stream: None,
-}
-
-
-class CpuRedirect(TorchFunctionMode):
-    """Sends every tensor to the CPU. A mode holds for its thread; CPU backward passes run in the calling thread."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if kwargs:
-            if _is_cuda(kwargs.get("device")):
-                kwargs = {**kwargs, "device": _CPU}
-            if kwargs.get("pin_memory"):
-                kwargs = {**kwargs, "pin_memory": False}
-        return _REPLACED.get(func, func)(*args, **kwargs)
-
-
 def install() -> None:
-    """Redirect the calling thread's tensor requests, and ``Module.cuda`` everywhere, until the process ends."""
-    CpuRedirect().__enter__()
-    torch.nn.Module.cuda = lambda module, device=None: module
+    """Redirect tensor factories, tensor methods and ``Module.cuda``, in all threads until the process ends."""
+    factories = _device_constructors()  # cached by PyTorch, which keeps knowing the originals
+    for name, function in list(vars(torch).items()):
+        if callable(function) and function in factories:
+            setattr(torch, name, _on_cpu(function))
+    for name in _METHODS:
+        setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
+    torch.Tensor.to = _to(torch.Tensor.to)
+    torch.Tensor.type = _type(torch.Tensor.type)
+    torch.Tensor.cuda = torch.Tensor.pin_memory = torch.nn.Module.cuda = _itself
+    torch.Tensor.record_stream = lambda tensor, stream: None

@@ -171,7 +171,8 @@ def test_schedules_lists_every_family(pipemem, pipemem_json):
     rows = {row["name"]: row for row in pipemem_json("schedules")}
     assert list(rows) == NAMES
     assert set(rows["zbv"]) == {
-        "name", "placement", "summary", "peak", "bubble", "source", "splits_backward", "min_devices", "options", "chunks"
+        "name", "placement", "summary", "peak", "bubble", "source", "splits_backward", "min_devices", "options",
+        "chunks",
     }  # fmt: skip
     assert rows["zbv"]["placement"] == "v" and rows["zbv"]["splits_backward"] is True
     assert "chunks" in rows["interleaved"]["options"]

@@ -40,7 +40,9 @@ def _misreduced(program: Program) -> list[str]:
                 early = any((letter, action.stage) in names[position:] for letter in "WB")
                 if early or program.placement.device_of(action.stage) != device or action.microbatch is not None:
                     found.append(f"{action} is misplaced on device {device}")
-    return found + [f"stage {s} is reduced {reduced[s]} times" for s in trained | set(reduced) if reduced[s] != (s in trained)]
+    return found + [
+        f"stage {s} is reduced {reduced[s]} times" for s in trained | set(reduced) if reduced[s] != (s in trained)
+    ]
 
 
 def _undelivered(program: Program) -> list[str]:
@@ -85,6 +87,10 @@ def _undelivered(program: Program) -> list[str]:
                     return [f"{tensor} is sent to device {edge[1]}, which has it"]
                 have[edge[1]].add(tensor)
                 moved = True
-    stuck = [f"device {d} stops at {actions[position[d]]}" for d, actions in enumerate(program.actions) if position[d] < len(actions)]
+    stuck = [
+        f"device {d} stops at {actions[position[d]]}"
+        for d, actions in enumerate(program.actions)
+        if position[d] < len(actions)
+    ]
     left = [f"on edge {edge} {list(queue)} is left" for side in (sent, wanted) for edge, queue in side.items() if queue]
     return stuck + left

@@ -22,7 +22,6 @@ from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.validator import validate
 
 NAMES = ("gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "1f1b-v")
-LINEAR = ("gpipe", "1f1b", "1f1b-eager", "zb-h1", "zb-h2")
 
 # Peaks in stage activations of the busiest device, for any m: equal for m >= 2p, at most this before.
 PEAK: dict[str, Callable[[int, int], int]] = {

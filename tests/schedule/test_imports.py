@@ -82,7 +82,9 @@ standard = set(sys.stdlib_module_names) | set(sys.builtin_module_names)
 mains = {name.split(".")[0] for name, module in sys.modules.items() if module is not None}
 print(len(names), sorted(m for m in mains - standard - {"megatron_pipemem"} if hasattr(sys.modules[m], "__path__")))
 """
-    before = run("import sys; print(sorted(n for n, m in sys.modules.items() if '.' not in n and hasattr(m, '__path__')))")
+    before = run(
+        "import sys; print(sorted(n for n, m in sys.modules.items() if '.' not in n and hasattr(m, '__path__')))"
+    )
     count, found = run(code).strip().split(" ", 1)
     assert int(count) >= 10
     assert set(ast.literal_eval(found)) <= set(ast.literal_eval(before))

@@ -47,7 +47,8 @@ def test_action_text(text, action):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "F0", "2", "2F", "2f0", "-1F0", "2F-1", "2X0", "2F0F1", "2F 0", "F2F0", "2.0F0", "2BW0", "2RECV_B0", "O F0"]
+    "text",
+    ["", "F0", "2", "2F", "2f0", "-1F0", "2F-1", "2X0", "2F0F1", "2F 0", "F2F0", "2.0F0", "2BW0", "2RECV_B0", "O F0"],
 )
 def test_malformed_actions(text):
     with pytest.raises(ScheduleFormatError, match=r"is not an action; write stage|needs a microbatch"):
@@ -122,7 +123,9 @@ def test_format_errors_name_line_and_column(text, line, column, says):
     assert str(caught.value).startswith(place) and says in str(caught.value)
 
 
-@given(st.text(alphabet="0123456789FIWB,\n\r ;()_-\u00e9SENDRCVOLAP", max_size=60), st.sampled_from(["pipemem", "torch"]))
+@given(
+    st.text(alphabet="0123456789FIWB,\n\r ;()_-\u00e9SENDRCVOLAP", max_size=60), st.sampled_from(["pipemem", "torch"])
+)
 def test_any_text_is_read_or_refused(text, dialect):
     """Never another exception than ours, and whatever is read can be judged."""
     try:
@@ -194,7 +197,9 @@ def test_overlapped_pairs_are_read_in_turn():
     validate(schedule)
 
 
-@pytest.mark.parametrize("cell", ["(0F1;0Q0)OVERLAP_F_B", "(0F1;)OVERLAP_F_B", "(0F1,0B0)OVERLAP_F_B", "0F1;0B0", "0SEND_Q0"])
+@pytest.mark.parametrize(
+    "cell", ["(0F1;0Q0)OVERLAP_F_B", "(0F1;)OVERLAP_F_B", "(0F1,0B0)OVERLAP_F_B", "0F1;0B0", "0SEND_Q0"]
+)
 def test_bad_torch_cells_are_placed(cell):
     with pytest.raises(ScheduleFormatError, match="line 1, column 3: .* is not an action"):
         Schedule.from_csv(f"0F0,0B0,{cell}\n", dialect="torch")

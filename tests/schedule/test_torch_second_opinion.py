@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from random_schedules import FAMILIES, random_schedules
 
-from megatron_pipemem.schedule.action import MESSAGES, RECEIVES, Action, Kind
 from megatron_pipemem.errors import ScheduleError
+from megatron_pipemem.schedule.action import MESSAGES, RECEIVES, Action, Kind
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
@@ -23,7 +23,13 @@ schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 pytestmark = pytest.mark.skipif(
     not all(
         hasattr(schedules, name)
-        for name in ("_Action", "_validate_schedule", "_add_send_recv", "_simulate_comms_compute", "_PipelineScheduleRuntime")
+        for name in (
+            "_Action",
+            "_validate_schedule",
+            "_add_send_recv",
+            "_simulate_comms_compute",
+            "_PipelineScheduleRuntime",
+        )
     ),
     reason="this torch has no schedule lowering",
 )
@@ -112,12 +118,12 @@ def test_torch_agrees_on_random_schedules(schedule):
     judge(schedule)
 
 
-@pytest.mark.parametrize(("name", "steps"), [("v-half", 665), ("v-min", 692), ("zbv", 570), ("1f1b-v", 554)])
-def test_simulated_steps_of_the_v_family(name, steps):
-    """Published reference tables at 8 devices and 33 microbatches take this many of torch's steps; ours are no worse."""
+@pytest.mark.parametrize(("name", "steps"), [("zbv", 570), ("1f1b-v", 554)])
+def test_simulated_steps_are_those_of_the_reference_tables(name, steps):
+    """Published tables at 8 devices and 33 microbatches, counted in torch's steps, where a message takes one too."""
     schedule = build_schedule(name, num_devices=8, num_microbatches=33)
     theirs = schedules._add_send_recv(torch_orders(schedule.orders), schedule.placement.device_of, schedule.num_stages)
-    assert simulate_in_torch(theirs, schedule.placement) <= 1.02 * steps
+    assert simulate_in_torch(theirs, schedule.placement) == steps
 
 
 # ----------------------------------------------------------------------------------------------------------------- CSV

@@ -75,7 +75,9 @@ def mutants(draw: st.DrawFn, orders: Orders) -> Orders:
     position = draw(st.integers(0, len(order) - 1))
     other = draw(st.integers(0, len(order) - 1))
     action = order[position]
-    operation = draw(st.sampled_from(["drop", "double", "swap", "neighbours", "move", "reroute", "renumber", "stage", "kind"]))
+    operation = draw(
+        st.sampled_from(["drop", "double", "swap", "neighbours", "move", "reroute", "renumber", "stage", "kind"])
+    )
     if operation == "swap":
         order[position], order[other] = order[other], order[position]
     elif operation == "neighbours":
@@ -117,8 +119,7 @@ def oracle_accepts(schedule: Schedule) -> bool:
     orders = schedule.orders
     if not any(a.kind in (Kind.I, Kind.W, Kind.B) for order in orders for a in order):
         orders = tuple(
-            order
-            + tuple(Action(Kind.B, s, k) for s in reversed(stages) for k in range(schedule.num_microbatches))
+            order + tuple(Action(Kind.B, s, k) for s in reversed(stages) for k in range(schedule.num_microbatches))
             for order, stages in zip(orders, schedule.placement.stages, strict=True)
         )
     return not oracle.check(replace(schedule, orders=orders)) and in_microbatch_order(schedule)
@@ -251,22 +252,54 @@ def test_every_single_edit_of_a_program(name):
     ("orders", "place", "says"),
     [
         ("0F0 0F1 0B0 0B1\n1F0 1B0 1B1", "device 1, position 2, action 1B1", "needs 1F1, which no device runs; add it"),
-        ("0F0 0F1 0B0 0B1\n1F0 1F1 1B0", "device 0, position 3, action 0B1", "needs 1I1 (or 1B1), which no device runs"),
-        ("0F0 0F1 0B0\n1F0 1F1 1B0 1B1", "device 0, position 1, action 0F1", "has no backward; add 0B1, or 0I1 and 0W1"),
+        (
+            "0F0 0F1 0B0 0B1\n1F0 1F1 1B0",
+            "device 0, position 3, action 0B1",
+            "needs 1I1 (or 1B1), which no device runs",
+        ),
+        (
+            "0F0 0F1 0B0\n1F0 1F1 1B0 1B1",
+            "device 0, position 1, action 0F1",
+            "has no backward; add 0B1, or 0I1 and 0W1",
+        ),
         ("0F0 0F1\n1F0", "device 1, position 1, action 1F1", "is missing; every stage runs every microbatch forward"),
-        ("0F0 0F1 0B0 0I1\n1F0 1F1 1B0 1B1", "device 0, position 3, action 0I1", "has no 0W1 after it; add 0W1, or make"),
-        ("0F0 0F1 0B0 0I1 0B1\n1F0 1F1 1B0 1B1", "device 0, position 3, action 0I1", "does what 0B1 at position 4 does"),
+        (
+            "0F0 0F1 0B0 0I1\n1F0 1F1 1B0 1B1",
+            "device 0, position 3, action 0I1",
+            "has no 0W1 after it; add 0W1, or make",
+        ),
+        (
+            "0F0 0F1 0B0 0I1 0B1\n1F0 1F1 1B0 1B1",
+            "device 0, position 3, action 0I1",
+            "does what 0B1 at position 4 does",
+        ),
         ("0F0 0F1 0B0 0W1\n1F0 1F1 1B0 1B1", "device 0, position 3, action 0W1", "needs 0I1 (or 0B1), which no device"),
-        ("0F0 0F1 0F0 0B0 0B1\n1F0 1B0 1F1 1B1", "device 0, position 2, action 0F0", "already at position 0 of device 0"),
+        (
+            "0F0 0F1 0F0 0B0 0B1\n1F0 1B0 1F1 1B1",
+            "device 0, position 2, action 0F0",
+            "already at position 0 of device 0",
+        ),
         ("0F0 0F1 1B0 0B0 0B1\n1F0 1F1 1B1", "device 0, position 2, action 1B0", "device 1 holds; move it there"),
         ("0F0 0F1 0B0 0B1\n1F0 2F1 1B0 1B1", "device 1, position 1, action 2F1", "the placement holds stages 0 to 1"),
         ("0F0 0F2 0B0 0B1\n1F0 1F1 1B0 1B1", "device 0, position 1, action 0F2", "the step has microbatches 0 to 1"),
         ("0F0 0SEND_F0 0B0\n1F0 1B0", "device 0, position 1, action 0SEND_F0", "is not a compute action; keep F, I, W"),
         ("0F0 0F1 0B0 0B1\n1B0 1F0 1F1 1B1", "device 1, position 0, action 1B0", "needs 1F0, which comes later, at"),
-        ("0F0 0F1 0W0 0I0 0B1\n1F0 1F1 1B0 1B1", "device 0, position 2, action 0W0", "needs 0I0, which comes later, at"),
-        ("0F0 0F1 0B1 0B0\n1F0 1F1 1B0 1B1", "device 0, position 3, action 0B0", "comes after 0B1 at position 2, but the"),
+        (
+            "0F0 0F1 0W0 0I0 0B1\n1F0 1F1 1B0 1B1",
+            "device 0, position 2, action 0W0",
+            "needs 0I0, which comes later, at",
+        ),
+        (
+            "0F0 0F1 0B1 0B0\n1F0 1F1 1B0 1B1",
+            "device 0, position 3, action 0B0",
+            "comes after 0B1 at position 2, but the",
+        ),
         ("0F0 0F1 0I0 0I1 0W1 0W0\n1F0 1F1 1B0 1B1", "device 0, position 5, action 0W0", "weight gradients of a stage"),
-        ("0F1 0F0 0B0 0B1\n1F0 1F1 1B0 1B1", "device 0, position 1, action 0F0", "the forwards of a stage run in microb"),
+        (
+            "0F1 0F0 0B0 0B1\n1F0 1F1 1B0 1B1",
+            "device 0, position 1, action 0F0",
+            "the forwards of a stage run in microb",
+        ),
     ],
 )
 def test_messages(orders, place, says):
@@ -369,12 +402,32 @@ def test_program_as_written():
         ("0SEND_F0", "0SEND_F0 0SEND_F0", "device 0, position 2, action 0SEND_F0", "stands already at position 1"),
         ("0F0 0SEND_F0", "0SEND_F0 0F0", "device 0, position 0, action 0SEND_F0", "must come after 0F0 at position 1"),
         ("0RECV_I0 0B0", "0B0 0RECV_I0", "device 0, position 5, action 0RECV_I0", "must come before 0B0 at position 4"),
-        ("1RECV_F0 1F0 1RECV_F1", "1RECV_F1 1RECV_F0 1F0", "device 1, position 0, action 1RECV_F1", "sends 0SEND_F0 at"),
-        ("1SEND_I1", "1SEND_I1 1SEND_F1", "device 1, position 8, action 1SEND_F1", "no action here produces it for anot"),
-        ("1RECV_F0", "1RECV_F0 1RECV_I0", "device 1, position 1, action 1RECV_I0", "no action here needs it; remove it"),
+        (
+            "1RECV_F0 1F0 1RECV_F1",
+            "1RECV_F1 1RECV_F0 1F0",
+            "device 1, position 0, action 1RECV_F1",
+            "sends 0SEND_F0 at",
+        ),
+        (
+            "1SEND_I1",
+            "1SEND_I1 1SEND_F1",
+            "device 1, position 8, action 1SEND_F1",
+            "no action here produces it for anot",
+        ),
+        (
+            "1RECV_F0",
+            "1RECV_F0 1RECV_I0",
+            "device 1, position 1, action 1RECV_I0",
+            "no action here needs it; remove it",
+        ),
         (" 0REDUCE_GRAD", "", "device 0, position 7, action 0B1", "but 0REDUCE_GRAD is missing; add it after 0B1"),
         ("0B1 0REDUCE_GRAD", "0REDUCE_GRAD 0B1", "device 0, position 7, action 0REDUCE_GRAD", "must come after 0B1 at"),
-        ("0REDUCE_GRAD", "0REDUCE_GRAD 2REDUCE_GRAD", "device 0, position 9, action 2REDUCE_GRAD", "no weight gradients"),
+        (
+            "0REDUCE_GRAD",
+            "0REDUCE_GRAD 2REDUCE_GRAD",
+            "device 0, position 9, action 2REDUCE_GRAD",
+            "no weight gradients",
+        ),
         ("1F1 1B1", "1B1 1F1", "device 1, position 5, action 1B1", "the schedule has 1F1 here and the program 1B1"),
         ("0B1 0REDUCE", "0REDUCE", "device 0, position 8, action 0B1", "has 0B1 here and the program nothing more"),
         ("0B1 0REDUCE", "0B1 0W1 0REDUCE", "device 0, position 8, action 0W1", "has nothing more here and the program"),
@@ -390,7 +443,9 @@ def test_program_messages(old, new, place, says):
 
 def test_a_rerouted_post_belongs_elsewhere():
     actions = f"{DEVICE_0}\n{DEVICE_1}".replace("1SEND_I1 ", "").replace("0RECV_I1", "0RECV_I1 1SEND_I1")
-    with pytest.raises(ScheduleError, match="device 0, position 7, action 1SEND_I1: belongs to 1B1, which device 1 runs"):
+    with pytest.raises(
+        ScheduleError, match="device 0, position 7, action 1SEND_I1: belongs to 1B1, which device 1 runs"
+    ):
         validate_program(Program(BASE, orders_of(actions)))
 
 
@@ -406,7 +461,9 @@ def test_mismatched_edges_name_both_ends():
 
 def test_a_late_send_closes_a_wait_cycle():
     """The send of 0F0 stands behind a backward that needs what it carries."""
-    actions = f"{DEVICE_0}\n{DEVICE_1}".replace("0SEND_F0 0F1 0SEND_F1 0RECV_I0 0B0", "0F1 0RECV_I0 0B0 0SEND_F0 0SEND_F1")
+    actions = f"{DEVICE_0}\n{DEVICE_1}".replace(
+        "0SEND_F0 0F1 0SEND_F1 0RECV_I0 0B0", "0F1 0RECV_I0 0B0 0SEND_F0 0SEND_F1"
+    )
     with pytest.raises(ScheduleError) as caught:
         validate_program(Program(BASE, orders_of(actions)))
     assert str(caught.value) == (
