@@ -167,19 +167,20 @@ def _summary(error: BaseException) -> str:
 
 
 def _report(error: BaseException) -> None:
-    """Print the error, leave it to torchrun if that started this rank.
+    """Print the error; leave its traceback to torchrun, which prints it at the end, if that started this rank.
 
     The traceback is left out for errors of ours, which say all there is to know; PIPEMEM_TRACEBACK=1 shows it.
     """
-    trace = "".join(traceback.format_exception(error))
+    wanted = not isinstance(error, PipememError) or "PIPEMEM_TRACEBACK" in os.environ
+    trace = "".join(traceback.format_exception(error)) if wanted else _summary(error)
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    if not isinstance(error, PipememError) or os.environ.get("PIPEMEM_TRACEBACK"):
-        console.print(trace, markup=False, end="")
-    console.print(f"rank {os.environ.get('RANK', 0)} failed: {_summary(error)}", style="bold red", markup=False)
-    if _lost_a_peer(error):
-        console.print("Another rank ended without saying why: killed, or out of memory?", style="red")
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # torchrun compares whole seconds and takes the lowest rank among equals; a second less keeps this one first.
         details = {"py_callstack": trace, "timestamp": str(int(time.time()) - 1)}
         with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": _summary(error), "extraInfo": details}}))
+    elif wanted:
+        console.print(trace, markup=False, end="")
+    console.print(f"rank {os.environ.get('RANK', 0)} failed: {_summary(error)}", style="bold red", markup=False)
+    if _lost_a_peer(error):
+        console.print("Another rank ended without saying why: killed, or out of memory?", style="red")

@@ -14,6 +14,7 @@ import torch
 from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
+_LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
 _METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
@@ -70,7 +71,7 @@ def install() -> None:
     """Redirect tensor factories, tensor methods and ``Module.cuda``, in all threads until the process ends."""
     factories = _device_constructors()  # cached by PyTorch, which keeps knowing the originals
     for name, function in list(vars(torch).items()):
-        if callable(function) and function in factories:
+        if name in _LIKE or (callable(function) and function in factories):
             setattr(torch, name, _on_cpu(function))
     for name in _METHODS:
         setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))

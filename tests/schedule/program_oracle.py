@@ -38,7 +38,8 @@ def _misreduced(program: Program) -> list[str]:
             if action.kind.value == "REDUCE_GRAD":
                 reduced[action.stage] += 1
                 early = any((letter, action.stage) in names[position:] for letter in "WB")
-                if early or program.placement.device_of(action.stage) != device or action.microbatch is not None:
+                local = action.stage in program.placement.stages[device]
+                if early or not local or action.microbatch is not None:
                     found.append(f"{action} is misplaced on device {device}")
     return found + [
         f"stage {s} is reduced {reduced[s]} times" for s in trained | set(reduced) if reduced[s] != (s in trained)

@@ -166,7 +166,7 @@ def test_every_mutant_is_caught_or_valid(data):
 
 
 def single_edits(orders: Orders, replacements) -> list[Orders]:
-    """Every drop, double, swap of neighbours, re-route to any place of another device, and replacement of one action."""
+    """Every drop, double, swap of neighbours, re-route to any place of another device, and replacement."""
     found = []
     for device, order in enumerate(orders):
         for position, action in enumerate(order):
@@ -182,10 +182,6 @@ def single_edits(orders: Orders, replacements) -> list[Orders]:
                     rerouted.insert(place, action)
                     found.append(edited(edited(orders, device, before + after), target, rerouted))
     return found
-
-
-def test_the_numbers_of_mutants():
-    assert len(single_edits(orders_of("0F0 0B0\n1F0 1B0"), lambda action: [])) == 4 + 4 + 2 + 4 * 3
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
@@ -315,8 +311,8 @@ def test_a_deadlock_is_shown_action_by_action():
         validate(schedule_of("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"))
     assert str(caught.value) == (
         "device 0, position 1, action 0B0: deadlock: 0B0 (device 0, position 1) waits for 1B0 (device 1, position 2), "
-        "which comes after 1F1; 1F1 (device 1, position 1) waits for 0F1 (device 0, position 2), which comes after 0B0; "
-        "move 1B0 before 1F1 on device 1"
+        "which comes after 1F1; 1F1 (device 1, position 1) waits for 0F1 (device 0, position 2), which comes after 0B0"
+        "; move 1B0 before 1F1 on device 1"
     )
 
 
@@ -354,8 +350,8 @@ def test_memory_cap_names_what_is_held():
     with pytest.raises(ScheduleError) as caught:
         validate(schedule, memory_cap=0.9)
     assert str(caught.value) == (
-        "device 0, position 3, action 0F3: the device holds 1 activation units after it, over the memory cap of 0.9; run a "
-        "W or B before it, choose a schedule with a lower peak, or raise the cap"
+        "device 0, position 3, action 0F3: the device holds 1 activation units after it, over the memory cap of 0.9; "
+        "run a W or B before it, choose a schedule with a lower peak, or raise the cap"
     )
 
 
@@ -454,8 +450,8 @@ def test_mismatched_edges_name_both_ends():
     with pytest.raises(ScheduleError) as caught:
         validate_program(Program(BASE, orders_of(actions)))
     assert str(caught.value) == (
-        "device 1, position 0, action 1RECV_F1: device 0 sends 0SEND_F0 at position 1 when device 1 receives 1RECV_F1 at "
-        "position 0; messages from device 0 to device 1 arrive in sending order, so receive 1RECV_F0 first"
+        "device 1, position 0, action 1RECV_F1: device 0 sends 0SEND_F0 at position 1 when device 1 receives 1RECV_F1 "
+        "at position 0; messages from device 0 to device 1 arrive in sending order, so receive 1RECV_F0 first"
     )
 
 
@@ -467,9 +463,9 @@ def test_a_late_send_closes_a_wait_cycle():
     with pytest.raises(ScheduleError) as caught:
         validate_program(Program(BASE, orders_of(actions)))
     assert str(caught.value) == (
-        "device 0, position 3, action 0B0: deadlock: 0B0 (device 0, position 3) waits for 1SEND_I0 (device 1, position 4), "
-        "which comes after 1F0; 1F0 (device 1, position 1) waits for 0SEND_F0 (device 0, position 4), which comes after 0B0"
-        "; move 1SEND_I0 before 1F0 on device 1"
+        "device 0, position 3, action 0B0: deadlock: 0B0 (device 0, position 3) waits for 1SEND_I0 (device 1, position "
+        "4), which comes after 1F0; 1F0 (device 1, position 1) waits for 0SEND_F0 (device 0, position 4), which comes "
+        "after 0B0; move 1SEND_I0 before 1F0 on device 1"
     )
 
 

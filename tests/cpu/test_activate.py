@@ -1,0 +1,204 @@
+"""What the CPU lane answers in place of CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from megatron_pipemem.cpu import is_active
+
+ACTIVATE = "from megatron_pipemem.cpu import activate, is_active; activate(); import torch\n"
+
+
+def test_importing_the_package_activates_nothing() -> None:
+    assert not is_active()
+
+
+def test_refuses_to_come_after_megatron(python: Callable[[str], str]) -> None:
+    message = python("""
+        import sys
+        sys.modules["megatron.core"] = object()
+        from megatron_pipemem.cpu import activate
+        from megatron_pipemem.errors import UnsupportedError
+        import torch
+        available = torch.cuda.is_available
+        try:
+            activate()
+        except UnsupportedError as error:
+            assert torch.cuda.is_available is available
+            print(error)
+    """)
+    assert "pipemem run --cpu" in message
+
+
+def test_activating_twice_changes_nothing_more(python: Callable[[str], str]) -> None:
+    python(f"""
+        {ACTIVATE}
+        before = torch.empty, torch.Tensor.to, torch.cuda.Stream, torch.distributed.new_group
+        activate()
+        assert is_active()
+        assert before == (torch.empty, torch.Tensor.to, torch.cuda.Stream, torch.distributed.new_group)
+    """.replace("\n        ", "\n"))
+
+
+def test_leaves_the_users_environment_alone(python: Callable[[str], str]) -> None:
+    python(
+        "import os; os.environ['OMP_NUM_THREADS'] = '2'\n"
+        + ACTIVATE
+        + "assert torch.get_num_threads() == 2 and os.environ['CUDA_DEVICE_MAX_CONNECTIONS'] == '1'"
+    )
+
+
+@pytest.fixture(scope="module")
+def answers(python: Callable[[str], str]) -> dict[str, str]:
+    """Each expression of EXPRESSIONS, evaluated in one activated process."""
+    code = ACTIVATE + f"for text in {list(EXPRESSIONS)!r}:\n    print(repr(eval(text)))"
+    return dict(zip(EXPRESSIONS, python(code).splitlines(), strict=True))
+
+
+EXPRESSIONS = {
+    # tensors asked of CUDA, in all the ways Megatron does
+    "torch.empty(2, device='cuda').device.type": "'cpu'",
+    "torch.zeros(2, device='cuda:1').device.type": "'cpu'",
+    "torch.ones(2, device=torch.cuda.current_device()).device.type": "'cpu'",
+    "torch.full((2,), 1.0, device=torch.device('cuda', 0)).device.type": "'cpu'",
+    "torch.tensor([1], dtype=torch.int, device='cuda').tolist()": "[1]",
+    "torch.arange(3, device='cuda', pin_memory=True).tolist()": "[0, 1, 2]",
+    "torch.empty_like(torch.ones(2), device='cuda').device.type": "'cpu'",
+    "torch.ones(2).new_zeros(2, device='cuda').tolist()": "[0.0, 0.0]",
+    "torch.ones(2).to('cuda').device.type": "'cpu'",
+    "torch.ones(2).to(0, torch.float16).dtype": "torch.float16",
+    "torch.ones(2).to(device='cuda:0', dtype=torch.float16).dtype": "torch.float16",
+    "torch.ones(2).to(torch.float64, True).dtype": "torch.float64",
+    "torch.nn.Linear(2, 2, device='cuda').cuda(0).weight.device.type": "'cpu'",
+    "torch.ones(2).cuda(non_blocking=True).pin_memory().tolist()": "[1.0, 1.0]",
+    # the meta device is not CUDA
+    "torch.empty(2, device='meta').device.type": "'meta'",
+    "torch.ones(2).to('meta').device.type": "'meta'",
+    # names by which Megatron's optimizers sort parameters
+    "torch.ones(2).type()": "'torch.cuda.FloatTensor'",
+    "torch.ones(2).bfloat16().type()": "'torch.cuda.BFloat16Tensor'",
+    "torch.ones(2).type('torch.cuda.HalfTensor').dtype": "torch.float16",
+    "torch.ones(2).type(torch.int64).dtype": "torch.int64",
+    # devices
+    "torch.cuda.is_available(), torch.accelerator.is_available()": "(True, False)",
+    "torch.cuda.device_count(), torch.cuda.current_device()": "(1, 0)",
+    "torch.cuda.get_device_capability()": "(8, 0)",
+    "torch.cuda.get_device_properties(0).major": "8",
+    "torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()": "(0, 0)",
+    "torch.cuda.memory_stats()['allocation.all.current']": "0",
+    # streams
+    "torch.cuda.current_stream() is torch.cuda.default_stream()": "True",
+    "torch.cuda.Stream().record_event().query()": "True",
+    # what Megatron would compile
+    "torch.compile(abs)(-1), torch.compile(mode='default')(abs)(-1)": "(1, 1)",
+}
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_answers(answers: dict[str, str], expression: str) -> None:
+    assert answers[expression] == EXPRESSIONS[expression]
+
+
+def test_streams_nest_and_events_measure_time(python: Callable[[str], str]) -> None:
+    python(ACTIVATE + """
+import time
+first, second = torch.cuda.Stream(), torch.cuda.Stream()
+with torch.cuda.stream(first):
+    with torch.cuda.stream(second):
+        assert torch.cuda.current_stream() is second
+    assert torch.cuda.current_stream() is first
+assert torch.cuda.current_stream() is torch.cuda.default_stream()
+start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+start.record(); time.sleep(0.02); end.record()
+assert 20 <= start.elapsed_time(end) < 2000
+""")
+
+
+def test_cuda_random_state_is_the_state_that_kernels_draw_from(python: Callable[[str], str]) -> None:
+    python(ACTIVATE + """
+torch.cuda.manual_seed(7)
+state = torch.cuda.get_rng_state()
+drawn = torch.rand(3, device="cuda")
+torch.cuda.set_rng_state(state)
+assert torch.equal(drawn, torch.rand(3))
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+model_parallel_cuda_manual_seed(3, tp_rank=0, ep_rank=0, etp_rank=0)
+before = torch.cuda.get_rng_state()
+with get_cuda_rng_tracker().fork():
+    torch.rand(3)
+assert torch.equal(before, torch.cuda.get_rng_state())
+""")
+
+
+def test_cuda_tensors_in_backward_passes_and_other_threads(python: Callable[[str], str]) -> None:
+    python(ACTIVATE + """
+import threading
+from torch.utils.checkpoint import checkpoint
+devices = []
+def layer(x):
+    devices.append(torch.empty(1, device="cuda").device.type)
+    return x * 2
+x = torch.ones(2, requires_grad=True)
+checkpoint(layer, x, use_reentrant=True).sum().backward()
+thread = threading.Thread(target=layer, args=(x,))
+thread.start(); thread.join()
+assert devices == ["cpu"] * 3 and x.grad.tolist() == [2.0, 2.0]
+""")
+
+
+def test_meta_device_context_still_holds(python: Callable[[str], str]) -> None:
+    python(ACTIVATE + """
+with torch.device("meta"):
+    assert torch.nn.Linear(2, 2).weight.device.type == "meta"
+""")
+
+
+def test_nccl_groups_become_gloo(python: Callable[[str], str]) -> None:
+    python(ACTIVATE + """
+import tempfile
+dist = torch.distributed
+store = dist.FileStore(tempfile.mktemp(), 1)
+dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda:0"))
+assert dist.get_backend() == "gloo"
+assert dist.get_backend(dist.new_group([0], backend="nccl", pg_options=None)) == "gloo"
+dist.destroy_process_group()
+""")
+
+
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
+def test_norms_accept_sequence_parallelism(python: Callable[[str], str], norm: str) -> None:
+    python(ACTIVATE + f"""
+from types import SimpleNamespace
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+config = SimpleNamespace(layernorm_zero_centered_gamma=False, persist_layer_norm=True, sequence_parallel=True,
+                         memory_efficient_layer_norm=False, normalization="{norm}")
+built = WrappedTorchNorm(config, 8, eps=1e-3)
+assert type(built) is torch.nn.{norm} and built.eps == 1e-3
+assert all(parameter.sequence_parallel for parameter in built.parameters())
+assert config.sequence_parallel and config.persist_layer_norm
+""")
+
+
+def test_fused_weight_gradients_match_autograd(python: Callable[[str], str]) -> None:
+    python(ACTIVATE + """
+import fused_weight_gradient_mlp_cuda as fused
+inputs, weight = torch.randn(6, 3), torch.randn(4, 3, requires_grad=True)
+grad_output = torch.randn(6, 4)
+main_grad = torch.ones(4, 3)
+fused.wgrad_gemm_accum_fp32(inputs, grad_output, main_grad)
+(inputs @ weight.t()).backward(grad_output)
+torch.testing.assert_close(main_grad, 1 + weight.grad)
+from megatron.core.tensor_parallel import layers
+assert layers._grad_accum_fusion_available
+""")
+
+
+def test_fused_weight_gradients_are_an_option(python: Callable[[str], str]) -> None:
+    python("""
+        from megatron_pipemem.cpu import activate
+        activate(emulate_fused_gradients=False)
+        from megatron.core.tensor_parallel import layers
+        assert not layers._grad_accum_fusion_available
+    """)

@@ -1,0 +1,109 @@
+"""The ledger counts what autograd really holds, once, for as long as it holds it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from megatron_pipemem.runtime.activation_ledger import (  # noqa: E402
+    ActivationLedger,
+    LedgerEntry,
+    bytes_per_action,
+    predict_peak_bytes,
+)
+from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
+
+F0, B0 = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
+
+
+def saved(ledger: ActivationLedger) -> int:
+    ledger.record(F0)
+    return ledger.entries[-1].bytes
+
+
+def test_counts_saved_tensors_until_the_graph_is_gone():
+    weight = torch.nn.Parameter(torch.randn(16, 8))
+    ledger = ActivationLedger([weight])
+    x = torch.randn(4, 8)
+    with ledger.watch_saved():
+        y = torch.tanh(x @ weight.t()).sum()
+    # The input of the product and the output of tanh; the weight is no activation, the sum saves nothing.
+    assert saved(ledger) == 4 * (4 * 8 + 4 * 16)
+    y.backward()
+    del y
+    assert saved(ledger) == 4 * 4 * 8, "x itself is still ours"
+    del x
+    assert saved(ledger) == 0
+    assert ledger.peak == 4 * (4 * 8 + 4 * 16)
+
+
+def test_views_of_one_storage_count_once():
+    ledger = ActivationLedger()
+    qkv = torch.randn(6, 4, requires_grad=True)
+    with ledger.watch_saved():
+        mixed = qkv * 2
+        q, k = mixed.chunk(2)
+        (q * k).sum()
+        kept = q * k
+    assert kept is not None
+    assert saved(ledger) == mixed.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("excluded", [True, False])
+def test_the_batch_is_not_an_activation(excluded):
+    ledger = ActivationLedger()
+    mask = torch.ones(4, 4)
+    if excluded:
+        ledger.exclude([mask])
+    with ledger.watch_saved():
+        y = torch.randn(4, 4, requires_grad=True) * mask  # the product's backward needs the mask only
+    assert y is not None
+    assert saved(ledger) == (0 if excluded else 4 * 16)
+
+
+def test_an_output_saved_by_its_own_node_does_not_live_for_ever():
+    ledger = ActivationLedger()
+    with ledger.watch_saved():
+        y = torch.tanh(torch.randn(4, requires_grad=True))
+    node = weakref.ref(y)
+    del y
+    gc.collect()
+    assert node() is None and saved(ledger) == 0
+
+
+def test_categories_belong_to_who_met_the_storage_first():
+    ledger = ActivationLedger()
+    received, gradient = torch.randn(8), torch.randn(2)
+    ledger.hold(received, "boundary")
+    ledger.hold(received.view(2, 4), "saved")
+    ledger.hold(gradient, "weight_gradients")
+    ledger.record(F0)
+    assert ledger.entries[-1].bytes_by_category == {"saved": 0, "boundary": 32, "weight_gradients": 8}
+    ledger.release(received)
+    assert saved(ledger) == 8
+
+
+def test_a_reused_address_is_a_new_storage():
+    ledger = ActivationLedger()
+    for _ in range(20):
+        ledger.hold(torch.randn(32), "boundary")  # freed at once; the allocator gives the same block again
+    tensor = torch.randn(32)
+    ledger.hold(tensor, "boundary")
+    assert saved(ledger) == 128
+
+
+def entries(*held: tuple[str, int]) -> list[LedgerEntry]:
+    return [LedgerEntry(Action.parse(action), {"saved": count}) for action, count in held]
+
+
+def test_the_first_microbatch_of_every_stage_foretells_the_rest():
+    probe = entries(("0F0", 10), ("1F0", 17), ("0F1", 27), ("1B0", 20), ("0B0", 10), ("0B1", 0))
+    changes = bytes_per_action(probe, num_stages=2)
+    assert changes == {Kind.F: (10, 7), Kind.B: (-10, -7)}
+    program = [Action.parse(text) for text in ("0F0", "1F0", "0F1", "1F1", "0F2", "1B0", "0B0")]
+    assert predict_peak_bytes(program, changes) == 44
+    assert predict_peak_bytes([], changes) == 0

@@ -1,0 +1,160 @@
+"""The lower bound: certified against everything we can build, and exact where the optimum is known."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_schedules import random_schedules
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.costs import Costs, CostsError
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
+
+UNIT_V = Costs(2, 2, 2)
+PRICE = st.floats(0.01, 10)
+
+
+def assert_below(schedule: Schedule, costs: Costs) -> None:
+    cap = float(max(oracle.peak(schedule)))
+    bound = lower_bound(schedule.placement, schedule.num_microbatches, costs, cap)
+    makespan = simulate(schedule, costs).makespan
+    assert bound <= makespan * (1 + 1e-9)
+    assert lower_bound(schedule.placement, schedule.num_microbatches, costs) <= bound * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("extra", [0, 1, 7])
+def test_equal_costs_give_the_papers_formula(p: int, extra: int) -> None:
+    for k in range(max(2, p), 2 * p + 1):
+        m = 2 * p + extra
+        # With much memory only the wait for the first backward, then only that for the first forward, remains.
+        expected = 6 * m + max(6 * p - 1 - 3 * k, 3 * p - 1 - k, p - 1)
+        assert lower_bound(Placement.v_shape(p), m, UNIT_V, k / (2 * p)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "costs", "p2p", "rates"),
+    [
+        (8, 24, (1, 1, 1), 0, (0.138, 0.106, 0.071, 0.046)),
+        (8, 24, (1, 1.5, 0.5), 0, (0.191, 0.163, 0.133, 0.068)),
+        (8, 64, (1, 1, 1), 0, (0.057, 0.042, 0.028, 0.018)),
+        (8, 64, (1, 1.5, 0.5), 0, (0.081, 0.068, 0.054, 0.027)),
+        (16, 64, (1, 1, 1), 0, (0.109, 0.084, 0.057, 0.038)),
+        (16, 64, (1, 1.5, 0.5), 0, (0.154, 0.131, 0.107, 0.055)),
+        (8, 24, (1, 1, 1), 0.1, (0.159, 0.128, 0.096, 0.059)),
+        (8, 24, (1, 1.5, 0.5), 0.1, (0.210, 0.183, 0.154, 0.090)),
+    ],
+)
+def test_bubbles_at_the_bound(p: int, m: int, costs: tuple[float, ...], p2p: float, rates: tuple[float, ...]) -> None:
+    """Links cost ``p2p`` forwards of a stage."""
+    for cap, rate in zip((0.5, 0.625, 0.75, 1.0), rates, strict=True):
+        bound = lower_bound(Placement.v_shape(p), m, Costs(*costs, p2p=p2p / 2), cap)
+        assert 1 - m * sum(costs) / bound == pytest.approx(rate, abs=6e-4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_no_family_beats_the_bound(data: st.DataObject) -> None:
+    family = data.draw(st.sampled_from(families()))
+    p, m = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 20))
+    assert_below(family.build(p, m), Costs(*data.draw(st.tuples(PRICE, PRICE, PRICE, st.floats(0, 3)))))
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_no_order_of_any_placement_beats_the_bound(data: st.DataObject) -> None:
+    schedule = data.draw(random_schedules())
+    prices = st.lists(PRICE, min_size=schedule.num_stages, max_size=schedule.num_stages).map(tuple)
+    devices = range(schedule.num_devices)
+    links = {(a, b): data.draw(st.floats(0, 3)) for a in devices for b in devices}
+    assert_below(schedule, Costs(data.draw(prices), data.draw(prices), data.draw(prices), links))
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zbv", "v-half"])
+@pytest.mark.parametrize("p", [3, 4, 8, 13])
+def test_families_that_meet_the_bound(name: str, p: int) -> None:
+    timeline = simulate(build_schedule(name, num_devices=p, num_microbatches=3 * p))
+    bound = lower_bound(timeline.schedule.placement, 3 * p, Costs(), timeline.peak)
+    assert timeline.makespan == pytest.approx(bound)
+
+
+def shortest_v(p: int, m: int, cap: int) -> int:
+    """The optimum in unit passes, by looking at every state that a device could be in after every slot.
+
+    A device's state is how many F0, F1, I1, I0 it has run and how many W; in a slot it runs one that can run, or none.
+    """
+    start = ((0, 0, 0, 0, 0),) * p
+    states, slots = {start}, 0
+    goal = ((m, m, m, m, 2 * m),) * p
+    while goal not in states:
+        following = set()
+        for state in states:
+            choices: list[list[tuple[int, ...]]] = []
+            for r, ran in enumerate(state):
+                f0, f1, i1, i0, w = ran
+                sources = (
+                    state[r - 1][0] if r else m,
+                    state[r + 1][1] if r < p - 1 else f0,
+                    min(state[r - 1][2] if r else m, f1),
+                    min(state[r + 1][3] if r < p - 1 else i1, f0),
+                    i1 + i0,
+                )
+                room = f0 + f1 - w < cap
+                able = [c for c in range(5) if ran[c] < sources[c] and (c > 1 or room)]
+                choices.append([ran] + [ran[:c] + (ran[c] + 1,) + ran[c + 1 :] for c in able])
+            partial: list[tuple[tuple[int, ...], ...]] = [()]
+            for options in choices:
+                partial = [before + (option,) for before in partial for option in options]
+            following.update(partial)
+        states, slots = following, slots + 1
+    return slots
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "cap"), [(1, 2, 2), (2, 1, 2), (2, 2, 2), (2, 2, 3), (2, 2, 4), (2, 3, 4), (3, 1, 3)]
+)
+def test_the_true_optimum_is_not_below_the_bound(p: int, m: int, cap: int) -> None:
+    assert lower_bound(Placement.v_shape(p), m, UNIT_V, cap / (2 * p)) <= shortest_v(p, m, cap)
+
+
+@pytest.mark.parametrize(("cap", "optimum", "bound"), [(2, 33, 29), (3, 27, 26)])
+def test_where_the_bound_is_not_tight(cap: int, optimum: int, bound: int) -> None:
+    assert shortest_v(2, 4, cap) == optimum
+    assert lower_bound(Placement.v_shape(2), 4, UNIT_V, cap / 4) == bound
+
+
+def test_a_fixed_memory_takes_time() -> None:
+    """The area bound: with room for one microbatch, microbatches run one after the other."""
+    assert lower_bound(Placement.linear(4), 10, Costs(), 0.25) == pytest.approx(10 * (4 + 4 + 1))
+
+
+def test_costs_of_single_stages_and_links_count() -> None:
+    placement = Placement.v_shape(2)
+    slow_link = {(0, 1): 100.0, (1, 0): 0.0}
+    assert lower_bound(placement, 1, Costs(2, 2, 2, slow_link)) == 4 + 4 + 1 + 200
+    assert lower_bound(placement, 5, Costs(forward=(1, 1, 1, 50))) >= 5 * 50
+
+
+def test_a_cap_below_one_microbatch_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"holds less than 0\.25 activation units.*raise the memory cap of 0\.2"):
+        lower_bound(Placement.v_shape(4), 8, Costs(), 0.2)
+
+
+def test_costs_must_fit_the_placement() -> None:
+    with pytest.raises(CostsError, match="forward has 3 values but the placement has 4 stages"):
+        lower_bound(Placement.linear(4), 8, Costs(forward=(1, 2, 3)))
+
+
+def test_a_cap_written_as_a_fraction_keeps_all_its_stages() -> None:
+    for p in (1, 3, 7, 12, 29):
+        for k in range(2, 2 * p + 1):
+            exact = lower_bound(Placement.v_shape(p), 4, UNIT_V, float(Fraction(k, 2 * p)))
+            assert exact == lower_bound(Placement.v_shape(p), 4, UNIT_V, k / (2 * p) + 1e-12)
