@@ -28,9 +28,10 @@ _FIELDS = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
 
 
 def get_batch(data: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
-    """This rank's part of the next microbatch, every field (microbatch size, tokens) or None where the stage has no use for it.
+    """This rank's part of the next microbatch.
 
-    Only tensor-parallel rank 0 of the first and the last stage reads data; it sends them to its tensor-parallel group.
+    Fields have the shape (microbatch size, tokens), or are None where the stage has no use for them. Only
+    tensor-parallel rank 0 of the first and the last stage reads data; it sends them to its tensor-parallel group.
     """
     if not is_first_or_last_pipeline_stage(vp_stage):
         return dict.fromkeys(_FIELDS)
@@ -60,7 +61,9 @@ def get_batch(data: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
 
 
-def loss_func(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def loss_func(
+    loss_mask: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """The summed loss of a microbatch, its number of tokens, and both as Megatron logs them.
 
     Args:

@@ -51,6 +51,12 @@ find_python() {
     return 1
 }
 
+# Of all that pip says, what takes long: large downloads and unpacking.
+install() {
+    "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" |
+        sed -un '/ MB)$/s/^ *Downloading /setup.sh:   downloading /p; s/^Installing collected packages.*/setup.sh:   unpacking/p'
+}
+
 wanted=$(cat requirements.txt setup.py | cksum)
 if [ -x "$venv/bin/python" ] && [ "$(cat "$venv/.pipemem-stamp" 2>/dev/null)" = "$wanted" ]; then
     exit 0
@@ -63,8 +69,8 @@ if ! [ -x "$venv/bin/python" ] || ! usable "$venv/bin/python"; then
     "$python" -m venv --clear "$venv"
 fi
 echo "setup.sh: installing the pinned packages (some minutes the first time)"
-"$venv/bin/python" -m pip install -qq --disable-pip-version-check -r requirements.txt
+install -r requirements.txt
 echo "setup.sh: installing megatron_pipemem"
-"$venv/bin/python" -m pip install -qq --disable-pip-version-check --no-deps --editable .
+install --no-deps --editable .
 echo "$wanted" >"$venv/.pipemem-stamp"
 echo "setup.sh: ready; activate with 'source $venv/bin/activate'"

@@ -2,8 +2,8 @@
 
     python scripts/text_to_dataset.py FOLDER OUTPUT [--glob '*.py' ...] [--valid-fraction 0.05]
 
-writes OUTPUT_train.bin/.idx and OUTPUT_valid.bin/.idx. A document is a file, its tokens are its bytes (0 to 255) and an
-end-of-document token (256, the last of the vocabulary, where NullTokenizer looks for it), so training needs no tokenizer:
+writes OUTPUT_train.bin/.idx and OUTPUT_valid.bin/.idx. A document is a file, its tokens are its bytes (0 to
+255) and an end-of-document token (256, the last of the vocabulary, where NullTokenizer looks for it). Train with:
 
     --tokenizer-type NullTokenizer --vocab-size 257 --train-data-path OUTPUT_train --valid-data-path OUTPUT_valid
 """

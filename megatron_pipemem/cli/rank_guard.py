@@ -28,13 +28,14 @@ from megatron_pipemem.errors import PipememError
 _POLL_SECONDS = 0.5
 _STORE_TIMEOUT = timedelta(seconds=5)
 _ANNOUNCEMENT_SECONDS = 2.0  # how long a rank that lost its peers waits for one of them to say why
-_TERMINATION_SECONDS = 3.0  # how long such a rank then waits to be ended by torchrun, which reports the rank that exits first
+_READING_SECONDS = 2 * _POLL_SECONDS  # how long the first failing rank stays: it may be the one that keeps the store
+_FOLLOWING_SECONDS = 3.0  # how long the others stay, so that torchrun, which blames whoever exits first, ends them
 _LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed")
 
 
 @contextlib.contextmanager
 def rank_guard() -> Iterator[None]:
-    """Run one rank's script. If this rank or another one fails, the process ends: this context never raises to its caller.
+    """Run one rank's script. If it fails, here or on another rank, the process ends and the caller never hears of it.
 
     Exit codes: 1 after an exception on any rank, 130 after an interrupt, the script's own after ``sys.exit``. With one
     rank, or without torchrun's environment variables, errors are printed the same way and there is nobody to watch.
@@ -57,13 +58,13 @@ def rank_guard() -> Iterator[None]:
         if board is None or board.claim("the script ended itself", seconds=0.0):
             if not isinstance(stop.code, int):
                 print(stop.code, file=sys.stderr)
-            _exit(code)
+            _exit(code, board)
         _follow_down()
     except BaseException as error:  # whatever it is, the other ranks are waiting for this one
         patience = _ANNOUNCEMENT_SECONDS if _lost_a_peer(error) else 0.0
         if board is None or board.claim(_summary(error), seconds=patience):
             _report(error)
-            _exit(1)
+            _exit(1, board)
         _follow_down()
     finally:
         # A daemon thread that the interpreter's end meets inside C++ code aborts the process.
@@ -84,11 +85,11 @@ class _FailureBoard:
     @classmethod
     def from_environment(cls) -> _FailureBoard | None:
         """The board of this rank's job, or None for a lone process."""
-        environment = os.environ
-        if int(environment.get("WORLD_SIZE", 1)) < 2 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
+        job = os.environ
+        if int(job.get("WORLD_SIZE", 1)) < 2 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= job.keys():
             return None
-        run = f"{environment.get('TORCHELASTIC_RUN_ID', '')}/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-        return cls(int(environment["RANK"]), environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), run)
+        run = f"{job.get('TORCHELASTIC_RUN_ID', '')}/{job.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        return cls(int(job["RANK"]), job["MASTER_ADDR"], int(job["MASTER_PORT"]), run)
 
     def _store(self):
         """A connection, or None while nobody listens: the store's own client would wait and log every attempt."""
@@ -119,7 +120,7 @@ class _FailureBoard:
             raise ConnectionError("the rendezvous store has closed") from error
 
     def claim(self, summary: str, seconds: float) -> bool:
-        """Announce ``summary`` as the first failure, after giving others ``seconds`` to do so. Whether it is the first."""
+        """Announce ``summary`` as the first failure unless another rank does so within ``seconds``; whether it was."""
         deadline = time.monotonic() + seconds
         try:
             while not self.announced():
@@ -144,13 +145,14 @@ def _follow(board: _FailureBoard, done: threading.Event) -> None:
 
 
 def _follow_down() -> NoReturn:
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(_TERMINATION_SECONDS)
+    time.sleep(_FOLLOWING_SECONDS)
     _exit(1)
 
 
-def _exit(code: int) -> NoReturn:
-    """Leave at once. Interpreter shutdown would wait for peers, in the destructors of process groups."""
+def _exit(code: int, board: _FailureBoard | None = None) -> NoReturn:
+    """Leave, once others had time to read ``board``. The interpreter's own end would wait for peers."""
+    if board is not None:
+        time.sleep(_READING_SECONDS)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
 import sys
 from pathlib import Path
@@ -26,11 +27,14 @@ def run(cpu: bool, script: Path, arguments: list[str]) -> None:
     with rank_guard():
         if not script.is_file():
             raise UnsupportedError(f"there is no script {script}; give the path of a Megatron training script")
+        plugin = any(argument.startswith("--pipemem-") for argument in arguments)
+        if (cpu or plugin) and importlib.util.find_spec("megatron") is None:
+            raise UnsupportedError("Megatron-Core is not installed here; pip install 'megatron-pipemem[megatron]'")
         if cpu:
             from megatron_pipemem.cpu import activate
 
             activate()
-        if any(argument.startswith("--pipemem-") for argument in arguments):
+        if plugin:
             from megatron_pipemem.mcore.launch import enable_from_command_line
 
             arguments = enable_from_command_line(arguments)

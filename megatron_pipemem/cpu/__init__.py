@@ -1,9 +1,9 @@
 """Runs CUDA-only Megatron-Core on CPU ranks over gloo: for the quickstart, the tests and teaching.
 
-Megatron asks ``torch.cuda`` for devices, streams and random generators, and NCCL for its process groups. `activate` puts
-stand-ins in those places, for this process and until it ends:
+Megatron asks ``torch.cuda`` for devices, streams and random generators, and NCCL for its process groups. `activate`
+puts stand-ins in those places, for this process and until it ends:
 
-* ``surface``         ``torch.cuda`` itself: one device per local rank; streams and events that have nothing to wait for;
+* ``surface``         ``torch.cuda`` itself: one device per local rank, streams and events that never wait;
 * ``redirect``        every request for a CUDA tensor becomes a CPU tensor;
 * ``process_groups``  NCCL process groups become gloo process groups;
 * ``upstream``        what Megatron-Core insists on beyond PyTorch: compiled helpers and fused CUDA extensions.

@@ -1,7 +1,7 @@
 """Requests for CUDA tensors, answered with CPU tensors.
 
-Functions are replaced one by one. PyTorch's own means, a TorchFunctionMode, is suspended while the engine runs a backward
-pass and holds for one thread, so recomputation and custom gradients would still meet CUDA.
+Functions are replaced one by one. PyTorch's own means, a TorchFunctionMode, holds for one thread and is suspended while
+the engine runs a backward pass, so that recomputation and custom gradients would still meet CUDA.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Watches Megatron's own schedules, so that a stock run is measured by the same ledger and clock as ours."""
+"""Watches Megatron's own schedules, so that a stock run is measured by the same ledger and clock as ours.
+
+Megatron's loops run what our ``1f1b`` and ``interleaved`` plan, action by action, so a stock run has a plan to be compared with.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,15 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
 
 from megatron_pipemem.mcore.patching import Symbol
+from megatron_pipemem.mcore.programs import ProgramCache
 from megatron_pipemem.mcore.run_record import RunRecord, StepRecord
 from megatron_pipemem.mcore.stages import tensors_in, watch_batches
 from megatron_pipemem.mcore.step import BACKWARD_STEP, FORWARD_STEP, WITH_INTERLEAVING, WITHOUT_INTERLEAVING, observe
 from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.schedule import Program
 
 
 def replacements(record: RunRecord | None) -> list[tuple[Symbol, Callable[[Callable], Callable]]]:
@@ -20,8 +26,8 @@ def replacements(record: RunRecord | None) -> list[tuple[Symbol, Callable[[Calla
         return []
     observer = _Observer(record)
     return [
-        (WITH_INTERLEAVING, observer.wrap_schedule),
-        (WITHOUT_INTERLEAVING, observer.wrap_schedule),
+        (WITH_INTERLEAVING, lambda original: observer.wrap_schedule(original, ProgramCache("interleaved"))),
+        (WITHOUT_INTERLEAVING, lambda original: observer.wrap_schedule(original, ProgramCache("1f1b"))),
         (FORWARD_STEP, observer.wrap_forward),
         (BACKWARD_STEP, observer.wrap_backward),
     ]
@@ -31,36 +37,45 @@ class _Observer:
     def __init__(self, record: RunRecord):
         self._record = record
         self._observed: StepRecord | None = None
+        # Megatron's backward step is not told its stage and microbatch, but it gets the forward's output object.
+        self._forward_of: dict[int, Action] = {}
 
-    def wrap_schedule(self, original: Callable) -> Callable:
-        def forward_backward(*, model, data_iterator, forward_only: bool = False, **kwargs):
+    def wrap_schedule(self, original: Callable, plans: ProgramCache) -> Callable:
+        def forward_backward(*, model, data_iterator, num_microbatches: int, forward_only: bool = False, **kwargs):
+            call = {"model": model, "num_microbatches": num_microbatches, "forward_only": forward_only, **kwargs}
             if forward_only:
-                return original(model=model, data_iterator=data_iterator, forward_only=True, **kwargs)
+                return original(data_iterator=data_iterator, **call)
             group = parallel_state.get_pipeline_model_parallel_group()
+            chunks = model if isinstance(model, list) else [model]
             dist.barrier(group=group)
-            self._observed = observed = observe(model if isinstance(model, list) else [model])
+            self._observed = observed = observe(chunks)
             try:
-                result = original(
-                    model=model, data_iterator=watch_batches(data_iterator, observed.ledger), **kwargs
-                )
+                result = original(data_iterator=watch_batches(data_iterator, observed.ledger), **call)
             finally:
                 self._observed = None
-            self._record.add_step("stock", None, group.rank(), group, observed)
+                self._forward_of.clear()
+            group_size = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage
+            schedule = plans.build(group.size(), len(chunks), num_microbatches, group_size)
+            # What Megatron's loop variables keep alive depends on where the loop is, so its peak is counted, not foretold.
+            program = Program(schedule, schedule.orders)
+            self._record.add_step("stock", program, group.rank(), group, observed, foretell=False)
             return result
 
         return forward_backward
 
     def wrap_forward(self, original: Callable) -> Callable:
-        def forward_step(
-            forward_step_func, data_iterator, model, num_microbatches, input_tensor, *args, **kwargs
-        ):
+        def forward_step(forward_step_func, data_iterator, model, num_microbatches, input_tensor, *args, **kwargs):
             call = (forward_step_func, data_iterator, model, num_microbatches, input_tensor, *args)
             if self._observed is None:
                 return original(*call, **kwargs)
-            action = Action(Kind.F, kwargs.get("vp_stage") or 0, kwargs.get("current_microbatch") or 0)
+            group = parallel_state.get_pipeline_model_parallel_group()
+            stage = (kwargs.get("vp_stage") or 0) * group.size() + group.rank()
+            action = Action(Kind.F, stage, kwargs["current_microbatch"])
             self._hold_boundary(input_tensor)
             with self._observed.trace.measure(action), self._observed.ledger.watch_saved():
                 result = original(*call, **kwargs)
+            for output in tensors_in(result[0]):
+                self._forward_of[id(output)] = action
             self._observed.ledger.record(action)
             return result
 
@@ -70,7 +85,8 @@ class _Observer:
         def backward_step(input_tensor, output_tensor, output_tensor_grad, config):
             if self._observed is None:
                 return original(input_tensor, output_tensor, output_tensor_grad, config)
-            action = Action(Kind.B, 0, 0)
+            (forward,) = {self._forward_of.pop(id(output)) for output in tensors_in(output_tensor)}
+            action = forward._replace(kind=Kind.B)
             self._hold_boundary(output_tensor_grad)
             with self._observed.trace.measure(action):
                 result = original(input_tensor, output_tensor, output_tensor_grad, config)

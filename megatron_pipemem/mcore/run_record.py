@@ -54,19 +54,24 @@ class RunRecord:
     _device: int = 0
     _group: dist.ProcessGroup | None = None
     _changes: dict[Kind, tuple[int, ...]] | None = None
-    _predicted_peak: int = 0
+    _predicted_peak: int | None = None
     _steps: list[_Step] = field(default_factory=list)
 
     def add_step(
-        self, schedule: str, program: Program | None, device: int, group: dist.ProcessGroup, observed: StepRecord
+        self,
+        schedule: str,
+        program: Program,
+        device: int,
+        group: dist.ProcessGroup,
+        observed: StepRecord,
+        foretell: bool = True,
     ) -> None:
-        """Note a finished training step. ``program`` is ``None`` for Megatron's own schedules: they foretell nothing."""
-        if program is not None:
-            if self._changes is None:
-                self._changes = bytes_per_action(observed.ledger.entries, program.placement.num_stages)
-            if program is not self._program:
-                predicted = predict_peak_bytes(program.actions[device], self._changes)
-                self._predicted_peak = max(self._predicted_peak, predicted)
+        """Note a finished training step; ``foretell`` says whether its peak follows from its first microbatches."""
+        if self._changes is None:
+            self._changes = bytes_per_action(observed.ledger.entries, program.placement.num_stages)
+        if foretell and program is not self._program:
+            predicted = predict_peak_bytes(program.actions[device], self._changes)
+            self._predicted_peak = max(self._predicted_peak or 0, predicted)
         self.schedule, self._program, self._device, self._group = schedule, program, device, group
         self._steps.append(_Step(observed.ledger.peak, observed.trace.actions()))
 
@@ -102,10 +107,7 @@ class RunRecord:
         summary: dict = {"rank": dist.get_rank(), "losses": self.losses, "grad_norms": self.grad_norms}
         if not self._steps:
             return summary
-        if self._program is not None:
-            timeline = simulate(self._program.schedule, self.costs)
-            summary["predicted_peak_bytes"] = self._predicted_peak
-            summary["predicted_bubble_rate"] = 1 - timeline.work[self._device] / timeline.makespan
+        timeline = simulate(self._program.schedule, self.costs)
         last = self._steps[-1].traced
         finished = [None] * self._group.size()
         dist.all_gather_object(finished, [step.traced[-1].end for step in self._steps], group=self._group)
@@ -116,7 +118,9 @@ class RunRecord:
         # The first step pays for lazily opened channels and allocator growth.
         steady = rates[1:] or rates
         return summary | {
+            "predicted_peak_bytes": self._predicted_peak,
             "counted_peak_bytes": max(step.counted_peak_bytes for step in self._steps),
+            "predicted_bubble_rate": 1 - timeline.work[self._device] / timeline.makespan,
             "measured_bubble_rate": sum(steady) / len(steady),
             "spans": [(t.start, t.end) for t in last],
             "actions": [str(t.action) for t in last],

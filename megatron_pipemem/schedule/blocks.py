@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -37,7 +37,8 @@ class Block:
         starts: slot in which every pass starts: per stage F and either B, or I and W.
 
     Raises:
-        ScheduleError: two passes of a device would collide once the block is repeated.
+        ScheduleError: a pass is missing or starts before its input ends, or two passes of a device would collide once
+            the block is repeated.
     """
 
     placement: Placement
@@ -45,9 +46,23 @@ class Block:
     starts: Mapping[Pass, int]
 
     def __post_init__(self) -> None:
+        for stage in range(self.placement.num_stages):
+            kinds = {each.kind for each in self.starts if each.stage == stage}
+            if kinds not in ({Kind.F, Kind.B}, {Kind.F, Kind.I, Kind.W}):
+                found = ", ".join(sorted(kinds)) or "nothing"
+                raise ScheduleError(f"stage {stage} has {found} in its block; give it F and B, or F, I and W")
+        backwards = _backwards(self.starts)
         taken: dict[tuple[int, int], Pass] = {}
         for each, start in self.starts.items():
             device = self.placement.device_of(each.stage)
+            for needed in _inputs(each, self.placement, backwards):
+                ready = self.starts[needed] + SLOTS[needed.kind]
+                if start < ready:
+                    raise ScheduleError(
+                        f"{each.kind} of stage {each.stage} starts in slot {start}, before {needed.kind} of stage "
+                        f"{needed.stage} has ended; start it in slot {ready} or later",
+                        device=device,
+                    )
             for slot in range(start, start + SLOTS[each.kind]):
                 other = taken.setdefault((device, slot % self.interval), each)
                 if other is not each:
@@ -59,12 +74,21 @@ class Block:
 
     @classmethod
     def with_weight_gradients(cls, placement: Placement, interval: int, starts: Mapping[Pass, int]) -> Block:
-        """A block from its F and I: the W take the next vacant slots, first I first."""
+        """A block from its F and I: the W take the next vacant slots, first I first.
+
+        Raises:
+            ScheduleError: as for a block, or when no slot is vacant.
+        """
         starts = dict(starts)
         taken = {(placement.device_of(each.stage), slot % interval) for each, slot in starts.items()}
         for slot, stage in sorted((slot, each.stage) for each, slot in starts.items() if each.kind is Kind.I):
             device = placement.device_of(stage)
-            vacant = next(s for s in range(slot + 1, slot + 1 + interval) if (device, s % interval) not in taken)
+            following = range(slot + 1, slot + 1 + interval)
+            vacant = next((s for s in following if (device, s % interval) not in taken), None)
+            if vacant is None:
+                raise ScheduleError(
+                    f"W of stage {stage} finds no vacant slot; raise the interval of {interval}", device=device
+                )
             taken.add((device, vacant % interval))
             starts[Pass(Kind.W, stage)] = vacant
         return cls(placement, interval, starts)
@@ -123,18 +147,29 @@ def reorder(timetable: Timetable, placement: Placement, peak: int, *, steady: bo
     """
     warm_up_end = min(slot for slot, each in timetable if each.stage == 0 and each.kind in (Kind.I, Kind.B))
     cool_down = 1 + max(slot for slot, each in timetable if each == Pass(Kind.F, 0))
-    kept = [(slot, each) for slot, each in timetable if slot < cool_down or each.kind is not Kind.W]
-    plan = _Plan(kept, placement)
-    for slot, each in kept:
-        start = slot
-        if steady or slot < warm_up_end or slot >= cool_down:
-            earliest = plan.earliest(each)
-            if each.kind is Kind.F:
-                earliest = plan.earliest_within(peak, each, earliest, slot)
-            start = plan.first_idle(each, earliest, slot)
-        plan.place(each, slot, start)
-    plan.fill_with_weight_gradients(cool_down)
-    return sorted(plan.placed)
+    # By slot, so the last forward of a device wins.
+    last_forward = {placement.devices[each.stage]: slot for slot, each in timetable if each.kind is Kind.F}
+    # Best without any W in the cool-down's way; but while forwards are to come, some may have to release memory in time.
+    for deferred_from in (dict.fromkeys(last_forward, cool_down), last_forward):
+        kept = [
+            (slot, each)
+            for slot, each in timetable
+            if each.kind is not Kind.W or slot < deferred_from[placement.devices[each.stage]]
+        ]
+        plan = _Plan(kept, placement)
+        for slot, each in kept:
+            start = slot
+            if steady or slot < warm_up_end or slot >= cool_down:
+                earliest = plan.earliest(each)
+                if each.kind is Kind.F:
+                    earliest = plan.earliest_within(peak, each, earliest, slot)
+                start = plan.first_idle(each, earliest, slot)
+            plan.place(each, slot, start)
+        plan.add_missing_weight_gradients()
+        reordered = sorted(plan.placed)
+        if _peak(reordered, placement) <= peak:
+            break
+    return reordered
 
 
 def extend(timetable: Timetable, interval: int, num_microbatches: int) -> Timetable:
@@ -186,6 +221,33 @@ def build(name: str, block: Block, num_microbatches: int, *, steady: bool = Fals
     return squeeze(name, timetable, block.placement, num_microbatches)
 
 
+def _backwards(passes: Iterable[Pass]) -> dict[int, Pass]:
+    """The pass that makes every stage's input gradient."""
+    return {each.stage: each for each in passes if each.kind in (Kind.I, Kind.B)}
+
+
+def _inputs(each: Pass, placement: Placement, backwards: Mapping[int, Pass]) -> list[Pass]:
+    """The passes of the same microbatch that must end before this one starts."""
+    if each.kind is Kind.F:
+        before = placement.previous_stage(each.stage)
+        return [] if before is None else [Pass(Kind.F, before)]
+    if each.kind is Kind.W:
+        return [Pass(Kind.I, each.stage)]
+    after = placement.next_stage(each.stage)
+    return [Pass(Kind.F, each.stage)] + ([] if after is None else [backwards[after]])
+
+
+def _peak(timetable: Timetable, placement: Placement) -> int:
+    """The most stage activations that any device holds."""
+    held: Counter[int] = Counter()
+    most = 0
+    for _, each in timetable:
+        device = placement.devices[each.stage]
+        held[device] += _HELD[each.kind]
+        most = max(most, held[device])
+    return most
+
+
 class _Plan:
     """Where the passes of a timetable have been placed so far, and which slots are idle."""
 
@@ -196,7 +258,7 @@ class _Plan:
         self._ends: dict[Pass, list[int]] = defaultdict(list)
         self._input_gradient_ends: list[list[int]] = [[] for _ in range(placement.num_devices)]
         self._weight_gradients: Counter[int] = Counter()
-        self._backwards = {each.stage: each for _, each in timetable if each.kind in (Kind.I, Kind.B)}
+        self._backwards = _backwards(each for _, each in timetable)
         last = timetable[-1][0]
         changes = [[0] * (last + 1) for _ in range(placement.num_devices)]
         for slot, each in timetable:
@@ -213,15 +275,8 @@ class _Plan:
             device = self._placement.devices[stage]
             return self._input_gradient_ends[device][self._weight_gradients[device]]
         microbatch = len(self._ends[each])
-        inputs = [self._ends[each][-1]] if microbatch else [0]
-        if kind is Kind.F:
-            if stage > 0:
-                inputs.append(self._ends[Pass(Kind.F, stage - 1)][microbatch])
-        else:
-            inputs.append(self._ends[Pass(Kind.F, stage)][microbatch])
-            if stage + 1 < self._placement.num_stages:
-                inputs.append(self._ends[self._backwards[stage + 1]][microbatch])
-        return max(inputs)
+        inputs = [self._ends[needed][microbatch] for needed in _inputs(each, self._placement, self._backwards)]
+        return max([0, *self._ends[each][-1:], *inputs])
 
     def earliest_within(self, peak: int, each: Pass, earliest: int, slot: int) -> int:
         """First slot from which its device can hold one more activation until ``slot``."""
@@ -253,11 +308,11 @@ class _Plan:
             insort(self._input_gradient_ends[device], start + length)
         self._weight_gradients[device] += each.kind is Kind.W
 
-    def fill_with_weight_gradients(self, begin: int) -> None:
-        """Put the W that are still missing into the idle slots from ``begin`` on."""
+    def add_missing_weight_gradients(self) -> None:
+        """Put a W for every I that has none yet into the first idle slots."""
         for device, ends in enumerate(self._input_gradient_ends):
             missing = Pass(Kind.W, self._placement.stages[device][0])
             for end in ends[self._weight_gradients[device] :]:
-                start = self.first_idle(missing, max(end, begin))
+                start = self.first_idle(missing, end)
                 self._busy[device].add(start)
                 self.placed.append((start, missing))

@@ -1,33 +1,27 @@
-"""Every test here runs the code under test in processes of its own: activating the CPU lane changes a process for good."""
+"""Nothing here is tested in this process: activating the CPU lane changes a process for good."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
+from launching import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-TOY_MODEL = """
-    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
-    --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --train-iters 3 --eval-interval 1000 --eval-iters 0
-    --transformer-impl local --attention-dropout 0 --hidden-dropout 0 --log-interval 1 --tokenizer-type NullTokenizer
-    --distributed-timeout-minutes 5
-""".split()
+from megatron_pipemem.cpu import activate
 
 
 @pytest.fixture(scope="session")
 def environment() -> dict[str, str]:
     """This process's environment without what a surrounding launcher may have left in it."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-    kept = {
-        name: value for name, value in os.environ.items() if name not in launcher and not name.startswith("TORCHELASTIC")
-    }
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", *launcher))}
     return kept | {"PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"}
 
 
@@ -48,6 +42,21 @@ def python(environment: dict[str, str]) -> Callable[..., str]:
         return result.stdout.strip()
 
     return run
+
+
+@pytest.fixture(scope="session")
+def lane() -> Iterator[Callable[[str], object]]:
+    """Run a piece of Python where the CPU lane is active, all in one process; gives what it calls ``result``."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=activate) as process:
+        yield lambda code: process.submit(_execute, code).result(timeout=120)
+
+
+def _execute(code: str) -> object:
+    import torch
+
+    names: dict[str, object] = {"torch": torch}
+    exec(code, names)
+    return names.get("result")
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,6 @@ import pytest
 
 from megatron_pipemem.cpu import is_active
 
-ACTIVATE = "from megatron_pipemem.cpu import activate, is_active; activate(); import torch\n"
-
 
 def test_importing_the_package_activates_nothing() -> None:
     assert not is_active()
@@ -32,29 +30,34 @@ def test_refuses_to_come_after_megatron(python: Callable[[str], str]) -> None:
     assert "pipemem run --cpu" in message
 
 
-def test_activating_twice_changes_nothing_more(python: Callable[[str], str]) -> None:
-    python(f"""
-        {ACTIVATE}
-        before = torch.empty, torch.Tensor.to, torch.cuda.Stream, torch.distributed.new_group
-        activate()
-        assert is_active()
-        assert before == (torch.empty, torch.Tensor.to, torch.cuda.Stream, torch.distributed.new_group)
-    """.replace("\n        ", "\n"))
+def test_fused_weight_gradients_are_an_option(python: Callable[[str], str]) -> None:
+    python("""
+        from megatron_pipemem.cpu import activate
+        activate(emulate_fused_gradients=False)
+        from megatron.core.tensor_parallel import layers
+        assert not layers._grad_accum_fusion_available
+    """)
+
+
+def test_activating_twice_changes_nothing_more(lane: Callable[[str], object]) -> None:
+    lane("""
+from megatron_pipemem.cpu import activate, is_active
+before = torch.empty, torch.Tensor.to, torch.cuda.Stream, torch.distributed.new_group
+assert is_active()
+activate()
+assert before == (torch.empty, torch.Tensor.to, torch.cuda.Stream, torch.distributed.new_group)
+""")
 
 
 def test_leaves_the_users_environment_alone(python: Callable[[str], str]) -> None:
-    python(
-        "import os; os.environ['OMP_NUM_THREADS'] = '2'\n"
-        + ACTIVATE
-        + "assert torch.get_num_threads() == 2 and os.environ['CUDA_DEVICE_MAX_CONNECTIONS'] == '1'"
-    )
-
-
-@pytest.fixture(scope="module")
-def answers(python: Callable[[str], str]) -> dict[str, str]:
-    """Each expression of EXPRESSIONS, evaluated in one activated process."""
-    code = ACTIVATE + f"for text in {list(EXPRESSIONS)!r}:\n    print(repr(eval(text)))"
-    return dict(zip(EXPRESSIONS, python(code).splitlines(), strict=True))
+    python("""
+        import os
+        os.environ["OMP_NUM_THREADS"] = "2"
+        from megatron_pipemem.cpu import activate
+        activate()
+        import torch
+        assert torch.get_num_threads() == 2 and os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    """)
 
 
 EXPRESSIONS = {
@@ -97,12 +100,12 @@ EXPRESSIONS = {
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_answers(answers: dict[str, str], expression: str) -> None:
-    assert answers[expression] == EXPRESSIONS[expression]
+def test_answers(lane: Callable[[str], object], expression: str) -> None:
+    assert lane(f"result = repr(({expression}))") == EXPRESSIONS[expression]
 
 
-def test_streams_nest_and_events_measure_time(python: Callable[[str], str]) -> None:
-    python(ACTIVATE + """
+def test_streams_nest_and_events_measure_time(lane: Callable[[str], object]) -> None:
+    lane("""
 import time
 first, second = torch.cuda.Stream(), torch.cuda.Stream()
 with torch.cuda.stream(first):
@@ -116,8 +119,8 @@ assert 20 <= start.elapsed_time(end) < 2000
 """)
 
 
-def test_cuda_random_state_is_the_state_that_kernels_draw_from(python: Callable[[str], str]) -> None:
-    python(ACTIVATE + """
+def test_cuda_random_state_is_the_state_that_kernels_draw_from(lane: Callable[[str], object]) -> None:
+    lane("""
 torch.cuda.manual_seed(7)
 state = torch.cuda.get_rng_state()
 drawn = torch.rand(3, device="cuda")
@@ -132,8 +135,8 @@ assert torch.equal(before, torch.cuda.get_rng_state())
 """)
 
 
-def test_cuda_tensors_in_backward_passes_and_other_threads(python: Callable[[str], str]) -> None:
-    python(ACTIVATE + """
+def test_cuda_tensors_in_backward_passes_and_other_threads(lane: Callable[[str], object]) -> None:
+    lane("""
 import threading
 from torch.utils.checkpoint import checkpoint
 devices = []
@@ -148,15 +151,15 @@ assert devices == ["cpu"] * 3 and x.grad.tolist() == [2.0, 2.0]
 """)
 
 
-def test_meta_device_context_still_holds(python: Callable[[str], str]) -> None:
-    python(ACTIVATE + """
+def test_meta_device_context_still_holds(lane: Callable[[str], object]) -> None:
+    lane("""
 with torch.device("meta"):
     assert torch.nn.Linear(2, 2).weight.device.type == "meta"
 """)
 
 
-def test_nccl_groups_become_gloo(python: Callable[[str], str]) -> None:
-    python(ACTIVATE + """
+def test_nccl_groups_become_gloo(lane: Callable[[str], object]) -> None:
+    lane("""
 import tempfile
 dist = torch.distributed
 store = dist.FileStore(tempfile.mktemp(), 1)
@@ -168,8 +171,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
-def test_norms_accept_sequence_parallelism(python: Callable[[str], str], norm: str) -> None:
-    python(ACTIVATE + f"""
+def test_norms_accept_sequence_parallelism(lane: Callable[[str], object], norm: str) -> None:
+    lane(f"""
 from types import SimpleNamespace
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 config = SimpleNamespace(layernorm_zero_centered_gamma=False, persist_layer_norm=True, sequence_parallel=True,
@@ -181,8 +184,8 @@ assert config.sequence_parallel and config.persist_layer_norm
 """)
 
 
-def test_fused_weight_gradients_match_autograd(python: Callable[[str], str]) -> None:
-    python(ACTIVATE + """
+def test_fused_weight_gradients_match_autograd(lane: Callable[[str], object]) -> None:
+    lane("""
 import fused_weight_gradient_mlp_cuda as fused
 inputs, weight = torch.randn(6, 3), torch.randn(4, 3, requires_grad=True)
 grad_output = torch.randn(6, 4)
@@ -195,10 +198,3 @@ assert layers._grad_accum_fusion_available
 """)
 
 
-def test_fused_weight_gradients_are_an_option(python: Callable[[str], str]) -> None:
-    python("""
-        from megatron_pipemem.cpu import activate
-        activate(emulate_fused_gradients=False)
-        from megatron.core.tensor_parallel import layers
-        assert not layers._grad_accum_fusion_available
-    """)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.passes import Pass, in_microbatch_order
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
@@ -288,8 +289,16 @@ def signed_chunks(schedule: Schedule) -> list[list[int]]:
 def test_interleaved_is_megatrons_order(p: int, group: int, v: int, m: int) -> None:
     schedule = build("interleaved", p, m, chunks=v, group_size=group)
     assert_correct(schedule)
+    orders = megatron_orders(p, m, v, group)
     if m % group == 0 or m % group >= p:
-        assert signed_chunks(schedule) == megatron_orders(p, m, v, group)
+        assert signed_chunks(schedule) == orders
+    else:  # Megatron makes the table but refuses to run it
+        passes = [
+            [Pass(Kind.F if chunk > 0 else Kind.B, (abs(chunk) - 1) * p + rank) for chunk in order]
+            for rank, order in enumerate(orders)
+        ]
+        table = in_microbatch_order("table", schedule.placement, m, passes)
+        assert simulate(schedule).makespan <= simulate(table).makespan
 
 
 @settings(max_examples=100, deadline=None)
@@ -324,7 +333,9 @@ def test_interleaved_bubble_and_peak(v: int) -> None:
     assert timeline.peak == pytest.approx(1 + 7 / (8 * v))
 
 
-@pytest.mark.parametrize("options", [{"chunks": 0}, {"chunks": "2"}, {"group_size": 3}, {"chunks": 1.5}, {"chunks": True}])
+@pytest.mark.parametrize(
+    "options", [{"chunks": 0}, {"chunks": "2"}, {"group_size": 3}, {"chunks": 1.5}, {"chunks": True}]
+)
 def test_interleaved_refuses_impossible_options(options: dict[str, object]) -> None:
     (option,) = options
     with pytest.raises(UnsupportedError, match=rf"{option} must be a whole number of at least [14], not"):

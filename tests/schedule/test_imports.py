@@ -115,7 +115,8 @@ def state():
     return (
         dict(os.environ), list(sys.meta_path), list(sys.path), list(sys.path_hooks), sys.excepthook, sys.gettrace(),
         list(logging.root.handlers), logging.root.level, list(warnings.filters), random.getstate(),
-        threading.enumerate(), [signal.getsignal(s) for s in signal.valid_signals()], sys.getrecursionlimit(), os.getcwd(),
+        threading.enumerate(), [signal.getsignal(s) for s in signal.valid_signals()],
+        sys.getrecursionlimit(), os.getcwd(),
     )
 import ast, difflib, importlib.metadata, json  # their own side effects are not ours
 before = state()

@@ -1,0 +1,267 @@
+"""Trains one small GPT under stock Megatron and under our schedules, on four CPU ranks, and compares.
+
+    ./scripts/quickstart.sh [--iterations N] [--only NAME ...] [--output DIR]
+
+Every run starts from the same checkpoint and reads the same text, the sources of Python's own asyncio package. Losses are
+compared bit for bit with stock Megatron's 1F1B. Results: OUTPUT/summary.json, a log and pictures of every run.
+
+Gradients are not clipped: the norm is a sum over ranks, its last bit depends on which layers a rank holds, and clipping would
+carry that bit into the losses. Stock 1F1B and stock interleaved differ in the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from megatron_pipemem.report import save_comparison
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import simulate
+
+SCRIPTS = Path(__file__).resolve().parent
+DEVICES, MICROBATCHES = 4, 8
+TWO_CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
+LOGGED = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+).*lm loss: ([\d.E+-]+)")
+
+MODEL = {
+    "--num-layers": 8,
+    "--hidden-size": 128,
+    "--num-attention-heads": 4,
+    "--seq-length": 128,
+    "--max-position-embeddings": 128,
+    "--make-vocab-size-divisible-by": 1,
+    "--tokenizer-type": "NullTokenizer",
+    "--vocab-size": 257,
+}
+TRAINING = {
+    "--micro-batch-size": 1,
+    "--global-batch-size": MICROBATCHES,
+    "--pipeline-model-parallel-size": DEVICES,
+    "--lr": 2e-3,
+    "--lr-decay-style": "constant",
+    "--clip-grad": 0,
+    "--attention-dropout": 0,
+    "--hidden-dropout": 0,
+    "--seed": 1234,
+    "--eval-iters": 1,
+    "--eval-interval": 1000,
+    "--log-interval": 1,
+    "--num-workers": 0,
+    "--distributed-timeout-minutes": 2,
+}
+# What Megatron needs to run without CUDA, Transformer Engine and Apex.
+CPU = (
+    "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
+    "--no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion --no-rope-fusion"
+).split()
+
+
+class RunFailed(Exception):
+    """A training run ended with an error; the message is the end of its log."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run: ``engine`` is ``stock`` for Megatron's own schedule, which the plugin then only watches."""
+
+    schedule: str
+    engine: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.engine}-{self.schedule}"
+
+    def flags(self) -> list[str]:
+        if self.engine == "stock":
+            return ["--pipemem-schedule", "stock", *(TWO_CHUNKS if self.schedule == "interleaved" else ())]
+        return ["--pipemem-schedule", self.schedule]
+
+
+RUNS = (
+    Run("1f1b", "stock"),
+    Run("interleaved", "stock"),
+    *(Run(name, "pipemem") for name in ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "1f1b-v")),
+)
+
+
+def launch(arguments: Sequence[str], log: Path, on_line) -> None:
+    """Train on ``DEVICES`` ranks, passing every line of the log to ``on_line``.
+
+    Raises:
+        RunFailed: the run ended with an error.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(DEVICES)),
+        *("--master-addr", "127.0.0.1", "--master-port", str(port)),
+        *("-m", "megatron_pipemem", "run", "--cpu", str(SCRIPTS / "pretrain_gpt.py"), *arguments),
+    ]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        log.open("w", encoding="utf-8") as file,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as job,
+    ):
+        try:
+            for line in job.stdout:
+                file.write(line)
+                on_line(line)
+        except BaseException:
+            job.terminate()
+            raise
+    if job.returncode:
+        tail = "".join(log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)[-25:])
+        raise RunFailed(f"{tail}\nexit code {job.returncode}; the whole log is {log}")
+
+
+def prepare_text(folder: Path) -> list[str]:
+    """Turn asyncio's sources into Megatron datasets; returns the flags that read them."""
+    source = Path(sysconfig.get_path("stdlib")) / "asyncio"
+    prefix = folder / "asyncio"
+    folder.mkdir(parents=True, exist_ok=True)
+    tool = [sys.executable, "-W", "ignore", str(SCRIPTS / "text_to_dataset.py"), str(source), str(prefix)]
+    done = subprocess.run([*tool, "--glob", "*.py", "--valid-fraction", "0.1"], capture_output=True, text=True)
+    if done.returncode:
+        raise RunFailed(done.stderr)
+    return [
+        *("--train-data-path", f"{prefix}_train", "--valid-data-path", f"{prefix}_valid"),
+        *("--data-cache-path", str(folder / "cache")),
+    ]
+
+
+def train(run: Run, flags: list[str], output: Path, on_line) -> dict:
+    """One run; returns its row of the summary without the comparison."""
+    report, seconds = output / "reports" / f"{run.name}.json", [0.0]
+
+    def count(line: str) -> None:
+        if match := LOGGED.search(line):
+            seconds[0] += float(match[2]) / 1e3
+        on_line(line)
+
+    measured = ["--pipemem-report", str(report), "--pipemem-trace", str(output / "timelines" / run.name)]
+    launch([*flags, *run.flags(), *measured], output / "logs" / f"{run.name}.log", count)
+    seen = json.loads(report.read_text(encoding="utf-8"))
+    return {
+        "schedule": run.schedule,
+        "engine": run.engine,
+        "losses": seen["losses"],
+        "predicted_peak_bytes": [rank["predicted_peak_bytes"] for rank in seen["ranks"]],
+        "counted_peak_bytes": [rank["counted_peak_bytes"] for rank in seen["ranks"]],
+        "seconds": round(seconds[0], 3),
+    }
+
+
+def compare(rows: list[dict]) -> list[dict]:
+    """Say of every row whether its losses are those of stock 1F1B, bit for bit. Without stock 1F1B nobody's are."""
+    reference = next((r["losses"] for r in rows if (r["schedule"], r["engine"]) == ("1f1b", "stock")), None)
+    return [row | {"bit_identical_to_stock": bool(reference) and row["losses"] == reference} for row in rows]
+
+
+def table(rows: list[dict]) -> Table:
+    stock = max(rows[0]["counted_peak_bytes"])
+    result = Table(
+        box=SIMPLE,
+        title=f"GPT, 8 layers, {DEVICES} CPU ranks, {MICROBATCHES} microbatches",
+        caption="peak: activation bytes of the rank that holds most. Seconds are CPU time shared by all ranks: they say "
+        "nothing about speed on GPUs.",
+    )
+    for name in ("schedule", "engine", "final loss", "bit-identical\nto stock"):
+        result.add_column(name)
+    for name in ("predicted\npeak bytes", "counted\npeak bytes", "of stock\n1f1b", "predicted\nbubble", "seconds"):
+        result.add_column(name, justify="right")
+    for row in rows:
+        schedule = build_schedule(row["schedule"], num_devices=DEVICES, num_microbatches=MICROBATCHES)
+        predicted, counted = row["predicted_peak_bytes"], max(row["counted_peak_bytes"])
+        result.add_row(
+            row["schedule"],
+            row["engine"],
+            f"{row['losses'][-1]:.6f}",
+            "yes" if row["bit_identical_to_stock"] else "NO",
+            "-" if None in predicted else str(max(predicted)),
+            str(counted),
+            f"{counted / stock:.2f}",
+            f"{simulate(schedule).bubble_rate:.1%}",
+            f"{row['seconds']:.1f}",
+        )
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=10, help="training steps of every run (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these of our schedules")
+    parser.add_argument("--output", type=Path, default=SCRIPTS.parent / "out" / "quickstart")
+    arguments = parser.parse_args()
+    ours = [run.schedule for run in RUNS if run.engine == "pipemem"]
+    wanted = arguments.only or ours
+    if unknown := sorted(set(wanted) - set(ours)):
+        parser.error(f"unknown schedule {', '.join(unknown)}; choose from {', '.join(ours)}")
+    if arguments.iterations < 1:
+        parser.error("--iterations must be at least 1")
+    runs = [run for run in RUNS if run.engine == "stock" or run.schedule in wanted]
+    output, began = arguments.output, time.monotonic()
+    console = Console()
+    console.width = max(console.width, 100)  # the table needs it
+
+    pairs = {**MODEL, **TRAINING}
+    common = [*CPU, *(str(part) for pair in pairs.items() for part in pair)]
+    rows, failed = [], []
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[loss]}"), console=console) as progress:
+        task = progress.add_task("text and common checkpoint", total=1, loss="")
+        common += prepare_text(output / "data")
+        checkpoint = ["--save", str(output / "checkpoint"), "--save-interval", "1000", "--ckpt-format", "torch_dist"]
+        launch([*common, "--train-iters", "1", *checkpoint], output / "logs" / "checkpoint.log", lambda line: None)
+        progress.update(task, completed=1)
+        common += ["--load", str(output / "checkpoint"), "--finetune", "--no-load-optim", "--no-load-rng"]
+        common += ["--train-iters", str(arguments.iterations)]
+        for run in runs:
+            task = progress.add_task(f"{run.engine} {run.schedule}", total=arguments.iterations, loss="starting")
+
+            def on_line(line: str, task=task) -> None:
+                if match := LOGGED.search(line):
+                    progress.update(task, completed=int(match[1]), loss=f"loss {float(match[3]):.4f}")
+
+            try:
+                rows.append(train(run, common, output, on_line))
+            except RunFailed as error:
+                failed.append(run.name)
+                progress.update(task, loss="failed")
+                console.print(f"[red]{run.name} failed[/red]\n{error}", highlight=False)
+    rows = compare(rows)
+    summary = output / "summary.json"
+    summary.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    if rows:
+        console.print(table(rows))
+    timelines = [
+        simulate(build_schedule(name, num_devices=DEVICES, num_microbatches=MICROBATCHES))
+        for name in dict.fromkeys(run.schedule for run in runs)
+    ]
+    save_comparison(timelines, output / "comparison.png")
+    console.print(
+        f"summary: {summary}\npictures: {output / 'comparison.png'}, {output / 'timelines'}/*/plan.png and run.png\n"
+        f"{time.monotonic() - began:.0f} s in all"
+    )
+    different = [row["schedule"] for row in rows if row["engine"] == "pipemem" and not row["bit_identical_to_stock"]]
+    if different:
+        console.print(f"[red]not bit-identical to stock: {', '.join(different)}[/red]")
+    return 1 if failed or different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

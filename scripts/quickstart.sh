@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Sets up .venv, then trains the same small GPT under stock Megatron and under our schedules on 4 CPU ranks and compares.
+# Needs no GPU. Options: --iterations N, --only NAME ..., --output DIR.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+./scripts/setup.sh
+exec .venv/bin/python scripts/quickstart.py "$@"

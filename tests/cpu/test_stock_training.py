@@ -1,0 +1,204 @@
+"""Stock Megatron on CPU ranks, from text to losses, and ranks that fail."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launching import REPOSITORY, TOY_MODEL
+
+Torchrun = Callable[..., subprocess.CompletedProcess[str]]
+
+# A rank fails in the middle of a step, in its own computation, while its neighbours wait for what it would have sent.
+FAILING_SCRIPT = f"""
+import os, runpy, sys
+from megatron.core.pipeline_parallel import schedules
+
+forward_step, calls = schedules.forward_step, 0
+
+def failing_forward_step(*arguments, **options):
+    global calls
+    calls += 1
+    if os.environ["RANK"] == "1" and calls == 7:
+        raise ArithmeticError("this rank cannot go on")
+    return forward_step(*arguments, **options)
+
+schedules.forward_step = failing_forward_step
+sys.argv[0] = {str(REPOSITORY / "scripts" / "pretrain_gpt.py")!r}
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_trains_on_text(torchrun: Torchrun, environment: dict[str, str], tmp_path: Path) -> None:
+    """Text to a dataset, and stock Megatron's pipeline on two ranks; the loss falls below that of a uniform guess."""
+    text = tmp_path / "text"
+    text.mkdir()
+    for number in range(20):
+        (text / f"{number}.txt").write_text("abcd" * 200)
+    data = tmp_path / "data" / "letters"
+    tool = REPOSITORY / "scripts" / "text_to_dataset.py"
+    subprocess.run([sys.executable, str(tool), str(text), str(data)], env=environment, check=True, timeout=60)
+    result = torchrun(
+        2,
+        REPOSITORY / "scripts" / "pretrain_gpt.py",
+        *TOY_MODEL,
+        *("--train-iters", "10", "--vocab-size", "257", "--lr", "3e-2", "--bf16"),
+        *("--train-data-path", f"{data}_train", "--valid-data-path", f"{data}_valid"),
+        *("--data-cache-path", str(tmp_path / "cache")),
+    )
+    assert result.returncode == 0, result.stdout
+    losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", result.stdout)]
+    assert len(losses) == 10
+    assert losses[-1] < 3.0 < 5.0 < losses[0]  # ln 257 = 5.5
+
+
+def test_a_failing_rank_ends_all_ranks_with_its_error(torchrun: Torchrun, tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING_SCRIPT)
+    start = time.monotonic()
+    result = torchrun(2, script, *TOY_MODEL, "--mock-data", "--vocab-size", "99")
+    assert result.returncode != 0
+    assert time.monotonic() - start < 60  # most of it to start; a wait for the peers would take five minutes
+    assert re.findall(r"rank (\d+) failed: (.*)", result.stdout) == [("1", "ArithmeticError: this rank cannot go on")]
+    root_cause = result.stdout.split("Root Cause")[1]
+    assert "local_rank: 1" in root_cause and "ArithmeticError: this rank cannot go on" in root_cause
+    assert "failing_forward_step" in root_cause  # the traceback
+
+
+# Ranks without torchrun, waiting in the ways that training waits. Rank 1 fails; only the guard can end the others.
+WAITING_SCRIPT = """
+import os, sys, time
+import torch.distributed as dist
+rank, place = int(os.environ["RANK"]), sys.argv[1]
+if place != "rendezvous":
+    dist.init_process_group("gloo")
+    dist.barrier()
+if rank == 1:
+    time.sleep(1)
+    raise ArithmeticError("this rank cannot go on")
+if place == "rendezvous":
+    dist.init_process_group("gloo")
+elif place == "collective":
+    dist.barrier()
+elif place == "computation":
+    time.sleep(300)
+"""
+
+GUARDED = """
+import sys
+from pathlib import Path
+from megatron_pipemem.cli.run import run
+run(False, Path(sys.argv[1]), sys.argv[2:])
+"""
+
+
+def start_ranks(
+    count: int, environment: dict[str, str], script: Path, *arguments: str
+) -> tuple[list[int], list[str], float]:
+    """Start ranks as srun would, with nothing but their environment; exit codes, stderr of each, and seconds."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    start = time.monotonic()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", GUARDED, str(script), *arguments],
+            env=environment
+            | {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    try:
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [rank.returncode for rank in ranks], errors, time.monotonic() - start
+
+
+@pytest.mark.parametrize("place", ["rendezvous", "collective", "computation"])
+def test_ranks_end_together_without_torchrun(environment: dict[str, str], tmp_path: Path, place: str) -> None:
+    script = tmp_path / "waiting.py"
+    script.write_text(WAITING_SCRIPT)
+    codes, errors, seconds = start_ranks(3, environment, script, place)
+    assert codes == [1, 1, 1]
+    assert seconds < 30
+    assert "Traceback" in errors[1]
+    assert errors[1].rstrip().endswith("rank 1 failed: ArithmeticError: this rank cannot go on")
+    assert "failed" not in errors[0] + errors[2] and "Traceback" not in errors[0] + errors[2]
+
+
+def test_a_killed_rank_is_told_as_such(environment: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(WAITING_SCRIPT.replace("raise ArithmeticError", "os.kill(os.getpid(), 9)  #"))
+    codes, errors, seconds = start_ranks(3, environment, script, "collective")
+    assert codes == [1, -9, 1]
+    assert seconds < 30
+    assert sum("ended without saying why" in error for error in errors) == 1
+
+
+def test_ranks_that_finish_finish_quietly(environment: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "fine.py"
+    script.write_text("import os, time; time.sleep(int(os.environ['RANK']))")
+    codes, errors, _ = start_ranks(2, environment, script)
+    assert codes == [0, 0]
+    assert errors == ["", ""]
+
+
+def test_our_own_errors_come_without_traceback(environment: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "refused.py"
+    script.write_text(
+        "from megatron_pipemem.errors import UnsupportedError\nraise UnsupportedError('cannot [do] this; do that')"
+    )
+    codes, errors, _ = start_ranks(1, environment, script)
+    assert (codes, errors) == ([1], ["rank 0 failed: UnsupportedError: cannot [do] this; do that\n"])
+    _, errors, _ = start_ranks(1, environment | {"PIPEMEM_TRACEBACK": "1"}, script)
+    assert errors[0].startswith("Traceback")
+
+
+def test_the_script_decides_its_exit_code(environment: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "leaving.py"
+    script.write_text("import sys; sys.exit(int(sys.argv[1]))")
+    assert [start_ranks(1, environment, script, code)[0] for code in ("0", "3")] == [[0], [3]]
+
+
+def test_a_missing_script_is_an_error(environment: dict[str, str], tmp_path: Path) -> None:
+    codes, errors, _ = start_ranks(1, environment, tmp_path / "nowhere.py")
+    assert codes == [1]
+    assert "there is no script" in errors[0] and "nowhere.py" in errors[0]
+
+
+@pytest.mark.parametrize("flags", ["True, script, []", "False, script, ['--pipemem-schedule', 'v-half']"])
+def test_without_megatron_it_says_what_to_install(environment: dict[str, str], tmp_path: Path, flags: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise AssertionError")
+    code = (
+        "import sys; from pathlib import Path; from megatron_pipemem.cli.run import run\n"
+        f"sys.modules['megatron'] = None; script = Path({str(script)!r}); run({flags})"
+    )
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "pip install 'megatron-pipemem[megatron]'" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_the_script_sees_the_command_line_it_would_have(environment: dict[str, str], tmp_path: Path) -> None:
+    """Its arguments without ours, its folder first on the import path, and itself as the main module."""
+    (tmp_path / "beside.py").write_text("value = 42")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys, beside\n"
+        "json.dump([__name__, sys.argv, sys.path[0], beside.value], open(sys.argv[1], 'w'))"
+    )
+    output = tmp_path / "seen.json"
+    codes, errors, _ = start_ranks(1, environment, script, str(output), "--lr", "1")
+    assert codes == [0], errors
+    assert json.loads(output.read_text()) == ["__main__", [str(script), str(output), "--lr", "1"], str(tmp_path), 42]

@@ -1,0 +1,105 @@
+"""Prices: shares of a device, stages, links, memory, and files of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs, CostsError
+from megatron_pipemem.schedule.placement import Placement
+
+V = Placement.v_shape(2)
+
+
+def test_one_number_is_a_devices_share() -> None:
+    seconds = Costs(4, 6, 2).seconds(V)
+    assert seconds == {Kind.F: (2,) * 4, Kind.I: (3,) * 4, Kind.W: (1,) * 4, Kind.B: (4,) * 4}
+
+
+def test_shares_of_devices_with_different_numbers_of_stages() -> None:
+    assert Costs(6).seconds(Placement.from_devices((0, 1, 0, 0)))[Kind.F] == (2, 6, 2, 2)
+
+
+def test_a_sequence_is_one_price_per_stage() -> None:
+    seconds = Costs((1, 2, 3, 4), 1, (0, 1, 0, 1)).seconds(V)
+    assert seconds[Kind.F] == (1, 2, 3, 4)
+    assert seconds[Kind.B] == (0.5, 1.5, 0.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        (Costs(forward=(1, 2)), "forward has 2 values but the placement has 4 stages; give one value per stage"),
+        (Costs(backward_input=-1), "cost of I is negative"),
+        (Costs(backward_weight=(1, 1, -2, 1)), "cost of W is negative: -2"),
+    ],
+)
+def test_prices_that_do_not_fit(costs: Costs, message: str) -> None:
+    with pytest.raises(CostsError, match=message):
+        costs.seconds(V)
+
+
+def test_links() -> None:
+    assert Costs(p2p=3).link_seconds(0, 1) == 3
+    assert Costs(p2p=3).link_seconds(1, 1) == 0
+    costs = Costs(p2p={(0, 1): 5})
+    assert costs.link_seconds(0, 1) == 5
+    with pytest.raises(CostsError, match="no p2p cost for the link 1 -> 0"):
+        costs.link_seconds(1, 0)
+
+
+def test_memory_is_counted_in_whole_stages_by_default() -> None:
+    assert Costs().memory_unit(V) == 0.25
+    assert Costs().memory_changes(V) == {Kind.F: (1,) * 4, Kind.W: (-1,) * 4, Kind.B: (-1,) * 4}
+
+
+def test_memory_in_bytes() -> None:
+    costs = Costs(memory={Kind.F: 100, Kind.I: (-30, -30, -30, -20), Kind.W: -40})
+    assert costs.memory_unit(V) == 1
+    assert costs.memory_changes(V) == {
+        Kind.F: (50,) * 4,
+        Kind.I: (-30, -30, -30, -20),
+        Kind.W: (-20,) * 4,
+        Kind.B: (-50, -50, -50, -40),
+    }
+
+
+def test_the_memory_of_a_full_backward_may_be_given() -> None:
+    changes = Costs(memory={Kind.F: 2, Kind.B: -2}).memory_changes(Placement.linear(2))
+    assert changes == {Kind.F: (2, 2), Kind.B: (-2, -2)}
+
+
+def test_costs_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    written = {"forward": [1, 2], "backward_input": 1.5, "p2p": 0.1, "memory": {"F": 8, "W": [-8, -8]}}
+    path.write_text(json.dumps(written))
+    expected = Costs((1.0, 2.0), 1.5, p2p=0.1, memory={Kind.F: 8.0, Kind.W: (-8.0, -8.0)})
+    assert Costs.from_json(path) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot read costs from"),
+        ("[1, 1, 1]", "costs are one JSON object with the keys forward, backward_input"),
+        ('{"foward": 1}', "costs are one JSON object with the keys forward, backward_input"),
+        ('{"forward": "fast"}', "could not convert"),
+        ('{"forward": null}', "float"),
+        ('{"memory": {"X": 1}}', "'X' is not a valid Kind"),
+        ('{"memory": 3}', "items"),
+    ],
+)
+def test_files_that_hold_no_costs(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(CostsError, match=message) as raised:
+        Costs.from_json(path)
+    assert str(path) in str(raised.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CostsError, match=r"cannot read costs from .*nowhere\.json"):
+        Costs.from_json(tmp_path / "nowhere.json")

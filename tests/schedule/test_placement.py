@@ -1,0 +1,56 @@
+"""Which device holds which stage."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_pipemem.errors import ScheduleError, UnsupportedError
+from megatron_pipemem.schedule.placement import Placement
+
+
+@pytest.mark.parametrize(
+    ("placement", "name", "devices"),
+    [
+        (Placement.linear(3), "linear", (0, 1, 2)),
+        (Placement.interleaved(2, 3), "interleaved", (0, 1, 0, 1, 0, 1)),
+        (Placement.interleaved(3, 1), "linear", (0, 1, 2)),
+        (Placement.v_shape(3), "v", (0, 1, 2, 2, 1, 0)),
+        (Placement.wave(2, 4), "wave", (0, 1, 1, 0, 0, 1, 1, 0)),
+        (Placement.from_devices((0, 1, 1, 0)), "v", (0, 1, 1, 0)),
+        (Placement.from_devices((0, 0, 1)), "custom", (0, 0, 1)),
+    ],
+)
+def test_shapes(placement: Placement, name: str, devices: tuple[int, ...]) -> None:
+    assert (placement.name, placement.devices) == (name, devices)
+
+
+@given(p=st.integers(1, 9), v=st.integers(1, 5))
+def test_stages_and_devices_are_each_others_inverse(p: int, v: int) -> None:
+    for placement in (Placement.interleaved(p, v), Placement.wave(p, v)):
+        assert (placement.num_devices, placement.num_stages, placement.num_chunks) == (p, p * v, v)
+        for stage in range(p * v):
+            device, chunk = placement.device_of(stage), placement.chunk_of(stage)
+            assert placement.stages[device][chunk] == stage
+        assert Placement.from_devices(placement.devices).devices == placement.devices
+
+
+def test_neighbours_of_a_stage() -> None:
+    placement = Placement.v_shape(2)
+    assert [placement.next_stage(stage) for stage in range(4)] == [1, 2, 3, None]
+    assert [placement.previous_stage(stage) for stage in range(4)] == [None, 0, 1, 2]
+
+
+@pytest.mark.parametrize("devices", [(), (1,), (0, 2)])
+def test_every_device_holds_a_stage(devices: tuple[int, ...]) -> None:
+    with pytest.raises(ScheduleError, match="a placement needs every device from 0 up to hold a stage"):
+        Placement("custom", devices)
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: Placement.linear(0), lambda: Placement.wave(2, 0), lambda: Placement.v_shape(-1)]
+)
+def test_counts_are_positive(build) -> None:
+    with pytest.raises(UnsupportedError, match="a schedule needs at least 1 of (devices|chunks), not (0|-1)"):
+        build()

@@ -1,0 +1,198 @@
+"""The schedule table: look-up, options, refusals, and families of other people."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_pipemem.errors import UnknownScheduleError, UnsupportedError
+from megatron_pipemem.schedule import registry
+from megatron_pipemem.schedule.registry import Family, build_schedule, families, family, register_schedule
+from megatron_pipemem.schedule.simulator import simulate
+
+
+@pytest.fixture(autouse=True)
+def own_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+
+
+def renamed(name: str, **changes: object) -> Family:
+    return replace(family("1f1b"), name=name, **changes)
+
+
+def install(folder: Path, name: str, module: str, target: str = "FAMILY", entry: str = "mine") -> None:
+    """A package with one entry point, as pip leaves it behind."""
+    (folder / f"{name}.py").write_text(textwrap.dedent(module))
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[megatron_pipemem.schedules]\n{entry} = {name}:{target}\n")
+
+
+@pytest.mark.parametrize(
+    ("asked", "suggested"),
+    [
+        ("v-haf", "v-half"),
+        ("V-Half", "v-half"),
+        ("v_min", "v-min"),
+        ("1f1", "1f1b"),
+        ("zb-v", "zbv"),
+        ("GPipe", "gpipe"),
+    ],
+)
+def test_unknown_names_suggest_the_nearest(asked: str, suggested: str) -> None:
+    with pytest.raises(UnknownScheduleError, match=f"did you mean '{suggested}'") as raised:
+        build_schedule(asked, num_devices=4, num_microbatches=8)
+    assert str(raised.value).startswith(f"unknown schedule '{asked}'; ")
+    assert all(each.name in str(raised.value) for each in families())
+
+
+def test_a_name_like_no_other_gets_the_list_only() -> None:
+    with pytest.raises(UnknownScheduleError, match="unknown schedule 'xylophone'; known: "):
+        family("xylophone")
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, "4", None, True])
+@pytest.mark.parametrize("what", ["num_devices", "num_microbatches"])
+def test_counts_must_be_whole_and_positive(what: str, count: object) -> None:
+    counts = {"num_devices": 4, "num_microbatches": 8, what: count}
+    with pytest.raises(UnsupportedError, match=f"{what} must be a whole number of at least 1, not {count!r}"):
+        build_schedule("1f1b", **counts)
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"), [("1f1b", "none"), ("v-half", "none"), ("interleaved", "chunks, group_size")]
+)
+def test_unknown_options_name_the_allowed_ones(name: str, allowed: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"'{name}' has no option 'colour'; its options: {allowed}"):
+        build_schedule(name, num_devices=4, num_microbatches=8, colour="red")
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("v-half", 2), ("interleaved", 3)])
+def test_chunks_may_be_given_to_every_family(name: str, chunks: int) -> None:
+    schedule = build_schedule(name, num_devices=4, num_microbatches=8, chunks=chunks)
+    assert schedule.placement.num_chunks == chunks
+
+
+def test_chunks_must_agree_with_the_family() -> None:
+    with pytest.raises(UnsupportedError, match="'v-half' has 2 chunks per device, not 4; leave chunks out, or use"):
+        build_schedule("v-half", num_devices=4, num_microbatches=8, chunks=4)
+
+
+def test_too_few_devices_are_refused_in_one_sentence() -> None:
+    register_schedule(renamed("wide", min_devices=2))
+    assert build_schedule("wide", num_devices=2, num_microbatches=1).num_devices == 2
+    with pytest.raises(UnsupportedError, match="'wide' needs at least 2 devices, not 1; use more pipeline ranks"):
+        build_schedule("wide", num_devices=1, num_microbatches=1)
+
+
+@pytest.mark.parametrize("name", [each.name for each in families()])
+def test_a_cap_at_the_peak_is_met_and_below_it_refused(name: str) -> None:
+    peak = simulate(build_schedule(name, num_devices=6, num_microbatches=24)).peak
+    build_schedule(name, num_devices=6, num_microbatches=24, memory_cap=peak)
+    with pytest.raises(
+        UnsupportedError, match=f"{name!r} needs {peak:.4g} activation units with 6 devices and 24 micro"
+    ):
+        build_schedule(name, num_devices=6, num_microbatches=24, memory_cap=peak - 0.01)
+
+
+def test_a_refused_cap_names_the_families_that_fit() -> None:
+    with pytest.raises(UnsupportedError) as raised:
+        build_schedule("1f1b", num_devices=8, num_microbatches=16, memory_cap=0.7)
+    message = str(raised.value)
+    assert message.endswith("above the memory cap of 0.7; these fit: v-half (0.625), v-min (0.5)")
+
+
+def test_a_cap_nobody_meets_says_so() -> None:
+    with pytest.raises(UnsupportedError, match="no registered schedule fits; raise the cap"):
+        build_schedule("v-min", num_devices=8, num_microbatches=16, memory_cap=0.1)
+
+
+def test_caps_depend_on_the_microbatches() -> None:
+    assert build_schedule("gpipe", num_devices=8, num_microbatches=4, memory_cap=0.5).num_microbatches == 4
+
+
+def test_building_is_a_pure_function() -> None:
+    for each in families():
+        arguments = {"num_devices": 5, "num_microbatches": 11}
+        assert build_schedule(each.name, **arguments) == build_schedule(each.name, **arguments)
+
+
+def test_users_register_families() -> None:
+    mine = renamed(
+        "mine", options={"depth": "how deep"}, build=lambda p, m, depth=1: family("gpipe").build(p, m * depth)
+    )
+    assert register_schedule(mine) is mine
+    assert family("mine") is mine
+    assert families()[-1] is mine
+    assert build_schedule("mine", num_devices=2, num_microbatches=3, depth=2).num_microbatches == 6
+
+
+def test_a_name_is_registered_once_unless_replaced() -> None:
+    with pytest.raises(UnsupportedError, match="'1f1b' is registered already; pick another name or pass replace=True"):
+        register_schedule(renamed("1f1b"))
+    better = renamed("1f1b", summary="better")
+    register_schedule(better, replace=True)
+    assert family("1f1b") is better
+
+
+def test_installed_packages_add_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = """
+        from dataclasses import replace
+        from megatron_pipemem.schedule.registry import family
+        FAMILY = replace(family("1f1b"), name="mine", summary="installed")
+    """
+    install(tmp_path, "pipemem_good_plugin", module)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "pipemem_good_plugin" not in sys.modules
+    assert families()[-1].summary == "installed"
+    assert build_schedule("mine", num_devices=2, num_microbatches=3).num_microbatches == 3
+    with pytest.raises(UnknownScheduleError, match="did you mean 'mine'"):
+        family("mime")
+
+
+def test_a_broken_package_is_named_and_hurts_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "pipemem_broken_plugin", "import a_module_that_is_not_there")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert build_schedule("v-half", num_devices=2, num_microbatches=2).num_devices == 2
+    broken = (
+        "entry point 'mine' of package pipemem_broken_plugin in the group megatron_pipemem.schedules cannot be loaded: "
+        "ModuleNotFoundError: No module named 'a_module_that_is_not_there'; mend or uninstall that package"
+    )
+    for ask in (families, lambda: family("mine")):
+        with pytest.raises(UnsupportedError) as raised:
+            ask()
+        assert str(raised.value) == broken
+
+
+@pytest.mark.parametrize(
+    ("module", "found"),
+    [("FAMILY = 3", "3"), ("from megatron_pipemem.schedule.families.gpipe import gpipe as FAMILY", "gpipe")],
+)
+def test_an_entry_point_must_lead_to_its_family(
+    module: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"pipemem_odd_plugin_{found}"
+    install(tmp_path, name, module)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UnsupportedError, match=f"must lead to a Family named 'mine', not to .*{found}"):
+        family("mine")
+
+
+@pytest.mark.parametrize("module", ["registry", "families.gpipe", "families", "blocks", "bounds"])
+def test_schedules_need_neither_torch_nor_megatron(module: str) -> None:
+    code = f"""
+import sys
+import megatron_pipemem.schedule.{module}
+from megatron_pipemem.schedule.registry import build_schedule, families
+for each in families():
+    build_schedule(each.name, num_devices=4, num_microbatches=8)
+assert not {{"torch", "numpy", "megatron"}} & set(sys.modules), sorted(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
