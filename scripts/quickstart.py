@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,7 +99,7 @@ RUNS = (
 )
 
 
-def launch(arguments: Sequence[str], log: Path, on_line) -> None:
+def launch(arguments: Sequence[str], log: Path, on_line: Callable[[str], object]) -> None:
     """Train on ``DEVICES`` ranks, passing every line of the log to ``on_line``.
 
     Raises:
@@ -134,6 +135,8 @@ def prepare_text(folder: Path) -> list[str]:
     source = Path(sysconfig.get_path("stdlib")) / "asyncio"
     prefix = folder / "asyncio"
     folder.mkdir(parents=True, exist_ok=True)
+    # Megatron knows its index by the path of the text, and another Python has other sources at the same path.
+    shutil.rmtree(folder / "cache", ignore_errors=True)
     tool = [sys.executable, "-W", "ignore", str(SCRIPTS / "text_to_dataset.py"), str(source), str(prefix)]
     done = subprocess.run([*tool, "--glob", "*.py", "--valid-fraction", "0.1"], capture_output=True, text=True)
     if done.returncode:
@@ -144,7 +147,7 @@ def prepare_text(folder: Path) -> list[str]:
     ]
 
 
-def train(run: Run, flags: list[str], output: Path, on_line) -> dict:
+def train(run: Run, flags: list[str], output: Path, on_line: Callable[[str], object]) -> dict:
     """One run; returns its row of the summary without the comparison."""
     report, seconds = output / "reports" / f"{run.name}.json", [0.0]
 
@@ -166,24 +169,34 @@ def train(run: Run, flags: list[str], output: Path, on_line) -> dict:
     }
 
 
-def compare(rows: list[dict]) -> list[dict]:
-    """Say of every row whether its losses are those of stock 1F1B, bit for bit. Without stock 1F1B nobody's are."""
-    reference = next((r["losses"] for r in rows if (r["schedule"], r["engine"]) == ("1f1b", "stock")), None)
-    return [row | {"bit_identical_to_stock": bool(reference) and row["losses"] == reference} for row in rows]
+def stock_row(rows: Sequence[dict]) -> dict | None:
+    """The row that all others are compared with, stock 1F1B's; None when that run failed."""
+    return next((row for row in rows if (row["schedule"], row["engine"]) == ("1f1b", "stock")), None)
 
 
-def table(rows: list[dict]) -> Table:
-    stock = max(rows[0]["counted_peak_bytes"])
+def compare(rows: Sequence[dict]) -> list[dict]:
+    """Say of every row whether its losses are those of stock 1F1B, bit for bit; None where stock 1F1B has none."""
+    stock = stock_row(rows)
+    if stock is None or not stock["losses"]:
+        return [row | {"bit_identical_to_stock": None} for row in rows]
+    return [row | {"bit_identical_to_stock": row["losses"] == stock["losses"]} for row in rows]
+
+
+def table(rows: Sequence[dict]) -> Table:
+    """The rows of ``compare`` for a terminal of 100 columns."""
+    stock = stock_row(rows)
     result = Table(
         box=SIMPLE,
-        title=f"GPT, 8 layers, {DEVICES} CPU ranks, {MICROBATCHES} microbatches",
-        caption="peak: activation bytes of the rank that holds most. Seconds are CPU time shared by all ranks: they say "
+        padding=(0, 1, 0, 0),
+        title=f"GPT, {MODEL['--num-layers']} layers, {DEVICES} CPU ranks, {MICROBATCHES} microbatches",
+        caption="Losses: fp32, no dropout, no gradient clipping. Peak: activation bytes of the rank that holds most. "
+        "Bubble: planned, with F = I = W.\nSeconds: all training steps by the clock, on ranks that share cores; they say "
         "nothing about speed on GPUs.",
     )
-    for name in ("schedule", "engine", "final loss", "bit-identical\nto stock"):
-        result.add_column(name)
+    for name in ("schedule", "engine", "final\nloss", "identical\nto stock"):
+        result.add_column(name, no_wrap=True)
     for name in ("predicted\npeak bytes", "counted\npeak bytes", "of stock\n1f1b", "predicted\nbubble", "seconds"):
-        result.add_column(name, justify="right")
+        result.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         schedule = build_schedule(row["schedule"], num_devices=DEVICES, num_microbatches=MICROBATCHES)
         predicted, counted = row["predicted_peak_bytes"], max(row["counted_peak_bytes"])
@@ -191,10 +204,10 @@ def table(rows: list[dict]) -> Table:
             row["schedule"],
             row["engine"],
             f"{row['losses'][-1]:.6f}",
-            "yes" if row["bit_identical_to_stock"] else "NO",
+            {True: "yes", False: "NO", None: "-"}[row["bit_identical_to_stock"]],
             "-" if None in predicted else str(max(predicted)),
             str(counted),
-            f"{counted / stock:.2f}",
+            "-" if stock is None else f"{counted / max(stock['counted_peak_bytes']):.2f}",
             f"{simulate(schedule).bubble_rate:.1%}",
             f"{row['seconds']:.1f}",
         )
@@ -224,9 +237,15 @@ def main() -> int:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[loss]}"), console=console) as progress:
         task = progress.add_task("text and common checkpoint", total=1, loss="")
-        common += prepare_text(output / "data")
-        checkpoint = ["--save", str(output / "checkpoint"), "--save-interval", "1000", "--ckpt-format", "torch_dist"]
-        launch([*common, "--train-iters", "1", *checkpoint], output / "logs" / "checkpoint.log", lambda line: None)
+        try:
+            common += prepare_text(output / "data")
+            checkpoint = ["--save", str(output / "checkpoint"), "--save-interval", "1000", "--ckpt-format", "torch_dist"]
+            launch([*common, "--train-iters", "1", *checkpoint], output / "logs" / "checkpoint.log", lambda line: None)
+        except RunFailed as error:
+            progress.update(task, loss="failed")
+            console.print("[red]no text or no common checkpoint, so there is nothing to compare[/red]")
+            console.print(str(error), highlight=False, markup=False)
+            return 1
         progress.update(task, completed=1)
         common += ["--load", str(output / "checkpoint"), "--finetune", "--no-load-optim", "--no-load-rng"]
         common += ["--train-iters", str(arguments.iterations)]
@@ -242,7 +261,8 @@ def main() -> int:
             except RunFailed as error:
                 failed.append(run.name)
                 progress.update(task, loss="failed")
-                console.print(f"[red]{run.name} failed[/red]\n{error}", highlight=False)
+                console.print(f"[red]{run.name} failed[/red]")
+                console.print(str(error), highlight=False, markup=False)
     rows = compare(rows)
     summary = output / "summary.json"
     summary.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
@@ -257,7 +277,7 @@ def main() -> int:
         f"summary: {summary}\npictures: {output / 'comparison.png'}, {output / 'timelines'}/*/plan.png and run.png\n"
         f"{time.monotonic() - began:.0f} s in all"
     )
-    different = [row["schedule"] for row in rows if row["engine"] == "pipemem" and not row["bit_identical_to_stock"]]
+    different = [row["schedule"] for row in rows if row["engine"] == "pipemem" and row["bit_identical_to_stock"] is False]
     if different:
         console.print(f"[red]not bit-identical to stock: {', '.join(different)}[/red]")
     return 1 if failed or different else 0

@@ -6,13 +6,13 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron.core.pipeline_parallel import get_forward_backward_func, schedules  # noqa: E402
-from megatron.core.tensor_parallel import layers  # noqa: E402
-from megatron.core import parallel_state  # noqa: E402
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.tensor_parallel import layers
 
-import megatron_pipemem  # noqa: E402
-from megatron_pipemem.errors import UnknownScheduleError, UnsupportedError, UpstreamError  # noqa: E402
-from megatron_pipemem.mcore import plugin  # noqa: E402
+import megatron_pipemem
+from megatron_pipemem.errors import UnknownScheduleError, UnsupportedError, UpstreamError
+from megatron_pipemem.mcore import plugin
 
 WATCHED = (
     (schedules, "forward_backward_pipelining_with_interleaving"),

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_pipemem.errors import PipememError, UnknownScheduleError, UnsupportedError  # noqa: E402
-from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags  # noqa: E402
-from megatron_pipemem.mcore.launch import enable_from_command_line  # noqa: E402
+from megatron_pipemem.errors import PipememError, UnknownScheduleError, UnsupportedError
+from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
+from megatron_pipemem.mcore.launch import enable_from_command_line
 
 MEGATRON = ["--num-layers", "8", "--bf16", "--lr", "1e-4"]
 

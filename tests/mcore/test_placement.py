@@ -6,13 +6,13 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron.core import parallel_state  # noqa: E402
+from megatron.core import parallel_state
 
-from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.mcore import placement as placement_module  # noqa: E402
-from megatron_pipemem.mcore.patching import PatchSet  # noqa: E402
-from megatron_pipemem.mcore.placement import ChunkPlacement, RoundRobinRank, round_robin_rank  # noqa: E402
-from megatron_pipemem.schedule.placement import Placement  # noqa: E402
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore import placement as placement_module
+from megatron_pipemem.mcore.patching import PatchSet
+from megatron_pipemem.mcore.placement import ChunkPlacement, RoundRobinRank, round_robin_rank
+from megatron_pipemem.schedule.placement import Placement
 
 
 class Group:

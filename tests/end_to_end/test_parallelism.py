@@ -1,0 +1,42 @@
+"""Tensor, sequence and data parallelism beside the pipeline."""
+
+from __future__ import annotations
+
+import pytest
+
+PP2 = ("--pipeline-model-parallel-size", "2")
+TP2 = (*PP2, "--tensor-model-parallel-size", "2")
+OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000")
+FUSION = ("+--no-gradient-accumulation-fusion",)
+VARIANTS = {
+    "tp2": TP2,
+    "tp2-sequence-parallel": (*TP2, "--sequence-parallel"),
+    "tp2-sequence-parallel-fusion": (*TP2, "--sequence-parallel", *FUSION),
+    "dp2": PP2,
+    "dp2-overlap": (*PP2, "--overlap-grad-reduce", "--ddp-bucket-size", "20000"),
+    "dp2-distributed-optimizer": (*PP2, "--use-distributed-optimizer"),
+    "dp2-distributed-optimizer-overlap": (*PP2, "--use-distributed-optimizer", *OVERLAP),
+    "dp2-distributed-optimizer-overlap-fusion": (*PP2, "--use-distributed-optimizer", *OVERLAP, *FUSION),
+    "dp2-distributed-optimizer-overlap-untied": (
+        *PP2,
+        "--use-distributed-optimizer",
+        *OVERLAP,
+        "--untie-embeddings-and-output-weights",
+    ),
+    "fusion": FUSION,
+}
+SCHEDULES = {
+    "tp2": ("1f1b", "interleaved", "zb-h1", "v-half"),
+    "tp2-sequence-parallel": ("1f1b", "interleaved", "zb-h1", "v-half"),
+    "dp2-distributed-optimizer-overlap": ("1f1b", "interleaved", "zb-h1", "v-half"),
+}
+
+
+@pytest.mark.parametrize(
+    ("variant", "schedule"),
+    [(variant, schedule) for variant in VARIANTS for schedule in SCHEDULES.get(variant, ("zb-h1", "v-half"))],
+)
+def test_trains_as_stock(train, assert_same_training, variant, schedule):
+    run = train(schedule, *VARIANTS[variant])
+    assert_same_training(run, train("stock", *VARIANTS[variant]))
+    assert run.predicted_peaks == run.counted_peaks

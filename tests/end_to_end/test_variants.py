@@ -1,0 +1,86 @@
+"""What users combine with a schedule: recomputation, number formats, batch sizes, uneven layouts, other models."""
+
+from __future__ import annotations
+
+import pytest
+
+SPLIT = ("zb-h1", "v-half")
+UNTIED = "--untie-embeddings-and-output-weights"
+LLAMA = (
+    *("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear", "--no-bias-swiglu-fusion", UNTIED),
+    *("--position-embedding-type", "rope", "--group-query-attention", "--num-query-groups", "2"),
+)
+MOE = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-layer-freq", "[1,0,1,0,0,1,1,1]"),
+    *("--moe-aux-loss-coeff", "0.01", "--moe-router-load-balancing-type", "aux_loss"),
+)
+
+# name -> flags, schedules
+VARIANTS = {
+    "recompute-full": (("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"), SPLIT),
+    "recompute-selective": (("--recompute-granularity", "selective"), SPLIT),
+    "per-token-loss": (("--calculate-per-token-loss",), SPLIT),
+    "bf16": (("--bf16",), (*SPLIT, "interleaved")),
+    "bf16-recompute-full": (
+        ("--bf16", "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
+        ("v-half",),
+    ),
+    "fp16": (("--fp16", "--initial-loss-scale", "4096"), SPLIT),
+    "llama": (LLAMA, (*SPLIT, "interleaved")),
+    "moe": (MOE, (*SPLIT, "interleaved")),
+    "frozen-norms-no-bias": (("--disable-bias-linear",), ("v-half",)),
+    "evaluation": (
+        ("--eval-iters", "2", "--eval-interval", "3", "--split", "50,30,20"),
+        ("1f1b", "interleaved", *SPLIT, "1f1b-v"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("variant", "schedule"), [(variant, name) for variant, (_, names) in VARIANTS.items() for name in names]
+)
+def test_trains_as_stock(train, assert_same_training, variant, schedule):
+    flags, _ = VARIANTS[variant]
+    assert_same_training(train(schedule, *flags), train("stock", *flags))
+
+
+def test_evaluation_is_compared(train):
+    assert len(train("v-half", *VARIANTS["evaluation"][0]).validation) >= 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-half", "interleaved", "gpipe"])
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 7])
+def test_any_number_of_microbatches(train, assert_same_training, schedule, microbatches):
+    flags = ("--global-batch-size", str(microbatches))
+    run = train(schedule, *flags)
+    assert_same_training(run, train("stock", *flags))
+    assert run.predicted_peaks == run.counted_peaks
+
+
+@pytest.mark.parametrize("schedule", [*SPLIT, "interleaved"])
+def test_the_number_of_microbatches_may_change_between_steps(train, assert_same_training, schedule):
+    flags = ("+--train-iters", "--train-samples", "30", "--rampup-batch-size", "2", "2", "12", "--lr-decay-samples", "30")
+    assert_same_training(train(schedule, *flags), train("stock", *flags))
+
+
+LINEAR_LAYOUT = "Ett|t|tttt|tL"
+LAYOUTS = {
+    "linear": (LINEAR_LAYOUT, ("1f1b", "zb-h1")),
+    "two-chunks": ("E|t|tt|t|t|t|tt|L", ("v-half", "v-min", "interleaved")),
+    "empty-stages": ("Et||ttt|t|t||tt|L", ("zbv", "v-half", "interleaved")),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule"), [(layout, name) for layout, (_, names) in LAYOUTS.items() for name in names]
+)
+def test_uneven_layouts(train, assert_same_training, layout, schedule):
+    run = train(schedule, "--pipeline-model-parallel-layout", LAYOUTS[layout][0])
+    assert_same_training(run, train("stock"))
+    assert run.predicted_peaks == run.counted_peaks
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "interleaved"])
+def test_uneven_layout_of_a_mixture_of_experts(train, assert_same_training, schedule):
+    run = train(schedule, *MOE, "--pipeline-model-parallel-layout", LAYOUTS["two-chunks"][0])
+    assert_same_training(run, train("stock", *MOE))

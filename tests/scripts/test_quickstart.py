@@ -1,0 +1,135 @@
+"""What the quickstart concludes from its runs. The runs themselves are those of tests/end_to_end."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "quickstart.py"
+
+
+@pytest.fixture(scope="module")
+def quickstart():
+    spec = importlib.util.spec_from_file_location("quickstart", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["quickstart"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["quickstart"]
+
+
+def row(schedule: str, engine: str = "pipemem", losses=(4.5, 3.25), peak: int = 800) -> dict:
+    return {
+        "schedule": schedule,
+        "engine": engine,
+        "losses": list(losses),
+        "predicted_peak_bytes": [None] * 4 if engine == "stock" else [peak, 1, 1, 1],
+        "counted_peak_bytes": [peak, 1, 1, 1],
+        "seconds": 1.5,
+    }
+
+
+def printed(quickstart, rows: list[dict]) -> str:
+    text = io.StringIO()
+    Console(file=text, width=100).print(quickstart.table(rows))
+    return text.getvalue()
+
+
+def test_a_rounding_error_in_one_loss_is_not_identical(quickstart):
+    close = row("v-min", losses=(4.5, math.nextafter(3.25, 4)))
+    stock, same, other = quickstart.compare([row("1f1b", "stock"), row("v-half"), close])
+    assert stock["bit_identical_to_stock"] is True
+    assert same["bit_identical_to_stock"] is True
+    assert other["bit_identical_to_stock"] is False
+
+
+@pytest.mark.parametrize("losses", [(4.5,), (4.5, 3.25, 3.0), (), (4.5, math.nan)])
+def test_missing_extra_and_undefined_losses_are_not_identical(quickstart, losses):
+    rows = quickstart.compare([row("1f1b", "stock"), row("v-half", losses=losses)])
+    assert rows[1]["bit_identical_to_stock"] is False
+
+
+def test_stock_interleaved_is_compared_as_well(quickstart):
+    rows = quickstart.compare([row("1f1b", "stock"), row("interleaved", "stock", losses=(4.5, 3.5))])
+    assert rows[1]["bit_identical_to_stock"] is False
+
+
+def test_without_stock_1f1b_nothing_is_concluded(quickstart):
+    rows = quickstart.compare([row("interleaved", "stock"), row("1f1b"), row("v-half")])
+    assert [found["bit_identical_to_stock"] for found in rows] == [None] * 3
+    text = printed(quickstart, rows)
+    assert "1.00" not in text  # our own 1F1B is no stand-in for stock's
+    assert "yes" not in text and "NO" not in text
+
+
+def test_rows_have_the_keys_of_the_summary(quickstart):
+    (found,) = quickstart.compare([row("1f1b", "stock")])
+    assert set(found) == {
+        "schedule",
+        "engine",
+        "losses",
+        "bit_identical_to_stock",
+        "predicted_peak_bytes",
+        "counted_peak_bytes",
+        "seconds",
+    }
+
+
+def test_peaks_are_relative_to_stock_1f1b_wherever_its_row_is(quickstart):
+    text = printed(quickstart, quickstart.compare([row("v-half", peak=780), row("1f1b", "stock", peak=1000)]))
+    assert "0.78" in text and "1.00" in text
+
+
+def test_the_table_fits_into_100_columns_and_names_its_conditions(quickstart):
+    peak = 14_637_056
+    rows = quickstart.compare([row(run.schedule, run.engine, peak=peak) for run in quickstart.RUNS])
+    text = printed(quickstart, rows)
+    assert "…" not in text
+    assert text.count(str(peak)) == 2 * 7 + 2
+    assert "no gradient clipping" in text
+
+
+def test_log_lines_of_megatron_are_understood(quickstart):
+    line = (
+        " [2026-01-01 10:00:00.000000] iteration       10/      10 | consumed samples:           80 | elapsed time per "
+        "iteration (ms): 431.6 | learning rate: 2.000000E-03 | global batch size:     8 | lm loss: 3.240771E+00 | "
+    )
+    assert quickstart.LOGGED.search(line).groups() == ("10", "431.6", "3.240771E+00")
+    assert quickstart.LOGGED.search("validation loss at iteration 10 | lm loss value: 3.1E+00 |") is None
+
+
+def test_a_failing_run_raises_with_the_end_and_the_path_of_its_log(quickstart, monkeypatch, tmp_path):
+    program = tmp_path / "fails"
+    program.write_text("#!/bin/sh\nfor i in $(seq 40); do echo line $i; done\necho the reason >&2\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(quickstart.sys, "executable", str(program))
+    log, seen = tmp_path / "logs" / "run.log", []
+    with pytest.raises(quickstart.RunFailed) as caught:
+        quickstart.launch([], log, seen.append)
+    message = str(caught.value)
+    assert "the reason" in message and "exit code 3" in message and str(log) in message
+    assert "line 1\n" not in message
+    assert "line 1\n" in seen and len(log.read_text().splitlines()) == 41
+
+
+@pytest.mark.parametrize(("arguments", "reason"), [(["--only", "v-hal"], "v-hal"), (["--iterations", "0"], "--iterations")])
+def test_bad_options_end_before_anything_runs(quickstart, monkeypatch, capsys, tmp_path, arguments, reason):
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", *arguments, "--output", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as caught:
+        quickstart.main()
+    assert caught.value.code == 2
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_text_it_ends_with_a_sentence(quickstart, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(quickstart.sysconfig, "get_path", lambda name: str(tmp_path / "nowhere"))
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--output", str(tmp_path / "out")])
+    assert quickstart.main() == 1
+    assert "is not a folder" in capsys.readouterr().out
