@@ -2,11 +2,11 @@
 
     ./scripts/quickstart.sh [--iterations N] [--only NAME ...] [--output DIR]
 
-Every run starts from the same checkpoint and reads the same text, the sources of Python's own asyncio package. Losses are
-compared bit for bit with stock Megatron's 1F1B. Results: OUTPUT/summary.json, a log and pictures of every run.
+Every run starts from the same checkpoint and reads the same text, the sources of Python's own asyncio package. Losses
+are compared bit for bit with stock Megatron's 1F1B. Results: OUTPUT/summary.json, a log and pictures of every run.
 
-Gradients are not clipped: the norm is a sum over ranks, its last bit depends on which layers a rank holds, and clipping would
-carry that bit into the losses. Stock 1F1B and stock interleaved differ in the same way.
+Gradients are not clipped: the norm is a sum over ranks, its last bit depends on which layers a rank holds, and clipping
+would carry that bit into the losses. Stock 1F1B and stock interleaved differ in the same way.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ def table(rows: Sequence[dict]) -> Table:
         padding=(0, 1, 0, 0),
         title=f"GPT, {MODEL['--num-layers']} layers, {DEVICES} CPU ranks, {MICROBATCHES} microbatches",
         caption="Losses: fp32, no dropout, no gradient clipping. Peak: activation bytes of the rank that holds most. "
-        "Bubble: planned, with F = I = W.\nSeconds: all training steps by the clock, on ranks that share cores; they say "
-        "nothing about speed on GPUs.",
+        "Bubble: planned, with F = I = W.\nSeconds: all training steps by the clock, on ranks that share cores; they "
+        "say nothing about speed on GPUs.",
     )
     for name in ("schedule", "engine", "final\nloss", "identical\nto stock"):
         result.add_column(name, no_wrap=True)
@@ -220,10 +220,10 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these of our schedules")
     parser.add_argument("--output", type=Path, default=SCRIPTS.parent / "out" / "quickstart")
     arguments = parser.parse_args()
-    ours = [run.schedule for run in RUNS if run.engine == "pipemem"]
-    wanted = arguments.only or ours
-    if unknown := sorted(set(wanted) - set(ours)):
-        parser.error(f"unknown schedule {', '.join(unknown)}; choose from {', '.join(ours)}")
+    known = [run.schedule for run in RUNS if run.engine == "pipemem"]
+    wanted = arguments.only or known
+    if unknown := sorted(set(wanted) - set(known)):
+        parser.error(f"unknown schedule {', '.join(unknown)}; choose from {', '.join(known)}")
     if arguments.iterations < 1:
         parser.error("--iterations must be at least 1")
     runs = [run for run in RUNS if run.engine == "stock" or run.schedule in wanted]
@@ -234,17 +234,18 @@ def main() -> int:
     pairs = {**MODEL, **TRAINING}
     common = [*CPU, *(str(part) for pair in pairs.items() for part in pair)]
     rows, failed = [], []
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[loss]}"), console=console) as progress:
+    name, loss = TextColumn("{task.description}"), TextColumn("{task.fields[loss]}")
+    columns = (SpinnerColumn(), name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), loss)
+    with Progress(*columns, console=console) as progress:
         task = progress.add_task("text and common checkpoint", total=1, loss="")
         try:
             common += prepare_text(output / "data")
-            checkpoint = ["--save", str(output / "checkpoint"), "--save-interval", "1000", "--ckpt-format", "torch_dist"]
-            launch([*common, "--train-iters", "1", *checkpoint], output / "logs" / "checkpoint.log", lambda line: None)
+            save = ["--save", str(output / "checkpoint"), "--save-interval", "1000", "--ckpt-format", "torch_dist"]
+            launch([*common, "--train-iters", "1", *save], output / "logs" / "checkpoint.log", lambda line: None)
         except RunFailed as error:
             progress.update(task, loss="failed")
             console.print("[red]no text or no common checkpoint, so there is nothing to compare[/red]")
-            console.print(str(error), highlight=False, markup=False)
+            console.print(str(error), highlight=False, markup=False, soft_wrap=True)
             return 1
         progress.update(task, completed=1)
         common += ["--load", str(output / "checkpoint"), "--finetune", "--no-load-optim", "--no-load-rng"]
@@ -262,7 +263,7 @@ def main() -> int:
                 failed.append(run.name)
                 progress.update(task, loss="failed")
                 console.print(f"[red]{run.name} failed[/red]")
-                console.print(str(error), highlight=False, markup=False)
+                console.print(str(error), highlight=False, markup=False, soft_wrap=True)
     rows = compare(rows)
     summary = output / "summary.json"
     summary.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
@@ -275,9 +276,11 @@ def main() -> int:
     save_comparison(timelines, output / "comparison.png")
     console.print(
         f"summary: {summary}\npictures: {output / 'comparison.png'}, {output / 'timelines'}/*/plan.png and run.png\n"
-        f"{time.monotonic() - began:.0f} s in all"
+        f"{time.monotonic() - began:.0f} s in all",
+        soft_wrap=True,
     )
-    different = [row["schedule"] for row in rows if row["engine"] == "pipemem" and row["bit_identical_to_stock"] is False]
+    ours = [row for row in rows if row["engine"] == "pipemem"]
+    different = [row["schedule"] for row in ours if row["bit_identical_to_stock"] is False]
     if different:
         console.print(f"[red]not bit-identical to stock: {', '.join(different)}[/red]")
     return 1 if failed or different else 0

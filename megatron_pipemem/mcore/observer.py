@@ -1,6 +1,6 @@
 """Watches Megatron's own schedules, so that a stock run is measured by the same ledger and clock as ours.
 
-Megatron's loops run what our ``1f1b`` and ``interleaved`` plan, action by action, so a stock run has a plan to be compared with.
+Megatron's loops run what our ``1f1b`` and ``interleaved`` plan, action by action, so a stock run has a plan too.
 """
 
 from __future__ import annotations

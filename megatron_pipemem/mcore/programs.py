@@ -39,6 +39,8 @@ class ProgramCache:
         """
         options = dict(self.options)
         accepted = family(self.name).options
+        if group_size == num_devices:  # Megatron's default, and ours, which copes better with an odd last group
+            group_size = None
         # Only where the user left them to us: Megatron's own flags then say how the model is cut.
         for option, value in (("chunks", chunks), ("group_size", group_size)):
             if option in accepted and value is not None:

@@ -1,8 +1,8 @@
 """The contract with Transformer Engine's delayed weight gradients, against a stand-in that keeps it.
 
 Transformer Engine needs a GPU. Its contract, as Megatron-Core's wrappers use it: a module built with
-``config.delay_wgrad_compute`` marks its weights ``skip_backward_post_hook``, queues one weight gradient per backward, and computes
-the oldest per ``backward_dw()``, calling the hooks that DDP registered.
+``config.delay_wgrad_compute`` marks its weights ``skip_backward_post_hook``, queues one weight gradient per backward,
+and computes the oldest per ``backward_dw()``, calling the hooks that DDP registered.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.passes import Pass, in_microbatch_order
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
@@ -289,16 +288,15 @@ def signed_chunks(schedule: Schedule) -> list[list[int]]:
 def test_interleaved_is_megatrons_order(p: int, group: int, v: int, m: int) -> None:
     schedule = build("interleaved", p, m, chunks=v, group_size=group)
     assert_correct(schedule)
-    orders = megatron_orders(p, m, v, group)
-    if m % group == 0 or m % group >= p:
-        assert signed_chunks(schedule) == orders
-    else:  # Megatron makes the table but refuses to run it
-        passes = [
-            [Pass(Kind.F if chunk > 0 else Kind.B, (abs(chunk) - 1) * p + rank) for chunk in order]
-            for rank, order in enumerate(orders)
-        ]
-        table = in_microbatch_order("table", schedule.placement, m, passes)
-        assert simulate(schedule).makespan <= simulate(table).makespan
+    assert signed_chunks(schedule) == megatron_orders(p, m, v, group)
+
+
+@pytest.mark.parametrize(("p", "m"), [(5, 7), (4, 6), (8, 9), (3, 4)])
+def test_interleaved_without_a_group_size_is_never_slower_than_megatrons_table(p: int, m: int) -> None:
+    schedule, table = build("interleaved", p, m), build("interleaved", p, m, group_size=p)
+    assert_correct(schedule)
+    assert_correct(table)
+    assert simulate(schedule).makespan <= simulate(table).makespan
 
 
 @settings(max_examples=100, deadline=None)

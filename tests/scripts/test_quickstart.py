@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import json
 import math
 import sys
 from pathlib import Path
@@ -118,7 +119,9 @@ def test_a_failing_run_raises_with_the_end_and_the_path_of_its_log(quickstart, m
     assert "line 1\n" in seen and len(log.read_text().splitlines()) == 41
 
 
-@pytest.mark.parametrize(("arguments", "reason"), [(["--only", "v-hal"], "v-hal"), (["--iterations", "0"], "--iterations")])
+@pytest.mark.parametrize(
+    ("arguments", "reason"), [(["--only", "v-hal"], "v-hal"), (["--iterations", "0"], "--iterations")]
+)
 def test_bad_options_end_before_anything_runs(quickstart, monkeypatch, capsys, tmp_path, arguments, reason):
     monkeypatch.setattr(sys, "argv", ["quickstart.py", *arguments, "--output", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as caught:
@@ -133,3 +136,26 @@ def test_without_text_it_ends_with_a_sentence(quickstart, monkeypatch, capsys, t
     monkeypatch.setattr(sys, "argv", ["quickstart.py", "--output", str(tmp_path / "out")])
     assert quickstart.main() == 1
     assert "is not a folder" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("broken", "losses", "code"),
+    [(None, (4.5, 3.25), 0), (None, (4.5, 3.5), 1), ("pipemem-zbv", (4.5, 3.25), 1), ("stock-1f1b", (4.5, 3.25), 1)],
+)
+def test_the_exit_code_and_the_kept_results(quickstart, monkeypatch, capsys, tmp_path, broken, losses, code):
+    def train(run, flags, output, on_line):
+        if run.name == broken:
+            raise quickstart.RunFailed("[/red] the reason")
+        return row(run.schedule, run.engine, losses if run.schedule == "v-half" else (4.5, 3.25))
+
+    monkeypatch.setattr(quickstart, "prepare_text", lambda folder: [])
+    monkeypatch.setattr(quickstart, "launch", lambda *arguments: None)
+    monkeypatch.setattr(quickstart, "train", train)
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", "--only", "zbv", "v-half", "--output", str(tmp_path)])
+    assert quickstart.main() == code
+    text = capsys.readouterr().out
+    ran = {f"{found['engine']}-{found['schedule']}" for found in json.loads((tmp_path / "summary.json").read_text())}
+    assert ran == {"stock-1f1b", "stock-interleaved", "pipemem-zbv", "pipemem-v-half"} - {broken}
+    assert ("[/red] the reason" in text) == (broken is not None)
+    assert ("not bit-identical to stock: v-half" in text) == (losses != (4.5, 3.25))
+    assert (tmp_path / "comparison.png").stat().st_size > 0

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.passes import Pass, in_microbatch_order
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import Family, register_schedule
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
 
 
 def interleaved(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None) -> Schedule:
     """Megatron's order where Megatron allows the arguments, and the same rule for every other number of microbatches.
+
+    With a ``group_size`` given, the order is Megatron's table to the letter whenever that table can run at all, also
+    where Megatron itself refuses to run it because its last group is small.
 
     Args:
         num_devices: ``p``.
@@ -28,11 +32,18 @@ def interleaved(num_devices: int, num_microbatches: int, chunks: int = 2, group_
     for option, value, least in (("chunks", chunks, 1), ("group_size", group, p)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise UnsupportedError(f"interleaved: {option} must be a whole number of at least {least}, not {value!r}")
-    # In which order a device visits its chunks going forward; going backward it visits the mirrored chunks. A last
-    # group of fewer than p would deadlock (Megatron refuses it), so it is laid out for p and loses its surplus passes.
-    visits = [
-        chunk for first in range(0, m, group) for chunk in range(chunks) for _ in range(min(group, max(p, m - first)))
-    ]
+    if group_size is not None:
+        exact = _from_visits(p, m, chunks, group, [min(group, m - first) for first in range(0, m, group)])
+        if _runs(exact):
+            return exact
+    # A last group of fewer than p leaves bubbles or deadlocks (Megatron refuses it), so it is laid out for p and loses
+    # its surplus passes.
+    return _from_visits(p, m, chunks, group, [min(group, max(p, m - first)) for first in range(0, m, group)])
+
+
+def _from_visits(p: int, m: int, chunks: int, group: int, group_sizes: list[int]) -> Schedule:
+    # In which order a device visits its chunks going forward; going backward it visits the mirrored chunks.
+    visits = [chunk for size in group_sizes for chunk in range(chunks) for _ in range(size)]
 
     def device_passes(device: int) -> list[Pass]:
         forwards = [Pass(Kind.F, chunk * p + device) for chunk in visits]
@@ -42,6 +53,14 @@ def interleaved(num_devices: int, num_microbatches: int, chunks: int = 2, group_
         return forwards[:warm_up] + steady + backwards[len(visits) - warm_up :]
 
     return in_microbatch_order("interleaved", Placement.interleaved(p, chunks), m, map(device_passes, range(p)))
+
+
+def _runs(schedule: Schedule) -> bool:
+    try:
+        simulate(schedule)
+    except ScheduleError:
+        return False
+    return True
 
 
 register_schedule(
