@@ -89,7 +89,7 @@ class ActivationLedger:
             self._held[key] = (StorageWeakRef(storage), storage.nbytes(), category)
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Stop counting a tensor whose remaining life is the transport's business and depends on timing."""
+        """Stop counting a tensor whose remaining life is a communication backend's business and depends on timing."""
         self._held.pop(_key(tensor), None)
 
     @contextmanager

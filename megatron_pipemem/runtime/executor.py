@@ -166,8 +166,13 @@ class Executor:
             self._outbox[Action(Kind.SEND_I, *key)] = gradient
 
     def _weight_gradients(self, action: Action) -> None:
+        queue = self._queues.pop((action.stage, action.microbatch))
+        if self._ledger is not None:
+            # Gone when this action ends, but the threads of a backend that gathers them let go a moment later.
+            for tensor in queue.tensors():
+                self._ledger.release(tensor)
         with self._measured(action):
-            self._queues.pop((action.stage, action.microbatch)).run()
+            queue.run()
 
     def _send(self, action: Action) -> None:
         tensor = self._outbox.pop(action)

@@ -37,6 +37,7 @@ SCHEDULES = {
     [(variant, schedule) for variant in VARIANTS for schedule in SCHEDULES.get(variant, ("zb-h1", "v-half"))],
 )
 def test_trains_as_stock(train, assert_same_training, variant, schedule):
-    run = train(schedule, *VARIANTS[variant])
-    assert_same_training(run, train("stock", *VARIANTS[variant]))
+    flags = VARIANTS[variant]
+    run = train(schedule, *flags)
+    assert_same_training(run, train("stock", *flags))
     assert run.predicted_peaks == run.counted_peaks

@@ -1,0 +1,151 @@
+"""Program of a rank: a training loop on megatron.core alone, as RL and SFT frameworks have them. Prints JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+
+from megatron_pipemem.cpu import activate
+
+activate()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func as imported_first  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+
+import megatron_pipemem  # noqa: E402
+
+DEVICES, MICROBATCHES, STEPS, SEQUENCE, VOCABULARY = 4, 6, 3, 16, 64
+
+
+def make_config(chunks: int, ddp: bool) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=8,
+        hidden_size=32,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=DEVICES,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        pipeline_dtype=torch.float32,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        deallocate_pipeline_outputs=True,
+        finalize_model_grads_func=finalize_model_grads if ddp else None,
+    )
+
+
+def build_chunk(config, *, pre_process, post_process, vp_stage, pg_collection) -> GPTModel:
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        VOCABULARY,
+        SEQUENCE,
+        pre_process=pre_process,
+        post_process=post_process,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+    # Values that depend on the global layer alone, so that every placement starts from the same model.
+    for name, parameter in model.named_parameters():
+        key = name
+        if name.startswith("decoder.layers."):
+            _, _, local, rest = name.split(".", 3)
+            key = f"{model.decoder.layers[int(local)].layer_number}.{rest}"
+        generator = torch.Generator().manual_seed(sum(ord(c) * 31**i for i, c in enumerate(key)) % 2**31)
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1 + (parameter.dim() == 1)
+    return model
+
+
+def batches(step: int):
+    for microbatch in range(MICROBATCHES):
+        generator = torch.Generator().manual_seed(1000 * step + microbatch)
+        tokens = torch.randint(VOCABULARY, (2, SEQUENCE + 1), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:]
+
+
+def forward_step(data, model):
+    tokens, labels = next(data)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    output = model(tokens, torch.arange(SEQUENCE).expand_as(tokens), mask, labels=labels)
+    return output, partial(lambda output: (output.mean(), {"loss": output.mean().detach()}))
+
+
+def train(case: dict) -> list[str]:
+    """Losses of every microbatch, exact, on the last pipeline rank."""
+    schedule, ddp, chunks = case["schedule"], case["ddp"], case["chunks"]
+    if schedule != "stock":
+        megatron_pipemem.enable(schedule)
+    get_forward_backward_func = imported_first
+    if case["import_after"]:
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=DEVICES, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    config = make_config(chunks, ddp)
+    build = partial(build_chunk, config)
+    if schedule == "stock":
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        ends = {"pre_process": groups.pp.rank() == 0, "post_process": groups.pp.rank() == DEVICES - 1}
+        models = [build(**ends, vp_stage=None, pg_collection=groups)]
+    else:
+        models = megatron_pipemem.build_model_chunks(build)
+    if ddp:
+        models = [
+            DistributedDataParallel(config, DistributedDataParallelConfig(overlap_grad_reduce=True), model)
+            for model in models
+        ]
+        config.no_sync_func = [model.no_sync for model in models] if chunks > 1 else models[0].no_sync
+    losses = []
+    for step in range(STEPS):
+        for model in models:
+            if ddp:
+                model.zero_grad_buffer()
+            else:
+                model.zero_grad(set_to_none=True)
+        data = [batches(step) for _ in models]
+        seen = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=data if chunks > 1 else data[0],
+            model=models if chunks > 1 else models[0],
+            num_microbatches=MICROBATCHES,
+            seq_length=SEQUENCE,
+            micro_batch_size=2,
+        )
+        losses += [each["loss"].item().hex() for each in seen]
+        with torch.no_grad():
+            for model in models:
+                for parameter in model.parameters():
+                    parameter -= 0.1 * (parameter.main_grad if ddp else parameter.grad)
+    megatron_pipemem.disable()
+    parallel_state.destroy_model_parallel()
+    return losses
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    losses = [train(case) for case in json.loads(sys.argv[1])]
+    assert not any(name.startswith("megatron.training") for name in sys.modules)
+    if dist.get_rank() == DEVICES - 1:
+        print("LOSSES", json.dumps(losses), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
