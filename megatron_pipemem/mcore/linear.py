@@ -6,6 +6,7 @@ same forward and the same input gradient, and leaves the weight-gradient GEMM in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.utils import get_tensor_model_parallel_group_if_none, prepare_input_tensors_for_wgrad_compute
 
 from megatron_pipemem.mcore.patching import Symbol
+from megatron_pipemem.runtime.activation_ledger import saved_as_is
 from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, current_queue
 
 LINEAR = Symbol(
@@ -38,6 +40,7 @@ GRADIENT_READY = "_pipemem_gradient_ready"
 
 def split_linear(original: Callable) -> Callable:
     """Wrap the stock function: same arguments, same results, weight gradient deferred while a queue is collecting."""
+    unsplit = countable_linear(original)
 
     def linear_with_grad_accumulation_and_async_allreduce(
         input: torch.Tensor,
@@ -60,7 +63,7 @@ def split_linear(original: Callable) -> Callable:
             or grad_output_buffer is not None
             or any(value is not None for value in unknown.values())
         ):
-            return original(
+            return unsplit(
                 input,
                 weight,
                 bias,
@@ -84,6 +87,21 @@ def split_linear(original: Callable) -> Callable:
 
     # Stock keeps a flag for its one-time warnings on the function itself.
     linear_with_grad_accumulation_and_async_allreduce.warned = True
+    return linear_with_grad_accumulation_and_async_allreduce
+
+
+def countable_linear(original: Callable) -> Callable:
+    """Wrap the stock function so that the activation ledger may watch it.
+
+    With fused gradient accumulation its backward marks the weight that it saved, and DDP looks for the mark on the
+    parameter: they have to be the same object.
+    """
+
+    @functools.wraps(original)
+    def linear_with_grad_accumulation_and_async_allreduce(input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        with saved_as_is(input):
+            return original(input, *args, **kwargs)
+
     return linear_with_grad_accumulation_and_async_allreduce
 
 

@@ -109,6 +109,8 @@ def enable(schedule: str, **settings) -> None:
             replacements += chunk_placement.training_replacements()
         if chosen.splits_backward:
             replacements += [(linear.LINEAR, linear.split_linear), *transformer_engine.replacements()]
+    if record is not None and linear.LINEAR not in (symbol for symbol, _ in replacements):
+        replacements.append((linear.LINEAR, linear.countable_linear))
     if record is not None and is_imported("megatron.training.training"):
         replacements += _recording(record)
     patches = PatchSet()

@@ -118,5 +118,27 @@ class ActivationLedger:
         return max((entry.bytes for entry in self.entries), default=0)
 
 
+@contextmanager
+def saved_as_is(*counted: torch.Tensor) -> Iterator[None]:
+    """Within this, autograd keeps the very objects it is given; of them, a ledger that is watching counts only ``counted``.
+
+    A parameter that has gone through ``watch_saved`` comes back as another object without its Python attributes, and some
+    layers tell their surroundings through those where the gradient is.
+    """
+    autograd = torch._C._autograd
+    hooks = autograd._top_saved_tensors_default_hooks(True) if torch.is_grad_enabled() else None
+    if hooks is None:
+        yield
+        return
+    pack, _ = hooks
+    for tensor in counted:
+        pack(tensor)
+    autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        autograd._push_saved_tensors_default_hooks(*hooks)
+
+
 def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata

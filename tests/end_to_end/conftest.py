@@ -10,9 +10,8 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
-from ranks import Ranks  # noqa: E402
+from ranks import Ranks
 
-STOCK = "stock"
 ITERATIONS = 5
 
 # A GPT small enough that a step takes tenths of a second. Dropout is off because its random numbers depend on the placement.
@@ -91,7 +90,10 @@ class Trainer:
         seen = self.ranks.run(case)
         for rank, result in enumerate(seen):
             assert result["replaced"] == [], f"rank {rank} still has replaced symbols after disable()"
-        report, validation = seen[0]["report"], next((r["validation"] for r in reversed(seen) if any(r["validation"])), [])
+        report, validation = (
+            seen[0]["report"],
+            next((r["validation"] for r in reversed(seen) if any(r["validation"])), []),
+        )
         return Run(
             report["losses"],
             report["grad_norms"],

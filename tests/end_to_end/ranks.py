@@ -116,7 +116,9 @@ class Ranks:
         errors = [f"rank {rank}: {reply['error']}" for rank, reply in sorted(replies.items()) if "error" in reply]
         missing = sorted(set(range(self.size)) - set(replies))
         if missing:
-            errors.append(f"ranks {missing} did not finish in {seconds} s; the first one's log ends\n{self._tail(missing[0])}")
+            errors.append(
+                f"ranks {missing} did not finish in {seconds} s; the first one's log ends\n{self._tail(missing[0])}"
+            )
         if errors:
             raise CaseFailed("\n".join(errors))
         return [replies[rank] for rank in range(self.size)]

@@ -21,7 +21,9 @@ def checkpoint(train, tmp_path_factory):
         key = (schedule, embeddings)
         if key not in saved:
             folder = tmp_path_factory.mktemp("checkpoint")
-            train(schedule, *EMBEDDINGS[embeddings], "--train-iters", "2", "--save", str(folder), "--save-interval", "2")
+            train(
+                schedule, *EMBEDDINGS[embeddings], "--train-iters", "2", "--save", str(folder), "--save-interval", "2"
+            )
             saved[key] = str(folder)
         return saved[key]
 

@@ -28,6 +28,7 @@ VARIANTS = {
 SCHEDULES = {
     "tp2": ("1f1b", "interleaved", "zb-h1", "v-half"),
     "tp2-sequence-parallel": ("1f1b", "interleaved", "zb-h1", "v-half"),
+    "dp2-distributed-optimizer-overlap-fusion": ("1f1b", "interleaved", "zb-h1", "v-half"),
     "dp2-distributed-optimizer-overlap": ("1f1b", "interleaved", "zb-h1", "v-half"),
 }
 

@@ -6,6 +6,7 @@ import pytest
 
 SPLIT = ("zb-h1", "v-half")
 UNTIED = "--untie-embeddings-and-output-weights"
+RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 LLAMA = (
     *("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear", "--no-bias-swiglu-fusion", UNTIED),
     *("--position-embedding-type", "rope", "--group-query-attention", "--num-query-groups", "2"),
@@ -16,16 +17,15 @@ MOE = (
     *("--moe-aux-loss-coeff", "0.01", "--moe-router-load-balancing-type", "aux_loss"),
 )
 
+RECOMPUTE_FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+
 # name -> flags, schedules
 VARIANTS = {
-    "recompute-full": (("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"), SPLIT),
+    "recompute-full": (RECOMPUTE, SPLIT),
     "recompute-selective": (("--recompute-granularity", "selective"), SPLIT),
     "per-token-loss": (("--calculate-per-token-loss",), SPLIT),
     "bf16": (("--bf16",), (*SPLIT, "interleaved")),
-    "bf16-recompute-full": (
-        ("--bf16", "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"),
-        ("v-half",),
-    ),
+    "bf16-recompute-full": (("--bf16", *RECOMPUTE), ("v-half",)),
     "fp16": (("--fp16", "--initial-loss-scale", "4096"), SPLIT),
     "llama": (LLAMA, (*SPLIT, "interleaved")),
     "moe": (MOE, (*SPLIT, "interleaved")),
