@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import runpy
 import sys
 from pathlib import Path
 
 from megatron_pipemem.cli.rank_guard import rank_guard
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore import is_installed
 
 
 def run(cpu: bool, script: Path, arguments: list[str]) -> None:
@@ -28,7 +28,7 @@ def run(cpu: bool, script: Path, arguments: list[str]) -> None:
         if not script.is_file():
             raise UnsupportedError(f"there is no script {script}; give the path of a Megatron training script")
         plugin = any(argument.startswith("--pipemem-") for argument in arguments)
-        if (cpu or plugin) and importlib.util.find_spec("megatron") is None:
+        if (cpu or plugin) and not is_installed():
             raise UnsupportedError("Megatron-Core is not installed here; pip install 'megatron-pipemem[megatron]'")
         if cpu:
             from megatron_pipemem.cpu import activate
