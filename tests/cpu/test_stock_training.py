@@ -134,7 +134,9 @@ def test_ranks_end_together_without_torchrun(environment: dict[str, str], tmp_pa
     assert seconds < 30
     assert "Traceback" in errors[1]
     assert errors[1].rstrip().endswith("rank 1 failed: ArithmeticError: this rank cannot go on")
-    assert "failed" not in errors[0] + errors[2] and "Traceback" not in errors[0] + errors[2]
+    # torch itself may warn of the store's closed connection on a slow machine; errors of ours are told once.
+    quiet = errors[0] + errors[2]
+    assert not any(f"rank {rank} failed" in quiet for rank in range(3)) and "Traceback" not in quiet
 
 
 def test_a_killed_rank_is_told_as_such(environment: dict[str, str], tmp_path: Path) -> None:
