@@ -30,7 +30,13 @@ _STORE_TIMEOUT = timedelta(seconds=5)
 _ANNOUNCEMENT_SECONDS = 2.0  # how long a rank that lost its peers waits for one of them to say why
 _READING_SECONDS = 2 * _POLL_SECONDS  # how long the first failing rank stays: it may be the one that keeps the store
 _FOLLOWING_SECONDS = 3.0  # how long the others stay, so that torchrun, which blames whoever exits first, ends them
-_LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed")
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection was likely closed",
+    "connection reset by peer",
+    "broken pipe",
+    "socket closed",
+)
 
 
 @contextlib.contextmanager
