@@ -1,30 +1,24 @@
-"""Program of a rank: a training loop on megatron.core alone, as RL and SFT frameworks have them. Prints JSON."""
+"""A training loop on megatron.core alone, as RL and SFT frameworks have them."""
 
 from __future__ import annotations
 
-import json
 import sys
 from functools import partial
 
-from megatron_pipemem.cpu import activate
-
-activate()
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.distributed import (  # noqa: E402
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.pipeline_parallel import get_forward_backward_func as imported_first  # noqa: E402
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import get_forward_backward_func as imported_first
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
 
-import megatron_pipemem  # noqa: E402
+import megatron_pipemem
 
 DEVICES, MICROBATCHES, STEPS, SEQUENCE, VOCABULARY = 4, 6, 3, 16, 64
 
@@ -85,8 +79,8 @@ def forward_step(data, model):
     return output, partial(lambda output: (output.mean(), {"loss": output.mean().detach()}))
 
 
-def train(case: dict) -> list[str]:
-    """Losses of every microbatch, exact, on the last pipeline rank."""
+def run(case: dict) -> dict:
+    """Losses of every microbatch, exact, on the last pipeline rank; empty elsewhere."""
     schedule, ddp, chunks = case["schedule"], case["ddp"], case["chunks"]
     if schedule != "stock":
         megatron_pipemem.enable(schedule)
@@ -134,18 +128,5 @@ def train(case: dict) -> list[str]:
                     parameter -= 0.1 * (parameter.main_grad if ddp else parameter.grad)
     megatron_pipemem.disable()
     parallel_state.destroy_model_parallel()
-    return losses
-
-
-def main() -> None:
-    dist.init_process_group("gloo")
-    losses = [train(case) for case in json.loads(sys.argv[1])]
     assert not any(name.startswith("megatron.training") for name in sys.modules)
-    if dist.get_rank() == DEVICES - 1:
-        print("LOSSES", json.dumps(losses), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return {"losses": losses}
