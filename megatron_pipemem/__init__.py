@@ -12,6 +12,7 @@ from megatron_pipemem.errors import PipememError, ScheduleError, UnknownSchedule
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import Family, build_schedule, register_schedule
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.search import SearchResult, search_schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.validator import validate
 
@@ -28,12 +29,14 @@ __all__ = [
     "PipememError",
     "Schedule",
     "ScheduleError",
+    "SearchResult",
     "Timeline",
     "UnknownScheduleError",
     "UnsupportedError",
     "UpstreamError",
     "build_schedule",
     "register_schedule",
+    "search_schedule",
     "simulate",
     "validate",
     *_NEEDS_MEGATRON,

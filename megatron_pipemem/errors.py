@@ -68,3 +68,11 @@ class UnsupportedError(PipememError, ValueError):
 
 class UpstreamError(PipememError, ImportError):
     """A symbol of Megatron-Core is missing or has another signature than the tested versions have."""
+
+
+class VocabularyError(PipememError, ValueError):
+    """A layer that is sharded over the vocabulary was given something that does not fit its shard."""
+
+
+class OffloadError(PipememError, RuntimeError):
+    """Activations could not be moved, or were used while they were away."""

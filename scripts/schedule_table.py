@@ -10,9 +10,10 @@ DEVICES, MICROBATCHES = 8, 32
 
 def main() -> None:
     for family in families():
+        mark = " \\*" if family.simulated_only else ""
         timeline = simulate(build_schedule(family.name, num_devices=DEVICES, num_microbatches=MICROBATCHES))
         print(
-            f"| `{family.name}` | {family.placement} | {timeline.peak:.3f} | {timeline.bubble_rate:.1%} "
+            f"| `{family.name}`{mark} | {family.placement} | {timeline.peak:.3f} | {timeline.bubble_rate:.1%} "
             f"| {timeline.messages} | {family.source.split(';')[0]} |"
         )
 

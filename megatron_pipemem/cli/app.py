@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from megatron_pipemem import __version__
-from megatron_pipemem.cli import check, convert, schedules, show, simulate
+from megatron_pipemem.cli import check, convert, pareto, schedules, show, simulate
 from megatron_pipemem.cli.common import fail
 from megatron_pipemem.errors import PipememError
 
@@ -36,6 +36,7 @@ app = typer.Typer(
 app.command("schedules")(schedules.schedules)
 app.command("simulate")(simulate.simulate)
 app.command("show")(show.show)
+app.command("pareto")(pareto.pareto)
 app.command("check")(check.check)
 app.command("convert")(convert.convert)
 

@@ -7,43 +7,49 @@ from typing import Annotated
 
 import typer
 
-from megatron_pipemem.cli.common import INVALID, Dialect, Json, MemoryCap, console, print_json, read_text, report_error
-from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.schedule import Schedule, is_older_torch
+from megatron_pipemem.cli.common import (
+    DIALECT_HELP,
+    INVALID,
+    Dialect,
+    Json,
+    MemoryCap,
+    console,
+    print_json,
+    read_schedule,
+    report_error,
+    report_lines,
+)
+from megatron_pipemem.schedule.action import SENDS
+from megatron_pipemem.schedule.csv_format import LETTERS, Cell, Table, in_letters
+from megatron_pipemem.schedule.lint import Fault, Wait, find_fault
+from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.validator import validate
 
 
 def check(
-    file: Annotated[Path, typer.Argument(help="A CSV file: one line per device, one action per cell, as in 2F0.")],
-    dialect: Annotated[
-        Dialect, typer.Option(help="torch also reads the letters from before 2.6 (B input gradient, BW full backward).")
-    ] = "pipemem",
+    file: Annotated[Path, typer.Argument(help="A table: one line per device, one action per cell, as in 2F0.")],
+    dialect: Annotated[Dialect, typer.Option(help=DIALECT_HELP)] = "auto",
+    microbatches: Annotated[
+        int | None, typer.Option("--microbatches", "-m", help="How many a step has, where the table leaves it open.")
+    ] = None,
     memory_cap: MemoryCap = None,
     as_json: Json = False,
 ) -> None:
     """Prove that a schedule file may run: complete, ordered, free of deadlock, within memory.
 
-    Exit code 0: valid; 1: invalid, and why; 2: the file cannot be read as a schedule, and where.
+    A lowered file is judged by its own messages as well. Exit code 0: valid; 1: invalid, and why; 2: the file cannot be
+    read as a schedule, and where.
     """
-    text = read_text(file)
-    schedule = Schedule.from_csv(text, dialect, name=file.stem)
-    facts: dict[str, object] = {
-        "file": str(file),
-        "letters": letters(text, dialect),
-        "placement": schedule.placement.name,
-        "devices": schedule.num_devices,
-        "microbatches": schedule.num_microbatches,
-        "chunks": schedule.placement.num_chunks,
-    }
-    try:
-        validate(schedule, memory_cap=memory_cap)
-    except ScheduleError as error:
+    table, schedule = read_schedule(file, dialect, microbatches)
+    facts = _facts(file, table, schedule)
+    fault = find_fault(table, schedule, memory_cap)
+    if fault is not None:
         if as_json:
-            where = {"device": error.device, "position": error.position, "action": error.action}
-            print_json({"valid": False, **facts, "error": str(error), **where})
-        report_error(f"{file} is not valid: {error}")
-        raise typer.Exit(INVALID) from None
+            print_json({"valid": False, **facts, **_fault_json(fault)})
+        report_error(f"{file} is not valid: {_headline(fault)}")
+        if fault.cycle and not as_json:
+            report_lines(_cycle_lines(fault.cycle, table.letters))
+        raise typer.Exit(INVALID)
     timeline = simulate(schedule)
     facts |= {"peak_activation": timeline.peak, "bubble_rate": timeline.bubble_rate}
     if as_json:
@@ -58,10 +64,63 @@ def check(
     out.print("  (bubble and peak with F = I = W; 1 is the peak of 1F1B)", style="dim")
 
 
-def letters(text: str, dialect: str) -> str:
-    """Which generation of letters a file is read in."""
-    if dialect == "pipemem":
-        return "F, I, W, B"
-    if is_older_torch(text):
-        return "torch before 2.6 (guessed): F, B as input gradient, W, BW as full backward"
-    return "torch (guessed): F, I, W, B"
+def _facts(file: Path, table: Table, schedule: Schedule) -> dict[str, object]:
+    written = sum(action.kind in SENDS for row in table.actions for action in row)
+    facts: dict[str, object] = {
+        "file": str(file),
+        "dialect": table.letters,
+        "letters": f"{LETTERS[table.letters]} ({table.reason})",
+        "placement": schedule.placement.name,
+        "devices": schedule.num_devices,
+        "microbatches": schedule.num_microbatches,
+        "chunks": schedule.placement.num_chunks,
+        "messages": f"the file's own {written}" if written else "none in the file; they are derived from the order",
+    }
+    if table.ignored:
+        facts["ignored"] = ", ".join(f"{count} {kind}" for kind, count in sorted(table.ignored.items()))
+    if table.pairs:
+        facts["overlapped_pairs"] = f"{table.pairs}, each read as its two actions in turn"
+    return facts
+
+
+def _headline(fault: Fault) -> str:
+    where = "" if fault.cell is None else f" ({_place(fault.cell)})"
+    return f"{fault.message}{where}"
+
+
+def _place(cell: Cell) -> str:
+    return f"line {cell.line}, cell {cell.column}"
+
+
+def _cycle_lines(cycle: tuple[Wait, ...], letters: str) -> list[str]:
+    """The circle of a deadlock, a line per device, closed by the first device again."""
+    before = {wait.device: wait for wait in cycle}
+    lines = []
+    for wait in cycle:
+        stands = f"device {wait.device} stands at {wait.action}{_at(wait.cell)} and waits for {wait.needed}"
+        blocked = before[wait.owner].action
+        there = "where" if blocked == wait.needed else f"which comes{_at(wait.needed_cell)} after {blocked}, where"
+        lines.append(f"{stands}, {there} device {wait.owner} stands")
+    marks = [" ┌▶", *[" │ "] * (len(lines) - 1)]
+    closing = f" └─ device {cycle[0].device} again: a circle, in which nobody ever moves"
+    return [*(f"{mark} {in_letters(line, letters)}" for mark, line in zip(marks, lines, strict=True)), closing]
+
+
+def _at(cell: Cell | None) -> str:
+    return "" if cell is None else f" ({_place(cell)})"
+
+
+def _fault_json(fault: Fault) -> dict[str, object]:
+    error, cell = fault.error, fault.cell
+    return {
+        "error": fault.message,
+        "device": error.device,
+        "position": error.position,
+        "action": error.action,
+        "line": cell and cell.line,
+        "column": cell and cell.column,
+        "cycle": [
+            {"device": w.device, "action": str(w.action), "waits_for": str(w.needed), "of_device": w.owner}
+            for w in fault.cycle
+        ],
+    }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal, NamedTuple, NoReturn
 
 import typer
 from rich.console import Console
@@ -14,15 +15,22 @@ from rich.text import Text
 
 from megatron_pipemem.errors import PipememError, ScheduleError, ScheduleFormatError, UnsupportedError
 from megatron_pipemem.schedule.costs import Costs, CostsError
-from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.csv_format import LETTERS, Table, read_table
+from megatron_pipemem.schedule.memory_cap import parse_cap
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule, check_options
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.search import search_schedule
+from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.validator import validate
 
 INVALID, UNUSABLE = 1, 2
 """Exit codes: a schedule that must not run; anything else that the user can mend."""
 
-Dialect = Literal["pipemem", "torch"]
-NAME_HELP = "A schedule of `pipemem schedules`, or a CSV file."
+Dialect = Literal["auto", "pipemem", "torch", "torch-new", "torch-old"]
+AUTO = "auto"
+NAME_HELP = "A schedule of `pipemem schedules`, a file of `pipemem convert` or of torch, or `auto` for a search."
+DIALECT_HELP = "Letters of the file; by default they are detected, and said."
 
 Devices = Annotated[int | None, typer.Option("--devices", "-p", help="Pipeline ranks.")]
 Microbatches = Annotated[int | None, typer.Option("--microbatches", "-m", help="Microbatches of one step.")]
@@ -41,10 +49,34 @@ P2P = Annotated[float | None, typer.Option("--p2p", help="Seconds of one message
 MemoryCap = Annotated[
     float | None, typer.Option("--memory-cap", help="The most a device may hold; 1 is the peak of 1F1B.")
 ]
+MemoryCapText = Annotated[
+    str | None,
+    typer.Option(
+        "--memory-cap",
+        metavar="X|XGiB",
+        help="The most a device may hold; 1 is the peak of 1F1B. Bytes need --costs FILE with memory.",
+    ),
+]
 Options = Annotated[
     list[str] | None, typer.Option("--option", "-o", metavar="KEY=VALUE", help="An option of the schedule; repeatable.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+class Loaded(NamedTuple):
+    """A schedule that a command was asked for.
+
+    Args:
+        schedule: valid, and within the cap.
+        costs: with the memory that the cap is about: none for activation units.
+        memory_cap: in the unit of ``costs``.
+        search_seconds: how long it was searched for.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    memory_cap: float | None
+    search_seconds: float = 0.0
 
 
 def load_schedule(
@@ -52,33 +84,106 @@ def load_schedule(
     devices: int | None,
     microbatches: int | None,
     chunks: int | None = None,
-    memory_cap: float | None = None,
+    memory_cap: str | None = None,
     options: Sequence[str] | None = None,
-    dialect: Dialect = "pipemem",
-) -> Schedule:
-    """The schedule a user named, proved valid: built by its family, or read when ``name`` is a CSV file.
+    dialect: Dialect = "auto",
+    costs: Costs | None = None,
+) -> Loaded:
+    """The schedule a user named, proved valid: built by its family, searched for, or read when ``name`` is a CSV file.
+
+    Some families fit their order to the cap and to the costs. A file's own messages are left out. Letters that are not
+    ours are said on stderr.
 
     Raises:
-        PipememError: it cannot be built, read or run; the message says why.
+        PipememError: it cannot be built, found, read or run; the message says why.
     """
     settings = parse_options([*(options or ()), *([] if chunks is None else [f"chunks={chunks}"])])
+    costs = costs or Costs()
+    cap = None if memory_cap is None else parse_cap(memory_cap)
+    if cap is not None and cap.in_bytes and costs.memory is None:
+        raise UnsupportedError(
+            f"--memory-cap {memory_cap} is in bytes, but the costs say nothing of bytes; give --costs FILE with memory, or "
+            "the cap in activation units (1 is the peak of 1F1B)"
+        )
+    if cap is None or not cap.in_bytes:
+        costs = replace(costs, memory=None)
+    amount = None if cap is None else cap.amount
     if is_file(name):
-        schedule = Schedule.from_csv(read_text(Path(name)), dialect, name=Path(name).stem)
+        table, schedule = read_schedule(Path(name), dialect)
+        if table.letters != "pipemem":
+            report_note(f"{name} is read in the letters of {LETTERS[table.letters]} ({table.reason})")
         _check_counts(name, schedule, devices, microbatches, settings)
-        validate(schedule, memory_cap=memory_cap)
-        return schedule
+        validate(schedule, costs, amount)
+        return Loaded(schedule, costs, amount)
     if devices is None or microbatches is None:
         raise UnsupportedError(f"how large is {name!r} to be? give --devices and --microbatches")
+    if name == AUTO:
+        return _search(devices, microbatches, costs, amount, settings)
+    check_options(name, settings)
+    in_units = None if cap is None or cap.in_bytes else cap.amount
     schedule = build_schedule(
-        name, num_devices=devices, num_microbatches=microbatches, memory_cap=memory_cap, **settings
+        name, num_devices=devices, num_microbatches=microbatches, memory_cap=in_units, costs=costs, **settings
     )
-    validate(schedule)
-    return schedule
+    validate(schedule, costs, amount)
+    return Loaded(schedule, costs, amount)
+
+
+def _search(
+    devices: int, microbatches: int, costs: Costs, memory_cap: float | None, settings: dict[str, object]
+) -> Loaded:
+    """The fastest schedule that a search finds; a search made before is not made again."""
+    for count, what in ((devices, "--devices"), (microbatches, "--microbatches")):
+        if count < 1:
+            raise UnsupportedError(f"{what} must be at least 1, not {count}")
+    unknown = sorted(set(settings) - {"chunks", "placement", "seconds", "effort", "seed"})
+    if unknown:
+        raise UnsupportedError(
+            f"'auto' has no option {unknown[0]!r}; its options: chunks, placement (v, interleaved, linear), seconds, effort, "
+            "seed"
+        )
+    result = search_schedule(
+        num_devices=devices,
+        num_microbatches=microbatches,
+        costs=costs,
+        memory_cap=memory_cap,
+        placements=_placements(devices, settings),
+        cache=ResultCache(),
+        **settings,
+    )
+    return Loaded(result.schedule, costs, memory_cap, result.seconds)
+
+
+def _placements(devices: int, settings: dict[str, object]) -> list[Placement] | None:
+    """What ``-o placement`` and ``--chunks`` leave to search; ``None`` for all that the search considers by default."""
+    kind, chunks = settings.pop("placement", None), settings.pop("chunks", None)
+    if kind is None and chunks is None:
+        return None
+    if kind not in (None, "v", "interleaved", "linear"):
+        raise UnsupportedError(f"-o placement={kind}: take v, interleaved or linear")
+    chunks = chunks or (1 if kind == "linear" else 2)
+    if not isinstance(chunks, int) or chunks < 1 or (chunks == 1) != (kind == "linear" or chunks == 1):
+        raise UnsupportedError(f"--chunks {chunks} does not go with placement {kind}")
+    by_kind = {"v": Placement.wave(devices, chunks), "interleaved": Placement.interleaved(devices, chunks)}
+    if kind == "linear" or chunks == 1:
+        return [Placement.linear(devices)]
+    return list(by_kind.values()) if kind is None else [by_kind[kind]]
+
+
+def read_schedule(path: Path, dialect: Dialect, microbatches: int | None = None) -> tuple[Table, Schedule]:
+    """A file's table and the schedule in it, not yet validated; ``microbatches`` overrides what the table seems to say.
+
+    Raises:
+        ScheduleFormatError: the file cannot be read as a schedule.
+    """
+    table = read_table(read_text(path), dialect)
+    count = table.num_microbatches() if microbatches is None else microbatches
+    header = table.header
+    return table, Schedule(path.stem, table.placement(), count, table.orders, header.pieces, header.updates)
 
 
 def is_file(name: str) -> bool:
     """Whether a user who typed ``name`` means a file rather than a family."""
-    return name.endswith(".csv") or Path(name).is_file()
+    return name.endswith((".csv", ".txt")) or Path(name).is_file()
 
 
 def read_text(path: Path) -> str:
@@ -151,6 +256,16 @@ def fail(error: PipememError) -> NoReturn:
 
 def report_error(message: str) -> None:
     Console(stderr=True, highlight=False).print(Text(f"error: {message}", style="red"), soft_wrap=True)
+
+
+def report_lines(lines: Sequence[str]) -> None:
+    out = Console(stderr=True, highlight=False)
+    for line in lines:
+        out.print(Text(line), soft_wrap=True)
+
+
+def report_note(message: str) -> None:
+    Console(stderr=True, highlight=False).print(Text(f"note: {message}", style="yellow"), soft_wrap=True)
 
 
 def _check_counts(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from megatron_pipemem.cli.common import (
+    DIALECT_HELP,
     NAME_HELP,
     Chunks,
     Devices,
     Dialect,
     Json,
+    MemoryCapText,
     Microbatches,
     Options,
     console,
@@ -20,51 +22,75 @@ from megatron_pipemem.cli.common import (
     print_json,
 )
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.csv_format import LETTERS, write_table
+from megatron_pipemem.schedule.csv_header import write_header
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.lowering.paired import lower_paired
+from megatron_pipemem.schedule.schedule import Order, Schedule
 from megatron_pipemem.schedule.validator import validate_program
 
 _SUFFIXES = (".csv", ".txt")
+_Letters = Literal["pipemem", "torch", "torch-new", "torch-old"]
 
 
 def convert(
     source: Annotated[str, typer.Argument(metavar="IN", help=NAME_HELP)],
     target: Annotated[Path, typer.Argument(metavar="OUT", help=".csv: compute actions; .txt: the whole program.")],
-    from_dialect: Annotated[
-        Dialect, typer.Option("--from", help="Letters of IN; torch also reads those before 2.6.")
-    ] = "pipemem",
+    from_dialect: Annotated[Dialect, typer.Option("--from", help=DIALECT_HELP)] = "auto",
     to_dialect: Annotated[
-        Dialect, typer.Option("--to", help="Letters of OUT; torch calls the gradient messages SEND_B and RECV_B.")
+        _Letters, typer.Option("--to", help="Letters of OUT; torch-old: from before 2.6.")
     ] = "pipemem",
+    lowered: Annotated[
+        bool | None, typer.Option("--lowered/--compute-only", help="Whether OUT has messages, whatever its suffix.")
+    ] = None,
     devices: Devices = None,
     microbatches: Microbatches = None,
     chunks: Chunks = None,
+    memory_cap: MemoryCapText = None,
     options: Options = None,
     as_json: Json = False,
 ) -> None:
     """Write a schedule as a file: one line per device, one action per comma-separated cell.
 
-    A .csv holds the compute actions, whose letters torch.distributed.pipelining shares with us. A .txt holds the
-    lowered program, with messages and gradient reductions; torch reads it as compute_comms.
+    A .csv holds the compute actions, which torch.distributed.pipelining loads as compute_only. A .txt holds the lowered
+    program, with messages and gradient reductions, which torch loads as compute_comms. Written for torch, both ends of
+    a pair of devices post its messages in one order, as torch's communicators need.
     """
     if target.suffix not in _SUFFIXES:
         raise UnsupportedError(f"cannot tell a format from {target.name!r}: end it in {' or '.join(_SUFFIXES)}")
-    schedule = load_schedule(source, devices, microbatches, chunks, options=options, dialect=from_dialect)
-    if target.suffix == ".csv":
-        text = schedule.to_csv()
-    else:
-        program = lower(schedule)
-        validate_program(program)
-        text = "".join(",".join(map(str, actions)) + "\n" for actions in program.actions)
-        if to_dialect == "torch":
-            text = text.replace("SEND_I", "SEND_B").replace("RECV_I", "RECV_B")
+    schedule = load_schedule(source, devices, microbatches, chunks, memory_cap, options, from_dialect).schedule
+    with_messages = target.suffix == ".txt" if lowered is None else lowered
+    letters = "torch-new" if to_dialect == "torch" else to_dialect
+    header = write_header(schedule)
+    if header and letters != "pipemem":
+        raise UnsupportedError(
+            f"torch's files cannot say what {schedule.name!r} needs said ({header.strip('# ').strip()}); write it with "
+            "--to pipemem"
+        )
+    rows = _program(schedule, letters) if with_messages else schedule.orders
     try:
-        target.write_text(text, encoding="utf-8")
+        target.write_text(header + write_table(rows, letters), encoding="utf-8")
     except OSError as error:
         raise UnsupportedError(f"cannot write {target}: {error.strerror or error}") from error
-    actions = text.count(",") + text.count("\n")
+    actions = sum(map(len, rows))
     if as_json:
         print_json(
-            {"schedule": schedule.name, "devices": schedule.num_devices, "actions": actions, "output": str(target)}
+            {
+                "schedule": schedule.name,
+                "devices": schedule.num_devices,
+                "actions": actions,
+                "letters": LETTERS[letters],
+                "lowered": with_messages,
+                "output": str(target),
+            }
         )
     else:
-        console().print(f"{target}: {actions} actions on {schedule.num_devices} devices", soft_wrap=True)
+        what = "actions and messages" if with_messages else "actions"
+        summary = f"{target}: {actions} {what} on {schedule.num_devices} devices, letters of {letters}"
+        console().print(summary, soft_wrap=True, markup=False)
+
+
+def _program(schedule: Schedule, letters: str) -> tuple[Order, ...]:
+    program = lower(schedule) if letters == "pipemem" else lower_paired(schedule)
+    validate_program(program)
+    return program.actions

@@ -15,7 +15,9 @@ def schedules(as_json: Json = False) -> None:
     """List every schedule: what it holds at its peak, how long it idles, what it needs.
 
     Peaks are in activation units: 1 is what 1F1B's first device holds. Bubbles are for many microbatches, with F, I, W,
-    B the seconds of one device's share of the model, p devices and v chunks.
+    B the seconds of one device's share of the model, p devices, m microbatches and v chunks. Asynchronous schedules
+    update weights in the middle of a step, so they train differently from all others. What is simulated only can be
+    built, simulated, drawn and converted, but not run.
     """
     if as_json:
         print_json([_row(family) for family in families()])
@@ -25,10 +27,16 @@ def schedules(as_json: Json = False) -> None:
     for family in families():
         split = "I and W" if family.splits_backward else "B"
         figures.add_row(family.name, family.placement, split, family.peak, family.bubble)
-        needs = [f"p >= {family.min_devices}"] if family.min_devices > 1 else []
-        needs += [f"-o {option}: {text}" for option, text in family.options.items()]
+        least = f"p >= {family.min_devices}" if family.min_devices > 1 else ""
+        marks = ["asynchronous" if family.asynchronous else "", "simulated only" if family.simulated_only else ""]
+        needs = [line for line in (family.needs or least, ", ".join(filter(None, marks))) if line]
+        needs += [f"{_FLAGS.get(option, f'-o {option}')}: {text}" for option, text in family.options.items()]
         origins.add_row(family.name, family.source, "\n".join(needs))
     console().print(figures, origins)
+
+
+# Arguments of every schedule; those that list them fit their order to them.
+_FLAGS = {"costs": "--costs", "memory_cap": "--memory-cap"}
 
 
 def _table(*columns: str) -> Table:

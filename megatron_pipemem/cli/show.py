@@ -14,7 +14,7 @@ from megatron_pipemem.cli.common import (
     CostsText,
     Devices,
     Json,
-    MemoryCap,
+    MemoryCapText,
     Microbatches,
     Options,
     console,
@@ -35,7 +35,7 @@ def show(
     chunks: Chunks = None,
     costs: CostsText = "1,1,1",
     p2p: P2P = None,
-    memory_cap: MemoryCap = None,
+    memory_cap: MemoryCapText = None,
     options: Options = None,
     output: Annotated[
         Path | None, typer.Option("--output", help=".png, .svg, .html, or .json for ui.perfetto.dev.")
@@ -47,7 +47,10 @@ def show(
         check_suffix(output)
     prices = parse_costs(costs, p2p)
     timelines = [
-        run_simulator(load_schedule(name, devices, microbatches, chunks, memory_cap, options), prices) for name in names
+        run_simulator(
+            load_schedule(name, devices, microbatches, chunks, memory_cap, options, costs=prices).schedule, prices
+        )
+        for name in names
     ]
     if output is not None:
         save_comparison(timelines, output)
@@ -57,7 +60,7 @@ def show(
         console().print(str(output), soft_wrap=True, markup=False)
     else:
         for timeline in timelines:
-            console().print(terminal_timeline(timeline))
+            console().print(terminal_timeline(timeline, timelines))
 
 
 def _data(timeline: Timeline, output: Path | None) -> dict[str, object]:

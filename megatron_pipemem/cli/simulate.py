@@ -13,7 +13,8 @@ from megatron_pipemem.cli.common import (
     CostsText,
     Devices,
     Json,
-    MemoryCap,
+    Loaded,
+    MemoryCapText,
     Microbatches,
     Options,
     console,
@@ -36,7 +37,7 @@ def simulate(
     chunks: Chunks = None,
     costs: CostsText = "1,1,1",
     p2p: P2P = None,
-    memory_cap: MemoryCap = None,
+    memory_cap: MemoryCapText = None,
     options: Options = None,
     as_json: Json = False,
 ) -> None:
@@ -44,12 +45,13 @@ def simulate(
 
     Costs are for one device's whole share of the model and one microbatch, whatever the number of chunks, so makespans
     of different placements compare. The lower bound holds for every order of the same placement within the memory cap,
-    or, without one, within this schedule's own peak.
+    or, without one, within this schedule's own peak; with several replicas or sequence pieces it is the busiest device's
+    work.
     """
     prices = parse_costs(costs, p2p)
-    schedule = load_schedule(name, devices, microbatches, chunks, memory_cap, options)
-    timeline = run_simulator(schedule, prices)
-    facts = _facts(timeline, memory_cap)
+    loaded = load_schedule(name, devices, microbatches, chunks, memory_cap, options, costs=prices)
+    timeline = run_simulator(loaded.schedule, prices)
+    facts = _facts(timeline, loaded)
     if as_json:
         print_json(facts)
         return
@@ -61,11 +63,10 @@ def simulate(
         out.print(f"{'peak memory':<20} {held}", soft_wrap=True, markup=False)
 
 
-def _facts(timeline: Timeline, memory_cap: float | None) -> dict[str, object]:
+def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, object]:
     """The keys of ``--json``; peaks in activation units whatever the costs say about bytes."""
     schedule = timeline.schedule
-    activations = peaks(schedule.orders, schedule.placement, Costs())
-    cap = max(activations) if memory_cap is None else memory_cap
+    activations = peaks(schedule.orders, schedule.placement, Costs(), schedule.pieces)
     return {
         "schedule": schedule.name,
         "devices": schedule.num_devices,
@@ -77,18 +78,26 @@ def _facts(timeline: Timeline, memory_cap: float | None) -> dict[str, object]:
         "device_bubble_rate": timeline.device_bubble_rate,
         "peak_activations": list(activations),
         "peak_activation": max(activations),
-        "lower_bound": _lower_bound(timeline, cap),
-        "search_seconds": 0.0,  # every registered family is written down, none is searched
+        "lower_bound": _lower_bound(timeline, loaded, max(activations)),
+        "search_seconds": loaded.search_seconds,
         "messages": timeline.messages,
+        "replicas": schedule.placement.replicas,
+        "weight_versions": list(timeline.weight_versions),
     }
 
 
-def _lower_bound(timeline: Timeline, memory_cap: float) -> float:
-    """The bound is about whole training steps; a file may also hold forwards only, as evaluation runs them."""
+def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
+    """The bound is about whole training steps of one pipeline; a file may also hold forwards only, as evaluation runs
+    them."""
     schedule = timeline.schedule
-    if all(action.kind is Kind.F for order in schedule.orders for action in order):
+    if (
+        schedule.placement.replicas > 1
+        or schedule.pieces > 1
+        or all(action.kind is Kind.F for order in schedule.orders for action in order)
+    ):
         return timeline.ideal
-    return lower_bound(schedule.placement, schedule.num_microbatches, timeline.costs, memory_cap)
+    cap = peak if loaded.memory_cap is None else loaded.memory_cap
+    return lower_bound(schedule.placement, schedule.num_microbatches, loaded.costs, cap)
 
 
 def _text(key: str, fact: object) -> str:

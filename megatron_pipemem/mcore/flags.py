@@ -6,7 +6,7 @@ import argparse
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.plugin import STOCK, Settings
-from megatron_pipemem.schedule.registry import family
+from megatron_pipemem.mcore.search_source import source_of
 
 
 class _Parser(argparse.ArgumentParser):
@@ -23,15 +23,25 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
     Raises:
         UnsupportedError: an unknown ``--pipemem-*`` flag, a missing value, or flags without ``--pipemem-schedule``.
         UnknownScheduleError: no such schedule.
+        ScheduleError: a schedule file that must not run.
     """
     parser = _Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
-    parser.add_argument("--pipemem-schedule", metavar="NAME", help="schedule family, or stock")
-    parser.add_argument("--pipemem-memory-cap", metavar="X", help="refuse to run above this many activation units")
-    parser.add_argument("--pipemem-costs", metavar="unit|FILE", default="unit", help="prices for the predicted bubble")
+    parser.add_argument("--pipemem-schedule", metavar="NAME|FILE.csv|auto|stock", help="which schedule to run")
+    parser.add_argument(
+        "--pipemem-memory-cap",
+        metavar="X|XGiB|XMiB|XB",
+        help="the most a rank may hold: activation units, or, with auto, bytes of activations",
+    )
+    parser.add_argument(
+        "--pipemem-costs",
+        metavar="unit|profile|FILE",
+        default="unit",
+        help="what passes take: equal, measured in the run, or as the JSON file says",
+    )
     parser.add_argument("--pipemem-trace", metavar="DIR", help="write timelines of plan and run")
     parser.add_argument("--pipemem-report", metavar="FILE", help="write predicted and counted bytes, bubbles, losses")
     parser.add_argument(
-        "--pipemem-option", metavar="KEY=VALUE", action="append", default=[], help="option of the schedule family"
+        "--pipemem-option", metavar="KEY=VALUE", action="append", default=[], help="option of the schedule"
     )
     found, others = parser.parse_known_args(arguments)
     unknown = [argument for argument in others if argument.startswith("--pipemem-")]
@@ -41,16 +51,16 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         return None, others
     if found.pipemem_schedule is None:
         parser.error("--pipemem-schedule is missing")
-    if found.pipemem_schedule != STOCK:
-        family(found.pipemem_schedule)
     settings = Settings(
         found.pipemem_schedule,
-        memory_cap=None if found.pipemem_memory_cap is None else _units(found.pipemem_memory_cap, parser),
+        memory_cap=found.pipemem_memory_cap and _units_or_text(found.pipemem_memory_cap),
         costs=found.pipemem_costs,
         trace=found.pipemem_trace,
         report=found.pipemem_report,
         options=dict(_option(text, parser) for text in found.pipemem_option),
     )
+    if settings.schedule != STOCK:
+        source_of(settings.schedule, settings.memory_cap, settings.costs, settings.options)
     return settings, others
 
 
@@ -63,18 +73,15 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
     given = any(argument.split("=", 1)[0] in _CUTS for argument in arguments)
     if settings.schedule == STOCK or given:
         return arguments
-    chunks = family(settings.schedule).chunks
-    chunks = int(settings.options.get("chunks", 2)) if chunks is None else chunks
+    chunks = source_of(settings.schedule, settings.memory_cap, settings.costs, settings.options).chunks
     return arguments if chunks == 1 else [*arguments, _VIRTUAL_STAGES, str(chunks)]
 
 
-def _units(text: str, parser: _Parser) -> float:
+def _units_or_text(cap: str) -> float | str:
     try:
-        return float(text)
+        return float(cap)
     except ValueError:
-        parser.error(
-            f"--pipemem-memory-cap {text!r} is no number of activation units (1.0 is what 1F1B's first rank holds)"
-        )
+        return cap
 
 
 def _option(text: str, parser: _Parser) -> tuple[str, object]:

@@ -6,28 +6,39 @@ Megatron's loops run what our ``1f1b`` and ``interleaved`` plan, action by actio
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megatron_pipemem.mcore.patching import Symbol
-from megatron_pipemem.mcore.programs import ProgramCache
 from megatron_pipemem.mcore.run_record import RunRecord, StepRecord
+from megatron_pipemem.mcore.sources import FamilySource, Plan
 from megatron_pipemem.mcore.stages import tensors_in, watch_batches
 from megatron_pipemem.mcore.step import BACKWARD_STEP, FORWARD_STEP, WITH_INTERLEAVING, WITHOUT_INTERLEAVING, observe
 from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.schedule import Program
 
 
-def replacements(record: RunRecord | None) -> list[tuple[Symbol, Callable[[Callable], Callable]]]:
-    """What to rebind to fill ``record``; nothing without one. Stock's results are passed through untouched."""
+def replacements(
+    record: RunRecord | None, costs: Costs, priced_by: str
+) -> list[tuple[Symbol, Callable[[Callable], Callable]]]:
+    """What to rebind to fill ``record``; nothing without one. Stock's results are passed through untouched.
+
+    Args:
+        record: of the run.
+        costs: prices of the plan.
+        priced_by: where ``costs`` are from.
+    """
     if record is None:
         return []
     observer = _Observer(record)
+    interleaved, linear = (FamilySource(name, costs=costs, priced_by=priced_by) for name in ("interleaved", "1f1b"))
     return [
-        (WITH_INTERLEAVING, lambda original: observer.wrap_schedule(original, ProgramCache("interleaved"))),
-        (WITHOUT_INTERLEAVING, lambda original: observer.wrap_schedule(original, ProgramCache("1f1b"))),
+        (WITH_INTERLEAVING, lambda original: observer.wrap_schedule(original, interleaved)),
+        (WITHOUT_INTERLEAVING, lambda original: observer.wrap_schedule(original, linear)),
         (FORWARD_STEP, observer.wrap_forward),
         (BACKWARD_STEP, observer.wrap_backward),
     ]
@@ -40,7 +51,9 @@ class _Observer:
         # Megatron's backward step is not told its stage and microbatch, but it gets the forward's output object.
         self._forward_of: dict[int, Action] = {}
 
-    def wrap_schedule(self, original: Callable, plans: ProgramCache) -> Callable:
+    def wrap_schedule(self, original: Callable, source: FamilySource) -> Callable:
+        plans: dict[tuple, Plan] = {}
+
         def forward_backward(*, model, data_iterator, num_microbatches: int, forward_only: bool = False, **kwargs):
             call = {"model": model, "num_microbatches": num_microbatches, "forward_only": forward_only, **kwargs}
             if forward_only:
@@ -55,10 +68,14 @@ class _Observer:
                 self._observed = None
                 self._forward_of.clear()
             group_size = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage
-            schedule = plans.build(group.size(), len(chunks), num_microbatches, group_size)
+            shape = (group.size(), len(chunks), num_microbatches, group_size)
+            if shape not in plans:
+                schedule = replace(source.build(*shape), name="stock")
+                plans[shape] = Plan(schedule, source.costs, source.priced_by, "Megatron's own")
+            schedule = plans[shape].schedule
             # What Megatron's loop variables keep alive depends on where the loop is, so its peak is counted, not foretold.
             program = Program(schedule, schedule.orders)
-            self._record.add_step("stock", program, group.rank(), group, observed, foretell=False)
+            self._record.add_step(plans[shape], program, group.rank(), group, observed, foretell=False)
             return result
 
         return forward_backward

@@ -49,7 +49,7 @@ class ChunkPlacement:
 
     Args:
         find: ``find(num_devices, num_chunks)`` gives the placement; ``num_chunks`` is ``None`` where nobody knows it yet.
-        is_round_robin: the placement is Megatron's own, and nothing has to be answered differently.
+        is_round_robin: the placement can be no other than Megatron's own, and nothing has to be answered differently.
     """
 
     def __init__(self, find: Callable[[int, int | None], Placement], is_round_robin: bool):
@@ -79,7 +79,7 @@ class ChunkPlacement:
     @contextmanager
     def chunk(self, chunk: int | None) -> Iterator[None]:
         """Within this context the rank is the one round robin would give the chunk; ``None`` changes nothing."""
-        if chunk is None or self.is_round_robin:
+        if chunk is None or self.is_round_robin:  # a chunk dealt round robin would get its real rank below
             yield
             return
         outer = self._rank_now
@@ -98,7 +98,7 @@ class ChunkPlacement:
             (RANK, self._wrap_rank),
             (IS_FIRST, self._wrap_predicate),
             (IS_LAST, self._wrap_predicate),
-            (TIED_GRADIENTS, lambda original: _sum_tied_gradients),
+            (TIED_GRADIENTS, self._wrap_tied_gradients),
         ]
 
     def training_replacements(self) -> list[tuple[Symbol, Callable[[Callable], Callable]]]:
@@ -116,13 +116,14 @@ class ChunkPlacement:
         """
         device, p = pg_collection.pp.rank(), pg_collection.pp.size()
         placement = self.placement(p)
+        round_robin = _is_round_robin(placement)
         chunks = []
         for chunk, stage in enumerate(placement.stages[device]):
             rank = round_robin_rank(placement, device, chunk)
             groups = copy.copy(pg_collection)
             if rank != device:
                 groups.pp = RoundRobinRank(rank, p)
-            if not self.is_round_robin:
+            if not round_robin:
                 # The stock embedding group spans the first and the last rank; here both ends may be on one rank.
                 groups.embd = None
             with self.chunk(chunk):
@@ -134,9 +135,9 @@ class ChunkPlacement:
                         pg_collection=groups,
                     )
                 )
-            if not self.is_round_robin:
+            if not round_robin:
                 _keep_rank_for_checkpoints(chunks[-1], self, chunk)
-        if not self.is_round_robin:
+        if not round_robin:
             with torch.no_grad():
                 for embedding, head in _tied_weights(chunks):
                     head.data.copy_(embedding.data)
@@ -148,7 +149,7 @@ class ChunkPlacement:
         Raises:
             UnsupportedError: the model was built before ``enable()`` or around it.
         """
-        if self.is_round_robin:
+        if _is_round_robin(placement):
             return
         for chunk, module in enumerate(chunks):
             groups = get_attr_wrapped_model(module, "pg_collection")
@@ -169,9 +170,22 @@ class ChunkPlacement:
 
         return predicate
 
+    def _wrap_tied_gradients(self, original: Callable) -> Callable:
+        def sum_tied_gradients(model, config, embd_group=None, pp_group=None) -> None:
+            size = parallel_state.get_pipeline_model_parallel_world_size() if pp_group is None else pp_group.size()
+            if _is_round_robin(self.placement(size)):
+                original(model, config, embd_group, pp_group)
+            else:
+                _sum_tied_gradients(model)
+
+        return sum_tied_gradients
+
     def _wrap_build_stages(self, original: Callable) -> Callable:
         def build_virtual_pipeline_stages(build_model_func, pg_collection, vp_size, model_type=None):
-            _require_chunks(vp_size, self.placement(pg_collection.pp.size()))
+            placement = self.placement(pg_collection.pp.size(), vp_size or 1)
+            _require_chunks(vp_size, placement)
+            if _is_round_robin(placement):
+                return original(build_model_func, pg_collection, vp_size, model_type)
             chunks = self.build_chunks(
                 lambda pg_collection, **kwargs: build_model_func(pg_collection, **kwargs), pg_collection
             )
@@ -184,10 +198,15 @@ class ChunkPlacement:
     def _wrap_get_model(self, original: Callable) -> Callable:
         def get_model(model_provider_func, *args, **kwargs):
             built: list[torch.nn.Module] = []
+            vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+            groups = kwargs.get("pg_collection")
+            size = parallel_state.get_pipeline_model_parallel_world_size() if groups is None else groups.pp.size()
+            placement = self.placement(size, vp_size or 1)
+            _require_chunks(vp_size, placement)
+            if _is_round_robin(placement):
+                return original(model_provider_func, *args, **kwargs)
 
             def provider(*, vp_stage: int | None = None, pg_collection=None, **ignored):
-                placement = self.placement(pg_collection.pp.size())
-                _require_chunks(None if vp_stage is None else placement.num_chunks, placement)
                 if not built:
                     passed_on = {k: v for k, v in ignored.items() if k not in ("pre_process", "post_process")}
                     built.extend(
@@ -205,8 +224,12 @@ def round_robin_rank(placement: Placement, device: int, chunk: int) -> int:
     return placement.stages[device][chunk] % placement.num_devices
 
 
+def _is_round_robin(placement: Placement) -> bool:
+    return all(device == stage % placement.num_devices for stage, device in enumerate(placement.devices))
+
+
 def _require_chunks(vp_size: int | None, placement: Placement) -> None:
-    if vp_size != placement.num_chunks:
+    if (vp_size or 1) != placement.num_chunks:
         raise UnsupportedError(
             f"placement {placement.name} needs {placement.num_chunks} model chunks per pipeline rank, not {vp_size or 1}; "
             f"pass --num-virtual-stages-per-pipeline-rank {placement.num_chunks} or a "
@@ -240,7 +263,7 @@ def _tied_weights(chunks: list[torch.nn.Module]) -> list[tuple[torch.nn.Paramete
     return [(first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight())]
 
 
-def _sum_tied_gradients(model, config, embd_group=None, pp_group=None) -> None:
+def _sum_tied_gradients(model: list[torch.nn.Module]) -> None:
     """In place of stock's all-reduce over the first and the last rank: here one rank holds both copies."""
     for embedding, head in _tied_weights(model):
         gradients = [w.main_grad if hasattr(w, "main_grad") else w.grad for w in (embedding, head)]

@@ -15,10 +15,10 @@ from megatron_pipemem.mcore import linear, observer, transformer_engine
 from megatron_pipemem.mcore.patching import PatchSet, Symbol, is_imported
 from megatron_pipemem.mcore.placement import ChunkPlacement
 from megatron_pipemem.mcore.programs import ProgramCache
+from megatron_pipemem.mcore.replanning import Replanner
 from megatron_pipemem.mcore.run_record import RunRecord
+from megatron_pipemem.mcore.search_source import PROFILE, prices_of, source_of
 from megatron_pipemem.mcore.step import USED, WITH_INTERLEAVING, WITHOUT_INTERLEAVING, ForwardBackward
-from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.registry import family
 
 logger = logging.getLogger(__name__)
 
@@ -35,16 +35,19 @@ class Settings:
     """What the user asked for.
 
     Args:
-        schedule: name of a schedule family, or ``stock`` to leave Megatron's own schedule in place and only observe it.
-        memory_cap: the most any device may hold, in activation units; the run is refused when the schedule needs more.
-        costs: ``unit``, or a JSON file of costs, for the predicted bubble.
+        schedule: name of a schedule family, path of a schedule file (``.csv``), ``auto`` for the fastest schedule that a
+            search finds within ``memory_cap``, or ``stock`` to leave Megatron's own schedule in place and only observe it.
+        memory_cap: the most any rank may hold, in activation units (``0.6``), or for ``auto`` in bytes (``"6GiB"``,
+            ``"800MiB"``, ``"123456B"``); a schedule that needs more is refused.
+        costs: ``unit``, a JSON file of costs, or ``profile`` to measure them in the run itself. They price the predicted
+            bubble, and ``auto`` searches for them.
         trace: directory for timelines of plan and run.
         report: JSON file that sets counted bytes, measured bubbles and losses against the plan.
-        options: options of the schedule family, for example ``group_size``.
+        options: options of the schedule family, for example ``group_size``; for ``auto`` see ``SearchSource``.
     """
 
     schedule: str
-    memory_cap: float | None = None
+    memory_cap: float | str | None = None
     costs: str = "unit"
     trace: str | None = None
     report: str | None = None
@@ -70,12 +73,13 @@ def enable(schedule: str, **settings) -> None:
     changes nothing. Works no matter who imported ``get_forward_backward_func`` before.
 
     Args:
-        schedule: name of a schedule family; ``pipemem schedules`` lists them.
+        schedule: name of a schedule family (``pipemem schedules`` lists them), a schedule file, or ``auto``.
         settings: see ``Settings``.
 
     Raises:
         UnknownScheduleError: no such family.
-        UnsupportedError: the plugin is enabled with other settings.
+        UnsupportedError: the plugin is enabled with other settings, or they cannot go together.
+        ScheduleError: a schedule file that must not run.
         UpstreamError: this Megatron-Core lacks a symbol we rely on. Nothing has been changed then.
     """
     global _enabled
@@ -86,20 +90,18 @@ def enable(schedule: str, **settings) -> None:
                 f"the plugin is enabled already with {_enabled.settings}; call disable() before enabling other settings"
             )
         return
-    costs = Costs() if wanted.costs == "unit" else Costs.from_json(wanted.costs)
     record = None
     if wanted.trace is not None or wanted.report is not None:
-        record = RunRecord(
-            Path(wanted.report) if wanted.report else None, Path(wanted.trace) if wanted.trace else None, costs
-        )
+        record = RunRecord(Path(wanted.report) if wanted.report else None, Path(wanted.trace) if wanted.trace else None)
     forward_backward = chunk_placement = None
     if wanted.schedule == STOCK:
-        replacements = observer.replacements(record)
+        replacements = observer.replacements(record, *prices_of(wanted.costs))
     else:
-        programs = ProgramCache(wanted.schedule, wanted.memory_cap, wanted.options)
-        chosen = family(wanted.schedule)
-        chunk_placement = ChunkPlacement(programs.placement, chosen.placement in ("linear", "interleaved"))
-        forward_backward = ForwardBackward(programs, chunk_placement, record)
+        source = source_of(wanted.schedule, wanted.memory_cap, wanted.costs, wanted.options)
+        chunk_placement = ChunkPlacement(source.placement, source.is_round_robin)
+        profiles = wanted.costs == PROFILE
+        replanner = Replanner(source, profiles) if profiles or source.needs_bytes else None
+        forward_backward = ForwardBackward(ProgramCache(source), chunk_placement, record, replanner)
         replacements = [
             (WITH_INTERLEAVING, lambda original: forward_backward),
             (WITHOUT_INTERLEAVING, lambda original: forward_backward),
@@ -107,7 +109,7 @@ def enable(schedule: str, **settings) -> None:
         ]
         if is_imported("megatron.training.training"):
             replacements += chunk_placement.training_replacements()
-        if chosen.splits_backward:
+        if source.may_split:
             replacements += [(linear.LINEAR, linear.split_linear), *transformer_engine.replacements()]
     if record is not None and linear.LINEAR not in (symbol for symbol, _ in replacements):
         replacements.append((linear.LINEAR, linear.countable_linear))

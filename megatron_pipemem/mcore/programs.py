@@ -1,104 +1,96 @@
-"""From a schedule's name to the validated program of one step."""
+"""From a source of schedules to the validated program of one step."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from typing import NamedTuple
 
+from megatron_pipemem.mcore.replanning import News
+from megatron_pipemem.mcore.sources import Plan, Shape, Source
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import build_schedule, family
-from megatron_pipemem.schedule.schedule import Program, Schedule
+from megatron_pipemem.schedule.schedule import Program
 from megatron_pipemem.schedule.validator import validate_program
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+class Compiled(NamedTuple):
+    """A program, and the plan it came from; evaluation has none."""
+
+    program: Program
+    plan: Plan | None
+
+
 class ProgramCache:
     """Compiles programs on demand; batch-size ramp-up and evaluation change the number of microbatches between steps.
 
     Args:
-        name: schedule family.
-        memory_cap: in activation units, or ``None``.
-        options: options of the family.
+        source: makes the schedules.
     """
 
-    name: str
-    memory_cap: float | None = None
-    options: Mapping[str, object] = field(default_factory=dict)
-    _programs: dict[tuple, Program] = field(default_factory=dict)
+    def __init__(self, source: Source):
+        self._source = source
+        self._training: dict[Shape, Compiled] = {}
+        self._evaluation: dict[Shape, Compiled] = {}
+        self._outdated: dict[Shape, Plan] = {}
+        self._news: News | None = None
 
-    def build(self, num_devices: int, chunks: int | None, num_microbatches: int, group_size: int | None = None) -> Schedule:
-        """The schedule for a model with ``chunks`` chunks per rank.
+    @property
+    def name(self) -> str:
+        return self._source.name
 
-        Raises:
-            UnsupportedError: the family cannot be built so.
-        """
-        options = dict(self.options)
-        accepted = family(self.name).options
-        if group_size == num_devices:  # Megatron's default, and ours, which copes better with an odd last group
-            group_size = None
-        # Only where the user left them to us: Megatron's own flags then say how the model is cut.
-        for option, value in (("chunks", chunks), ("group_size", group_size)):
-            if option in accepted and value is not None:
-                options.setdefault(option, value)
-        return build_schedule(
-            self.name,
-            num_devices=num_devices,
-            num_microbatches=num_microbatches,
-            memory_cap=self.memory_cap,
-            **options,
-        )
-
-    def placement(self, num_devices: int, chunks: int | None) -> Placement:
-        """The placement of the family's schedules, which does not depend on the number of microbatches."""
-        return self.build(num_devices, chunks, 1).placement
-
-    def compile(
-        self,
-        *,
-        num_devices: int,
-        chunks: int,
-        num_microbatches: int,
-        group_size: int | None,
-        forward_only: bool,
-        agree: Callable[[str], None],
-    ) -> Program:
+    def compile(self, shape: Shape, *, forward_only: bool, agree: Callable[[str], None]) -> Compiled:
         """The validated program of one step.
 
         Args:
-            num_devices: pipeline ranks.
-            chunks: model chunks per rank.
-            num_microbatches: microbatches of the step.
-            group_size: microbatches per group of the interleaved schedule.
+            shape: of the step.
             forward_only: evaluation.
             agree: called once per new program with its hash, to compare it with the other ranks'.
 
         Raises:
-            UnsupportedError: the family cannot be built so.
+            UnsupportedError: there is no such schedule.
             ScheduleError: the schedule or its lowering is wrong; it is never executed.
         """
-        key = (num_devices, chunks, num_microbatches, group_size, forward_only)
-        if key not in self._programs:
-            schedule = self.build(num_devices, chunks, num_microbatches, group_size)
-            if forward_only:
-                schedule = schedule.forward_only()
+        programs = self._evaluation if forward_only else self._training
+        if shape not in programs:
+            plan = None if forward_only else self._plan(shape)
+            schedule = self._source.forwards(shape) if plan is None else plan.schedule
             program = lower(schedule)
             validate_program(program)
-            text = schedule.digest + "".join(f"{device}:{','.join(map(str, a))};" for device, a in enumerate(program.actions))
+            text = schedule.digest + "".join(
+                f"{device}:{','.join(map(str, a))};" for device, a in enumerate(program.actions)
+            )
             agree(hashlib.sha256(text.encode()).hexdigest())
             logger.info(
                 "compiled schedule %s for %d devices, %d microbatches (%d actions)",
                 schedule.name,
-                num_devices,
-                num_microbatches,
+                shape.num_devices,
+                shape.num_microbatches,
                 sum(map(len, program.actions)),
             )
-            self._programs[key] = program
-        return self._programs[key]
+            programs[shape] = Compiled(program, plan)
+            self._outdated.pop(shape, None)
+        return programs[shape]
+
+    def renew(self, news: News) -> None:
+        """Plan again, with what is known now, whatever training steps come."""
+        self._source.measured(news.costs, news.changes)
+        self._news = news
+        self._outdated |= {shape: compiled.plan for shape, compiled in self._training.items()}
+        self._training.clear()
 
     def clear(self) -> None:
-        self._programs.clear()
+        for memory in (self._training, self._evaluation, self._outdated):
+            memory.clear()
+        self._news = None
+
+    def _plan(self, shape: Shape) -> Plan:
+        before = self._outdated.get(shape)
+        if before is None:
+            first = not self._training and self._news is None
+            return self._source.plan(shape, "start" if first else f"step of {shape.num_microbatches} microbatches")
+        plan = self._source.plan(shape, self._news.reason, before, self._news.minimum_gain)
+        logger.info("planned again (%s): %s", plan.reason, plan.schedule.name)
+        return plan

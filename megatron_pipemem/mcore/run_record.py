@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
 
 import torch.distributed as dist
 
+from megatron_pipemem.mcore.sources import Plan
 from megatron_pipemem.report import save_timeline
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger, bytes_per_action, predict_peak_bytes
 from megatron_pipemem.runtime.trace import Trace, TracedAction
 from megatron_pipemem.schedule.action import COMPUTE, Action, Kind
-from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.schedule import Program
-from megatron_pipemem.schedule.simulator import Timeline, count_messages, simulate
+from megatron_pipemem.schedule.simulator import Timeline, count_messages
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +27,16 @@ logger = logging.getLogger(__name__)
 class StepRecord:
     """What watches one step on this rank."""
 
-    ledger: ActivationLedger
-    trace: Trace
+    ledger: ActivationLedger | None
+    trace: Trace | None
 
 
-@dataclass
-class _Step:
-    counted_peak_bytes: int
-    traced: list[TracedAction]
+class _Step(NamedTuple):
+    """When this rank ended a step, what it computed in it, in seconds, and under which of the plans."""
+
+    plan: int
+    end: float
+    work: float
 
 
 @dataclass
@@ -41,25 +46,27 @@ class RunRecord:
     Args:
         report: JSON file of the report, or ``None``.
         trace: directory for pictures and traces of the last step, or ``None``.
-        costs: prices for the predicted bubble.
     """
 
     report: Path | None
     trace: Path | None
-    costs: Costs
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
-    schedule: str = ""
+    _plans: list[tuple[int, Plan]] = field(default_factory=list)
     _program: Program | None = None
     _device: int = 0
     _group: dist.ProcessGroup | None = None
-    _changes: dict[Kind, tuple[int, ...]] | None = None
+    _changes: dict[Kind, list[int]] = field(default_factory=dict)
+    _learnt: set[tuple[Kind, int]] = field(default_factory=set)
     _predicted_peak: int | None = None
+    _counted_peak: int = 0
     _steps: list[_Step] = field(default_factory=list)
+    _last: list[TracedAction] = field(default_factory=list)
+    _unread: tuple[int, Trace] | None = None
 
     def add_step(
         self,
-        schedule: str,
+        plan: Plan,
         program: Program,
         device: int,
         group: dist.ProcessGroup,
@@ -67,13 +74,18 @@ class RunRecord:
         foretell: bool = True,
     ) -> None:
         """Note a finished training step; ``foretell`` says whether its peak follows from its first microbatches."""
-        if self._changes is None:
-            self._changes = bytes_per_action(observed.ledger.entries, program.placement.num_stages)
+        self._learn_bytes(program, device, observed.ledger)
         if foretell and program is not self._program:
             predicted = predict_peak_bytes(program.actions[device], self._changes)
             self._predicted_peak = max(self._predicted_peak or 0, predicted)
-        self.schedule, self._program, self._device, self._group = schedule, program, device, group
-        self._steps.append(_Step(observed.ledger.peak, observed.trace.actions()))
+        self._program, self._device, self._group = program, device, group
+        self._counted_peak = max(self._counted_peak, observed.ledger.peak)
+        # A GPU's times are read one step later, when it has long passed them.
+        self._read()
+        number = next((number for number, (_, known) in enumerate(self._plans) if known is plan), len(self._plans))
+        if number == len(self._plans):
+            self._plans.append((len(self._steps), plan))
+        self._unread = (number, observed.trace)
 
     def add_losses(self, losses: dict[str, object], grad_norm: float | None) -> None:
         """Note what the training loop reports for one iteration; the first loss is the model's."""
@@ -85,6 +97,7 @@ class RunRecord:
 
     def write(self) -> None:
         """Gather the records of all ranks and write report and pictures on rank 0. Every rank must call this."""
+        self._read()
         gathered: list[dict | None] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, self._summary())
         if dist.get_rank() != 0:
@@ -92,54 +105,99 @@ class RunRecord:
         ranks = [summary for summary in gathered if summary is not None]
         if self.report is not None:
             self.report.parent.mkdir(parents=True, exist_ok=True)
-            self.report.write_text(json.dumps(_report(ranks, self.schedule), indent=2) + "\n", encoding="utf-8")
+            self.report.write_text(json.dumps(_report(ranks), indent=2) + "\n", encoding="utf-8")
             logger.info("wrote %s", self.report)
         if self.trace is not None and self._program is not None:
             self.trace.mkdir(parents=True, exist_ok=True)
-            measured = self._measured_timeline(ranks)
-            for name, timeline in (("plan", simulate(self._program.schedule, self.costs)), ("run", measured)):
+            planned = self._plan.timeline
+            for name, timeline in (("plan", planned), ("run", self._measured_timeline(ranks, planned))):
                 for suffix in ("png", "json"):
                     save_timeline(timeline, self.trace / f"{name}.{suffix}")
             logger.info("wrote the last step's timelines to %s", self.trace)
+
+    @property
+    def _plan(self) -> Plan:
+        """Of the last step."""
+        return self._plans[self._steps[-1].plan][1]
+
+    def _learn_bytes(self, program: Program, device: int, ledger: ActivationLedger) -> None:
+        """What actions take and give back, from the first step that has such an action: later plans may fuse others."""
+        stages = program.placement.num_stages
+        unknown = {(action.kind, action.stage) for action in program.actions[device]} - self._learnt
+        if unknown:
+            seen = bytes_per_action(ledger.entries, stages)
+            for kind, stage in unknown:
+                self._changes.setdefault(kind, [0] * stages)[stage] = seen[kind][stage]
+            self._learnt |= unknown
+
+    def _read(self) -> None:
+        if self._unread is None:
+            return
+        (plan, trace), self._unread = self._unread, None
+        self._last = trace.actions()
+        work = sum(traced.end - traced.start for traced in self._last)
+        self._steps.append(_Step(plan, max((traced.end for traced in self._last), default=0.0), work))
 
     def _summary(self) -> dict:
         """This rank's part of the report."""
         summary: dict = {"rank": dist.get_rank(), "losses": self.losses, "grad_norms": self.grad_norms}
         if not self._steps:
             return summary
-        timeline = simulate(self._program.schedule, self.costs)
-        last = self._steps[-1].traced
-        finished = [None] * self._group.size()
-        dist.all_gather_object(finished, [step.traced[-1].end for step in self._steps], group=self._group)
-        rates = [
-            1 - sum(t.end - t.start for t in step.traced) / max(rank[index] for rank in finished)
-            for index, step in enumerate(self._steps)
-        ]
+        timeline = self._plan.timeline
+        finished: list[list[float]] = [[]] * self._group.size()
+        dist.all_gather_object(finished, [step.end for step in self._steps], group=self._group)
+        makespans = [max(ends) for ends in zip(*finished, strict=True)]
+        rates = [1 - step.work / makespan for step, makespan in zip(self._steps, makespans, strict=True)]
         # The first step pays for lazily opened channels and allocator growth.
-        steady = rates[1:] or rates
         return summary | {
+            "schedule": self._plan.schedule.name,
             "predicted_peak_bytes": self._predicted_peak,
-            "counted_peak_bytes": max(step.counted_peak_bytes for step in self._steps),
+            "counted_peak_bytes": self._counted_peak,
             "predicted_bubble_rate": 1 - timeline.work[self._device] / timeline.makespan,
-            "measured_bubble_rate": sum(steady) / len(steady),
-            "spans": [(t.start, t.end) for t in last],
-            "actions": [str(t.action) for t in last],
+            "measured_bubble_rate": fmean(rates[1:] or rates),
+            "plans": [self._describe(number, makespans) for number in range(len(self._plans))],
+            "spans": [(t.start, t.end) for t in self._last],
+            "actions": [str(t.action) for t in self._last],
         }
 
-    def _measured_timeline(self, ranks: list[dict]) -> Timeline:
+    def _describe(self, number: int, makespans: list[float]) -> dict:
+        """A plan as the report shows it. A plan's first step is not typical and counts only where it is the only one."""
+        step, plan = self._plans[number]
+        own = [makespan for each, makespan in zip(self._steps, makespans, strict=True) if each.plan == number]
+        return {
+            "step": step,
+            "reason": plan.reason,
+            "schedule": plan.schedule.name,
+            "placement": plan.schedule.placement.name,
+            "microbatches": plan.schedule.num_microbatches,
+            "priced_by": plan.priced_by,
+            "costs": _costs(plan),
+            "planned_makespan": plan.timeline.makespan,
+            "measured_makespan": fmean(own[1:] or own) if own else None,
+            "lower_bound": plan.lower_bound,
+            "search_seconds": plan.search_seconds,
+        }
+
+    def _measured_timeline(self, ranks: list[dict], planned: Timeline) -> Timeline:
         """The last step as it ran, on the data-parallel and tensor-parallel peers of rank 0."""
-        schedule = self._program.schedule
+        schedule = planned.schedule
         members = dist.get_process_group_ranks(self._group)
         spans = tuple(tuple(map(tuple, ranks[rank]["spans"])) for rank in members)
-        compute = tuple(
-            tuple(Action.parse(a) for a in ranks[rank]["actions"]) for rank in members
-        )
+        compute = tuple(tuple(Action.parse(a) for a in ranks[rank]["actions"]) for rank in members)
         assert compute == tuple(tuple(a for a in order if a.kind in COMPUTE) for order in schedule.orders)
-        planned = simulate(schedule, self.costs)
-        return Timeline(schedule, self.costs, spans, planned.peaks, count_messages(schedule))
+        return Timeline(schedule, planned.costs, spans, planned.peaks, count_messages(schedule))
 
 
-def _report(ranks: list[dict], schedule: str) -> dict:
+def _costs(plan: Plan) -> dict:
+    """One value per stage; the time of a message between every two neighbours."""
+    placement, seconds = plan.schedule.placement, plan.costs.seconds(plan.schedule.placement)
+    neighbours = sorted({tuple(sorted(pair)) for pair in zip(placement.devices, placement.devices[1:], strict=False)})
+    links = {f"{a}-{b}": plan.costs.link_seconds(a, b) for a, b in neighbours if a != b}
+    names = {"forward": Kind.F, "backward_input": Kind.I, "backward_weight": Kind.W}
+    return {name: list(seconds[kind]) for name, kind in names.items()} | {"p2p": links}
+
+
+def _report(ranks: list[dict]) -> dict:
     fields = (
         "rank",
         "predicted_peak_bytes",
@@ -147,9 +205,15 @@ def _report(ranks: list[dict], schedule: str) -> dict:
         "predicted_bubble_rate",
         "measured_bubble_rate",
     )
+
+    def known(key: str, ranks_in_order: list[dict], otherwise: object) -> object:
+        return next((summary[key] for summary in ranks_in_order if summary.get(key)), otherwise)
+
+    first: Mapping[str, object] = ranks[0]
     return {
-        "schedule": schedule,
-        "losses": next((summary["losses"] for summary in reversed(ranks) if summary["losses"]), []),
-        "grad_norms": next((summary["grad_norms"] for summary in reversed(ranks) if summary["grad_norms"]), []),
+        "schedule": first.get("schedule", ""),
+        "losses": known("losses", ranks[::-1], []),
+        "grad_norms": known("grad_norms", ranks[::-1], []),
+        "plans": first.get("plans", []),
         "ranks": [{key: summary.get(key) for key in fields} for summary in ranks],
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,19 +14,25 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.agreement import agree
 from megatron_pipemem.mcore.linear import attach_ddp_hooks
 from megatron_pipemem.mcore.patching import Symbol
 from megatron_pipemem.mcore.placement import ChunkPlacement
 from megatron_pipemem.mcore.programs import ProgramCache
 from megatron_pipemem.mcore.refusals import check_chunks, check_config
+from megatron_pipemem.mcore.replanning import Replanner
 from megatron_pipemem.mcore.run_record import RunRecord, StepRecord
+from megatron_pipemem.mcore.sources import Shape
 from megatron_pipemem.mcore.stages import ChunkStage, StepContext, move_tensors, no_gradient_sync, watch_batches
 from megatron_pipemem.mcore.transformer_engine import delayed_modules
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.runtime.links import measure_links
 from megatron_pipemem.runtime.trace import CudaTrace, HostTrace
 from megatron_pipemem.runtime.transport import Edge, MessageFormat, Transport, connect
 from megatron_pipemem.schedule.placement import Placement
+
+logger = logging.getLogger(__name__)
 
 _STOCK_PARAMETERS = (
     "forward_step_func",
@@ -66,7 +73,9 @@ USED = (
     BACKWARD_STEP,
     Symbol("megatron.core.pipeline_parallel.schedules", "deallocate_output_tensor", ("out",)),
     Symbol("megatron.core.pipeline_parallel.schedules", "check_first_val_step", ("first_val_step", "forward_only")),
-    Symbol("megatron.core.pipeline_parallel.schedules", "get_tensor_shapes", ("seq_length", "micro_batch_size", "config")),
+    Symbol(
+        "megatron.core.pipeline_parallel.schedules", "get_tensor_shapes", ("seq_length", "micro_batch_size", "config")
+    ),
     Symbol(
         "megatron.core.distributed.distributed_data_parallel",
         "DistributedDataParallel._make_backward_post_hook",
@@ -85,18 +94,26 @@ class _Pipeline:
 
 
 class ForwardBackward:
-    """Runs steps of one family's schedules. Keeps compiled programs and communicators between steps, nothing else.
+    """Runs steps of one source's schedules. Keeps compiled programs and communicators between steps, and what was measured.
 
     Args:
         programs: compiles the schedule for the number of microbatches at hand.
         chunk_placement: answers Megatron's questions about ranks.
-        record: where counted bytes and times go; ``None`` measures nothing.
+        record: where counted bytes and times go; ``None`` records nothing.
+        replanner: measures steps and has them planned anew; ``None`` keeps the first plan.
     """
 
-    def __init__(self, programs: ProgramCache, chunk_placement: ChunkPlacement, record: RunRecord | None):
+    def __init__(
+        self,
+        programs: ProgramCache,
+        chunk_placement: ChunkPlacement,
+        record: RunRecord | None,
+        replanner: Replanner | None = None,
+    ):
         self._programs = programs
         self._chunk_placement = chunk_placement
         self._record = record
+        self._replanner = replanner
         self._pipelines: dict[dist.ProcessGroup, _Pipeline] = {}
         self.hooked: list[torch.nn.Parameter] = []
 
@@ -142,13 +159,21 @@ class ForwardBackward:
         self._chunk_placement.check_built(chunks, placement, pp_group.rank())
         pipeline = self._connect(pp_group, placement)
         self.hooked += attach_ddp_hooks(chunks)
-        program = self._programs.compile(
-            num_devices=pp_group.size(),
-            chunks=len(chunks),
-            num_microbatches=num_microbatches,
-            group_size=config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None,
-            forward_only=forward_only,
-            agree=lambda digest: _agree(digest, pp_group),
+        message = MessageFormat(
+            _message_shape(seq_length, micro_batch_size, decoder_seq_length, config, groups, adjust_tensor_shapes_fn),
+            config.pipeline_dtype or config.params_dtype,
+            torch.cuda.current_device(),
+        )
+        shape = Shape(
+            pp_group.size(),
+            len(chunks),
+            num_microbatches,
+            config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None,
+        )
+        if not forward_only:
+            self._plan_anew(shape, pipeline, placement, message)
+        program, plan = self._programs.compile(
+            shape, forward_only=forward_only, agree=lambda digest: agree(digest, pp_group)
         )
 
         if config.timers is not None:
@@ -164,10 +189,8 @@ class ForwardBackward:
             bool(force_all_reduce),
             num_tokens=torch.zeros([], dtype=torch.int, device=torch.cuda.current_device()),
         )
-        observed = None
-        if self._record is not None and not forward_only:
-            dist.barrier(group=pp_group)  # one origin of time for all ranks of the pipeline
-            observed = observe(chunks)
+        observed = StepRecord(None, None) if forward_only else self._observe(chunks, pp_group)
+        if observed.ledger is not None:
             iterators = watch_batches(iterators, observed.ledger)
         stages = {
             stage: ChunkStage(
@@ -182,21 +205,14 @@ class ForwardBackward:
             )
             for chunk, stage in enumerate(placement.stages[pipeline.device])
         }
-        message = MessageFormat(
-            _message_shape(
-                seq_length, micro_batch_size, decoder_seq_length, config, groups, adjust_tensor_shapes_fn
-            ),
-            config.pipeline_dtype or config.params_dtype,
-            torch.cuda.current_device(),
-        )
         transport = Transport(pipeline.device, placement, pipeline.ranks, pipeline.channels, message)
         executor = Executor(
             program,
             pipeline.device,
             stages,
             transport,
-            ledger=observed.ledger if observed else None,
-            trace=observed.trace if observed else None,
+            ledger=observed.ledger,
+            trace=observed.trace,
         )
         with no_gradient_sync(config), torch.no_grad() if forward_only else nullcontext():
             if not forward_only:
@@ -212,9 +228,37 @@ class ForwardBackward:
             )
         if config.timers is not None:
             config.timers("forward-backward").stop()
-        if observed is not None:
-            self._record.add_step(program.schedule.name, program, pipeline.device, pp_group, observed)
+        if not forward_only and self._replanner is not None:
+            self._replanner.after_step(placement.num_stages, observed.ledger, observed.trace)
+        if not forward_only and self._record is not None:
+            self._record.add_step(plan, program, pipeline.device, pp_group, observed)
         return step.loss_data
+
+    def _plan_anew(self, shape: Shape, pipeline: _Pipeline, placement: Placement, message: MessageFormat) -> None:
+        """If earlier steps have shown something new, on all ranks alike."""
+        if self._replanner is None:
+            return
+
+        def links() -> dict[Edge, float]:
+            if message.shape is None:
+                logger.info("messages have no fixed shape, so their time is not measured and counts as 0")
+                return {}
+            return measure_links(placement, pipeline.device, pipeline.ranks, pipeline.channels, message)
+
+        news = self._replanner.before_step(shape, pipeline.device, links)
+        if news is not None:
+            self._programs.renew(news)
+
+    def _observe(self, chunks: list[torch.nn.Module], group: dist.ProcessGroup) -> StepRecord:
+        """What must be watched in a training step."""
+        replanner = self._replanner
+        if self._record is not None:
+            dist.barrier(group=group)  # one origin of time for all ranks of the pipeline
+        return observe(
+            chunks,
+            count=self._record is not None or (replanner is not None and replanner.wants_bytes),
+            time=self._record is not None or (replanner is not None and replanner.wants_seconds),
+        )
 
     def _connect(self, group: dist.ProcessGroup, placement: Placement) -> _Pipeline:
         if group not in self._pipelines:
@@ -292,27 +336,14 @@ def _move_loss_to_last_rank(step: StepContext, pp_group: dist.ProcessGroup, plac
         step.num_tokens.fill_(num_tokens)
 
 
-def _agree(digest: str, group: dist.ProcessGroup) -> None:
-    """Raises:
-    UnsupportedError: the ranks of the pipeline are about to run different programs.
-    """
-    digests: list[str | None] = [None] * group.size()
-    dist.all_gather_object(digests, digest, group=group)
-    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if different:
-        raise UnsupportedError(
-            f"pipeline ranks {different} built another schedule than rank 0; start every rank with the same "
-            "--pipemem flags, package versions and number of microbatches"
-        )
-
-
-def observe(chunks: list[torch.nn.Module]) -> StepRecord:
-    """A ledger and a clock for one step of these chunks."""
-    permanent = []
+def observe(chunks: list[torch.nn.Module], count: bool = True, time: bool = True) -> StepRecord:
+    """A ledger, if bytes are to be counted, and a clock, if actions are to be timed, for one step of these chunks."""
+    permanent: list[torch.Tensor] = []
     for chunk in chunks:
         for parameter in chunk.parameters():
             permanent += [parameter, *(g for g in (getattr(parameter, "main_grad", None),) if g is not None)]
         # DDP shadows nn.Module.buffers() by an attribute of its own.
         permanent += torch.nn.Module.buffers(chunk)
     on_gpu = any(tensor.device.type == "cuda" for tensor in permanent)
-    return StepRecord(ActivationLedger(permanent), CudaTrace() if on_gpu else HostTrace())
+    trace = (CudaTrace() if on_gpu else HostTrace()) if time else None
+    return StepRecord(ActivationLedger(permanent) if count else None, trace)

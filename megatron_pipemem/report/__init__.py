@@ -14,9 +14,9 @@ SUFFIXES = (".png", ".svg", ".html", ".json")
 __all__ = ["SUFFIXES", "TerminalTimeline", "check_suffix", "save_comparison", "save_timeline", "terminal_timeline"]
 
 
-def terminal_timeline(timeline: Timeline) -> TerminalTimeline:
-    """A rich renderable: ``Console().print(terminal_timeline(timeline))``."""
-    return TerminalTimeline(timeline)
+def terminal_timeline(timeline: Timeline, beside: Sequence[Timeline] = ()) -> TerminalTimeline:
+    """A rich renderable: ``Console().print(terminal_timeline(timeline))``. Runs in ``beside`` share its time axis."""
+    return TerminalTimeline(timeline, beside)
 
 
 def save_timeline(timeline: Timeline, path: str | Path) -> Path:

@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from math import log2
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.report.timeline import (
+    IDLE,
     KIND_NAMES,
     Box,
+    Bubble,
     boxes,
+    bubbles,
     colour,
     headline,
     held_steps,
@@ -27,8 +31,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_STYLE = {
+STYLE = {
     "svg.fonttype": "none",
+    "svg.hashsalt": "pipemem",
     "font.family": "sans-serif",
     "font.size": 9,
     "axes.edgecolor": "#9aa0a6",
@@ -36,231 +41,391 @@ _STYLE = {
     "xtick.color": "#3c4043",
     "ytick.color": "#3c4043",
 }
-_IDLE = "#f1f3f4"
+_TEXT, _QUIET = "#202124", "#5f6368"
+_HELD, _HELD_EDGE, _LIMIT = "#c9d3df", "#5b6f86", "#b3261e"
 _DPI = 150
 _NARROWEST, _WIDEST = 9.0, 24.0
+_LEFT, _RIGHT = 0.8, 0.75
+"""Inches beside the time axis, for the devices' names and their peaks."""
 _LABEL_POINTS = 4.6
-_GAP = 0.06
-"""Part of a row's height left free above and below its boxes."""
+"""The smallest letters that are drawn."""
+_COMFORTABLE, _CROWDED = 7.5, 2.5
+"""Points of the shortest action: enough for a two-digit label; too few to tell actions apart."""
+_MOST_NUMBERS = 5000
+"""More would take matplotlib longer than anybody waits."""
+
+Window = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A timeline with what its picture is made of."""
+
+    timeline: Timeline
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Box, ...], ...]:
+        return boxes(self.timeline)
+
+    @cached_property
+    def bubbles(self) -> tuple[tuple[Bubble, ...], ...]:
+        return bubbles(self.timeline, self.rows)
+
+    @cached_property
+    def shortest(self) -> float:
+        return min((box.seconds for row in self.rows for box in row if box.seconds > 0), default=1.0)
+
+    @property
+    def end(self) -> float:
+        return self.timeline.makespan or 1.0
+
+    @property
+    def in_units(self) -> bool:
+        return self.timeline.costs.memory is None
 
 
 def draw(timeline: Timeline) -> Figure:
-    """One run: a row per device, and below it what every device holds over time against 1F1B's peak."""
-    with _style():
-        rows = boxes(timeline)
-        row_inches = _row_inches(len(rows))
-        top, bottom = row_inches * len(rows), max(1.5, 0.3 * row_inches * len(rows))
-        width = _figure_width([rows])
-        figure, (run, memory) = _subplots(width, [top, bottom], space=0.35)
-        _draw_rows(run, timeline, rows, width)
-        _draw_held(memory, timeline, rows)
-        memory.set_xlim(0, timeline.makespan or 1)
-        run.tick_params(labelbottom=False)
-        run.set_title(headline(timeline), loc="left", fontsize=13, fontweight="bold", pad=8)
-        memory.set_xlabel(f"time (makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g})")
-        _add_legend(figure, [timeline])
-        return figure
+    """One run: for every device its actions, and below them what it holds.
+
+    A run of more actions than a page has room for is drawn at its start and its end, and the picture says so.
+    """
+    return _draw([_Run(timeline)])
 
 
 def compare(timelines: Sequence[Timeline]) -> Figure:
-    """Several runs under one another on one time axis, beside each row the peak memory of its device."""
-    with _style():
-        all_rows = [boxes(timeline) for timeline in timelines]
-        width, longest = _figure_width(all_rows) + 1.4, max(timeline.makespan for timeline in timelines) or 1
-        heights = [0.8 * _row_inches(len(rows)) * len(rows) for rows in all_rows]
-        figure, axes = _subplots(width, heights, space=0.38, columns=(width - 2.6, 1.4))
-        highest = max(timeline.peak for timeline in timelines) or 1
-        for timeline, rows, (run, memory) in zip(timelines, all_rows, axes, strict=True):
-            _draw_rows(run, timeline, rows, width - 1.4, longest)
-            run.set_title(headline(timeline), loc="left", fontsize=11, fontweight="bold", pad=5)
-            if timeline.makespan < longest:
-                run.axvline(timeline.makespan, color="#3c4043", linewidth=0.8, linestyle=(0, (4, 3)))
-            run.tick_params(labelbottom=False)
-            _draw_peaks(memory, timeline, highest)
-        in_units = all(timeline.costs.memory is None for timeline in timelines)
-        peak_title = "peak (1F1B: 1)" if in_units else "peak"
-        axes[0][1].set_title(peak_title, loc="left", fontsize=9, color="#3c4043", pad=5)
-        axes[-1][0].tick_params(labelbottom=True)
-        axes[-1][0].set_xlabel("time")
-        _add_legend(figure, timelines)
-        return figure
+    """Several runs under one another on one time axis and one scale of memory."""
+    return _draw([_Run(timeline) for timeline in timelines])
 
 
 def save(figure: Figure, path: Path) -> None:
     """Write PNG or SVG by the suffix of ``path``. The same run always gives the same bytes."""
-    with _style():
+    with style():
         metadata = {"Date": None} if path.suffix == ".svg" else {}
         figure.savefig(path, dpi=_DPI, metadata=metadata)
 
 
-def _style() -> AbstractContextManager[None]:
+def style() -> AbstractContextManager[None]:
+    """What all pictures look alike by; for ``with``."""
     import matplotlib
 
-    return matplotlib.rc_context({**_STYLE, "svg.hashsalt": "pipemem"})
+    return matplotlib.rc_context(STYLE)
 
 
-def _subplots(
-    width: float, heights: Sequence[float], *, space: float, columns: tuple[float, float] | None = None
-) -> tuple[Figure, list]:
-    """Panels of the given heights in inches under one another, each split in two when ``columns`` says how wide."""
+def _draw(runs: Sequence[_Run]) -> Figure:
+    with style():
+        width, windows = _page([run.end for run in runs], min(run.shortest for run in runs))
+        points = _points(width, windows)
+        heights = [_row_inches(len(run.rows), len(runs)) * len(run.rows) for run in runs]
+        figure, panels = _panels(width, heights, windows)
+        left_out = set()
+        for run, axes in zip(runs, panels, strict=True):
+            tops = [max(r.timeline.peak, 1.0 if r.in_units else 0.0) for r in runs if r.in_units == run.in_units]
+            left_out |= _draw_run(run, axes, windows, points, 1.12 * max(tops) or 1.0)
+            axes[0].set_title(
+                _title(run, runs[0]), loc="left", fontsize=13 if len(runs) == 1 else 11, fontweight="bold", pad=7
+            )
+        for axes in panels[-1]:
+            axes.tick_params(labelbottom=True)
+        _label_time(figure, runs, width)
+        _add_legend(figure, runs)
+        _add_footnotes(figure, runs, _left_out(left_out, windows, runs))
+        return figure
+
+
+def _page(ends: Sequence[float], shortest: float) -> tuple[float, tuple[Window, ...]]:
+    """Inches of width, and the stretches of time that are drawn: all of it, or the two ends of a crowded run."""
+    longest = max(ends)
+    width = min(_WIDEST, max(_NARROWEST, longest / shortest * _COMFORTABLE / 72 + _LEFT + _RIGHT))
+    points = (width - _LEFT - _RIGHT) * 72
+    if longest / shortest * _CROWDED <= points:
+        return width, ((0.0, longest),)
+    length = points / 2 / _COMFORTABLE * shortest
+    last = min(longest - length, max(length, min(ends) - length / 3))  # an earlier end is seen too, if that is near
+    last = max(last, longest - 2 * length)
+    return width, ((0.0, length), (last, longest))
+
+
+def _points(width: float, windows: tuple[Window, ...]) -> float:
+    """Width of one second in points."""
+    return (width - _LEFT - _RIGHT) * 72 / sum(end - start for start, end in windows)
+
+
+def _row_inches(devices: int, runs: int) -> float:
+    """Of a device's actions and memory together."""
+    return min(0.62, max(0.26, 7.0 / devices)) * (1 if runs == 1 else 0.85)
+
+
+def _panels(
+    width: float, heights: Sequence[float], windows: tuple[Window, ...]
+) -> tuple[Figure, list[tuple[Axes, ...]]]:
+    """Per run the axes of its windows, side by side."""
     from matplotlib.figure import Figure  # a Figure without pyplot draws with Agg and leaves no global state
 
-    above, below, left, right = 0.45, 0.95, 0.8, 0.4
+    above, below, space = 0.5, 1.2 if width > 11 else 1.4, 0.5
     height = sum(heights) + space * (len(heights) - 1) + above + below
     figure = Figure(figsize=(width, height), facecolor="white")
     grid = figure.add_gridspec(
         len(heights),
-        2 if columns else 1,
+        len(windows),
         height_ratios=heights,
-        width_ratios=columns,
+        width_ratios=[end - start for start, end in windows],
         hspace=space / (sum(heights) / len(heights)),
-        wspace=0.03,
-        left=left / width,
-        right=1 - right / width,
+        wspace=0.02,
+        left=_LEFT / width,
+        right=1 - _RIGHT / width,
         top=1 - above / height,
         bottom=below / height,
     )
-    if columns is None:
-        return figure, [figure.add_subplot(grid[row, 0]) for row in range(len(heights))]
-    return figure, [tuple(figure.add_subplot(grid[row, side]) for side in (0, 1)) for row in range(len(heights))]
+    return figure, [
+        tuple(figure.add_subplot(grid[row, column]) for column in range(len(windows))) for row in range(len(heights))
+    ]
 
 
-def _row_inches(devices: int) -> float:
-    return min(0.42, max(0.16, 5.0 / devices))
+def _title(run: _Run, first: _Run) -> str:
+    text = headline(run.timeline)
+    if run is first or not first.timeline.makespan:
+        return text
+    change = run.timeline.makespan / first.timeline.makespan - 1
+    sooner = "as long as" if abs(change) < 5e-4 else f"{abs(change):.1%} {'longer' if change > 0 else 'shorter'} than"
+    return f"{text}, {sooner} {first.timeline.schedule.name}"
 
 
-def _shortest(rows: tuple[tuple[Box, ...], ...]) -> float:
-    return min((box.seconds for row in rows for box in row if box.seconds > 0), default=1.0)
+# A device's row, in parts of its height: actions from _TOP to _MIDDLE, memory from _UPPER down to _FLOOR.
+_TOP, _MIDDLE, _UPPER, _FLOOR = 0.05, 0.60, 0.64, 0.96
 
 
-def _figure_width(runs: Sequence[tuple[tuple[Box, ...], ...]]) -> float:
-    """Wide enough for a two-digit label in the shortest box, within limits."""
-    cells = max(max((row[-1].end for row in rows if row), default=1) / _shortest(rows) for rows in runs)
-    return min(_WIDEST, max(_NARROWEST, cells * 8 / 72 + 1.2))
+def _draw_run(run: _Run, panels: Sequence[Axes], windows: tuple[Window, ...], points: float, top: float) -> set[str]:
+    """Draw one run into the panels of its windows; what was left out."""
+    left_out: set[str] = set()
+    row_points = panels[0].get_position().height * panels[0].figure.get_figheight() * 72 / len(run.rows)
+    size = _number_size(run, windows, points, row_points)
+    if not size:
+        left_out.add("microbatch numbers")
+    for panel, (start, end) in zip(panels, windows, strict=True):
+        panel.set_xlim(start, end)
+        panel.set_ylim(len(run.rows), 0)
+        seen = [[box for box in row if box.end >= start and box.start <= end] for row in run.rows]
+        _draw_boxes(panel, run, seen, points)
+        if size:
+            _draw_numbers(panel, run, seen, size)
+        left_out |= _draw_waits(panel, run, (start, end), points, row_points)
+        _draw_held(panel, run, (start, end), top)
+        if run.end < end:
+            panel.axvline(run.end, color=_TEXT, linewidth=0.9, linestyle=(0, (4, 3)))
+        _frame(panel, run)
+    _name_devices(panels, run, row_points)
+    if len(panels) > 1:
+        _break(panels)
+    return left_out
 
 
-def _draw_rows(
-    axes: Axes, timeline: Timeline, rows: tuple[tuple[Box, ...], ...], width: float, end: float | None = None
-) -> None:
+def _draw_boxes(axes: Axes, run: _Run, rows: Sequence[Sequence[Box]], points: float) -> None:
     from matplotlib.collections import PolyCollection
 
-    num_chunks = timeline.schedule.placement.num_chunks
-    end = end or timeline.makespan or 1
+    num_chunks = run.timeline.schedule.placement.num_chunks
     shapes: defaultdict[str, list] = defaultdict(list)
     for row in rows:
         for box in row:
-            low, high = box.device + _GAP, box.device + 1 - _GAP
+            low, high = box.device + _TOP, box.device + _MIDDLE
             corners = [(box.start, low), (box.start, high), (box.end, high), (box.end, low)]
             shapes[colour(box.action.kind, box.chunk, num_chunks)].append(corners)
-    points = (width - 1.2) * 72 / end
-    edge = 0.5 if _shortest(rows) * points > 4 else 0.0
+    whole = axes.get_xlim()
+    ground = [
+        [(whole[0], d + _TOP), (whole[0], d + _MIDDLE), (whole[1], d + _MIDDLE), (whole[1], d + _TOP)]
+        for d in range(len(rows))
+    ]
+    axes.add_collection(PolyCollection(ground, facecolors=IDLE, linewidths=0))
+    edge = 0.5 if run.shortest * points > 4 else 0.0
     for shade, corners in shapes.items():
         axes.add_collection(PolyCollection(corners, facecolors=shade, edgecolors="white", linewidths=edge))
-    _draw_labels(axes, rows, points, num_chunks)
-    axes.set_xlim(0, end)
-    axes.set_ylim(len(rows), 0)
-    axes.set_facecolor(_IDLE)
-    step = 1 if len(rows) <= 16 else 4
-    axes.set_yticks([device + 0.5 for device in range(0, len(rows), step)])
-    axes.set_yticklabels([f"device {device}" for device in range(0, len(rows), step)])
-    axes.tick_params(length=0)
-    for side in axes.spines.values():
-        side.set_visible(False)
 
 
-def _draw_labels(axes: Axes, rows: tuple[tuple[Box, ...], ...], points: float, num_chunks: int) -> None:
-    """Microbatch numbers, when they fit in the shortest box. ``points`` is the width of one second."""
-    digits = len(str(max((box.action.microbatch or 0 for row in rows for box in row), default=0)))
-    size = min(8.0, _shortest(rows) * points / (0.62 * digits + 0.25))
-    if size < _LABEL_POINTS:
-        return
+def _number_size(run: _Run, windows: tuple[Window, ...], points: float, row_points: float) -> float:
+    """The size in points at which microbatch numbers fit the shortest box; 0 when they would be too small or too many."""
+    seen = [
+        box.action.microbatch or 0
+        for row in run.rows
+        for box in row
+        if any(box.end >= start and box.start <= end for start, end in windows)
+    ]
+    digits = len(str(max(seen, default=0)))
+    size = min(8.0, run.shortest * points / (0.62 * digits + 0.25), 0.8 * (_MIDDLE - _TOP) * row_points)
+    return size if size >= _LABEL_POINTS and len(seen) <= _MOST_NUMBERS else 0.0
+
+
+def _draw_numbers(axes: Axes, run: _Run, rows: Sequence[Sequence[Box]], size: float) -> None:
+    num_chunks = run.timeline.schedule.placement.num_chunks
     for row in rows:
         for box in row:
             axes.text(
                 (box.start + box.end) / 2,
-                box.device + 0.52,
+                box.device + (_TOP + _MIDDLE) / 2 + 0.01,
                 str(box.action.microbatch),
                 fontsize=size,
                 color=ink(colour(box.action.kind, box.chunk, num_chunks)),
                 ha="center",
                 va="center_baseline",
+                clip_on=True,
             )
 
 
-def _draw_held(axes: Axes, timeline: Timeline, rows: tuple[tuple[Box, ...], ...]) -> None:
-    """Step curves of what every device holds, the first device darkest."""
-    from matplotlib import colormaps
-    from matplotlib.ticker import MultipleLocator
+def _draw_waits(axes: Axes, run: _Run, window: Window, points: float, row_points: float) -> set[str]:
+    """In every bubble what its device waits for, in as many words as fit."""
+    left_out: set[str] = set()
+    size = min(7.0, 0.62 * (_MIDDLE - _TOP) * row_points)
+    for row in run.bubbles:
+        for bubble in row:
+            start, end = max(bubble.start, window[0]), min(bubble.end, window[1])
+            if bubble.producer is None or start >= end:
+                continue
+            action, device = bubble.producer.action, bubble.producer.device
+            forms = (f"waits for {action} of device {device}", f"waits for {action}", f"{action}")
+            room = (end - start) * points - 3
+            text = next((form for form in forms if 0.52 * size * len(form) < room), None)
+            if text is None or size < _LABEL_POINTS:
+                left_out.add("what narrow bubbles wait for")
+                continue
+            axes.text(
+                (start + end) / 2, bubble.device + (_TOP + _MIDDLE) / 2 + 0.01, text,
+                fontsize=size, color=_QUIET, style="italic", ha="center", va="center_baseline", clip_on=True,
+            )  # fmt: skip
+    return left_out
 
-    shades = colormaps["viridis"]
-    for device, row in reversed(list(enumerate(rows))):
-        steps = held_steps(row)
-        times, held = [*(time for time, _ in steps), timeline.makespan], [*(h for _, h in steps), steps[-1][1]]
-        axes.step(
-            times,
-            held,
-            where="post",
-            linewidth=1.3 if len(rows) <= 16 else 0.7,
-            color=shades(0.9 * device / max(1, len(rows) - 1)),
-            label=f"device {device}" if device in (0, len(rows) - 1) else None,
-        )
-    in_units = timeline.costs.memory is None
-    highest = timeline.peak or 1
-    if in_units:
-        axes.axhline(1, color="#c43c4e", linewidth=0.9, linestyle=(0, (4, 3)))
-        axes.annotate(
-            "1F1B's peak", (1, 1), xycoords=("axes fraction", "data"), xytext=(-3, 2), textcoords="offset points",
-            ha="right", va="bottom", color="#c43c4e", fontsize=8,
-        )  # fmt: skip
-        highest = max(highest, 1.0)
-    axes.set_ylim(0, highest * 1.18)
-    if in_units:
-        axes.set_ylabel("held activations")
-    else:
-        axes.yaxis.set_major_locator(MultipleLocator(2 ** max(0, round(log2(highest / 4)))))
-        axes.yaxis.set_major_formatter(lambda held, _: memory_text(held, timeline))
-    axes.grid(axis="y", color="#e8eaed", linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.legend(loc="upper left", frameon=False, fontsize=8, ncols=2, borderaxespad=0.1)
-    for side in ("top", "right"):
+
+def _draw_held(axes: Axes, run: _Run, window: Window, top: float) -> None:
+    """Under every device what it holds over time; all devices on one scale from 0 to ``top``."""
+    from matplotlib.collections import LineCollection, PolyCollection
+
+    height = _FLOOR - _UPPER
+    areas, curves = [], []
+    for device, row in enumerate(run.rows):
+        floor = device + _FLOOR
+        curve: list[tuple[float, float]] = []
+        before = 0.0
+        for time, held in held_steps(row):
+            curve += [(time, floor - height * before / top), (time, floor - height * held / top)]
+            before = held
+        curve.append((run.end, floor - height * before / top))
+        inside = _clip(curve, window)
+        areas.append([(inside[0][0], floor), *inside, (inside[-1][0], floor)])
+        curves.append(inside)
+    axes.add_collection(PolyCollection(areas, facecolors=_HELD, linewidths=0))
+    axes.add_collection(LineCollection(curves, colors=_HELD_EDGE, linewidths=0.7))
+    if run.in_units:
+        levels = [device + _FLOOR - height / top for device in range(len(run.rows))]
+        axes.hlines(levels, *window, color=_LIMIT, linewidth=0.6, linestyle=(0, (4, 3)))
+
+
+def _clip(curve: list[tuple[float, float]], window: Window) -> list[tuple[float, float]]:
+    """The part of a step curve within ``window``."""
+    start, end = window
+    level = curve[0][1]
+    inside = []
+    for time, height in curve:
+        if time <= start:
+            level = height
+        elif time <= end:
+            inside.append((time, height))
+    last = inside[-1][1] if inside else level
+    return [(start, level), *inside, (min(end, max(start, curve[-1][0])), last)]
+
+
+def _frame(axes: Axes, run: _Run) -> None:
+    axes.set_yticks([])
+    axes.tick_params(axis="x", length=2.5, labelbottom=False)
+    for side in ("top", "left", "right"):
         axes.spines[side].set_visible(False)
 
 
-def _draw_peaks(axes: Axes, timeline: Timeline, highest: float) -> None:
-    """A bar per device, level with the device's row."""
-    devices = [device + 0.5 for device in range(len(timeline.peaks))]
-    axes.barh(devices, timeline.peaks, height=1 - 4 * _GAP, color="#5f6368")
-    if len(devices) <= 16:
-        for device, peak in zip(devices, timeline.peaks, strict=True):
-            axes.annotate(
-                memory_text(peak, timeline), (peak, device), xytext=(3, 0), textcoords="offset points",
-                va="center", fontsize=7, color="#3c4043",
-            )  # fmt: skip
-    axes.set_xlim(0, highest * 1.35)
-    axes.set_ylim(len(devices), 0)
-    axes.axis("off")
+def _name_devices(panels: Sequence[Axes], run: _Run, row_points: float) -> None:
+    """Names on the left, peaks on the right."""
+    size = min(9.0, 0.42 * row_points)
+    for device, peak in enumerate(run.timeline.peaks):
+        panels[0].annotate(
+            f"device {device}", (0, device + (_TOP + _MIDDLE) / 2), xycoords=("axes fraction", "data"),
+            xytext=(-5, 0), textcoords="offset points", ha="right", va="center", fontsize=size, color=_TEXT,
+        )  # fmt: skip
+        panels[-1].annotate(
+            memory_text(peak, run.timeline), (1, device + (_UPPER + _FLOOR) / 2), xycoords=("axes fraction", "data"),
+            xytext=(4, 0), textcoords="offset points", ha="left", va="center", fontsize=size, color=_HELD_EDGE,
+        )  # fmt: skip
+    panels[-1].annotate(
+        "peak", (1, 0), xycoords=("axes fraction", "data"), xytext=(4, 3), textcoords="offset points",
+        ha="left", va="bottom", fontsize=8, color=_HELD_EDGE,
+    )  # fmt: skip
 
 
-def _add_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
+def _break(panels: Sequence[Axes]) -> None:
+    """A torn edge between the windows."""
+    teeth = round(panels[0].get_position().height * panels[0].figure.get_figheight() * 8)
+    for panel, edge, inwards in zip(panels, (1, 0), (-0.003, 0.003), strict=True):
+        zigzag = [edge + inwards * (tooth % 2) for tooth in range(teeth + 1)]
+        panel.plot(
+            zigzag, [tooth / teeth for tooth in range(teeth + 1)], transform=panel.transAxes, clip_on=False,
+            color="white", linewidth=3,
+        )  # fmt: skip
+
+
+def _label_time(figure: Figure, runs: Sequence[_Run], width: float) -> None:
+    timeline = runs[0].timeline
+    text = (
+        "time"
+        if len(runs) > 1
+        else f"time (makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g})"
+    )
+    middle = (_LEFT + (width - _LEFT - _RIGHT) / 2) / width
+    bottom = 0.86 if figure.get_figwidth() > 11 else 1.06
+    figure.text(middle, bottom / figure.get_figheight(), text, ha="center", va="center", color="#3c4043")
+
+
+def _add_legend(figure: Figure, runs: Sequence[_Run]) -> None:
     """One entry per kind, with a swatch of every chunk's shade."""
     from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     shades: dict[Kind, list[str]] = {}
-    for timeline in sorted(timelines, key=lambda timeline: -timeline.schedule.placement.num_chunks):
-        num_chunks = timeline.schedule.placement.num_chunks
-        for kind in dict(legend(timeline)):
+    for run in sorted(runs, key=lambda run: -run.timeline.schedule.placement.num_chunks):
+        num_chunks = run.timeline.schedule.placement.num_chunks
+        for kind in dict(legend(run.timeline)):
             shades.setdefault(kind, [colour(kind, chunk, num_chunks) for chunk in range(num_chunks)])
-    entries = {
+    entries: dict[str, object] = {
         f"{kind} {name}": tuple(Patch(facecolor=shade) for shade in shades[kind])
         for kind, name in KIND_NAMES.items()
         if kind in shades
     }
-    entries["idle"] = (Patch(facecolor=_IDLE, edgecolor="#dadce0"),)
-    if any(len(of_kind) > 1 for of_kind in shades.values()):
-        entries["paler: later chunk"] = (Patch(facecolor="none"),)
+    entries["idle"] = (Patch(facecolor=IDLE, edgecolor="#dadce0"),)
+    entries["held activations" if runs[0].in_units else "held memory"] = (
+        Patch(facecolor=_HELD, edgecolor=_HELD_EDGE, linewidth=0.7),
+    )
+    if runs[0].in_units:
+        entries["1F1B's peak (1)"] = Line2D([], [], color=_LIMIT, linewidth=0.9, linestyle=(0, (4, 3)))
+    columns = len(entries) if figure.get_figwidth() > 11 else -(-len(entries) // 2)
     figure.legend(
-        entries.values(), entries.keys(), loc="lower center", ncols=len(entries),
-        frameon=False, fontsize=9, handleheight=1.0, columnspacing=1.6,
+        entries.values(), entries.keys(), loc="lower center", bbox_to_anchor=(0.5, 0.34 / figure.get_figheight()),
+        ncols=columns, frameon=False, fontsize=8.5, handleheight=1.0, columnspacing=1.3, handletextpad=0.6,
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
     )  # fmt: skip
+
+
+def _left_out(what: set[str], windows: tuple[Window, ...], runs: Sequence[_Run]) -> list[str]:
+    notes = sorted(what)
+    if len(windows) > 1 and windows[1][0] > windows[0][1]:
+        share = 1 - sum(end - start for start, end in windows) / max(run.end for run in runs)
+        notes.insert(0, f"time {windows[0][1]:.6g} to {windows[1][0]:.6g} ({share:.0%} of the run)")
+    return notes
+
+
+def _add_footnotes(figure: Figure, runs: Sequence[_Run], left_out: list[str]) -> None:
+    schedules = [run.timeline.schedule for run in runs]
+    reading = "Numbers are microbatches" if all(s.pieces == 1 for s in schedules) else "Numbers are sequence pieces"
+    if any(s.placement.num_chunks > s.placement.replicas for s in schedules):
+        reading += "; paler: a device's later chunk"
+    elif any(s.placement.replicas > 1 for s in schedules):
+        reading += "; paler: the model's other replica"
+    lines = [f"{reading}; in a bubble: the action whose result the device waits for."]
+    if left_out:
+        lines.append(f"Left out for want of room: {', '.join(left_out)}. The .html page has everything.")
+    for line, text in enumerate(lines):
+        place = (0.28 - 0.16 * line) / figure.get_figheight()
+        figure.text(0.5, place, text, ha="center", va="center", fontsize=8, color=_QUIET)

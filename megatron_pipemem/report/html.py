@@ -1,17 +1,23 @@
-"""Timelines as one self-contained HTML page: zoom, scroll, and a tooltip on every action."""
+"""Timelines as one self-contained HTML page: zoom, a slider over time, and the details of every action and bubble.
+
+The page itself is ``page.html`` beside this file, with its style and script; here they are put together with the data.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from html import escape
+from importlib.resources import files
 
 from megatron_pipemem.report.timeline import (
-    Box,
+    IDLE,
+    KIND_NAMES,
+    awaited,
     boxes,
     colour,
-    describe,
     headline,
-    held_steps,
     ink,
     legend,
     legend_name,
@@ -19,120 +25,81 @@ from megatron_pipemem.report.timeline import (
 )
 from megatron_pipemem.schedule.simulator import Timeline
 
-_ROW, _HELD = 26, 90
-"""Heights in pixels of a device's row and of the panel of held memory."""
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-body {{ font: 14px system-ui, sans-serif; color: #202124; margin: 1.5em; }}
-h2 {{ font-size: 1.1em; margin: 1.4em 0 .5em; }}
-label {{ position: sticky; top: 0; }}
-.run {{ display: flex; }}
-.names {{ flex: none; padding-right: .6em; text-align: right; color: #3c4043; font-size: 12px; }}
-.names div {{ height: {row}px; line-height: {row}px; white-space: nowrap; }}
-.scroll {{ overflow-x: auto; flex: auto; }}
-.scroll svg {{ display: block; width: calc(100% * var(--zoom, 1)); overflow: hidden; }}
-.rows {{ background: #f1f3f4; }}
-.rows rect {{ stroke: #fff; stroke-width: .5; }}
-.rows rect:hover {{ stroke: #000; stroke-width: 2; }}
-.rows text {{ font-size: 11px; text-anchor: middle; pointer-events: none; visibility: hidden; }}
-.rows.labels text {{ visibility: visible; }}
-.held {{ margin-top: 6px; border-bottom: 1px solid #9aa0a6; }}
-.held path {{ fill: none; stroke-width: 1.3; vector-effect: non-scaling-stroke; }}
-.key span {{ display: inline-block; padding: 0 .6em; margin-right: .6em; border-radius: 3px; font-size: 12px; }}
-{classes}
-</style>
-<label>zoom <input id="zoom" type="range" min="0" max="6" step="0.1" value="0"></label>
-{runs}
-<script>
-const zoom = document.getElementById("zoom");
-function show() {{
-  document.body.style.setProperty("--zoom", 2 ** zoom.value);
-  for (const rows of document.querySelectorAll(".rows"))
-    rows.classList.toggle("labels", rows.clientWidth * rows.dataset.shortest > 16);
-}}
-zoom.addEventListener("input", show);
-window.addEventListener("resize", show);
-show();
-</script>
-</html>
-"""
-
 
 def page(timelines: Sequence[Timeline]) -> str:
     """The page as text. It loads nothing from elsewhere."""
-    shades = {
-        _css_class(kind.value, chunk, num_chunks): colour(kind, chunk, num_chunks)
-        for timeline in timelines
-        for num_chunks in (timeline.schedule.placement.num_chunks,)
-        for kind, chunk in legend(timeline)
+    # "</" would end the script element that holds the data.
+    data = json.dumps(_data(timelines), separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")
+    in_units = any(timeline.costs.memory is None for timeline in timelines)
+    parts = {
+        "@TITLE@": escape(", ".join(timeline.schedule.name for timeline in timelines)),
+        "@FACTS@": escape("; ".join(map(headline, timelines))) + ".",
+        "@UNITS@": " Memory is in activation units: 1 (dashed) is the peak of 1F1B." if in_units else "",
+        "@DATA@": data,
+        "@STYLE@": _part("page.css"),
+        "@SCRIPT@": _part("page.js"),
     }
-    classes = "\n".join(
-        f".{name} {{ fill: {shade}; background: {shade}; color: {ink(shade)}; }} .{name}-ink {{ fill: {ink(shade)}; }}"
-        for name, shade in shades.items()
-    )
-    title = ", ".join(timeline.schedule.name for timeline in timelines)
-    runs = "\n".join(map(_run, timelines))
-    return _PAGE.format(title=escape(title), row=_ROW, classes=classes, runs=runs)
+    return re.sub("|".join(parts), lambda mark: parts[mark[0]], _part("page.html"))
 
 
-def _run(timeline: Timeline) -> str:
-    rows, end = boxes(timeline), timeline.makespan or 1.0
+def _part(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _data(timelines: Sequence[Timeline]) -> dict[str, object]:
+    tops = {False: 0.0, True: 0.0}
+    for timeline in timelines:
+        in_bytes = timeline.costs.memory is not None
+        tops[in_bytes] = max(tops[in_bytes], timeline.peak)
+    tops[False] = max(tops[False], 1.0)
+    return {
+        "kinds": {kind.value: name for kind, name in KIND_NAMES.items()},
+        "idle": IDLE,
+        "runs": [_run(timeline, 1.12 * (tops[timeline.costs.memory is not None] or 1.0)) for timeline in timelines],
+    }
+
+
+def _run(timeline: Timeline, top: float) -> dict[str, object]:
+    rows = boxes(timeline)
+    needed = awaited(timeline, rows)
     num_chunks = timeline.schedule.placement.num_chunks
-    names = "".join(f"<div>device {device}</div>" for device in range(len(rows)))
-    key = "".join(
-        f'<span class="{_css_class(kind.value, chunk, num_chunks)}">{legend_name(kind, chunk, num_chunks)}</span>'
-        for kind, chunk in legend(timeline)
-    )
-    shortest = min((box.seconds for row in rows for box in row if box.seconds > 0), default=0.0) / end
-    cells = "\n".join(_cell(box, end, num_chunks) for row in rows for box in row)
-    return (
-        f"<h2>{escape(headline(timeline))}</h2>\n"
-        f'<div class="run"><div class="names">{names}</div><div class="scroll">\n'
-        f'<svg class="rows" height="{_ROW * len(rows)}" data-shortest="{shortest:.6g}">\n{cells}\n</svg>\n'
-        f"{_held(timeline, rows, end)}\n</div></div>\n"
-        f'<p class="key">{key}</p>\n'
-        f"<p>Makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g}, messages {timeline.messages}."
-        f" Below the rows: what every device holds over time, up to {memory_text(timeline.peak, timeline)}.</p>"
-    )
+    pairs = legend(timeline)
+    shades = [(colour(kind, chunk, num_chunks), ink(colour(kind, chunk, num_chunks))) for kind, chunk in pairs]
+    shade_of = {pair: place for place, pair in enumerate(pairs)}
+    index = {box.action: place for place, box in enumerate(box for row in rows for box in row)}
+    return {
+        "name": timeline.schedule.name,
+        "title": headline(timeline),
+        "facts": (
+            f"Makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g}, messages "
+            f"{timeline.messages}, peak {memory_text(timeline.peak, timeline)}."
+        ),
+        "pieces": timeline.schedule.pieces,
+        "makespan": timeline.makespan,
+        "bytes": timeline.costs.memory is not None,
+        "limit": 1 if timeline.costs.memory is None else None,
+        "top": top,
+        "peaks": timeline.peaks,
+        "shades": shades,
+        "legend": [
+            (legend_name(kind, chunk, num_chunks), *shade) for (kind, chunk), shade in zip(pairs, shades, strict=True)
+        ],
+        "rows": [
+            {
+                "name": [str(box.action) for box in row],
+                "mb": [box.action.microbatch for box in row],
+                "chunk": [box.chunk for box in row],
+                "shade": [shade_of[box.action.kind, box.chunk] for box in row],
+                "start": [_short(box.start) for box in row],
+                "end": [_short(box.end) for box in row],
+                "held": [_short(box.held) for box in row],
+                "from": [index[source.action] if (source := needed.get(box.action)) else -1 for box in row],
+            }
+            for row in rows
+        ],
+    }
 
 
-def _cell(box: Box, end: float, num_chunks: int) -> str:
-    """Across in percent, so that zooming stretches boxes but not letters."""
-    name = _css_class(box.action.kind.value, box.chunk, num_chunks)
-    left, width, top = 100 * box.start / end, 100 * box.seconds / end, _ROW * box.device
-    return (
-        f'<rect class="{name}" x="{left:.5g}%" y="{top + 1}" width="{width:.5g}%" height="{_ROW - 2}">'
-        f"<title>{describe(box)}</title></rect>"
-        f'<text class="{name}-ink" x="{left + width / 2:.5g}%" y="{top + 0.66 * _ROW:.5g}">'
-        f"{box.action.microbatch}</text>"
-    )
-
-
-def _held(timeline: Timeline, rows: tuple[tuple[Box, ...], ...], end: float) -> str:
-    top = 1.1 * max(timeline.peak, 1.0 if timeline.costs.memory is None else 0.0) or 1.0
-    paths = []
-    if timeline.costs.memory is None:
-        level = 100 - 100 / top
-        paths.append(
-            f'<path d="M0 {level:.5g}H100" stroke="#c43c4e" stroke-dasharray="4 3"><title>1F1B\'s peak</title></path>'
-        )
-    for device, row in reversed(list(enumerate(rows))):
-        steps = "".join(f"H{100 * time / end:.5g}V{100 - 100 * held / top:.5g}" for time, held in held_steps(row))
-        hue = 260 - 190 * device / max(1, len(rows) - 1)
-        paths.append(
-            f'<path d="M0 100{steps}H100" stroke="hsl({hue:.0f} 60% 45%)"><title>device {device}</title></path>'
-        )
-    return (
-        f'<svg class="held" height="{_HELD}" viewBox="0 0 100 100" preserveAspectRatio="none">\n'
-        + "\n".join(paths)
-        + "\n</svg>"
-    )
-
-
-def _css_class(kind: str, chunk: int, num_chunks: int) -> str:
-    return f"{kind}-{chunk}-{num_chunks}"
+def _short(value: float) -> float:
+    """Fewer characters in the page: whole numbers without a point, others to what a picture can tell."""
+    return int(value) if value == int(value) else float(f"{value:.9g}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -22,17 +23,24 @@ class TerminalTimeline:
     Without colour the letter tells the kind, upper case the first chunk and lower case the later ones; dashes continue
     an action and blanks are idle. A run too long for the width is squeezed: every column then shows only the letter of
     what fills most of it.
+
+    Args:
+        timeline: the run.
+        beside: the runs it is compared with; all are drawn on one time axis.
     """
 
     timeline: Timeline
+    beside: Sequence[Timeline] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         timeline, rows = self.timeline, boxes(self.timeline)
-        margin = len(f"device {len(rows) - 1} ")
+        runs = (timeline, *self.beside)
+        margin = max(len(f"device {run.schedule.num_devices - 1} ") for run in runs)
         peaks = [f" {memory_text(peak, timeline)}" for peak in timeline.peaks]
+        widest = max(len(f" {memory_text(peak, run)}") for run in runs for peak in run.peaks)
         header = "peak"
-        room = max(10, options.max_width - margin - max(len(header) + 1, *map(len, peaks)) - 2)
-        scale, squeezed = _columns_per_second(timeline, rows, room)
+        room = max(10, options.max_width - margin - max(len(header) + 1, widest) - 2)
+        scale, squeezed = _columns_per_second(runs, room)
         width = min(room, max(1, round(timeline.makespan * scale)))
         yield Text(headline(timeline), style="bold", overflow="ellipsis", no_wrap=True)
         yield Text(" " * (margin + width + 2) + f" {header}", style="dim", no_wrap=True)
@@ -44,15 +52,22 @@ class TerminalTimeline:
         end = f"{timeline.makespan:.6g}"
         yield Text(" " * (margin + 1) + "0" + end.rjust(width - 1), style="dim", no_wrap=True, overflow="crop")
         yield _legend(timeline)
+        if squeezed:
+            left_out = (
+                "squeezed: a letter stands for several actions; widen the terminal or write a picture with --output"
+            )
+            yield Text(left_out, style="dim", no_wrap=True, overflow="ellipsis")
 
 
-def _columns_per_second(timeline: Timeline, rows: tuple[tuple[Box, ...], ...], room: int) -> tuple[float, bool]:
-    """Whole columns per shortest action as long as one fits, otherwise the run squeezed into ``room``, and which."""
-    shortest = min((box.seconds for row in rows for box in row if box.seconds > 0), default=1.0)
-    if not timeline.makespan:
+def _columns_per_second(timelines: Sequence[Timeline], room: int) -> tuple[float, bool]:
+    """Whole columns per shortest action as long as one fits, otherwise the runs squeezed into ``room``, and which."""
+    seconds = [end - start for timeline in timelines for spans in timeline.spans for start, end in spans]
+    shortest = min((length for length in seconds if length > 0), default=1.0)
+    longest = max(timeline.makespan for timeline in timelines)
+    if not longest:
         return 1.0, True
-    cell = int(room * shortest / timeline.makespan)
-    return (min(cell, _MAX_CELL) / shortest, False) if cell else (room / timeline.makespan, True)
+    cell = int(room * shortest / longest)
+    return (min(cell, _MAX_CELL) / shortest, False) if cell else (room / longest, True)
 
 
 def _cells(row: tuple[Box, ...], scale: float, width: int, num_chunks: int, squeezed: bool) -> Text:

@@ -20,6 +20,7 @@ KIND_NAMES = {
 
 # Far apart in hue and in lightness, also under the three kinds of colour blindness (tests/report/test_timeline.py).
 _BASE = {Kind.F: (38, 98, 168), Kind.I: (244, 162, 52), Kind.W: (58, 163, 143), Kind.B: (196, 60, 78)}
+IDLE = "#f1f3f4"
 _PALEST = 0.58
 """How far the last of many chunks is blended towards white."""
 
@@ -46,11 +47,26 @@ class Message(NamedTuple):
     consumer: Box
 
 
+class Bubble(NamedTuple):
+    """Idle time of a device. ``consumer`` runs next, as soon as ``producer``'s message has come; None where nothing more
+    runs, or where it waits for no other device."""
+
+    device: int
+    start: float
+    end: float
+    consumer: Box | None
+    producer: Box | None
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
 def boxes(timeline: Timeline) -> tuple[tuple[Box, ...], ...]:
     """One row of boxes per device, in order."""
     schedule, costs = timeline.schedule, timeline.costs
     placement = schedule.placement
-    changes, unit = costs.memory_changes(placement), costs.memory_unit(placement)
+    changes, unit = costs.memory_changes(placement), costs.memory_unit(placement) / schedule.pieces
     chunk = {stage: index for stages in placement.stages for index, stage in enumerate(stages)}
     origin = min((spans[0][0] for spans in timeline.spans if spans), default=0.0)
     return tuple(
@@ -84,10 +100,37 @@ def messages(timeline: Timeline, rows: tuple[tuple[Box, ...], ...]) -> Iterator[
     by_action = {box.action: box for row in rows for box in row}
     fused = {action for action in by_action if action.kind is Kind.B}
     for consumer in by_action.values():
-        for needed in dependencies(consumer.action, placement, fused):
+        for needed in dependencies(consumer.action, placement, fused, timeline.schedule.pieces):
             producer = by_action[needed]
             if producer.device != consumer.device:
                 yield Message(producer, consumer)
+
+
+def awaited(timeline: Timeline, rows: tuple[tuple[Box, ...], ...]) -> dict[Action, Box]:
+    """For every action that needs another device's result: whose, and of several the one that ends last."""
+    latest: dict[Action, Box] = {}
+    for producer, consumer in messages(timeline, rows):
+        known = latest.get(consumer.action)
+        if known is None or producer.end > known.end:
+            latest[consumer.action] = producer
+    return latest
+
+
+def bubbles(timeline: Timeline, rows: tuple[tuple[Box, ...], ...]) -> tuple[tuple[Bubble, ...], ...]:
+    """The idle times of every device from the run's start to its end, in order."""
+    producers = awaited(timeline, rows)
+    least = 1e-9 * (timeline.makespan or 1)
+    found = []
+    for device, row in enumerate(rows):
+        now, idle = 0.0, []
+        for box in row:
+            if box.start - now > least:
+                idle.append(Bubble(device, now, box.start, box, producers.get(box.action)))
+            now = max(now, box.end)
+        if timeline.makespan - now > least:
+            idle.append(Bubble(device, now, timeline.makespan, None, None))
+        found.append(tuple(idle))
+    return tuple(found)
 
 
 def legend(timeline: Timeline) -> list[tuple[Kind, int]]:
@@ -128,12 +171,3 @@ def memory_text(held: float, timeline: Timeline) -> str:
     if timeline.costs.memory is None:
         return f"{held:.4g}"
     return f"{held / 2**30:.3g} GiB" if held >= 2**30 else f"{held / 2**20:.3g} MiB"
-
-
-def describe(box: Box) -> str:
-    """One line for a tooltip."""
-    kind, stage, microbatch = box.action
-    return (
-        f"{box.action}: {KIND_NAMES[kind]} of microbatch {microbatch}, stage {stage} (device {box.device}, "
-        f"chunk {box.chunk}), {box.start:.6g} to {box.end:.6g}, holds {box.held:.6g} after"
-    )

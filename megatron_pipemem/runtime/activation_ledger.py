@@ -10,7 +10,7 @@ belong to the transport from the moment they are posted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -51,7 +51,7 @@ def bytes_per_action(entries: Sequence[LedgerEntry], num_stages: int) -> dict[Ki
     return {kind: tuple(change or 0 for change in per_stage) for kind, per_stage in changes.items()}
 
 
-def predict_peak_bytes(actions: Sequence[Action], changes: dict[Kind, tuple[int, ...]]) -> int:
+def predict_peak_bytes(actions: Sequence[Action], changes: Mapping[Kind, Sequence[int]]) -> int:
     """The most bytes a rank holds after any of its actions, messages included."""
     return int(max(held_after(actions, changes), default=0))
 

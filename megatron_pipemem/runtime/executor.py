@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Protocol
 
 import torch
@@ -199,10 +199,14 @@ class Executor:
     def _watched(self):
         return self._ledger.watch_saved() if self._ledger is not None and self._has_backward else nullcontext()
 
-    def _measured(self, action: Action) -> ExitStack:
+    def _measured(self, action: Action) -> AbstractContextManager:
+        profiled = torch.autograd._profiler_enabled()
+        if self._trace is None and not profiled:
+            return nullcontext()
         stack = ExitStack()
         # torch's own pipeline runtime uses the same names, so its profiles and ours read alike.
-        stack.enter_context(torch.profiler.record_function(f"PP:{action}"))
+        if profiled:
+            stack.enter_context(torch.profiler.record_function(f"PP:{action}"))
         if self._trace is not None:
             stack.enter_context(self._trace.measure(action))
         return stack

@@ -48,11 +48,13 @@ class HostTrace:
 
 
 class CudaTrace:
-    """Times on the compute stream, from events that are read only when the step is over."""
+    """Times on the compute stream. Reading them waits for the step's last action: read them a step later, and the GPU
+    never runs dry."""
 
     def __init__(self) -> None:
         self._begin = self._event()
         self._events: list[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = []
+        self._read: list[TracedAction] | None = None
 
     @staticmethod
     def _event() -> torch.cuda.Event:
@@ -67,8 +69,12 @@ class CudaTrace:
         self._events.append((action, start, self._event()))
 
     def actions(self) -> list[TracedAction]:
-        torch.cuda.synchronize()
-        return [
-            TracedAction(action, self._begin.elapsed_time(start) / 1e3, self._begin.elapsed_time(end) / 1e3)
-            for action, start, end in self._events
-        ]
+        if self._read is None:
+            if self._events:
+                self._events[-1][2].synchronize()
+            self._read = [
+                TracedAction(action, self._begin.elapsed_time(start) / 1e3, self._begin.elapsed_time(end) / 1e3)
+                for action, start, end in self._events
+            ]
+            self._events.clear()
+        return self._read

@@ -122,7 +122,6 @@ class Transport:
         peer = self._peer(action)
         group = self.groups[self.device, peer]
         tensor = tensor.detach().contiguous()
-        self._reap()
         works = []
         if self.message.shape is None:
             header = torch.zeros(_MAX_DIMS + 1, dtype=torch.int64)
@@ -132,6 +131,7 @@ class Transport:
             works.append((dist.isend(header, self.ranks[peer], group=group), header))
         works.append((dist.isend(tensor, self.ranks[peer], group=group), tensor))
         self._sends[action] = works
+        self._reap()  # last: the receiver is waiting
 
     def settle(self, action: Action) -> None:
         """A send whose consequences have come back has been received: let go of its memory now, not at a later chance."""

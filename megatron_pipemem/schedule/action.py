@@ -40,7 +40,11 @@ MESSAGES = SENDS | RECEIVES
 
 
 class Action(NamedTuple):
-    """Immutable and hashable. ``microbatch`` is ``None`` for actions on a whole stage (``2REDUCE_GRAD``)."""
+    """Immutable and hashable. ``microbatch`` is ``None`` for actions on a whole stage (``2REDUCE_GRAD``).
+
+    In a schedule that cuts microbatches into ``n`` sequence pieces, ``microbatch`` counts the pieces of all of them:
+    piece ``j`` of microbatch ``k`` is ``k * n + j``.
+    """
 
     kind: Kind
     stage: int
@@ -72,6 +76,4 @@ class Action(NamedTuple):
         return action
 
 
-_PATTERN = re.compile(
-    r"(\d+)(" + "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True)) + r")(\d+)?"
-)
+_PATTERN = re.compile(r"(\d+)(" + "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True)) + r")(\d+)?")

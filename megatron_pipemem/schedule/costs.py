@@ -23,7 +23,9 @@ class Costs:
     """Prices of the actions of one microbatch.
 
     A single number is the price of one *device's whole share* of the model: a stage on a device with ``v`` chunks costs
-    ``1/v`` of it, so makespans of different placements are comparable. A sequence holds one price per stage.
+    ``1/v`` of it, so makespans of different placements are comparable. A device of a bidirectional pipeline has its share
+    of every replica, and each at the full price: it does either for a part of the microbatches only. A sequence holds one
+    price per stage, or one per stage of a replica when all replicas cost the same.
 
     Args:
         forward: seconds of F.
@@ -31,7 +33,7 @@ class Costs:
         backward_weight: seconds of W. B costs I + W.
         p2p: seconds of one message between two devices; one number, or ``{(source, destination): seconds}``.
         memory: by how much each kind of action changes what its device holds, per kind one number or one per stage.
-            Default: activation units, where a stage's forward takes ``1/num_stages`` (the whole model's activations of one
+            Default: activation units, where a stage's forward takes ``1/model_stages`` (the whole model's activations of one
             microbatch are 1.0) and its W or B gives them back. With bytes instead, I gives a part back already; B defaults to
             I + W. A single number is a device's whole share here too.
     """
@@ -73,9 +75,9 @@ class Costs:
     def memory_unit(self, placement: Placement) -> float:
         """What one of ``memory_changes`` counts: a stage's share in activation units by default, else 1.
 
-        Sums of whole stages stay exact this way, where sums of ``1/num_stages`` would not.
+        Sums of whole stages stay exact this way, where sums of ``1/model_stages`` would not.
         """
-        return 1 / placement.num_stages if self.memory is None else 1.0
+        return 1 / placement.model_stages if self.memory is None else 1.0
 
     def memory_changes(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
         """Change of held memory after every kind of action, one value per stage, in ``memory_unit``.
@@ -124,10 +126,12 @@ def _number_or_tuple(value: object) -> PerStage:
 
 def _per_stage(name: str, price: PerStage, placement: Placement) -> tuple[float, ...]:
     if isinstance(price, Sequence):
+        if len(price) == placement.model_stages:
+            return tuple(price) * placement.replicas
         if len(price) != placement.num_stages:
             raise CostsError(
                 f"{name} has {len(price)} values but the placement has {placement.num_stages} stages; "
                 "give one value per stage, or a single number for a device's whole share"
             )
         return tuple(price)
-    return tuple(price / len(placement.stages[device]) for device in placement.devices)
+    return tuple(price * placement.replicas / len(placement.stages[device]) for device in placement.devices)

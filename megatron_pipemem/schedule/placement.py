@@ -12,13 +12,19 @@ from megatron_pipemem.errors import ScheduleError, UnsupportedError
 class Placement:
     """An assignment of the model's stages to devices.
 
+    A bidirectional pipeline holds the model more than once. Its stages are numbered copy by copy: with ``S`` stages in
+    one copy, stages ``r * S`` to ``(r + 1) * S - 1`` are the whole model as replica ``r``, and every microbatch runs
+    through one replica.
+
     Args:
-        name: ``linear``, ``interleaved``, ``v``, ``wave``, or ``custom``.
+        name: ``linear``, ``interleaved``, ``v``, ``wave``, ``bidirectional``, or ``custom``.
         devices: ``devices[stage]`` is the device that holds the stage.
+        replicas: copies of the model.
     """
 
     name: str
     devices: tuple[int, ...]
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         held = set(self.devices)
@@ -26,10 +32,21 @@ class Placement:
             raise ScheduleError(
                 f"a placement needs every device from 0 up to hold a stage; this one uses {sorted(held)}"
             )
+        if self.replicas < 1 or len(self.devices) % self.replicas:
+            raise ScheduleError(
+                f"{len(self.devices)} stages do not make {self.replicas} replicas of a model; every replica needs the "
+                "same number of stages"
+            )
 
     @property
     def num_stages(self) -> int:
+        """Stages of all replicas together."""
         return len(self.devices)
+
+    @cached_property
+    def model_stages(self) -> int:
+        """Stages of one replica: into how many slices the model is cut."""
+        return len(self.devices) // self.replicas
 
     @cached_property
     def num_devices(self) -> int:
@@ -57,11 +74,15 @@ class Placement:
 
     def next_stage(self, stage: int) -> int | None:
         """The stage that consumes this stage's output; ``None`` for the stage that computes the loss."""
-        return stage + 1 if stage + 1 < self.num_stages else None
+        return stage + 1 if (stage + 1) % self.model_stages else None
 
     def previous_stage(self, stage: int) -> int | None:
         """The stage whose output this stage consumes; ``None`` for the stage that reads the data."""
-        return stage - 1 if stage > 0 else None
+        return stage - 1 if stage % self.model_stages else None
+
+    def replica_of(self, stage: int) -> int:
+        """The copy of the model that ``stage`` belongs to."""
+        return stage // self.model_stages
 
     @classmethod
     def linear(cls, num_devices: int) -> Placement:
@@ -87,9 +108,18 @@ class Placement:
         return cls({1: "linear", 2: "v"}.get(v, "wave"), devices)
 
     @classmethod
-    def from_devices(cls, devices: tuple[int, ...]) -> Placement:
+    def bidirectional(cls, num_devices: int) -> Placement:
+        """Two replicas, one stage of each per device: one runs up the devices, the other runs down."""
+        p = _positive(num_devices)
+        return cls("bidirectional", (*range(p), *reversed(range(p))), replicas=2)
+
+    @classmethod
+    def from_devices(cls, devices: tuple[int, ...], replicas: int = 1) -> Placement:
         """The placement with these devices, under its usual name if it has one, else ``custom``."""
         p = max(devices) + 1
+        if replicas > 1:
+            known = cls.bidirectional(p)
+            return known if (known.devices, known.replicas) == (devices, replicas) else cls("custom", devices, replicas)
         if len(devices) % p == 0:
             for known in (cls.interleaved(p, len(devices) // p), cls.wave(p, len(devices) // p)):
                 if known.devices == devices:

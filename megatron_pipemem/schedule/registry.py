@@ -37,8 +37,12 @@ class Family:
         source: arXiv number and section.
         splits_backward: whether backwards run as I and W.
         min_devices: fewest devices it works with.
-        options: name -> one-line description.
+        options: name -> one-line description. A family that lists ``memory_cap`` or ``costs`` is given those of
+            ``build_schedule``, and fits its order to them.
         chunks: stages per device; ``None`` when an option decides.
+        needs: what it asks of the number of devices and microbatches, in a few words; it refuses others.
+        asynchronous: whether weights change in the middle of a step, so that training differs from synchronous training.
+        simulated_only: why it can be built, simulated and drawn, but not run; empty when it runs.
     """
 
     name: str
@@ -52,6 +56,9 @@ class Family:
     min_devices: int = 1
     options: Mapping[str, str] = field(default_factory=dict)
     chunks: int | None = 1
+    needs: str = ""
+    asynchronous: bool = False
+    simulated_only: str = ""
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -102,7 +109,13 @@ def families() -> tuple[Family, ...]:
 
 
 def build_schedule(
-    name: str, *, num_devices: int, num_microbatches: int, memory_cap: float | None = None, **options: object
+    name: str,
+    *,
+    num_devices: int,
+    num_microbatches: int,
+    memory_cap: float | None = None,
+    costs: Costs | None = None,
+    **options: object,
 ) -> Schedule:
     """Build a schedule of a family. A pure function of its arguments.
 
@@ -111,6 +124,7 @@ def build_schedule(
         num_devices: pipeline ranks.
         num_microbatches: microbatches of one step.
         memory_cap: the most any device may hold, in activation units (1.0 is what 1F1B's device 0 holds).
+        costs: for families that fit their order to them; others are the same for all costs.
         options: the family's own; ``chunks`` may always be given and must agree with the family.
 
     Raises:
@@ -121,10 +135,42 @@ def build_schedule(
     chosen = family(name)
     _check_count("num_devices", num_devices)
     _check_count("num_microbatches", num_microbatches)
-    schedule = _build(chosen, num_devices, num_microbatches, options)
+    schedule = _build(chosen, num_devices, num_microbatches, {**options, **_fitted_to(chosen, memory_cap, costs)})
     if memory_cap is not None:
         _check_cap(chosen, schedule, memory_cap)
     return schedule
+
+
+def chunks_per_device(name: str, **options: object) -> int:
+    """Stages per device of a family's schedules with these options.
+
+    Raises:
+        UnknownScheduleError: no family has that name.
+        UnsupportedError: the family has no such options.
+    """
+    chosen = family(name)
+    if chosen.chunks is not None and "chunks" not in chosen.options:
+        return chosen.chunks
+    return _build(chosen, chosen.min_devices, 1, options).placement.num_chunks
+
+
+def check_options(name: str, options: Mapping[str, object]) -> None:
+    """For options that a user typed.
+
+    Raises:
+        UnsupportedError: one of them is an argument that every family takes, and has another place.
+    """
+    for argument in ("memory_cap", "costs", "num_devices", "num_microbatches"):
+        if argument in options:
+            raise UnsupportedError(
+                f"{argument} is no option of schedule {name!r} alone; give it by its own flag or argument"
+            )
+
+
+def _fitted_to(chosen: Family, memory_cap: float | None, costs: Costs | None = None) -> dict[str, object]:
+    """Those of the arguments that are given and that the family fits its order to."""
+    arguments = {"memory_cap": memory_cap, "costs": costs}
+    return {name: value for name, value in arguments.items() if name in chosen.options and value is not None}
 
 
 def _build(chosen: Family, num_devices: int, num_microbatches: int, options: Mapping[str, object]) -> Schedule:
@@ -159,8 +205,11 @@ def _check_cap(chosen: Family, schedule: Schedule, memory_cap: float) -> None:
         return
     fitting = []
     for other in families():
+        if other.simulated_only and not chosen.simulated_only or other.asynchronous and not chosen.asynchronous:
+            continue
         try:
-            other_peak = _peak(_build(other, schedule.num_devices, schedule.num_microbatches, {}))
+            fitted = _fitted_to(other, memory_cap)
+            other_peak = _peak(_build(other, schedule.num_devices, schedule.num_microbatches, fitted))
         except PipememError:
             continue
         if other_peak <= memory_cap + _CAP_TOLERANCE:
@@ -173,7 +222,7 @@ def _check_cap(chosen: Family, schedule: Schedule, memory_cap: float) -> None:
 
 
 def _peak(schedule: Schedule) -> float:
-    return max(peaks(schedule.orders, schedule.placement, Costs()))
+    return max(peaks(schedule.orders, schedule.placement, Costs(), schedule.pieces))
 
 
 def _load(entry: EntryPoint) -> Family:

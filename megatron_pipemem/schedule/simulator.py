@@ -12,28 +12,37 @@ from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Schedule
+from megatron_pipemem.schedule.weights import versions_held
 
 
-def dependencies(action: Action, placement: Placement, fused: set[Action]) -> tuple[Action, ...]:
+def dependencies(action: Action, placement: Placement, fused: set[Action], pieces: int = 1) -> tuple[Action, ...]:
     """The compute actions that must end before ``action`` starts.
+
+    Sequence pieces of one microbatch share the keys and values of attention: a piece runs forward after the piece before
+    it, and backward after the piece behind it, which adds to the gradients of its keys and values.
 
     Args:
         action: a compute action.
         placement: supplies the neighbours of the stage.
         fused: every B of the schedule; a stage's gradient comes from its neighbour's I or from its B.
+        pieces: sequence pieces of a microbatch.
     """
     kind, stage, microbatch = action
     if kind is Kind.F:
         before = placement.previous_stage(stage)
-        return () if before is None else (Action(Kind.F, before, microbatch),)
+        needed = () if before is None else (Action(Kind.F, before, microbatch),)
+        return (*needed, Action(Kind.F, stage, microbatch - 1)) if microbatch % pieces else needed
     if kind is Kind.W:
         return (Action(Kind.I, stage, microbatch),)
     after = placement.next_stage(stage)
-    own = Action(Kind.F, stage, microbatch)
-    if after is None:
-        return (own,)
-    full = Action(Kind.B, after, microbatch)
-    return (own, full if full in fused else Action(Kind.I, after, microbatch))
+    needed = (Action(Kind.F, stage, microbatch),)
+    if after is not None:
+        full = Action(Kind.B, after, microbatch)
+        needed = (*needed, full if full in fused else Action(Kind.I, after, microbatch))
+    if (microbatch + 1) % pieces:
+        full = Action(Kind.B, stage, microbatch + 1)
+        needed = (*needed, full if full in fused else Action(Kind.I, stage, microbatch + 1))
+    return needed
 
 
 @dataclass(frozen=True)
@@ -85,22 +94,28 @@ class Timeline:
     def peak(self) -> float:
         return max(self.peaks)
 
+    @cached_property
+    def weight_versions(self) -> tuple[int, ...]:
+        """Per device, the most versions of the weights of any of its stages that it holds at once; 1 when synchronous."""
+        return versions_held(self.schedule)
+
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Run ``schedule``: every action starts as soon as its device is free and its inputs have arrived.
 
-    Messages take ``costs.p2p`` and do not occupy the devices.
+    Messages take ``costs.p2p`` and do not occupy the devices. One of ``n`` sequence pieces costs ``1/n`` of everything:
+    of the seconds, of its messages, and of the memory.
 
     Raises:
         ScheduleError: some action waits for ever; the message names it and what it waits for.
         CostsError: the costs do not fit the placement.
     """
     costs = costs or Costs()
-    placement, orders = schedule.placement, schedule.orders
-    seconds = costs.seconds(placement)
+    placement, orders, pieces = schedule.placement, schedule.orders, schedule.pieces
+    seconds = {kind: tuple(s / pieces for s in prices) for kind, prices in costs.seconds(placement).items()}
     fused = {action for order in orders for action in order if action.kind is Kind.B}
     links = {
-        (a, b): costs.link_seconds(a, b)
+        (a, b): costs.link_seconds(a, b) / pieces
         for stage in range(placement.num_stages)
         if (after := placement.next_stage(stage)) is not None
         for a, b in permutations((placement.devices[stage], placement.devices[after]))
@@ -115,7 +130,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         now = ran[-1][1] if ran else 0.0
         for action in order[len(ran) :]:
             start = now
-            for needed in dependencies(action, placement, fused):
+            for needed in dependencies(action, placement, fused, pieces):
                 if needed not in ends:
                     waiting.setdefault(needed, []).append(device)
                     break
@@ -131,7 +146,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     for device, (order, ran) in enumerate(zip(orders, spans, strict=True)):
         if len(ran) < len(order):
             action = order[len(ran)]
-            unmet = [str(a) for a in dependencies(action, placement, fused) if a not in ends]
+            unmet = [str(a) for a in dependencies(action, placement, fused, pieces) if a not in ends]
             raise ScheduleError(
                 f"waits for ever for {', '.join(unmet)}; validate() shows why",
                 device=device,
@@ -142,7 +157,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         schedule,
         costs,
         tuple(map(tuple, spans)),
-        peaks(orders, placement, costs),
+        peaks(orders, placement, costs, pieces),
         count_messages(schedule),
     )
 
@@ -165,7 +180,7 @@ def held_after(actions: Sequence[Action], changes: Mapping[Kind, Sequence[float]
     return list(accumulate(changes[a.kind][a.stage] if a.kind in changes else 0 for a in actions))
 
 
-def peaks(orders: Sequence[Order], placement: Placement, costs: Costs) -> tuple[float, ...]:
+def peaks(orders: Sequence[Order], placement: Placement, costs: Costs, pieces: int = 1) -> tuple[float, ...]:
     """The most every device holds after any of its actions. Depends on the orders alone, not on time."""
-    changes, unit = costs.memory_changes(placement), costs.memory_unit(placement)
+    changes, unit = costs.memory_changes(placement), costs.memory_unit(placement) / pieces
     return tuple(max(held_after(order, changes), default=0) * unit for order in orders)

@@ -14,6 +14,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering.messages import Edge, Message, Router
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule
 from megatron_pipemem.schedule.simulator import dependencies, held_after
+from megatron_pipemem.schedule.weights import weight_uses
 
 Places = dict[Action, tuple[int, int]]
 """Device and position of every action."""
@@ -38,11 +39,14 @@ def validate(schedule: Schedule, costs: Costs | None = None, memory_cap: float |
         CostsError: ``costs`` do not fit the placement.
     """
     places = _place_all(schedule)
+    replica_of = _check_replicas(schedule, places)
     fused = {action for action in places if action.kind is Kind.B}
-    needs = {action: dependencies(action, schedule.placement, fused) for action in places}
+    needs = {action: dependencies(action, schedule.placement, fused, schedule.pieces) for action in places}
     _check_local_order(places, needs)
-    _check_completeness(schedule, places)
+    _check_completeness(schedule, places, replica_of)
     _check_microbatch_order(schedule)
+    if schedule.updates is not None:
+        _check_weight_versions(schedule)
     _check_progress(schedule.orders, places, needs)
     if memory_cap is not None:
         _check_memory(schedule, costs or Costs(), memory_cap)
@@ -102,14 +106,43 @@ def _problem_of(action: Action, device: int, schedule: Schedule) -> str | None:
         return "is not a compute action; keep F, I, W and B only, lower() derives the rest"
     if not 0 <= stage < len(devices):
         return f"needs stage {stage}, but the placement holds stages 0 to {len(devices) - 1}; remove or renumber it"
-    if microbatch is None or not 0 <= microbatch < schedule.num_microbatches:
+    if microbatch is None or not 0 <= microbatch < schedule.num_units:
+        what = "microbatch" if schedule.pieces == 1 else "piece"
         return (
-            f"needs microbatch {microbatch}, but the step has microbatches 0 to {schedule.num_microbatches - 1}; "
-            "remove or renumber it, or change the number of microbatches"
+            f"needs {what} {microbatch}, but the step has {_plural(what)} 0 to {schedule.num_units - 1}; remove or "
+            "renumber it, or change the number of microbatches"
         )
     if devices[stage] != device:
         return f"needs stage {stage}, which device {devices[stage]} holds; move it there"
     return None
+
+
+def _plural(what: str) -> str:
+    return f"{what}es" if what.endswith("ch") else f"{what}s"
+
+
+def _check_replicas(schedule: Schedule, places: Places) -> Mapping[int, int]:
+    """Every microbatch runs through the stages of one replica: which one, where there are several."""
+    placement = schedule.placement
+    if placement.replicas == 1:
+        return {}
+    first: dict[int, Action] = {}
+    for action, (device, position) in places.items():
+        # Sequence pieces of one microbatch stay together.
+        microbatch = action.microbatch // schedule.pieces
+        other = first.setdefault(microbatch, action)
+        ours, theirs = placement.replica_of(action.stage), placement.replica_of(other.stage)
+        if ours != theirs:
+            other_device, other_position = places[other]
+            raise ScheduleError(
+                f"runs microbatch {microbatch} on replica {ours}, but {other} at position {other_position} of device "
+                f"{other_device} runs it on replica {theirs}; a microbatch runs through all stages of one replica, so "
+                "remove or renumber one of the two",
+                device=device,
+                position=position,
+                action=action,
+            )
+    return {microbatch: placement.replica_of(action.stage) for microbatch, action in first.items()}
 
 
 def _check_unique(places: Places, action: Action, device: int, position: int) -> None:
@@ -145,11 +178,15 @@ def _or_fused(needed: Action) -> str:
     return f"{needed} (or {needed._replace(kind=Kind.B)})" if needed.kind is Kind.I else str(needed)
 
 
-def _check_completeness(schedule: Schedule, places: Places) -> None:
-    """Every stage runs every microbatch forward once, and backward once, fused or split, if anything runs backward."""
+def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[int, int]) -> None:
+    """Every stage runs every microbatch of its replica forward once, and backward once, fused or split, if anything runs
+    backward."""
     backwards = any(action.kind is not Kind.F for action in places)
     for stage in range(schedule.num_stages):
-        for microbatch in range(schedule.num_microbatches):
+        replica = schedule.placement.replica_of(stage)
+        for microbatch in range(schedule.num_units):
+            if replica != replica_of.get(microbatch // schedule.pieces, 0):
+                continue
             kinds = (Kind.F, Kind.I, Kind.W, Kind.B)
             forward, inputs, weights, full = (Action(kind, stage, microbatch) for kind in kinds)
             if forward not in places:
@@ -180,18 +217,23 @@ def _check_completeness(schedule: Schedule, places: Places) -> None:
 
 def _check_microbatch_order(schedule: Schedule) -> None:
     """Per stage, forwards run in microbatch order because data come from an iterator and dropout from one stream of
-    random numbers, and gradients accumulate in that order, as in stock 1F1B, so that losses are bit-identical."""
+    random numbers, and gradients accumulate in that order, as in stock 1F1B, so that losses are bit-identical. Sequence
+    pieces of one microbatch run backward from the last to the first."""
     names = {Kind.F: "forwards", Kind.I: "input gradients", Kind.W: "weight gradients"}
+    pieces, rank = schedule.pieces, range(schedule.num_units)
+    backward_rank = [unit + pieces - 1 - 2 * (unit % pieces) for unit in rank]
     for device, order in enumerate(schedule.orders):
         last: dict[tuple[Kind, int], tuple[int, Action]] = {}
         for position, action in enumerate(order):
             kind, stage, microbatch = action
+            ranks = rank if kind is Kind.F else backward_rank
             for part in (Kind.I, Kind.W) if kind is Kind.B else (kind,):
                 earlier, before = last.get((part, stage), (position, action))
-                if before.microbatch > microbatch:
+                if ranks[before.microbatch] > ranks[microbatch]:
+                    reversed_pieces = "" if kind is Kind.F or pieces == 1 else ", pieces from the last to the first"
                     raise ScheduleError(
                         f"comes after {before} at position {earlier}, but the {names[part]} of a stage run in "
-                        f"microbatch order; move it before {before}",
+                        f"microbatch order{reversed_pieces}; move it before {before}",
                         device=device,
                         position=position,
                         action=action,
@@ -199,8 +241,29 @@ def _check_microbatch_order(schedule: Schedule) -> None:
                 last[part, stage] = (position, action)
 
 
+def _check_weight_versions(schedule: Schedule) -> None:
+    """Forward and backward of a microbatch on a stage meet one version of the weights, and the stage has it then."""
+    updates = schedule.updates
+    if updates.every < 1 or updates.kept < 1 or (updates.delay or 0) < 0:
+        raise ScheduleError(f"{updates} makes no sense; every and kept are at least 1 and delay at least 0")
+    for action, device, position, version, newest, _ in weight_uses(schedule):
+        if version > newest:
+            problem = (
+                f"uses weight version {version}, but its stage has made version {newest} at most by then; update after "
+                f"fewer microbatches than {updates.every}, allow a longer delay than {updates.delay}, or move it back"
+            )
+        elif version <= newest - updates.kept:
+            problem = (
+                f"uses weight version {version}, as its microbatch did before, but its stage has made version {newest} "
+                f"and keeps {updates.kept}; run fewer forwards ahead or keep {newest - version + 1} versions"
+            )
+        else:
+            continue
+        raise ScheduleError(problem, device=device, position=position, action=action)
+
+
 def _check_memory(schedule: Schedule, costs: Costs, cap: float) -> None:
-    changes, unit = costs.memory_changes(schedule.placement), costs.memory_unit(schedule.placement)
+    changes, unit = costs.memory_changes(schedule.placement), costs.memory_unit(schedule.placement) / schedule.pieces
     allowed = cap / unit * (1 + 1e-9)  # a cap of 2/3 means 4 of 6 stages, whatever floats make of it
     what = "activation units" if costs.memory is None else "bytes"
     for device, order in enumerate(schedule.orders):

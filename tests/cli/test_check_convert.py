@@ -41,6 +41,12 @@ def test_check_accepts_what_convert_writes(pipemem, pipemem_json, tmp_path, name
     assert found["bubble_rate"] == simulated["bubble_rate"]
 
 
+def test_torch_files_cannot_hold_everything(refuses, tmp_path):
+    message = refuses("convert", "gems", tmp_path / "gems.csv", "-p", 2, "-m", 4, "--to", "torch")
+    assert "torch's files cannot say what 'gems' needs said (replicas=2 devices=0-1-1-0)" in message
+    assert not (tmp_path / "gems.csv").exists()
+
+
 def test_check_for_people(pipemem, csv):
     shown = pipemem("check", csv("0F0,0B0\n1F0,1B0\n"))
     assert shown.exit_code == 0
@@ -71,7 +77,37 @@ def test_check_names_device_position_and_action(pipemem, csv, text, device, posi
 def test_check_finds_deadlocks(pipemem, csv):
     """Each device waits for the other: 0 wants microbatch 1 back before it sends 2, device 1 wants 2 first."""
     result = pipemem("check", csv("0F0,0F1,0B0,0B1,0F2,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n"))
-    assert result.exit_code == 1 and "0B0" in result.stderr
+    assert result.exit_code == 1
+    first, *circle = result.stderr.splitlines()
+    assert "deadlock: a circle of 2 devices" in first and "move 1B0 before 1F2 on device 1" in first
+    assert circle == [
+        " ┌▶ device 0 stands at 0B0 (line 1, cell 3) and waits for 1B0, which comes (line 2, cell 4) after 1F2, "
+        "where device 1 stands",
+        " │  device 1 stands at 1F2 (line 2, cell 3) and waits for 0F2, which comes (line 1, cell 5) after 0B0, "
+        "where device 0 stands",
+        " └─ device 0 again: a circle, in which nobody ever moves",
+    ]
+    found = json.loads(pipemem("check", csv("0F0,0F1,0B0,0B1,0F2,0B2\n1F0,1F1,1F2,1B0,1B1,1B2\n"), "--json").stdout)
+    assert found["cycle"] == [
+        {"device": 0, "action": "0B0", "waits_for": "1B0", "of_device": 1},
+        {"device": 1, "action": "1F2", "waits_for": "0F2", "of_device": 0},
+    ]
+    assert (found["line"], found["column"]) == (1, 3)
+
+
+def test_check_judges_the_messages_of_a_lowered_file(pipemem, pipemem_json, tmp_path):
+    file = tmp_path / "program.txt"
+    assert pipemem("convert", "zb-h1", file, "-p", 3, "-m", 4, "--to", "torch").exit_code == 0
+    found = pipemem_json("check", file)
+    assert found["messages"] == "the file's own 16" and found["dialect"] == "torch-new"
+    text = file.read_text()
+    file.write_text(text.replace("1RECV_F0,", "", 1))
+    refused = pipemem("check", file)
+    assert refused.exit_code == 1 and "its input does not reach this device without 1RECV_F0" in refused.stderr
+
+
+def test_check_with_a_stated_number_of_microbatches(refuses, csv):
+    assert "microbatches 0 to 0; remove" in refuses("check", csv("0F0,0F1,0B0,0B1\n"), "-m", 1, code=1)
 
 
 def test_check_memory_cap(pipemem, tmp_path):
@@ -88,7 +124,7 @@ def test_check_memory_cap(pipemem, tmp_path):
         ("0F0,0B0\n1F0,1X0\n", "line 2, column 2: '1X0' is not an action"),
         ("0F0,,0B0,oops\n", "line 1, column 4: 'oops' is not an action"),
         ("0F0,0B0\n0F1,0B1\n", "line 2, column 1: stage 0 is on device 1 here and on device 0 above"),
-        ("0F0,0SEND_F0\n1F0\n", "line 1, column 2: 0SEND_F0 is not a compute action"),
+        ("0F0,0B-1\n", "line 1, column 2: '0B-1' is not an action: microbatches count from 0"),
         ("0F0,0B0\n2F0,2B0\n", "no device runs stage 1"),
         ("", "holds no actions"),
         ("\n , \n", "holds no actions"),
@@ -110,38 +146,61 @@ OLDER = "0F0,0F1,0B0,0W0,0B1,0W1\n1F0,1B0,1W0,1F1,1BW1\n"
 OURS = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1I0,1W0,1F1,1B1\n"
 
 
-def test_torch_letters_are_guessed_and_said(pipemem_json, refuses, csv):
-    assert "BW" in refuses("check", csv(OLDER))
-    assert pipemem_json("check", csv(OLDER), "--dialect", "torch")["letters"].startswith("torch before 2.6 (guessed)")
-    assert pipemem_json("check", csv(OURS), "--dialect", "torch")["letters"].startswith("torch (guessed)")
-    assert pipemem_json("check", csv(OURS))["letters"] == "F, I, W, B"
+def test_letters_are_detected_and_said(pipemem, pipemem_json, csv):
+    for stated in ((), ("--dialect", "torch")):
+        found = pipemem_json("check", csv(OLDER), *stated)
+        assert found["dialect"] == "torch-old"
+        assert found["letters"].startswith("torch before 2.6") and "(detected: BW occurs)" in found["letters"]
+    assert pipemem_json("check", csv(OURS), "--dialect", "torch")["dialect"] == "torch-new"
+    found = pipemem_json("check", csv(OURS))
+    assert found["dialect"] == "pipemem" and "detected" in found["letters"]
+    simulated = pipemem("simulate", csv(OLDER))
+    assert simulated.exit_code == 0
+    assert simulated.stderr.startswith("note: ") and "torch before 2.6" in simulated.stderr
 
 
-def test_convert_older_torch_letters(pipemem, csv, tmp_path):
-    target = tmp_path / "ours.csv"
-    assert pipemem("convert", csv(OLDER), target, "--from", "torch").exit_code == 0
-    assert target.read_text() == OURS
+def test_letters_may_be_stated(pipemem_json, refuses, csv):
+    assert "(stated)" in pipemem_json("check", csv(OLDER), "--dialect", "torch-old")["letters"]
+    assert "BW is the full backward of torch before 2.6" in refuses("check", csv(OLDER), "--dialect", "pipemem")
+    assert "needs 0I0" in refuses("check", csv("0F0,0B0,0W0\n"), "--dialect", "torch-new", code=1)
+
+
+@pytest.mark.parametrize("source", ["auto", "torch", "torch-old"])
+def test_convert_older_torch_letters_and_back(pipemem, csv, tmp_path, source):
+    ours, back = tmp_path / "ours.csv", tmp_path / "back.csv"
+    assert pipemem("convert", csv(OLDER), ours, "--from", source).exit_code == 0
+    assert ours.read_text() == OURS
+    assert pipemem("convert", ours, back, "--to", "torch-old").exit_code == 0
+    assert back.read_text() == OLDER
+
+
+def test_overlapped_pairs_and_sharding_are_said(pipemem_json, csv):
+    found = pipemem_json("check", csv("0UNSHARD,0F0,1F0,1I0,1W0,(0F1;0B0)OVERLAP_F_B,1F1,(1B1;0B1)OVERLAP_F_B\n"))
+    assert found["ignored"] == "1 UNSHARD"
+    assert found["overlapped_pairs"] == "2, each read as its two actions in turn"
+
+
+def test_suffix_or_flag_says_whether_messages_are_written(pipemem_json, tmp_path):
+    for suffix, flags, lowered in [
+        ("csv", (), False),
+        ("txt", (), True),
+        ("csv", ("--lowered",), True),
+        ("txt", ("--compute-only",), False),
+    ]:
+        target = tmp_path / f"schedule.{suffix}"
+        assert pipemem_json("convert", "1f1b", target, "-p", 2, "-m", 2, *flags)["lowered"] is lowered
+        assert ("SEND_F" in target.read_text()) is lowered
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_convert_to_a_program(pipemem_json, tmp_path, name):
     target = tmp_path / "program.txt"
-    found = pipemem_json("convert", name, target, "-p", 4, "-m", 5)
-    program = lower(build_schedule(name, num_devices=4, num_microbatches=5))
-    read = tuple(tuple(map(Action.parse, line.split(","))) for line in target.read_text().splitlines())
+    found = pipemem_json("convert", name, target, "-p", 4, "-m", 8)
+    program = lower(build_schedule(name, num_devices=4, num_microbatches=8))
+    lines = [line for line in target.read_text().splitlines() if not line.startswith("#")]
+    read = tuple(tuple(map(Action.parse, line.split(","))) for line in lines)
     assert read == program.actions
     assert found["actions"] == sum(map(len, program.actions)) and found["output"] == str(target)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv"])
-def test_torch_reads_what_convert_writes(pipemem, tmp_path, name):
-    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    target = tmp_path / "program.txt"
-    assert pipemem("convert", name, target, "-p", 4, "-m", 5, "--to", "torch").exit_code == 0
-    assert "SEND_B" in target.read_text()
-    for line in target.read_text().splitlines():
-        for cell in line.split(","):
-            assert str(schedules._Action.from_str(cell)) == cell
 
 
 def test_converting_twice_changes_nothing(pipemem, tmp_path):

@@ -52,6 +52,17 @@ def test_a_file_can_be_drawn(pipemem, tmp_path):
     assert names == ["PP:0F0", "PP:0B0", "PP:1F0", "PP:1B0"]
 
 
+def test_a_lowered_file_of_torch_is_simulated_and_drawn_like_its_schedule(pipemem, pipemem_json, tmp_path):
+    source = tmp_path / "program.txt"
+    assert pipemem("convert", "zb-h1", source, "-p", 3, "-m", 4, "--to", "torch").exit_code == 0
+    shown = pipemem("show", source, "zb-h1", "-p", 3, "-m", 4)
+    assert shown.exit_code == 0 and "program: p=3, m=4" in shown.stdout
+    assert shown.stderr.startswith("note: ") and "torch since 2.6" in shown.stderr
+    found = json.loads(pipemem("simulate", source, "--json").stdout)
+    wanted = pipemem_json("simulate", "zb-h1", "-p", 3, "-m", 4)
+    assert {**found, "schedule": ""} == {**wanted, "schedule": ""}
+
+
 @pytest.mark.parametrize("name", ["picture.pdf", "picture", "picture.PNGX"])
 def test_other_suffixes_name_the_known(refuses, tmp_path, name):
     message = refuses("show", "1f1b", "-p", 2, "-m", 2, "--output", tmp_path / name)

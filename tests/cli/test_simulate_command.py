@@ -6,12 +6,13 @@ import json
 
 import pytest
 
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.simulator import simulate
 
 KEYS = [
     "schedule", "devices", "microbatches", "chunks", "makespan", "ideal", "bubble_rate", "device_bubble_rate",
-    "peak_activations", "peak_activation", "lower_bound", "search_seconds", "messages",
+    "peak_activations", "peak_activation", "lower_bound", "search_seconds", "messages", "replicas", "weight_versions",
 ]  # fmt: skip
 NAMES = [family.name for family in families()]
 
@@ -27,6 +28,8 @@ def test_v_half_as_published(pipemem_json):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (4, 8), (4, 17), (8, 3)])
 def test_json_has_exactly_the_promised_keys_and_values(pipemem_json, name, p, m):
+    if name == "dualpipe":
+        m = 2 * p + 2 * m  # it refuses others
     found = pipemem_json("simulate", name, "--devices", p, "--microbatches", m)
     timeline = simulate(build_schedule(name, num_devices=p, num_microbatches=m))
     assert list(found) == KEYS
@@ -39,6 +42,24 @@ def test_json_has_exactly_the_promised_keys_and_values(pipemem_json, name, p, m)
     assert found["ideal"] <= found["lower_bound"] + 1e-9
     assert found["lower_bound"] <= found["makespan"] + 1e-9
     assert found["search_seconds"] == 0.0
+    assert found["replicas"] == timeline.schedule.placement.replicas
+    assert found["weight_versions"] == list(timeline.weight_versions)
+
+
+def test_what_is_said_of_weights(pipemem, pipemem_json, refuses):
+    assert pipemem_json("simulate", "chimera", "-p", 4, "-m", 8)["replicas"] == 2
+    assert pipemem_json("simulate", "pipedream", "-p", 4, "-m", 8)["weight_versions"] == [4, 3, 2, 1]
+    assert "weight versions      2, 2" in pipemem("simulate", "pipedream-2bw", "-p", 2, "-m", 8).stdout
+    assert "chimera needs an even number of devices, not 3" in refuses("simulate", "chimera", "-p", 3, "-m", 8)
+
+
+def test_costs_and_cap_reach_a_family_that_fits_its_order_to_them(pipemem_json, refuses):
+    size = ("simulate", "zb-auto", "-p", 8, "-m", 24)
+    plain, fitted = (pipemem_json(*size, "--costs", "1,1.5,0.5", *more) for more in ((), ("--memory-cap", 1.5)))
+    schedule = build_schedule("zb-auto", num_devices=8, num_microbatches=24, memory_cap=1.5, costs=Costs(1, 1.5, 0.5))
+    assert fitted["makespan"] == simulate(schedule, Costs(1, 1.5, 0.5)).makespan < plain["makespan"]
+    assert plain["peak_activation"] == 1 < fitted["peak_activation"] <= 1.5
+    assert "memory_cap is no option" in refuses(*size, "-o", "memory_cap=1.5")
 
 
 def test_costs_p2p_chunks_and_options(pipemem_json):
@@ -172,9 +193,12 @@ def test_schedules_lists_every_family(pipemem, pipemem_json):
     assert list(rows) == NAMES
     assert set(rows["zbv"]) == {
         "name", "placement", "summary", "peak", "bubble", "source", "splits_backward", "min_devices", "options",
-        "chunks",
+        "chunks", "needs", "asynchronous", "simulated_only",
     }  # fmt: skip
     assert rows["zbv"]["placement"] == "v" and rows["zbv"]["splits_backward"] is True
     assert "chunks" in rows["interleaved"]["options"]
+    assert [name for name, row in rows.items() if row["asynchronous"]] == ["pipedream", "pipedream-2bw"]
+    assert rows["dualpipe"]["needs"] == "even p, even m of at least 2p"
     shown = pipemem("schedules").stdout
     assert all(name in shown for name in NAMES)
+    assert shown.count("asynchronous, simulated only") == 2 and "even p" in shown

@@ -41,6 +41,7 @@ class Run:
         validation: losses of every evaluation, exact.
         predicted_peaks: bytes per rank; ``None`` for stock, which foretells nothing.
         counted_peaks: bytes per rank.
+        plans: of the report; they hold measured times, so equal runs may differ in them.
     """
 
     losses: list[float]
@@ -48,6 +49,7 @@ class Run:
     validation: list[dict[str, float]]
     predicted_peaks: list[int | None]
     counted_peaks: list[int]
+    plans: list[dict] = field(compare=False)
 
 
 @dataclass
@@ -100,6 +102,7 @@ class Trainer:
             validation,
             [rank["predicted_peak_bytes"] for rank in report["ranks"]],
             [rank["counted_peak_bytes"] for rank in report["ranks"]],
+            report["plans"],
         )
 
 

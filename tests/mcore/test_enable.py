@@ -38,7 +38,7 @@ def stock():
     assert bindings() == before
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "v-half"])
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "v-half", "auto"])
 def test_whoever_imported_the_dispatcher_earlier_gets_ours(name, stock):
     megatron_pipemem.enable(name)
     for vp_size in (None, 2):

@@ -11,6 +11,7 @@ pytest.importorskip("megatron.core")
 from megatron_pipemem.errors import PipememError, UnknownScheduleError, UnsupportedError
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.launch import enable_from_command_line
+from megatron_pipemem.schedule.registry import build_schedule
 
 MEGATRON = ["--num-layers", "8", "--bf16", "--lr", "1e-4"]
 
@@ -32,6 +33,22 @@ def test_takes_our_flags_and_leaves_megatrons_in_order():
     )
     assert others == MEGATRON
     assert (settings.schedule, settings.memory_cap, settings.report) == ("v-half", 0.75, "out/report.json")
+
+
+def test_takes_a_search_for_bytes_and_measured_costs():
+    settings, others = take_flags(
+        [*MEGATRON, "--pipemem-schedule", "auto", "--pipemem-memory-cap", "6GiB", "--pipemem-costs", "profile"]
+    )
+    assert others == MEGATRON
+    assert (settings.schedule, settings.memory_cap, settings.costs) == ("auto", "6GiB", "profile")
+
+
+def test_takes_a_schedule_file(tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text(build_schedule("v-min", num_devices=4, num_microbatches=8).to_csv())
+    settings, others = take_flags([*MEGATRON, "--pipemem-schedule", str(path)])
+    assert settings.schedule == str(path)
+    assert add_virtual_stages(settings, others) == [*MEGATRON, "--num-virtual-stages-per-pipeline-rank", "2"]
 
 
 def test_without_our_flags_nothing_happens():
@@ -60,6 +77,9 @@ def test_options_become_numbers_where_they_are():
         (["--pipemem-schedule", "v-half", "--pipemem-colour", "red"], UnsupportedError, "--pipemem-colour"),
         (["--pipemem-schedule"], UnsupportedError, "expected one argument"),
         (["--pipemem-schedule", "v-half", "--pipemem-memory-cap", "lots"], UnsupportedError, "'lots'"),
+        (["--pipemem-schedule", "v-half", "--pipemem-memory-cap", "6GiB"], UnsupportedError, "auto"),
+        (["--pipemem-schedule", "auto", "--pipemem-option", "placement=w"], UnsupportedError, "interleaved"),
+        (["--pipemem-schedule", "none.csv"], UnsupportedError, "none.csv"),
         (["--pipemem-schedule", "interleaved", "--pipemem-option", "chunks"], UnsupportedError, "KEY=VALUE"),
     ],
 )
@@ -77,6 +97,8 @@ def test_bad_flags_are_refused_in_words(flags, error, words):
         ("interleaved", [], ["--num-virtual-stages-per-pipeline-rank", "2"]),
         ("zb-h1", [], []),
         ("stock", [], []),
+        ("auto", [], ["--num-virtual-stages-per-pipeline-rank", "2"]),
+        ("auto", ["--pipeline-model-parallel-layout", "Et|t|t|tL"], []),
         ("v-half", ["--pipeline-model-parallel-layout", "Et|t|t|tL"], []),
         ("v-half", ["--num-virtual-stages-per-pipeline-rank=2"], []),
         ("interleaved", ["--num-layers-per-virtual-pipeline-stage", "1"], []),

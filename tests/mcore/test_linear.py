@@ -44,7 +44,9 @@ def run(function, queue=None, bias=True, requires_grad=True, passes=1, dtype=tor
 def test_bit_identical_to_stock_after_w(bias, dtype, passes):
     queue = WeightGradientQueue()
     output, input_grad, bias_grad, weight = run(split_linear(STOCK), queue, bias, passes=passes, dtype=dtype)
-    wanted_output, wanted_input_grad, wanted_bias_grad, wanted_weight = run(STOCK, None, bias, passes=passes, dtype=dtype)
+    wanted_output, wanted_input_grad, wanted_bias_grad, wanted_weight = run(
+        STOCK, None, bias, passes=passes, dtype=dtype
+    )
     assert torch.equal(output, wanted_output)
     assert torch.equal(input_grad, wanted_input_grad)
     assert bias_grad is None or torch.equal(bias_grad, wanted_bias_grad)

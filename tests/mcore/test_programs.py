@@ -6,29 +6,32 @@ import pytest
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.programs import ProgramCache
+from megatron_pipemem.mcore.sources import FamilySource, Shape
 from megatron_pipemem.schedule.action import Kind
 
 
 def compile(programs, m=8, chunks=2, forward_only=False, agree=lambda digest: None, group_size=None):
-    return programs.compile(
-        num_devices=4, chunks=chunks, num_microbatches=m, group_size=group_size, forward_only=forward_only, agree=agree
-    )
+    return programs.compile(Shape(4, chunks, m, group_size), forward_only=forward_only, agree=agree).program
+
+
+def family(name, **settings):
+    return ProgramCache(FamilySource(name, **settings))
 
 
 def test_compiles_once_per_shape_and_asks_for_agreement_each_time_it_does():
-    programs, digests = ProgramCache("v-half"), []
+    programs, digests = family("v-half"), []
     first = compile(programs, agree=digests.append)
     assert compile(programs, agree=digests.append) is first and len(digests) == 1
     compile(programs, m=5, agree=digests.append)
     compile(programs, forward_only=True, agree=digests.append)
     assert len(set(digests)) == 3
     again = []
-    compile(ProgramCache("v-half"), agree=again.append)
+    compile(family("v-half"), agree=again.append)
     assert again == digests[:1], "every rank builds the same program"
 
 
 def test_a_program_that_ranks_disagree_on_is_not_kept():
-    programs = ProgramCache("1f1b")
+    programs = family("1f1b")
 
     def disagree(digest):
         raise UnsupportedError("ranks differ")
@@ -41,18 +44,18 @@ def test_a_program_that_ranks_disagree_on_is_not_kept():
 
 
 def test_evaluation_runs_nothing_but_forwards_and_messages():
-    program = compile(ProgramCache("v-min"), forward_only=True)
+    program = compile(family("v-min"), forward_only=True)
     kinds = {action.kind for actions in program.actions for action in actions}
     assert kinds == {Kind.F, Kind.SEND_F, Kind.RECV_F}
 
 
 def test_megatrons_group_size_is_used_unless_the_user_set_one():
-    by_megatron = compile(ProgramCache("interleaved"), m=12, group_size=6)
-    by_user = compile(ProgramCache("interleaved", options={"group_size": 6}), m=12, group_size=4)
+    by_megatron = compile(family("interleaved"), m=12, group_size=6)
+    by_user = compile(family("interleaved", options={"group_size": 6}), m=12, group_size=4)
     assert by_megatron.schedule.orders == by_user.schedule.orders
-    assert compile(ProgramCache("interleaved"), m=12).schedule.orders != by_user.schedule.orders
+    assert compile(family("interleaved"), m=12).schedule.orders != by_user.schedule.orders
 
 
 def test_a_cap_below_what_the_schedule_needs_is_refused_with_the_minimum():
     with pytest.raises(UnsupportedError, match="0.75"):
-        compile(ProgramCache("v-half", memory_cap=0.5))
+        compile(family("v-half", memory_cap=0.5))

@@ -9,7 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.mcore.plugin import disable, enable  # noqa: E402
 from megatron_pipemem.mcore.refusals import check_chunks, check_config  # noqa: E402
+from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
 
 
 def test_an_ordinary_configuration_passes():
@@ -35,6 +37,31 @@ def test_refused_configurations_name_the_flag_to_change(attribute, value, words)
     with pytest.raises(UnsupportedError) as error:
         check_config(SimpleNamespace(**{attribute: value}))
     assert attribute in str(error.value) and words in str(error.value)
+
+
+NOT_RUN = {family.name: family.simulated_only for family in families() if family.simulated_only}
+
+
+def test_these_schedules_are_not_run():
+    assert set(NOT_RUN) == {"chimera", "gems", "dualpipe", "pipedream", "pipedream-2bw", "seq1f1b"}
+
+
+@pytest.mark.parametrize("name", NOT_RUN)
+def test_what_is_simulated_only_is_refused_before_anything_changes(name, tmp_path):
+    schedule = build_schedule(name, num_devices=4, num_microbatches=8)
+    assert schedule.simulated_only == NOT_RUN[name]
+    file = tmp_path / "mine.csv"
+    file.write_text(schedule.to_csv())
+    for asked in (name, str(file)):
+        try:
+            with pytest.raises(UnsupportedError) as error:
+                enable(asked)
+        finally:
+            disable()
+        assert str(error.value) == (
+            f"schedule {asked} can be simulated and drawn but not run, because {NOT_RUN[name]}; pick one that "
+            "`pipemem schedules` does not mark as simulated only"
+        )
 
 
 def test_fsdp_is_refused():

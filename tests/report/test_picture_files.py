@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 import xml.etree.ElementTree as ET
-from html.parser import HTMLParser
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -56,13 +56,50 @@ def test_png_boxes_stand_where_the_actions_run(run, tmp_path):
     assert seen == [idle, forward, backward, forward, backward, idle]
 
 
-def test_bytes_are_drawn_against_an_axis_in_bytes(run, tmp_path):
+def texts_of(path: Path) -> list[str]:
+    return ["".join(text.itertext()) for text in ET.parse(path).iter(f"{SVG}text")]
+
+
+def test_peaks_in_bytes_are_written_as_bytes(run, tmp_path):
     timeline = run("1f1b", 4, 8, Costs(memory={Kind.F: 3 * 2**30, Kind.B: -3 * 2**30}))
-    texts = [
-        "".join(text.itertext()) for text in ET.parse(save_timeline(timeline, tmp_path / "a.svg")).iter(f"{SVG}text")
-    ]
-    assert {"4 GiB", "8 GiB", "12 GiB"} <= set(texts)
-    assert not any("1F1B's peak" in text for text in texts)
+    texts = texts_of(save_timeline(timeline, tmp_path / "a.svg"))
+    assert [text for text in texts if re.fullmatch(r"\d+ GiB", text)] == ["12 GiB", "9 GiB", "6 GiB", "3 GiB"]
+    assert "held memory" in texts and not any("1F1B's peak" in text for text in texts)
+
+
+def test_bubbles_say_what_their_device_waits_for(run, tmp_path):
+    texts = texts_of(save_timeline(run("1f1b", 4, 8), tmp_path / "run.svg"))
+    assert "waits for 1B0 of device 1" in texts  # device 0 after its four forwards
+    assert texts.count("waits for 2B0") == 1
+    assert {"0F0", "1F0"} <= set(texts)  # the start of devices 1 and 2, too narrow for more words
+    assert not any(text.startswith("Left out") for text in texts)
+
+
+def test_what_has_no_room_is_named(run, tmp_path):
+    """A crowded run is drawn at both ends, and the picture says which time lies between."""
+    texts = texts_of(save_timeline(run("zb-h1", 8, 512), tmp_path / "run.svg"))
+    (note,) = [text for text in texts if text.startswith("Left out for want of room")]
+    assert re.search(r"time [\d.]+ to [\d.]+ \(\d\d% of the run\)", note)
+    assert "microbatch numbers" in note and "what narrow bubbles wait for" in note
+    ticks = [float(text) for text in texts if re.fullmatch(r"\d+", text)]
+    end = run("zb-h1", 8, 512).makespan
+    assert min(ticks) == 0 and max(ticks) > 0.95 * end and not [tick for tick in ticks if 0.3 * end < tick < 0.7 * end]
+
+
+def test_memory_is_drawn_under_every_device(run, tmp_path):
+    """Below each row of 1F1B stands its curve, as high as its peak."""
+    picture = image(save_timeline(run("1f1b", 4, 8), tmp_path / "run.png"))
+    held = (201, 211, 223)
+    column = [picture.getpixel((picture.width // 2, y)) == held for y in range(picture.height)]
+    runs = [len(list(group)) for filled, group in groupby(column) if filled]
+    tallest = runs[0]
+    assert [round(4 * filled / tallest) for filled in runs] == [4, 3, 2, 1]
+
+
+def test_a_comparison_has_one_time_axis_and_tells_the_difference(run, tmp_path):
+    texts = texts_of(save_comparison([run("1f1b", 4, 8), run("zbv", 4, 8)], tmp_path / "both.svg"))
+    assert any(text.endswith("22.7% shorter than 1f1b") for text in texts)
+    assert texts.count("time") == 1
 
 
 def test_svg_has_every_microbatch_label(run, tmp_path):
@@ -81,41 +118,36 @@ def test_files_are_the_same_every_time(run, tmp_path):
         assert save_timeline(timeline, tmp_path / f"b.{suffix}").read_bytes() == first
 
 
-class _Titles(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.titles: list[str] = []
-        self.open: list[str] = []
-        self.rects = 0
-
-    def handle_starttag(self, tag, attrs):
-        if tag not in ("meta", "input"):
-            self.open.append(tag)
-        if tag == "rect":
-            self.rects += 1
-            values = dict(attrs)
-            left, width = (float(values[key].rstrip("%")) for key in ("x", "width"))
-            assert left >= 0 and left + width <= 100.01
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] == "title" and "rect" in self.open:
-            self.titles.append(data.split(":")[0])
+def page_data(text: str) -> dict:
+    return json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.DOTALL)[1])
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved"])
-def test_html_is_well_formed_and_complete(run, tmp_path, name):
-    timeline = run(name, 4, 8)
+def test_html_holds_the_whole_run_and_loads_nothing(run, tmp_path, name):
+    timeline = run(name, 4, 8, Costs(1, 2, 0.5, p2p=0.25))
     page = save_timeline(timeline, tmp_path / "run.html").read_text()
-    parser = _Titles()
-    parser.feed(page)
-    assert parser.open == []
-    assert sorted(parser.titles) == actions_of(timeline)
-    assert parser.rects == len(parser.titles)
-    assert not re.search(r"(src|href)=", page), "the page loads nothing"
-    assert "{{" not in page and f"<h2>{name}: p=4, m=8" in page
+    (drawn,) = page_data(page)["runs"]
+    for device, row in enumerate(drawn["rows"]):
+        assert row["name"] == [str(action) for action in timeline.schedule.orders[device]]
+        assert row["start"] == pytest.approx([start for start, _ in timeline.spans[device]])
+        assert row["end"] == pytest.approx([end for _, end in timeline.spans[device]])
+        assert max(row["held"]) == pytest.approx(timeline.peaks[device]) and row["held"][-1] == 0
+    names = [name for row in drawn["rows"] for name in row["name"]]
+    ends = [end for row in drawn["rows"] for end in row["end"]]
+    for row in drawn["rows"]:
+        for name, start, source in zip(row["name"], row["start"], row["from"], strict=True):
+            assert source < 0 or (names[source].lstrip("0123456789")[1:] == name.lstrip("0123456789")[1:])
+            assert source < 0 or ends[source] + 0.25 <= start + 1e-9
+    assert not re.search(r"(src|href)\s*=|https?:|url\(|@import", page), "the page loads nothing"
+    assert not re.search(r"@[A-Z]+@", page) and timeline.schedule.name in page
+
+
+def test_html_survives_any_name(run, tmp_path):
+    timeline = run("1f1b", 2, 2)
+    evil = replace(timeline, schedule=replace(timeline.schedule, name="</script><b>@DATA@&\u2028"))
+    page = save_timeline(evil, tmp_path / "run.html").read_text()
+    assert page_data(page)["runs"][0]["name"] == "</script><b>@DATA@&\u2028"
+    assert "<b>@DATA@" not in re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
@@ -160,11 +192,8 @@ def test_comparison_holds_every_run(run, tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg", "html", "json"])
-def test_large_runs_are_drawn_quickly(run, tmp_path, suffix):
-    timeline = run("zbv", 32, 128)
-    begin = time.perf_counter()
-    assert save_timeline(timeline, tmp_path / f"large.{suffix}").stat().st_size > 50_000
-    assert time.perf_counter() - begin < 10
+def test_large_runs_can_be_drawn(run, tmp_path, suffix):
+    assert save_timeline(run("zbv", 32, 128), tmp_path / f"large.{suffix}").stat().st_size > 50_000
 
 
 @pytest.mark.parametrize("suffix", ["png", "html", "json"])

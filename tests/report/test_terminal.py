@@ -65,5 +65,24 @@ def test_colours_only_where_the_terminal_has_them(run):
     assert "48;2;38;98;168" in coloured
 
 
+def test_compared_runs_share_one_time_axis(run):
+    """A column is as long in both: the shorter run ends earlier, and devices stand in one column."""
+    longer, shorter = run("1f1b", 12, 24), run("zbv", 4, 24)
+    for width in (60, 120, 400):
+        out = io.StringIO()
+        console = Console(file=out, width=width)
+        for timeline in (longer, shorter):
+            console.print(terminal_timeline(timeline, [longer, shorter]))
+        rows = [line for line in out.getvalue().splitlines() if line.startswith("device")]
+        assert len({line.index("|") for line in rows}) == 1
+        lengths = [len(line.split("|")[1]) for line in (rows[0], rows[-1])]
+        assert lengths[1] / lengths[0] == pytest.approx(shorter.makespan / longer.makespan, abs=0.02)
+
+
+def test_a_squeezed_run_says_so(run):
+    assert "squeezed" in lines(run("zbv", 4, 64), width=60)[-1]
+    assert "squeezed" not in lines(run("zbv", 4, 4), width=200)[-1]
+
+
 def test_actions_that_take_no_time_do_no_harm(run):
     assert lines(run("zb-h1", 2, 2, Costs(1, 1, 0)))

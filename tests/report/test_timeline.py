@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from megatron_pipemem.report.timeline import (
     KIND_NAMES,
+    awaited,
     boxes,
+    bubbles,
     colour,
-    describe,
     headline,
     held_steps,
     ink,
@@ -21,7 +22,7 @@ from megatron_pipemem.report.timeline import (
     memory_text,
     messages,
 )
-from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
@@ -83,6 +84,35 @@ def test_messages_are_those_the_simulator_counts(run, name):
     assert all(m.consumer.device != m.producer.device for m in found)
 
 
+@given(
+    name=st.sampled_from(NAMES), p=st.integers(2, 6), m=st.integers(1, 14), p2p=st.sampled_from([0, 0.25, 2]),
+    w=st.sampled_from([0, 1, 3]),
+)  # fmt: skip
+def test_bubbles_fill_the_time_between_actions(name, p, m, p2p, w):
+    """With the actions they cover the makespan, and one that another device causes ends when its message arrives."""
+    timeline = simulate(build_schedule(name, num_devices=p, num_microbatches=m), Costs(1, 1, w, p2p=p2p))
+    rows = boxes(timeline)
+    for row, idle in zip(rows, bubbles(timeline, rows), strict=True):
+        spans = sorted([(b.start, b.end) for b in row if b.seconds] + [(b.start, b.end) for b in idle])
+        assert spans[0][0] == 0 and spans[-1][1] == pytest.approx(timeline.makespan)
+        assert all(a[1] == pytest.approx(b[0]) for a, b in pairwise(spans))
+        for bubble in idle:
+            if bubble.consumer is None:
+                assert bubble.end == pytest.approx(timeline.makespan) and bubble.producer is None
+            else:  # nothing but a message holds an action up
+                assert bubble.consumer.start == bubble.end
+                assert bubble.producer.end + p2p == pytest.approx(bubble.end)
+
+
+def test_of_several_messages_the_last_is_awaited(run):
+    timeline = run("zbv", 4, 8)
+    rows = boxes(timeline)
+    latest = {}
+    for producer, consumer in messages(timeline, rows):
+        latest[consumer.action] = max(latest.get(consumer.action, 0), producer.end)
+    assert {action: box.end for action, box in awaited(timeline, rows).items()} == latest
+
+
 def test_legend_names_what_occurs(run):
     assert legend(run("1f1b", 2, 2)) == [(Kind.F, 0), (Kind.B, 0)]
     kinds = [Kind.F, Kind.I, Kind.W]
@@ -140,9 +170,6 @@ def test_chunks_of_a_kind_get_paler_and_labels_stay_readable(kind, chunks):
 def test_words(run):
     timeline = run("zbv", 4, 8)
     assert headline(timeline) == "zbv: p=4, m=8, bubble 5.9%, peak 1"
-    box = boxes(timeline)[0][0]
-    assert box.action == Action(Kind.F, 0, 0)
-    assert describe(box) == "0F0: forward of microbatch 0, stage 0 (device 0, chunk 0), 0 to 0.5, holds 0.125 after"
 
 
 @pytest.mark.parametrize(("held", "text"), [(3 * 2**30, "3 GiB"), (5.5 * 2**20, "5.5 MiB"), (0, "0 MiB")])

@@ -3,6 +3,10 @@
 It knows only what a schedule means: every microbatch goes forward through all stages and backward through all stages,
 a device does one thing at a time in its order, and a forward's activations stay until the pass that finishes its weight
 gradient. Everything is worked out on one explicit graph of all actions.
+
+Where there are several replicas of the model, "all stages" are those of one of them. Where microbatches are cut into
+sequence pieces, a node is about one piece, and attention makes pieces wait for one another: forward for the piece before,
+backward for the piece behind.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from fractions import Fraction
 
 from megatron_pipemem.schedule.schedule import Schedule
 
-Node = tuple[str, int, int]  # letter, stage, microbatch
+Node = tuple[str, int, int]  # letter, stage, microbatch (or piece, counted through all microbatches)
 
 
 def check(schedule: Schedule) -> list[str]:
@@ -25,7 +29,8 @@ def disordered_weight_gradients(schedule: Schedule) -> list[str]:
     found = []
     for stage in range(schedule.num_stages):
         order = schedule.orders[schedule.placement.device_of(stage)]
-        ran = [a.microbatch for a in order if a.stage == stage and a.kind.value in "WB"]
+        pieces = [divmod(a.microbatch, schedule.pieces) for a in order if a.stage == stage and a.kind.value in "WB"]
+        ran = [(microbatch, -piece) for microbatch, piece in pieces]
         if ran != sorted(ran):
             found.append(f"stage {stage} accumulates the weight gradients of microbatches {ran}")
     return found
@@ -43,8 +48,57 @@ def peak(schedule: Schedule) -> list[Fraction]:
             elif kind.value in "WB":
                 held.remove((stage, microbatch))
             most = max(most, len(held))
-        highest.append(Fraction(most, schedule.num_stages))
+        highest.append(Fraction(most, _copy(schedule) * schedule.pieces))
     return highest
+
+
+def versions(schedule: Schedule) -> dict[Node, int]:
+    """Which version of its stage's weights every action of an asynchronous schedule uses."""
+    every, delay = schedule.updates.every, schedule.updates.delay
+    found = {}
+    for order in _nodes(schedule):
+        for position, (letter, stage, unit) in enumerate(order):
+            if letter == "F":
+                group = unit // schedule.pieces // every
+                made = _made(schedule, order[:position], stage)
+                version = made if delay is None else max(group - delay, 0)
+                found |= {(each, stage, unit): version for each in "FIWB" if (each, stage, unit) in order}
+    return found
+
+
+def lost_versions(schedule: Schedule) -> list[str]:
+    """Actions of an otherwise correct asynchronous schedule whose stage has their version not yet, or no longer."""
+    used, kept, found = versions(schedule), schedule.updates.kept, []
+    for order in _nodes(schedule):
+        for position, node in enumerate(order):
+            made = _made(schedule, order[:position], node[1])
+            if not made - kept < used[node] <= made:
+                found.append(f"{node} uses version {used[node]} of {made}")
+    return found
+
+
+def versions_kept(schedule: Schedule) -> list[int]:
+    """Per device, the largest number of versions of one stage that have to be there after any of its actions."""
+    used = versions(schedule)
+    most = []
+    for order in _nodes(schedule):
+        counts = [1]
+        for done in range(1, len(order) + 1):
+            for stage in {stage for _, stage, _ in order}:
+                wanted = {used[node] for node in order[done:] if node[1] == stage}
+                newest = _made(schedule, order[:done], stage)
+                counts.append(len({version for version in wanted if version < newest}) + 1)
+        most.append(max(counts))
+    return most
+
+
+def _made(schedule: Schedule, done: list[Node], stage: int) -> int:
+    """How many updates a stage has made when its device has done these."""
+    every, pieces = schedule.updates.every, schedule.pieces
+    ran = sum(letter in "WB" and other == stage for letter, other, _ in done)
+    if ran == schedule.num_microbatches * pieces:
+        return -(-schedule.num_microbatches // every)  # the last group may be smaller
+    return ran // (every * pieces)
 
 
 def makespan(schedule: Schedule, f: float, i: float, w: float, p2p: float = 0) -> float:
@@ -63,10 +117,17 @@ def makespan(schedule: Schedule, f: float, i: float, w: float, p2p: float = 0) -
     start: dict[Node, float] = {}
     for node in _topological(before):
         device = device_of[node]
-        arrivals = [end[other] + (p2p if device_of[other] != device else 0) for other in before[node]]
+        link = p2p / schedule.pieces
+        arrivals = [end[other] + (link if device_of[other] != device else 0) for other in before[node]]
         start[node] = max(arrivals, default=0)
-        end[node] = start[node] + seconds[node[0]] / chunks[device]
+        share = chunks[device] / schedule.placement.replicas * schedule.pieces
+        end[node] = start[node] + seconds[node[0]] / share
     return max(end.values()) - min(start.values())
+
+
+def _copy(schedule: Schedule) -> int:
+    """Stages of one copy of the model."""
+    return schedule.num_stages // schedule.placement.replicas
 
 
 def _nodes(schedule: Schedule) -> list[list[Node]]:
@@ -82,19 +143,23 @@ def _misplaced(schedule: Schedule) -> list[str]:
                 found.append(f"{name} on device {device} is no compute action")
             elif not 0 <= stage < schedule.num_stages or schedule.placement.device_of(stage) != device:
                 found.append(f"{name} does not belong on device {device}")
-            elif microbatch is None or not 0 <= microbatch < schedule.num_microbatches:
+            elif microbatch is None or not 0 <= microbatch < schedule.num_microbatches * schedule.pieces:
                 found.append(f"{name} is of no microbatch of the step")
     return found
 
 
 def _incomplete(schedule: Schedule) -> list[str]:
     count = Counter(node for order in _nodes(schedule) for node in order)
-    found = []
-    for stage in range(schedule.num_stages):
-        for microbatch in range(schedule.num_microbatches):
-            letters = "".join(letter * count[letter, stage, microbatch] for letter in "FIWB")
-            if letters not in ("FB", "FIW"):
-                found.append(f"stage {stage} runs {letters or 'nothing'} for microbatch {microbatch}")
+    size, found = _copy(schedule), []
+    for microbatch in range(schedule.num_microbatches):
+        units = range(microbatch * schedule.pieces, (microbatch + 1) * schedule.pieces)
+        ran = [
+            ["".join(letter * count[letter, stage, unit] for letter in "FIWB") for stage in stages for unit in units]
+            for stages in (range(first, first + size) for first in range(0, schedule.num_stages, size))
+        ]
+        used = [replica for replica in ran if any(replica)]
+        if len(used) != 1 or not set(used[0]) <= {"FB", "FIW"}:
+            found.append(f"microbatch {microbatch} runs {ran}, per replica")
     return found
 
 
@@ -102,19 +167,22 @@ def _graph(schedule: Schedule) -> dict[Node, list[Node]]:
     """For every action of a complete schedule, all that must end before it starts."""
     orders = _nodes(schedule)
     exists = {node for order in orders for node in order}
-    last = schedule.num_stages - 1
+    size, pieces = _copy(schedule), schedule.pieces
     before: dict[Node, list[Node]] = {node: [] for node in exists}
     for order in orders:
         for earlier, later in zip(order, order[1:], strict=False):
             before[later].append(earlier)
     for letter, stage, microbatch in exists:
         needed = before[letter, stage, microbatch]
-        if letter == "F" and stage > 0:
+        if letter == "F" and stage % size > 0:
             needed.append(("F", stage - 1, microbatch))
+        if letter == "F" and microbatch % pieces > 0:
+            needed.append(("F", stage, microbatch - 1))
         if letter in ("I", "B"):
             needed.append(("F", stage, microbatch))
-            if stage < last:
-                needed.append(("I" if ("I", stage + 1, microbatch) in exists else "B", stage + 1, microbatch))
+            neighbours = [(stage + 1, microbatch)] if stage % size < size - 1 else []
+            neighbours += [(stage, microbatch + 1)] if microbatch % pieces < pieces - 1 else []
+            needed += [("I" if ("I", *other) in exists else "B", *other) for other in neighbours]
         if letter == "W":
             needed.append(("I", stage, microbatch))
     return before

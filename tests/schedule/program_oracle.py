@@ -48,6 +48,12 @@ def _misreduced(program: Program) -> list[str]:
 
 def _undelivered(program: Program) -> list[str]:
     devices = program.placement.devices
+    size = len(devices) // program.placement.replicas
+
+    def are_neighbours(stage: int, other: int) -> bool:
+        """Whether both exist, in one copy of the model; they are one apart."""
+        return 0 <= stage < len(devices) and 0 <= other < len(devices) and stage // size == other // size
+
     have: list[set[Tensor]] = [set() for _ in program.actions]
     position = [0] * len(program.actions)
     sent: dict[tuple[int, int], deque[Tensor]] = {}
@@ -62,19 +68,19 @@ def _undelivered(program: Program) -> list[str]:
                 if letter.value.startswith("SEND"):
                     tensor = (letter.value[-1], stage, microbatch)
                     other = stage + 1 if down else stage - 1
-                    if tensor not in have[device] or not 0 <= other < len(devices):
+                    if tensor not in have[device] or not are_neighbours(stage, other):
                         return [f"device {device} sends {tensor}, which it has not"]
                     sent.setdefault((device, devices[other]), deque()).append(tensor)
                 elif letter.value.startswith("RECV"):
                     source = stage - 1 if down else stage + 1
-                    if not 0 <= source < len(devices):
+                    if not are_neighbours(stage, source):
                         return [f"device {device} receives {letter} of stage {source}, which does not exist"]
                     tensor = (letter.value[-1], source, microbatch)
                     wanted.setdefault((devices[source], device), deque()).append(tensor)
                 elif letter in ("F", "I", "B"):
                     source = stage - 1 if down else stage + 1
                     tensor = ("F" if down else "I", source, microbatch)
-                    if 0 <= source < len(devices) and tensor not in have[device]:
+                    if are_neighbours(stage, source) and tensor not in have[device]:
                         break
                     have[device].add(("F" if down else "I", stage, microbatch))
                 position[device] += 1

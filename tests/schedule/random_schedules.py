@@ -2,30 +2,58 @@
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import product
+
+import pytest
 from hypothesis import strategies as st
 
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Schedule
 
 FAMILIES = {family.name: family for family in families()}
+EXECUTED = {name: family for name, family in FAMILIES.items() if not family.simulated_only}
+
+
+def build_or_skip(name: str, num_devices: int, num_microbatches: int) -> Schedule:
+    """A family's schedule; skips the test where the family says beforehand that it has none."""
+    family = FAMILIES[name]
+    try:
+        return build_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches)
+    except UnsupportedError:
+        if num_devices >= family.min_devices and not family.needs:
+            raise
+        pytest.skip(f"{name} needs {family.needs or f'p >= {family.min_devices}'}")
 
 
 @st.composite
-def placements(draw: st.DrawFn, max_devices: int = 4, max_stages: int = 7) -> Placement:
+def placements(draw: st.DrawFn, max_devices: int = 4, max_stages: int = 7, max_replicas: int = 1) -> Placement:
     """Any assignment of stages to devices, also several neighbours on one device and uneven counts."""
     num_devices = draw(st.integers(1, max_devices))
     extra = draw(st.lists(st.integers(0, num_devices - 1), max_size=max_stages - num_devices))
-    return Placement.from_devices(tuple(draw(st.permutations([*range(num_devices), *extra]))))
+    devices = [*range(num_devices), *extra]
+    replicas = draw(st.integers(1, max_replicas))
+    devices += [0] * (-len(devices) % replicas)
+    return Placement.from_devices(tuple(draw(st.permutations(devices))), replicas)
 
 
 @st.composite
-def random_schedules(draw: st.DrawFn, max_microbatches: int = 5) -> Schedule:
+def random_schedules(
+    draw: st.DrawFn, max_microbatches: int = 5, max_replicas: int = 1, max_pieces: int = 1
+) -> Schedule:
     """A random run of a random placement: some backwards split and some fused, in any order that works."""
-    placement = draw(placements())
+    placement = draw(placements(max_replicas=max_replicas))
     num_stages, num_microbatches = placement.num_stages, draw(st.integers(1, max_microbatches))
-    cells = num_stages * num_microbatches
+    pieces, size = draw(st.integers(1, max_pieces)), num_stages // placement.replicas
+    # What a replica runs forward, and what backward, as (microbatch, piece).
+    there: list[list[tuple[int, int]]] = [[] for _ in range(placement.replicas)]
+    for microbatch in range(num_microbatches):
+        there[draw(st.integers(0, placement.replicas - 1))] += [(microbatch, piece) for piece in range(pieces)]
+    back = [sorted(units, key=lambda unit: (unit[0], -unit[1])) for units in there]
+    cells = num_stages * num_microbatches * pieces
     fused = draw(st.lists(st.booleans(), min_size=cells, max_size=cells))
     forwards, inputs, weights = ([0] * num_stages for _ in range(3))
     orders: list[list[Action]] = [[] for _ in range(placement.num_devices)]
@@ -33,15 +61,16 @@ def random_schedules(draw: st.DrawFn, max_microbatches: int = 5) -> Schedule:
         ready = []
         for stage in range(num_stages):
             f, i, w = forwards[stage], inputs[stage], weights[stage]
-            if f < num_microbatches and (stage == 0 or forwards[stage - 1] > f):
-                ready.append(Action(Kind.F, stage, f))
-            if i < f and (stage == num_stages - 1 or inputs[stage + 1] > i):
-                if not fused[stage * num_microbatches + i]:
-                    ready.append(Action(Kind.I, stage, i))
+            going, coming = ([k * pieces + j for k, j in units[stage // size]] for units in (there, back))
+            if f < len(going) and (stage % size == 0 or forwards[stage - 1] > f):
+                ready.append(Action(Kind.F, stage, going[f]))
+            if i < len(coming) and coming[i] in going[:f] and (stage % size == size - 1 or inputs[stage + 1] > i):
+                if not fused[stage * num_microbatches * pieces + i]:
+                    ready.append(Action(Kind.I, stage, coming[i]))
                 elif w == i:
-                    ready.append(Action(Kind.B, stage, i))
+                    ready.append(Action(Kind.B, stage, coming[i]))
             if w < i:
-                ready.append(Action(Kind.W, stage, w))
+                ready.append(Action(Kind.W, stage, coming[w]))
         if not ready:
             break
         action = draw(st.sampled_from(ready))
@@ -49,15 +78,26 @@ def random_schedules(draw: st.DrawFn, max_microbatches: int = 5) -> Schedule:
         inputs[action.stage] += action.kind in (Kind.I, Kind.B)
         weights[action.stage] += action.kind in (Kind.W, Kind.B)
         orders[placement.devices[action.stage]].append(action)
-    return Schedule("random", placement, num_microbatches, tuple(map(tuple, orders)))
+    return Schedule("random", placement, num_microbatches, tuple(map(tuple, orders)), pieces)
 
 
 @st.composite
 def family_schedules(draw: st.DrawFn, max_devices: int = 4, max_microbatches: int = 6) -> Schedule:
     """A schedule of any registered family."""
-    family = FAMILIES[draw(st.sampled_from(sorted(FAMILIES)))]
-    return build_schedule(
-        family.name,
-        num_devices=draw(st.integers(family.min_devices, max_devices)),
-        num_microbatches=draw(st.integers(1, max_microbatches)),
-    )
+    name = draw(st.sampled_from(sorted(FAMILIES)))
+    num_devices, num_microbatches = draw(st.sampled_from(_shapes(name, max_devices, max_microbatches)))
+    return build_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches)
+
+
+@cache
+def _shapes(name: str, max_devices: int, max_microbatches: int) -> list[tuple[int, int]]:
+    """All numbers of devices and microbatches that a family takes."""
+    found = []
+    for shape in product(range(1, max_devices + 1), range(1, max_microbatches + 1)):
+        try:
+            FAMILIES[name].build(*shape)
+        except UnsupportedError:
+            continue
+        if shape[0] >= FAMILIES[name].min_devices:
+            found.append(shape)
+    return found

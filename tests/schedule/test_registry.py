@@ -12,7 +12,16 @@ import pytest
 
 from megatron_pipemem.errors import UnknownScheduleError, UnsupportedError
 from megatron_pipemem.schedule import registry
-from megatron_pipemem.schedule.registry import Family, build_schedule, families, family, register_schedule
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.registry import (
+    Family,
+    build_schedule,
+    check_options,
+    chunks_per_device,
+    families,
+    family,
+    register_schedule,
+)
 from megatron_pipemem.schedule.simulator import simulate
 
 
@@ -92,7 +101,7 @@ def test_too_few_devices_are_refused_in_one_sentence() -> None:
         build_schedule("wide", num_devices=1, num_microbatches=1)
 
 
-@pytest.mark.parametrize("name", [each.name for each in families()])
+@pytest.mark.parametrize("name", [each.name for each in families() if "memory_cap" not in each.options])
 def test_a_cap_at_the_peak_is_met_and_below_it_refused(name: str) -> None:
     peak = simulate(build_schedule(name, num_devices=6, num_microbatches=24)).peak
     build_schedule(name, num_devices=6, num_microbatches=24, memory_cap=peak)
@@ -102,11 +111,60 @@ def test_a_cap_at_the_peak_is_met_and_below_it_refused(name: str) -> None:
         build_schedule(name, num_devices=6, num_microbatches=24, memory_cap=peak - 0.01)
 
 
+def test_cap_and_costs_reach_the_families_that_list_them() -> None:
+    given = {}
+
+    def build(p: int, m: int, **arguments: object):
+        given.update(arguments)
+        return family("gpipe").build(p, m)
+
+    register_schedule(renamed("mine", build=build, options={"memory_cap": "the cap", "costs": "the costs"}))
+    arguments = {"num_devices": 2, "num_microbatches": 2, "memory_cap": 1.5, "costs": Costs(p2p=1)}
+    build_schedule("mine", **arguments)
+    assert given == {"memory_cap": 1.5, "costs": Costs(p2p=1)}
+    given.clear()
+    build_schedule("mine", num_devices=2, num_microbatches=2)
+    assert given == {}
+    assert build_schedule("1f1b", **arguments) == build_schedule("1f1b", num_devices=2, num_microbatches=2)
+
+
+def test_a_family_that_ignores_its_cap_is_refused_all_the_same() -> None:
+    register_schedule(
+        renamed(
+            "mine", build=lambda p, m, memory_cap=None: family("gpipe").build(p, m), options={"memory_cap": "the cap"}
+        )
+    )
+    with pytest.raises(UnsupportedError, match="'mine' needs 4 activation units"):
+        build_schedule("mine", num_devices=2, num_microbatches=8, memory_cap=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "chunks"),
+    [
+        ("1f1b", {}, 1),
+        ("v-half", {}, 2),
+        ("interleaved", {}, 2),
+        ("gis", {"chunks": 3}, 3),
+        ("hanayo", {}, 4),
+        ("hanayo", {"waves": 3}, 6),
+    ],
+)
+def test_chunks_per_device(name: str, options: dict[str, object], chunks: int) -> None:
+    assert chunks_per_device(name, **options) == chunks
+
+
+@pytest.mark.parametrize("argument", ["memory_cap", "costs", "num_devices", "num_microbatches"])
+def test_what_every_family_takes_is_no_option(argument: str) -> None:
+    check_options("zb-auto", {"chunks": 1})
+    with pytest.raises(UnsupportedError, match=f"^{argument} is no option of schedule 'zb-auto' alone"):
+        check_options("zb-auto", {argument: 1})
+
+
 def test_a_refused_cap_names_the_families_that_fit() -> None:
     with pytest.raises(UnsupportedError) as raised:
         build_schedule("1f1b", num_devices=8, num_microbatches=16, memory_cap=0.7)
     message = str(raised.value)
-    assert message.endswith("above the memory cap of 0.7; these fit: v-half (0.625), v-min (0.5)")
+    assert message.endswith("above the memory cap of 0.7; these fit: zb-auto (0.625), v-half (0.625), v-min (0.5)")
 
 
 def test_a_cap_nobody_meets_says_so() -> None:
@@ -120,7 +178,7 @@ def test_caps_depend_on_the_microbatches() -> None:
 
 def test_building_is_a_pure_function() -> None:
     for each in families():
-        arguments = {"num_devices": 5, "num_microbatches": 11}
+        arguments = {"num_devices": 6, "num_microbatches": 14}
         assert build_schedule(each.name, **arguments) == build_schedule(each.name, **arguments)
 
 

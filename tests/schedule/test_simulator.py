@@ -47,7 +47,13 @@ def test_an_input_gradient_may_come_from_a_fused_or_a_split_backward() -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(schedule=random_schedules(), f=st.floats(0, 9), i=st.floats(0, 9), w=st.floats(0, 9), p2p=st.floats(0, 9))
+@given(
+    schedule=random_schedules() | random_schedules(max_replicas=2, max_pieces=3),
+    f=st.floats(0, 9),
+    i=st.floats(0, 9),
+    w=st.floats(0, 9),
+    p2p=st.floats(0, 9),
+)
 def test_any_order_as_the_oracle_runs_it(schedule: Schedule, f: float, i: float, w: float, p2p: float) -> None:
     timeline = simulate(schedule, Costs(f, i, w, p2p))
     assert timeline.makespan == pytest.approx(oracle.makespan(schedule, f, i, w, p2p))

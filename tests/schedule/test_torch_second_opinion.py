@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
-from random_schedules import FAMILIES, random_schedules
+from random_schedules import EXECUTED, random_schedules
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import MESSAGES, RECEIVES, Action, Kind
@@ -107,7 +107,7 @@ def source(receive: Action, devices: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize(("num_devices", "num_microbatches"), SHAPES)
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", sorted(EXECUTED))
 def test_torch_agrees_on_every_family(name, num_devices, num_microbatches):
     judge(build_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches))
 
@@ -141,7 +141,7 @@ def torch_runtime(placement: Placement, num_microbatches: int):
     return runtime
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", sorted(EXECUTED))
 def test_torch_reads_our_csv_and_we_read_its(name, tmp_path):
     schedule = build_schedule(name, num_devices=4, num_microbatches=6)
     (tmp_path / "ours.csv").write_text(schedule.to_csv())
@@ -191,6 +191,13 @@ def test_we_validate_what_torch_generates(generator, num_devices, num_microbatch
     assert schedule.num_microbatches == num_microbatches
     assert torch_orders(schedule.orders) == {d: [a for a in row if a is not None] for d, row in table.items()}
     validate_program(lower(schedule))
+
+
+@pytest.mark.parametrize(("num_devices", "num_microbatches"), [(2, 4), (3, 9), (4, 10), (8, 16)])
+@pytest.mark.parametrize(("name", "generator"), [("dualpipe-v", "ScheduleDualPipeV"), ("zbv", "ScheduleZBVZeroBubble")])
+def test_we_write_what_torch_generates(name, generator, num_devices, num_microbatches):
+    ours = build_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches)
+    assert ours.orders == read_table(torch_table(generator, num_devices, num_microbatches)).orders
 
 
 def test_we_refuse_what_adds_gradients_in_another_order():

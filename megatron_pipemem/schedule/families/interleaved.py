@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_pipemem.errors import ScheduleError, UnsupportedError
+from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.passes import Pass, in_microbatch_order
+from megatron_pipemem.schedule.passes import Pass, check_whole, in_microbatch_order
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import Family, register_schedule
 from megatron_pipemem.schedule.schedule import Schedule
@@ -29,9 +29,8 @@ def interleaved(num_devices: int, num_microbatches: int, chunks: int = 2, group_
     """
     p, m = num_devices, num_microbatches
     group = p if group_size is None else group_size
-    for option, value, least in (("chunks", chunks, 1), ("group_size", group, p)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise UnsupportedError(f"interleaved: {option} must be a whole number of at least {least}, not {value!r}")
+    check_whole("interleaved", "chunks", chunks, least=1)
+    check_whole("interleaved", "group_size", group, least=p)
     if group_size is not None:
         exact = _from_visits(p, m, chunks, group, [min(group, m - first) for first in range(0, m, group)])
         if _runs(exact):

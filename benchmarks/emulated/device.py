@@ -1,0 +1,153 @@
+"""A pipeline device whose passes are timed sleeps: one class of stage that every runtime runs.
+
+A sleeping rank needs no processor, so eight devices fit on two cores and the time between passes is what the runtime
+itself and its messages cost.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections import defaultdict
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, current_queue
+from megatron_pipemem.schedule.action import Action, Kind
+
+WIDTH = 8
+"""Features of a message: as small as can be, links are not what is emulated."""
+
+_PR_SET_TIMERSLACK = 29
+_SPIN = 1e-4
+"""Seconds before the end of a pass from which the clock is watched: the kernel wakes sleepers this much late."""
+
+
+def sharpen_timer() -> None:
+    """Let sleeps of this process end within microseconds. Linux's default lets them oversleep by 50 us."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+
+
+class Device:
+    """What one rank did in one step: its passes, and the activations that autograd really kept.
+
+    Args:
+        seconds: duration of F, I and W, one value per stage.
+
+    Attributes:
+        scale: what durations are multiplied with; 0 for a step that only warms up.
+        passes: ``(action, start, end)`` of every F, I and W of the step, as they ran. A microbatch is a running number.
+        peak: the most activations that were kept right after a forward had begun.
+    """
+
+    def __init__(self, seconds: dict[Kind, tuple[float, ...]]):
+        self._seconds = seconds
+        self.scale = 1.0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the last step."""
+        self.passes: list[tuple[Action, float, float]] = []
+        self.peak = 0
+        self._counts: dict[tuple[Kind, int], int] = defaultdict(int)
+        self._alive: list[StorageWeakRef] = []
+
+    def new_activation(self) -> torch.Tensor:
+        """What a forward leaves behind until its weight gradient is done. Counted for as long as anything keeps it."""
+        activation = torch.empty(1)
+        self._alive = [reference for reference in self._alive if not reference.expired()]
+        self._alive.append(StorageWeakRef(activation.untyped_storage()))
+        self.peak = max(self.peak, len(self._alive))
+        return activation
+
+    def work(self, kind: Kind, stage: int, since: float) -> None:
+        """Be busy until the pass that began at ``since`` has taken its time."""
+        deadline = since + self.scale * self._seconds[kind][stage]
+        time.sleep(max(deadline - time.perf_counter() - _SPIN, 0.0))
+        while (end := time.perf_counter()) < deadline:
+            pass
+        self.passes.append((Action(kind, stage, self._counts[kind, stage]), since, end))
+        self._counts[kind, stage] += 1
+
+
+class SleepingStage(torch.nn.Module):
+    """One stage: ``output = input + weight``, by two paths through autograd.
+
+    A full backward walks the input path, which sleeps I, and then the weight path, which sleeps W. A runtime that splits
+    backwards through autograd's graph walks them one at a time; one that collects weight gradients in a queue finds W there.
+    What the stage does besides sleeping is part of its passes.
+    """
+
+    def __init__(self, device: Device, stage: int):
+        super().__init__()
+        self.device, self.stage = device, stage
+        self.weight = torch.nn.Parameter(torch.zeros(WIDTH))
+        # As in a real model: the first stage has an input gradient to compute although nobody receives it.
+        self.embedding = torch.nn.Parameter(torch.zeros(WIDTH)) if stage == 0 else None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        since = time.perf_counter()
+        if self.embedding is not None:
+            input = input + self.embedding
+        activation, queue = self.device.new_activation(), current_queue()
+        if queue is not None:
+            output = _InputPath.apply(input, activation, self, queue)
+        else:
+            # Built first, because autograd runs the newest node first.
+            weight = _WeightPath.apply(self.weight, activation, self)
+            output = _InputPath.apply(input, activation, self, None) + weight
+        self.device.work(Kind.F, self.stage, since)
+        return output
+
+
+class _InputPath(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, input: torch.Tensor, activation: torch.Tensor, stage: SleepingStage, queue: WeightGradientQueue | None
+    ):
+        ctx.save_for_backward(activation)
+        ctx.stage, ctx.queue = stage, queue
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        since = time.perf_counter()
+        (activation,) = ctx.saved_tensors
+        if ctx.queue is not None:
+            ctx.queue.put(_DeferredWeight(ctx.stage, activation, gradient))
+        gradient = gradient.contiguous()  # that of a sum is not, and not every runtime can send it
+        ctx.stage.device.work(Kind.I, ctx.stage.stage, since)
+        return gradient, None, None, None
+
+
+class _WeightPath(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight: torch.Tensor, activation: torch.Tensor, stage: SleepingStage):
+        ctx.save_for_backward(activation)
+        ctx.stage = stage
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        ctx.stage.device.work(Kind.W, ctx.stage.stage, time.perf_counter())
+        return gradient, None, None
+
+
+class _DeferredWeight:
+    """A W that waits in the queue."""
+
+    def __init__(self, stage: SleepingStage, activation: torch.Tensor, gradient: torch.Tensor):
+        self._stage, self._activation, self._gradient = stage, activation, gradient
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self._activation, self._gradient
+
+    def run(self) -> None:
+        since = time.perf_counter()
+        weight, gradient = self._stage.weight, self._gradient.sum_to_size(self._stage.weight.shape)
+        weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+        self._stage.device.work(Kind.W, self._stage.stage, since)

@@ -1,0 +1,157 @@
+"""Starts the ranks, runs every step on all of them in turn, and puts what they saw together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from emulated.device import sharpen_timer
+from emulated.runtimes import Step, megatron_steps, our_steps, torch_steps
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
+
+Passes = list[tuple[Action, float, float]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One comparison: every runtime on the same devices.
+
+    Args:
+        devices: pipeline ranks.
+        microbatches: microbatches of a step.
+        costs: seconds of a device's whole share of one microbatch.
+        repeats: measured steps of every row, after one that warms up.
+        schedules: ours, ``(row name, schedule)``.
+    """
+
+    devices: int
+    microbatches: int
+    costs: Costs
+    repeats: int
+    schedules: tuple[tuple[str, Schedule], ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one runtime did with one schedule.
+
+    Args:
+        runtime: ``pipemem``, ``torch`` or ``megatron``.
+        schedule: in the runtime's own spelling.
+        peak: the most activations that autograd kept on any device, in activation units.
+        simulated: makespan of its order in seconds, messages free of charge.
+        measured: seconds from the first start to the last end of a pass on any device, one per repeat.
+        pass_error: by how much a pass took longer than its price, relative, over all passes.
+    """
+
+    runtime: str
+    schedule: str
+    peak: float
+    simulated: float
+    measured: tuple[float, ...]
+    pass_error: float
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.measured)
+
+    @property
+    def off_plan(self) -> float:
+        """By how much the run took longer than simulated, relative."""
+        return self.seconds / self.simulated - 1
+
+
+def measure(settings: Settings) -> list[Row]:
+    """Run everything on fresh ranks.
+
+    Raises:
+        RuntimeError: a runtime left out a pass or did not keep to its order.
+    """
+    # Inherited by the ranks, which share the cores.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # Megatron warns of every GPU package it misses, on every rank
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (settings, Path(folder)), nprocs=settings.devices)
+        return torch.load(Path(folder) / "rows.pt", weights_only=False)
+
+
+def _rank(rank: int, settings: Settings, folder: Path) -> None:
+    logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    sharpen_timer()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=settings.devices
+    )
+    steps: list[Step] = []
+    for prepared in (
+        our_steps(settings.schedules, settings.costs),
+        torch_steps(settings.microbatches, settings.costs),
+        megatron_steps(settings.microbatches, settings.costs),
+    ):
+        for step in prepared:
+            # Warms up code and connections; its passes take no time.
+            step.device.scale = 0.0
+            step.run()
+            step.device.scale = 1.0
+            steps.append(step)
+    repeats: list[list[list[tuple[Passes, int]]]] = [[] for _ in steps]
+    # Every row once, then every row again: a machine that slows down meanwhile slows all of them.
+    for _ in range(settings.repeats):
+        for step, seen in zip(steps, repeats, strict=True):
+            step.device.reset()
+            dist.barrier()
+            step.run()
+            gathered: list[tuple[Passes, int]] = [None] * settings.devices  # type: ignore[list-item]
+            dist.all_gather_object(gathered, (step.device.passes, step.device.peak))
+            seen.append(gathered)
+    if rank == 0:
+        rows = [_row(settings, step, seen) for step, seen in zip(steps, repeats, strict=True)]
+        torch.save(rows, folder / "rows.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _row(settings: Settings, step: Step, repeats: list[list[tuple[Passes, int]]]) -> Row:
+    expected = 3 * step.plan.num_stages * settings.microbatches
+    makespans, took = [], 0.0
+    for ranks in repeats:
+        passes = [each for passes, _ in ranks for each in passes]
+        if len(passes) != expected:
+            raise RuntimeError(f"{step.runtime} {step.name} ran {len(passes)} passes of {expected}")
+        # torch's runtime leaves the I of the first stage, which nobody waits for, to its W.
+        if step.runtime != "torch" or not step.plan.splits_backward:
+            check_order(step.plan, [[action for action, _, _ in passes] for passes, _ in ranks])
+        makespans.append(max(end for _, _, end in passes) - min(start for _, start, _ in passes))
+        took += sum(end - start for _, start, end in passes)
+    price = settings.costs.forward + settings.costs.backward_input + settings.costs.backward_weight
+    priced = price * settings.devices * settings.microbatches * len(repeats)
+    return Row(
+        step.runtime,
+        step.name,
+        max(peak for ranks in repeats for _, peak in ranks) / step.plan.num_stages,
+        simulate(step.plan, settings.costs).makespan,
+        tuple(makespans),
+        took / priced - 1,
+    )
+
+
+def check_order(schedule: Schedule, ran: list[list[Action]]) -> None:
+    """Raises RuntimeError when a device did not run the passes of the schedule in its order, a B being I then W."""
+    for device, (order, actions) in enumerate(zip(schedule.orders, ran, strict=True)):
+        planned = [
+            Action(kind, action.stage, action.microbatch)
+            for action in order
+            for kind in ((Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,))
+        ]
+        if actions != planned:
+            raise RuntimeError(f"device {device} did not run {schedule.name} in its order")

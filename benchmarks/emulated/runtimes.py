@@ -1,0 +1,208 @@
+"""The runtimes that are compared. Each prepares a step of the same sleeping stages and runs it as it would any model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed import pipelining
+
+from emulated.device import WIDTH, Device, SleepingStage
+from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.runtime.transport import MessageFormat, Transport, connect
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.validator import validate_program
+
+ROWS = 2
+CPU = torch.device("cpu")
+
+MEGATRON = {"1f1b": 1, "interleaved": 2}
+"""Stock Megatron-Core's pipelined functions, and their chunks per device."""
+
+TORCH = {
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved": pipelining.ScheduleInterleaved1F1B,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+    "dualpipe-v": pipelining.schedules.ScheduleDualPipeV,
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One way to run a training step on this rank.
+
+    Args:
+        runtime: whose code runs it.
+        name: the schedule, in the runtime's own spelling.
+        device: records what this rank does.
+        run: runs one step.
+        plan: the order it promises.
+    """
+
+    runtime: str
+    name: str
+    device: Device
+    run: Callable[[], object]
+    plan: Schedule
+
+
+def our_steps(schedules: list[tuple[str, Schedule]], costs: Costs) -> Iterator[Step]:
+    """This project's executor and transport, without Megatron around them."""
+    channels = {}
+    for name, schedule in schedules:
+        placement = schedule.placement
+        program = lower(schedule)
+        validate_program(program)
+        if placement.devices not in channels:
+            channels[placement.devices] = connect(placement, dist.group.WORLD)
+        device = Device(costs.seconds(placement))
+        runners = {stage: _Runner(device, stage, placement) for stage in placement.stages[dist.get_rank()]}
+        message = MessageFormat((ROWS, WIDTH), torch.float32, CPU)
+
+        def run(program=program, runners=runners, channels=channels[placement.devices], message=message):
+            ranks = range(program.placement.num_devices)
+            transport = Transport(dist.get_rank(), program.placement, ranks, channels, message)
+            Executor(program, dist.get_rank(), runners, transport).run()
+
+        yield Step("pipemem", name, device, run, schedule)
+
+
+class _Runner:
+    """A sleeping stage as our executor asks for it."""
+
+    def __init__(self, device: Device, stage: int, placement: Placement):
+        self._stage = SleepingStage(device, stage)
+        self._is_last = placement.next_stage(stage) is None
+
+    def forward(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
+        output = self._stage(torch.zeros(ROWS, WIDTH) if input is None else input)
+        return output.sum() if self._is_last else output
+
+    def release_output(self, output: torch.Tensor) -> None:
+        """Nothing to gain: outputs are a few bytes."""
+
+    def backward(self, input, output, output_gradient):
+        torch.autograd.backward(output, output_gradient)
+        return None if input is None else input.grad
+
+    def reduce_gradients(self) -> None:
+        """One data-parallel rank has nothing to sum."""
+
+
+def torch_steps(microbatches: int, costs: Costs) -> Iterator[Step]:
+    """``torch.distributed.pipelining``."""
+    rank, devices = dist.get_rank(), dist.get_world_size()
+    looped = tuple(range(devices))
+    placements = {
+        "1f1b": looped,
+        "interleaved": looped + looped,
+        "zbv": looped + looped[::-1],
+        "dualpipe-v": looped + looped[::-1],
+    }
+    for name, schedule_class in TORCH.items():
+        placement = Placement.from_devices(placements[name])
+        device = Device(costs.seconds(placement))
+        stages = [
+            pipelining.PipelineStage(SleepingStage(device, stage), stage, placement.num_stages, CPU)
+            for stage in placement.stages[rank]
+        ]
+        single = issubclass(schedule_class, pipelining.schedules.PipelineScheduleSingle)
+        schedule = schedule_class(stages[0] if single else stages, microbatches, loss_fn=lambda output, _: output.sum())
+        batch = torch.zeros(microbatches * ROWS, WIDTH)
+
+        def run(schedule=schedule, stages=stages, batch=batch):
+            inputs = (batch,) if any(stage.is_first for stage in stages) else ()
+            target = batch if any(stage.is_last for stage in stages) else None
+            schedule.step(*inputs, target=target, return_outputs=False)
+
+        # The table of the one-stage class is off by one microbatch on its last rank, and its runtime does not use it.
+        plan = _our_plan(name, microbatches) if single else _torch_plan(schedule)
+        yield Step("torch", name, device, run, plan)
+
+
+def _our_plan(name: str, microbatches: int) -> Schedule:
+    return build_schedule(name, num_devices=dist.get_world_size(), num_microbatches=microbatches)
+
+
+def _torch_plan(schedule) -> Schedule:
+    cells = (["" if action is None else str(action) for action in row] for row in schedule.pipeline_order.values())
+    return Schedule.from_csv("".join(",".join(row) + "\n" for row in cells), "torch")
+
+
+def megatron_steps(microbatches: int, costs: Costs) -> Iterator[Step]:
+    """Stock Megatron-Core on CPU ranks, its schedule functions called directly."""
+    from megatron_pipemem.cpu import activate
+
+    activate()
+    from megatron.core.enums import ModelType
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+    rank, devices = dist.get_rank(), dist.get_world_size()
+    groups = ProcessGroupCollection()
+    groups.pp = dist.group.WORLD
+    groups.tp = groups.cp = [dist.new_group([member]) for member in range(devices)][rank]
+
+    class Chunk(torch.nn.Module):
+        def __init__(self, config: TransformerConfig, stage: SleepingStage, vp_stage: int | None):
+            super().__init__()
+            self.config, self.stage, self.vp_stage = config, stage, vp_stage
+            self.model_type = ModelType.encoder_or_decoder
+            self.input = None
+
+        def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
+            (self.input,) = tensors
+
+        def forward(self) -> torch.Tensor:
+            return self.stage(torch.zeros(ROWS, 1, WIDTH) if self.input is None else self.input)
+
+    def forward_step(_, chunk: Chunk):
+        return chunk(), lambda output: (output.sum(), {})
+
+    for name, chunks in MEGATRON.items():
+        config = TransformerConfig(
+            num_layers=devices * chunks,
+            hidden_size=WIDTH,
+            num_attention_heads=1,
+            pipeline_model_parallel_size=devices,
+            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+            microbatch_group_size_per_vp_stage=devices if chunks > 1 else None,
+            pipeline_dtype=torch.float32,
+            deallocate_pipeline_outputs=True,
+            # As megatron.training sets them for either schedule.
+            overlap_p2p_comm=chunks > 1,
+            batch_p2p_comm=chunks == 1,
+        )
+        placement = Placement.from_devices(tuple(range(devices)) * chunks)
+        device = Device(costs.seconds(placement))
+        models = [
+            Chunk(config, SleepingStage(device, stage), chunk if chunks > 1 else None)
+            for chunk, stage in enumerate(placement.stages[rank])
+        ]
+        function = (
+            schedules.forward_backward_pipelining_with_interleaving
+            if chunks > 1
+            else schedules.forward_backward_pipelining_without_interleaving
+        )
+        run = partial(
+            function,
+            forward_step_func=forward_step,
+            data_iterator=[None] * chunks,
+            model=models,
+            num_microbatches=microbatches,
+            seq_length=ROWS,
+            micro_batch_size=1,
+            p2p_communicator=P2PCommunicator(groups.pp, config),
+            pg_collection=groups,
+        )
+        # Our families of these names are Megatron's orders to the letter.
+        yield Step("megatron", name, device, run, _our_plan(name, microbatches))

@@ -1,0 +1,190 @@
+"""Runs pipeline schedules for real on devices that sleep instead of computing, and compares runtimes at equal memory.
+
+Claim: the executor takes as long as the simulator says, and at every amount of memory it is ahead of stock Megatron-Core
+and of torch.distributed.pipelining. All of them drive the same stages on the same gloo ranks in the same run; a pass is a
+sleep of a given length, so a few cores carry any number of devices. Messages are a few bytes: links are not emulated.
+
+    python benchmarks/emulated_devices.py            # p = 4 and 8, minutes
+    python benchmarks/emulated_devices.py --quick    # p = 4, one step each
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from emulated.measure import Row, Settings, measure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megatron_pipemem import Costs, build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.search import search_schedule
+
+FAMILIES = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "1f1b-v")
+CAPS = (0.5, 0.625, 0.75, 1.0)
+"""Activation units that searched schedules may hold."""
+
+
+@dataclass(frozen=True)
+class Duel:
+    """A peer's schedule against the fastest of ours that needs no more memory."""
+
+    peer: str
+    peer_peak: float
+    peer_seconds: float
+    ours: str
+    our_peak: float
+    our_seconds: float
+
+    @property
+    def speedup(self) -> float:
+        return self.peer_seconds / self.our_seconds
+
+
+def our_schedules(devices: int, microbatches: int, costs: Costs) -> tuple[tuple[str, Schedule], ...]:
+    """The families, and what the search finds under every cap for these costs."""
+    shape = {"num_devices": devices, "num_microbatches": microbatches}
+    rows = [(name, build_schedule(name, **shape)) for name in FAMILIES]
+    rows += [(f"search {cap:g}", search_schedule(**shape, costs=costs, memory_cap=cap).schedule) for cap in CAPS]
+    return tuple(rows)
+
+
+def duels(rows: list[Row]) -> list[Duel]:
+    """One for every row of another runtime that some row of ours can stand against."""
+    found = []
+    for peer in (row for row in rows if row.runtime != "pipemem"):
+        smaller = [row for row in rows if row.runtime == "pipemem" and row.peak <= peer.peak + 1e-9]
+        if smaller:
+            best = min(smaller, key=lambda row: row.seconds)
+            found.append(
+                Duel(f"{peer.runtime} {peer.schedule}", peer.peak, peer.seconds, best.schedule, best.peak, best.seconds)
+            )
+    return found
+
+
+def rows_table(rows: list[Row]) -> Table:
+    """Seconds, activation units, measured / simulated, the spread over the repeats and the passes' own error."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("runtime", "schedule", "peak", "planned", "measured", "ratio", "spread", "pass"):
+        table.add_column(heading, justify="left" if heading in ("runtime", "schedule") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.runtime,
+            row.schedule,
+            f"{row.peak:.3f}",
+            f"{row.simulated:.3f}",
+            f"{row.seconds:.3f}",
+            f"{1 + row.off_plan:.3f}",
+            f"{(max(row.measured) - min(row.measured)) / row.seconds:.1%}",
+            f"{row.pass_error:+.2%}",
+        )
+    return table
+
+
+def duels_table(found: list[Duel]) -> Table:
+    """Peers against the fastest of ours with no more memory."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("peer", "peak", "seconds", "ours", "peak", "seconds", "speedup"):
+        table.add_column(heading, justify="left" if heading in ("peer", "ours") else "right", no_wrap=True)
+    for duel in found:
+        table.add_row(
+            duel.peer,
+            f"{duel.peer_peak:.3f}",
+            f"{duel.peer_seconds:.3f}",
+            duel.ours,
+            f"{duel.our_peak:.3f}",
+            f"{duel.our_seconds:.3f}",
+            f"{duel.speedup:.3f}",
+        )
+    return table
+
+
+def compare(devices: int, microbatches: int, ratio: tuple[float, float, float], unit: float, repeats: int) -> dict:
+    """One comparison, printed and as JSON data. ``unit`` is the seconds of one cost unit."""
+    console = Console()
+    forward, backward_input, backward_weight = (unit * part for part in ratio)
+    costs = Costs(forward, backward_input, backward_weight)
+    title = f"{devices} devices, {microbatches} microbatches, F:I:W = {':'.join(f'{part:g}' for part in ratio)}"
+    console.print(f"{title}, {unit * 1e3:g} ms each", style="bold")
+    rows = measure(Settings(devices, microbatches, costs, repeats, our_schedules(devices, microbatches, costs)))
+    found = duels(rows)
+    console.print(rows_table(rows))
+    console.print(duels_table(found))
+    return {
+        "devices": devices,
+        "microbatches": microbatches,
+        "costs": ratio,
+        "unit_seconds": unit,
+        "rows": [asdict(row) | {"seconds": row.seconds, "off_plan": row.off_plan} for row in rows],
+        "at_equal_memory": [asdict(duel) | {"speedup": duel.speedup} for duel in found],
+    }
+
+
+def parse_ratio(text: str) -> tuple[float, float, float]:
+    """``F,I,W``, three positive numbers."""
+    try:
+        forward, backward_input, backward_weight = (float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not F,I,W, as in 1,1.5,.5") from None
+    if min(forward, backward_input, backward_weight) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: every pass takes time")
+    return forward, backward_input, backward_weight
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--devices", type=int, nargs="+", help="pipeline ranks (default: 4 8)")
+    parser.add_argument(
+        "--microbatches", type=int, help="microbatches of a step, a multiple of the devices (default: 3 per device)"
+    )
+    parser.add_argument(
+        "--costs",
+        type=parse_ratio,
+        nargs="+",
+        default=[(1.0, 1.0, 1.0), (1.0, 1.5, 0.5)],
+        metavar="F,I,W",
+        help="cost units of a device's whole share of a microbatch (default: 1,1,1 and 1,1.5,.5)",
+    )
+    parser.add_argument(
+        "--step-ms", type=float, default=80, help="milliseconds of one cost unit (default: %(default)g)"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="measured steps of every row (default: %(default)d)")
+    parser.add_argument("--quick", action="store_true", help="4 devices, one cost vector, one step of every row")
+    parser.add_argument("--output", type=Path, default=Path("out/benchmarks/emulated_devices.json"))
+    parsed = parser.parse_args(arguments)
+    if parsed.quick:
+        parsed.costs, parsed.repeats = parsed.costs[:1], 1
+    parsed.devices = parsed.devices or ([4] if parsed.quick else [4, 8])
+    for devices in parsed.devices:
+        microbatches = parsed.microbatches or 3 * devices
+        if devices < 2 or microbatches % devices or microbatches < 2 * devices:
+            # Ours takes any number; Megatron's interleaved schedule and torch's DualPipeV do not.
+            parser.error(
+                f"{microbatches} microbatches on {devices} devices is not a comparison that every peer can run; give at "
+                "least 2 devices and a multiple of them, at least twice as many"
+            )
+    if parsed.step_ms <= 0 or parsed.repeats < 1:
+        parser.error("--step-ms and --repeats must be positive")
+    return parsed
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    results = [
+        compare(devices, arguments.microbatches or 3 * devices, ratio, arguments.step_ms / 1e3, arguments.repeats)
+        for devices in arguments.devices
+        for ratio in arguments.costs
+    ]
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    Console().print(f"written to {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""``pipemem pareto``: what every schedule costs in memory and time, and which of them are worth choosing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_pipemem.cli.common import P2P, CostsText, Json, console, parse_costs, print_json
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.report import pareto as picture
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.search.cache import ResultCache
+from megatron_pipemem.schedule.search.pareto import Choice, bound_line, choices, trades, useful_caps
+
+
+def pareto(
+    devices: Annotated[int, typer.Option("--devices", "-p", help="Pipeline ranks.")],
+    microbatches: Annotated[int, typer.Option("--microbatches", "-m", help="Microbatches of one step.")],
+    costs: CostsText = "1,1,1",
+    p2p: P2P = None,
+    caps: Annotated[
+        str | None,
+        typer.Option("--caps", metavar="X,Y,...", help="Memory caps to search under; 1 is the peak of 1F1B."),
+    ] = None,
+    seconds: Annotated[float, typer.Option("--seconds", help="Time of each search at most.")] = 10.0,
+    show_all: Annotated[bool, typer.Option("--all", help="List the dominated schedules too.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", help="Picture: .png or .svg.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare bubble and peak memory of all families and of searched schedules; only the front is a choice.
+
+    Asynchronous families and those with two replicas of the weights are left out: they train, or hold, something else.
+    """
+    prices = replace(parse_costs(costs, p2p), memory=None)
+    wanted = useful_caps(devices) if caps is None else _parse_caps(caps)
+    found = choices(devices, microbatches, prices, wanted, seconds, ResultCache())
+    front = [choice for choice in found if not choice.dominated]
+    cheap = trades(front)
+    if output is not None:
+        line = picture.Bound("bound of V", bound_line(Placement.v_shape(devices), microbatches, prices, sorted(wanted)))
+        title = f"p = {devices}, m = {microbatches}, costs {costs}"
+        picture.save_pareto([_point(choice) for choice in found], output, [line], title)
+    if as_json:
+        print_json(
+            {
+                "choices": [_facts(choice) for choice in found if show_all or not choice.dominated],
+                "trades": [str(trade) for trade in cheap],
+                "output": None if output is None else str(output),
+            }
+        )
+        return
+    out = console()
+    out.print(picture.table([_point(choice) for choice in (found if show_all else front)]))
+    for trade in cheap:
+        out.print(str(trade), soft_wrap=True, markup=False)
+    hidden = len(found) - len(front)
+    if hidden and not show_all:
+        out.print(f"{hidden} dominated schedules are not listed; --all lists them", soft_wrap=True, markup=False)
+    if output is not None:
+        out.print(str(output), soft_wrap=True, markup=False)
+
+
+def _parse_caps(text: str) -> list[float]:
+    try:
+        caps = [float(part) for part in text.split(",")]
+    except ValueError:
+        caps = []
+    if not caps or not all(0 < cap < float("inf") for cap in caps):
+        raise UnsupportedError(f"--caps {text!r}: give positive numbers, as in 0.5,0.75,1")
+    return caps
+
+
+def _name(choice: Choice) -> str:
+    return choice.schedule.name if choice.cap is None else f"{choice.schedule.name} {choice.cap:.4g}"
+
+
+def _point(choice: Choice) -> picture.Point:
+    return picture.Point(
+        _name(choice),
+        choice.schedule.placement.name,
+        choice.peak,
+        choice.bubble_rate,
+        choice.dominated,
+        choice.cap is not None,
+    )
+
+
+def _facts(choice: Choice) -> dict[str, object]:
+    return {
+        "schedule": choice.schedule.name,
+        "memory_cap": choice.cap,
+        "placement": choice.schedule.placement.name,
+        "peak_activation": choice.peak,
+        "makespan": choice.makespan,
+        "bubble_rate": choice.bubble_rate,
+        "dominated": choice.dominated,
+    }

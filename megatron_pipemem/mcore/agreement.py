@@ -1,0 +1,62 @@
+"""What all ranks of a job do together at a step boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from megatron_pipemem.errors import PipememError, UnsupportedError
+
+
+def decided_by_rank_zero[T](decide: Callable[[], T]) -> T:
+    """What world rank 0 decides, on every rank. Every rank of the job must call this at the same time.
+
+    A search stops by the clock, so two ranks that search may find different schedules.
+
+    Args:
+        decide: called on rank 0 alone, or on every process where there is no process group; its result is pickled.
+
+    Raises:
+        UnsupportedError: rank 0 could not decide; on every rank with the same message.
+    """
+    if not dist.is_initialized():
+        return decide()
+    decided: T | None = None
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            decided = decide()
+        except Exception as error:  # the other ranks are waiting and must hear of it, whatever it is
+            failure = error
+    payload = [(decided, None if failure is None else f"{failure}", isinstance(failure, PipememError))]
+    dist.broadcast_object_list(payload, src=0)
+    decided, message, is_ours = payload[0]
+    if failure is not None and not is_ours:
+        raise failure
+    if message is not None:
+        raise UnsupportedError(message if is_ours else f"rank 0 failed to plan: {message}")
+    return decided
+
+
+def gather[T](contribution: T) -> list[T]:
+    """Every rank's contribution, on every rank, in the order of world ranks."""
+    if not dist.is_initialized():
+        return [contribution]
+    gathered: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, contribution)
+    return gathered
+
+
+def agree(digest: str, group: dist.ProcessGroup) -> None:
+    """Raises:
+    UnsupportedError: the ranks of the pipeline are about to run different programs.
+    """
+    digests: list[str | None] = [None] * group.size()
+    dist.all_gather_object(digests, digest, group=group)
+    different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if different:
+        raise UnsupportedError(
+            f"pipeline ranks {different} built another schedule than rank 0; start every rank with the same "
+            "--pipemem flags, package versions and number of microbatches"
+        )

@@ -1,0 +1,134 @@
+"""Plans anew with what a run shows: bytes after its first step, seconds after a few, and when costs have moved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from megatron_pipemem.mcore.agreement import gather
+from megatron_pipemem.mcore.sources import Changes, Shape, Source
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger, bytes_per_action
+from megatron_pipemem.runtime.measured_costs import Medians, Stopwatch, average, costs_from, drift
+from megatron_pipemem.runtime.trace import Trace
+from megatron_pipemem.runtime.transport import Edge
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
+
+logger = logging.getLogger(__name__)
+
+FIRST_STEPS = 2
+WINDOW = 20
+MINIMUM_GAIN = 0.01
+
+
+@dataclass(frozen=True)
+class News:
+    """Why and with what to plan anew.
+
+    Args:
+        reason: for the report.
+        costs: seconds, or ``None`` when nothing was timed.
+        changes: bytes, or ``None`` when nothing was counted.
+        minimum_gain: the part of the makespan that a schedule must save to replace the one that runs.
+    """
+
+    reason: str
+    costs: Costs | None
+    changes: Changes | None
+    minimum_gain: float
+
+
+@dataclass(frozen=True)
+class _Contribution:
+    """What one rank has seen."""
+
+    device: int
+    changes: dict[Kind, tuple[int, ...]] | None
+    medians: Medians
+    links: dict[Edge, float]
+
+
+class Replanner:
+    """Measures training steps and says, at the start of the same step on every rank, when there is news.
+
+    Bytes are counted in the first step. Seconds are taken from the steps after it, and read one step later, when the
+    GPU has long passed them; after ``FIRST_STEPS`` they replace the costs that the run began with, then every ``WINDOW``
+    steps they are compared with them.
+
+    Args:
+        source: of the run's schedules.
+        needs_seconds: whether costs are to be measured.
+    """
+
+    def __init__(self, source: Source, needs_seconds: bool):
+        self._source = source
+        self._needs_seconds = needs_seconds
+        self._has_seconds = False
+        self._stopwatch = Stopwatch()
+        self._warm = False
+        self._unread: Trace | None = None
+        self._changes: dict[Kind, tuple[int, ...]] | None = None
+        self._links: dict[Edge, float] | None = None
+
+    @property
+    def wants_bytes(self) -> bool:
+        """Whether the coming training step must have a ledger."""
+        return self._source.needs_bytes
+
+    @property
+    def wants_seconds(self) -> bool:
+        """Whether the coming training step must have a trace."""
+        return self._needs_seconds
+
+    def after_step(self, num_stages: int, ledger: ActivationLedger | None, trace: Trace | None) -> None:
+        """Note a training step of this rank."""
+        if self._source.needs_bytes and ledger is not None:
+            self._changes = bytes_per_action(ledger.entries, num_stages)
+        if self._unread is not None:
+            self._stopwatch.add(self._unread.actions())
+        # The first step pays for lazily opened channels, kernels and allocator growth.
+        self._unread = trace if self._warm and self._needs_seconds else None
+        self._warm = True
+
+    def before_step(self, shape: Shape, device: int, measure_links: Callable[[], dict[Edge, float]]) -> News | None:
+        """What has changed, alike on every rank. Every rank of the job calls this before every training step.
+
+        Args:
+            shape: of the coming step.
+            device: this rank's place in the pipeline.
+            measure_links: times the messages of this pipeline.
+        """
+        counted = self._changes is not None
+        timed = self._needs_seconds and self._stopwatch.steps >= (WINDOW if self._has_seconds else FIRST_STEPS)
+        if not counted and not timed:
+            return None
+        if timed and self._links is None:
+            self._links = measure_links()
+        seen = gather(_Contribution(device, self._changes, self._stopwatch.medians(), self._links or {}))
+        placement = self._source.placement(shape.num_devices, shape.chunks)
+        changes, self._changes = (merge_bytes(seen, placement) if counted else None), None
+        if not timed:
+            return News("bytes counted", None, changes, 0.0)
+        self._stopwatch.reset()
+        links = average([each.links for each in seen])
+        costs = costs_from(average([each.medians for each in seen]), links, placement, self._source.costs)
+        if not self._has_seconds:
+            self._has_seconds = True
+            return News("costs measured", costs, changes, 0.0)
+        moved = drift(self._source.costs, costs, placement)
+        return None if moved is None else News(moved, costs, changes, MINIMUM_GAIN)
+
+
+def merge_bytes(seen: Sequence[_Contribution], placement: Placement) -> dict[Kind, tuple[int, ...]]:
+    """Bytes of every stage, from the rank that holds most for it: replicas may have seen other batches."""
+    kinds = {kind for each in seen if each.changes for kind in each.changes}
+    chosen = [
+        max(
+            (each.changes for each in seen if each.device == device and each.changes),
+            key=lambda changes, stage=stage: changes[Kind.F][stage],
+        )
+        for stage, device in enumerate(placement.devices)
+    ]
+    return {kind: tuple(c[kind][stage] if kind in c else 0 for stage, c in enumerate(chosen)) for kind in sorted(kinds)}

@@ -1,0 +1,295 @@
+"""Schedules that a search makes for the memory cap and the costs of a run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron.core import num_microbatches_calculator
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.agreement import decided_by_rank_zero
+from megatron_pipemem.mcore.sources import FILE_SUFFIX, Changes, FamilySource, FileSource, Plan, Shape, Source
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, parse_cap
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.plain import serial_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import held_after, peaks
+
+if TYPE_CHECKING:
+    from megatron_pipemem.schedule.search import SearchResult
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+PROFILE = "profile"
+
+_CAP_TOLERANCE = 1e-9
+_SEARCHES_FOR_A_CAP = 4
+_SECONDS = 10.0
+
+
+class _Found(NamedTuple):
+    """What world rank 0 tells the others."""
+
+    csv: str
+    lower_bound: float
+    seconds: float
+
+
+class SearchSource(Source):
+    """The fastest schedules that a search finds within a memory cap, for the costs known so far.
+
+    World rank 0 searches and the others take over what it found. The placement is chosen when the model is built, because
+    layers cannot move afterwards; all later searches keep it.
+
+    Args:
+        memory_cap: ``None`` for no limit. With a cap in bytes and costs without bytes, the first step runs one microbatch
+            after another, which holds least, so that its bytes can be counted.
+        costs: what to search for.
+        priced_by: where ``costs`` are from.
+        options: ``placement`` (``v``, ``interleaved`` or ``linear``; default the one that the search likes best), ``chunks``
+            (model chunks per rank, default 2), ``seconds`` (time of one search, default 10), ``seed``.
+
+    Raises:
+        UnsupportedError: an unknown option or value.
+    """
+
+    may_split = True
+
+    def __init__(self, memory_cap: MemoryCap | None, costs: Costs, priced_by: str, options: Mapping[str, object]):
+        super().__init__(AUTO, costs, priced_by)
+        unknown = sorted(set(options) - {"placement", "chunks", "seconds", "seed"})
+        if unknown:
+            raise UnsupportedError(
+                f"schedule 'auto' has no option {unknown[0]!r}; its options: placement, chunks, seconds, seed"
+            )
+        self._kind = options.get("placement")
+        if self._kind not in (None, "v", "interleaved", "linear"):
+            raise UnsupportedError(f"placement {self._kind!r} is none of v, interleaved, linear")
+        self.chunks = _number(options, "chunks", 1 if self._kind == "linear" else 2, int)
+        self._seconds = _number(options, "seconds", _SECONDS, float)
+        self._seed = _number(options, "seed", 0, int)
+        self.is_round_robin = self._kind in ("interleaved", "linear") or self.chunks == 1
+        self._cap = memory_cap
+        self._in_bytes = memory_cap is not None and memory_cap.in_bytes
+        self._changes: Changes | None = None
+        self._chosen: dict[tuple[int, int], Placement] = {}
+        # What the choice of the placement has found, on the rank that searches.
+        self._answers: dict[tuple[Placement, int], _Found] = {}
+
+    @property
+    def needs_bytes(self) -> bool:
+        return self._in_bytes and self._changes is None and self.costs.memory is None
+
+    def measured(self, costs: Costs | None, changes: Changes | None) -> None:
+        super().measured(costs, changes)
+        self._answers.clear()
+        if changes is not None:
+            self._changes = changes
+
+    def placement(self, num_devices: int, chunks: int | None) -> Placement:
+        chosen = [placement for (devices, _), placement in self._chosen.items() if devices == num_devices]
+        if chunks is None and chosen:
+            return chosen[-1]
+        key = (num_devices, chunks or self.chunks)
+        if key not in self._chosen:
+            self._chosen[key] = self._choose(*key)
+        return self._chosen[key]
+
+    def plan(self, shape: Shape, reason: str, before: Plan | None = None, minimum_gain: float = 0.0) -> Plan:
+        placement = self.placement(shape.num_devices, shape.chunks)
+        if self.needs_bytes:
+            schedule = serial_schedule(placement, shape.num_microbatches, f"{AUTO} (counting bytes)")
+            return Plan(schedule, self.costs, self.priced_by, "one microbatch at a time, to count bytes")
+        self._check_cap(placement)
+        result = decided_by_rank_zero(lambda: self._search(placement, shape.num_microbatches))
+        schedule = Schedule.from_csv(result.csv, name=AUTO)
+        costs = self._search_costs(placement)
+        found = Plan(schedule, costs, self.priced_by, reason, result.lower_bound, result.seconds)
+        if before is not None:
+            kept = replace(found, schedule=before.schedule, reason=f"{reason}; no schedule is that much faster")
+            if found.timeline.makespan > kept.timeline.makespan * (1 - minimum_gain):
+                return kept
+        return found
+
+    def _choose(self, num_devices: int, chunks: int) -> Placement:
+        if (chunks == 1) != (self._kind == "linear") and self._kind is not None:
+            needed = "1 model chunk" if self._kind == "linear" else "at least 2 model chunks"
+            raise UnsupportedError(
+                f"placement {self._kind} needs {needed} per pipeline rank, not {chunks}; change "
+                "--num-virtual-stages-per-pipeline-rank or --pipemem-option placement"
+            )
+        if chunks == 1:
+            return Placement.linear(num_devices)
+        candidates = {
+            "v": Placement.wave(num_devices, chunks),
+            "interleaved": Placement.interleaved(num_devices, chunks),
+        }
+        if self._kind is not None:
+            return candidates[self._kind]
+        if self.needs_bytes:
+            return candidates["v"]  # the same bytes on every device, so the most is made of a cap that is not yet known
+        self._check_cap(candidates["v"])
+
+        def fastest() -> str:
+            m = _microbatches_of_the_run() or 4 * num_devices
+            result = self._search_within(self._cap and self._cap.amount, list(candidates.values()), m)
+            best = result.best.schedule
+            if not self._in_bytes:
+                self._answers[best.placement, m] = _Found(best.to_csv(), result.best.lower_bound, result.seconds)
+            return next(name for name, placement in candidates.items() if placement == best.placement)
+
+        name = decided_by_rank_zero(fastest)
+        logger.info("placement %s for %d pipeline ranks with %d chunks each", name, num_devices, chunks)
+        return candidates[name]
+
+    def _search(self, placement: Placement, num_microbatches: int) -> _Found:
+        """The fastest schedule whose whole program keeps the cap."""
+        if (placement, num_microbatches) in self._answers:
+            return self._answers[placement, num_microbatches]
+        if not self._in_bytes:
+            result = self._search_within(self._cap and self._cap.amount, [placement], num_microbatches)
+            return _Found(result.schedule.to_csv(), result.lower_bound, result.seconds)
+        # Messages are posted between the actions that a search knows, so some bytes come on top of what it counts.
+        caps = [self._cap.amount] * placement.num_devices
+        for _ in range(_SEARCHES_FOR_A_CAP):
+            try:
+                result = self._search_within(caps, [placement], num_microbatches)
+            except UnsupportedError:
+                break
+            held = self._program_peaks(result.schedule)
+            if max(held) <= self._cap.amount:
+                return _Found(result.schedule.to_csv(), result.lower_bound, result.seconds)
+            caps = [cap - max(0, peak - self._cap.amount) for cap, peak in zip(caps, held, strict=True)]
+        serial = serial_schedule(placement, num_microbatches)
+        return _Found(serial.to_csv(), lower_bound(placement, num_microbatches, self._search_costs(placement)), 0.0)
+
+    def _search_within(
+        self, memory_cap: float | Sequence[float] | None, placements: Sequence[Placement], num_microbatches: int
+    ) -> SearchResult:
+        # Loads numpy, on the one rank that searches.
+        from megatron_pipemem.schedule.search import search_schedule
+
+        return search_schedule(
+            num_devices=placements[0].num_devices,
+            num_microbatches=num_microbatches,
+            costs=self._search_costs(placements[0]),
+            memory_cap=memory_cap,
+            placements=placements,
+            seconds=self._seconds,
+            seed=self._seed,
+        )
+
+    def _search_costs(self, placement: Placement) -> Costs:
+        """Seconds, and what counts against the cap: bytes, or activation units."""
+        if not self._in_bytes:
+            return replace(self.costs, memory=None)
+        if self._changes is None:
+            return self.costs
+        empty = (0.0,) * placement.num_stages
+        memory = {
+            kind: tuple(map(sum, zip(*(self._changes.get(part, empty) for part in parts), strict=True)))
+            for kind, parts in _WITH_MESSAGES.items()
+        }
+        return replace(self.costs, memory=memory)
+
+    def _program_peaks(self, schedule: Schedule) -> list[float]:
+        """The most bytes every device holds, between messages too."""
+        changes = self._changes
+        if changes is None:
+            changes = self.costs.memory_changes(schedule.placement)
+        elif Kind.B not in changes:
+            changes = {**changes, Kind.B: tuple(map(sum, zip(changes[Kind.I], changes[Kind.W], strict=True)))}
+        return [max(held_after(actions, changes), default=0) for actions in lower(schedule).actions]
+
+    def _check_cap(self, placement: Placement) -> None:
+        """Refuse a cap below what one microbatch alone holds.
+
+        Raises:
+            UnsupportedError: no schedule of this placement keeps the cap.
+        """
+        if self._cap is None:
+            return
+        serial = serial_schedule(placement, 1)
+        held = self._program_peaks(serial) if self._in_bytes else peaks(serial.orders, placement, Costs())
+        least = max(held)
+        if least <= self._cap.amount + _CAP_TOLERANCE:
+            return
+        if self._in_bytes:
+            cap, needed = format_bytes(self._cap.amount), format_bytes(least)
+        else:
+            cap, needed = f"{self._cap.amount:.4g} activation units", f"{least:.4g}"
+        raise UnsupportedError(
+            f"no schedule keeps a memory cap of {cap}: pipeline rank {held.index(least)} holds {needed} for one "
+            f"microbatch alone; raise --pipemem-memory-cap to at least {needed}, take smaller microbatches, or recompute "
+            "activations"
+        )
+
+
+# The bytes of a message belong to the action that needs it or makes it.
+_WITH_MESSAGES = {
+    Kind.F: (Kind.F, Kind.RECV_F, Kind.SEND_F),
+    Kind.I: (Kind.I, Kind.RECV_I, Kind.SEND_I),
+    Kind.W: (Kind.W, Kind.REDUCE_GRAD),
+}
+
+
+def source_of(schedule: str, memory_cap: float | str | None, costs: str, options: Mapping[str, object]) -> Source:
+    """The source that settings of ``plugin.Settings`` ask for.
+
+    Raises:
+        UnknownScheduleError: no such family.
+        UnsupportedError: a cap, an option or a file that does not go with the schedule.
+        CostsError: a file of costs that cannot be read.
+    """
+    cap = None if memory_cap is None else parse_cap(memory_cap)
+    prices, priced_by = prices_of(costs)
+    if schedule == AUTO:
+        return SearchSource(cap, prices, priced_by, options)
+    if cap is not None and cap.in_bytes:
+        raise UnsupportedError(
+            f"a memory cap in bytes ({memory_cap}) needs --pipemem-schedule auto, which fits a schedule to it; {schedule!r} is "
+            "what it is, so give the cap in activation units (1.0 is what 1F1B's first rank holds)"
+        )
+    units = None if cap is None else cap.amount
+    if schedule.endswith(FILE_SUFFIX):
+        if options:
+            raise UnsupportedError(
+                f"a schedule file has no options; drop --pipemem-option {next(iter(options))}={next(iter(options.values()))}"
+            )
+        return FileSource(schedule, units, prices, priced_by)
+    return FamilySource(schedule, units, options, prices, priced_by)
+
+
+def prices_of(costs: str) -> tuple[Costs, str]:
+    """The costs that a run begins with, and where they are from.
+
+    Raises:
+        CostsError: a file that cannot be read.
+    """
+    return (Costs(), "unit") if costs in ("unit", PROFILE) else (Costs.from_json(costs), "file")
+
+
+def _number(options: Mapping[str, object], name: str, default: float, kind: type):
+    try:
+        value = kind(options.get(name, default))
+    except (TypeError, ValueError):
+        value = -1
+    if value < 0 or (name != "seed" and value == 0):
+        raise UnsupportedError(f"option {name}={options[name]!r} of schedule 'auto' is no positive number")
+    return value
+
+
+def _microbatches_of_the_run() -> int | None:
+    """What Megatron's own calculator says, where a training loop has set it up."""
+    try:
+        return num_microbatches_calculator.get_num_microbatches()
+    except AttributeError:
+        return None

@@ -1,0 +1,247 @@
+"""Where the schedules of a run come from: a family or a file here, a search in ``search_source``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.refusals import check_runs
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.plain import forward_schedule
+from megatron_pipemem.schedule.registry import build_schedule, check_options, chunks_per_device, family
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.schedule.validator import validate
+
+FILE_SUFFIX = ".csv"
+
+Changes = Mapping[Kind, tuple[float, ...]]
+"""By how many bytes every kind of action, messages included, changes what its device holds, one value per stage."""
+
+
+class Shape(NamedTuple):
+    """What a step's schedule depends on.
+
+    Args:
+        num_devices: pipeline ranks.
+        chunks: model chunks per rank.
+        num_microbatches: microbatches of the step.
+        group_size: microbatches per group of the interleaved schedule, as Megatron's flags say.
+    """
+
+    num_devices: int
+    chunks: int
+    num_microbatches: int
+    group_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule, and what was expected of it when it was chosen.
+
+    Args:
+        schedule: what to run.
+        costs: what it was chosen for; seconds unless they are unit costs.
+        priced_by: ``unit``, ``file`` or ``measured``.
+        reason: why it was chosen now.
+        lower_bound: no schedule of this placement within the cap is faster; ``None`` where nobody searched.
+        search_seconds: how long the search took.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    priced_by: str
+    reason: str
+    lower_bound: float | None = None
+    search_seconds: float | None = None
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return simulate(self.schedule, self.costs)
+
+
+class Source(ABC):
+    """Makes the schedules of a run.
+
+    Args:
+        name: what the user typed.
+        costs: prices of plans; measured ones may take their place in the run.
+        priced_by: where ``costs`` are from.
+    """
+
+    may_split: bool
+    """Whether a schedule may have I and W, so that layers must be able to split their backwards."""
+    is_round_robin: bool
+    """Whether Megatron's own placement is all that can come."""
+    chunks: int
+    """Model chunks per rank to ask Megatron for when the user does not say how the model is cut."""
+    needs_bytes = False
+    """Whether it cannot plan before somebody has counted what actions take and give back."""
+
+    def __init__(self, name: str, costs: Costs, priced_by: str):
+        self.name = name
+        self.costs = costs
+        self.priced_by = priced_by
+
+    @abstractmethod
+    def placement(self, num_devices: int, chunks: int | None) -> Placement:
+        """The placement for a model with that many chunks per rank; ``None`` where nobody knows them yet.
+
+        Raises:
+            UnsupportedError: there is none on that many devices.
+        """
+
+    @abstractmethod
+    def plan(self, shape: Shape, reason: str, before: Plan | None = None, minimum_gain: float = 0.0) -> Plan:
+        """A schedule for training steps of this shape. Every rank of the job calls this at the same time.
+
+        Args:
+            shape: of the step.
+            reason: why a plan is wanted.
+            before: the plan so far, if there is one.
+            minimum_gain: the part of its makespan that another schedule must save to take its place.
+
+        Raises:
+            UnsupportedError: there is no such schedule.
+        """
+
+    def forwards(self, shape: Shape) -> Schedule:
+        """A schedule for evaluation steps of this shape."""
+        placement = self.placement(shape.num_devices, shape.chunks)
+        return forward_schedule(placement, shape.num_microbatches, f"{self.name} (forward only)")
+
+    def measured(self, costs: Costs | None, changes: Changes | None) -> None:
+        """Plan from now on with what the run itself has shown.
+
+        Args:
+            costs: seconds, or ``None`` when nothing was timed.
+            changes: bytes, or ``None`` when nothing was counted.
+        """
+        if costs is not None:
+            self.costs, self.priced_by = replace(costs, memory=self.costs.memory), "measured"
+
+
+class FamilySource(Source):
+    """Schedules of a registered family.
+
+    Args:
+        name: of the family.
+        memory_cap: in activation units, or ``None``.
+        options: of the family.
+        costs: prices of plans.
+        priced_by: where ``costs`` are from.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        memory_cap: float | None = None,
+        options: Mapping[str, object] | None = None,
+        costs: Costs | None = None,
+        priced_by: str = "unit",
+    ):
+        super().__init__(name, costs or Costs(), priced_by)
+        chosen = family(name)
+        check_runs(name, chosen.simulated_only)
+        self._memory_cap = memory_cap
+        self._options = dict(options or {})
+        check_options(name, self._options)
+        self.may_split = chosen.splits_backward
+        self.is_round_robin = chosen.placement in ("linear", "interleaved")
+        self.chunks = chunks_per_device(name, **self._options)
+
+    def build(
+        self, num_devices: int, chunks: int | None, num_microbatches: int, group_size: int | None = None
+    ) -> Schedule:
+        """The family's schedule for a model with ``chunks`` chunks per rank.
+
+        Raises:
+            UnsupportedError: the family cannot be built so.
+        """
+        options = dict(self._options)
+        accepted = family(self.name).options
+        if group_size == num_devices:  # Megatron's default, and ours, which copes better with an odd last group
+            group_size = None
+        # Only where the user left them to us: Megatron's own flags then say how the model is cut.
+        for option, value in (("chunks", chunks), ("group_size", group_size)):
+            if option in accepted and value is not None:
+                options.setdefault(option, value)
+        return build_schedule(
+            self.name,
+            num_devices=num_devices,
+            num_microbatches=num_microbatches,
+            memory_cap=self._memory_cap,
+            costs=self.costs,
+            **options,
+        )
+
+    def placement(self, num_devices: int, chunks: int | None) -> Placement:
+        return self.build(num_devices, chunks, 1).placement
+
+    def plan(self, shape: Shape, reason: str, before: Plan | None = None, minimum_gain: float = 0.0) -> Plan:
+        return Plan(self._build(shape), self.costs, self.priced_by, reason)
+
+    def forwards(self, shape: Shape) -> Schedule:
+        return self._build(shape).forward_only()
+
+    def _build(self, shape: Shape) -> Schedule:
+        return self.build(shape.num_devices, shape.chunks, shape.num_microbatches, shape.group_size)
+
+
+class FileSource(Source):
+    """The schedule of a CSV file, as ``Schedule.to_csv`` writes it.
+
+    Args:
+        path: of the file; every rank reads it.
+        memory_cap: in activation units, or ``None``.
+        costs: prices of plans.
+        priced_by: where ``costs`` are from.
+
+    Raises:
+        UnsupportedError: there is no such file.
+        ScheduleFormatError: it is no schedule.
+        ScheduleError: the schedule is wrong or above the cap.
+    """
+
+    def __init__(self, path: str, memory_cap: float | None, costs: Costs, priced_by: str):
+        super().__init__(path, costs, priced_by)
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise UnsupportedError(
+                f"cannot read the schedule file: {error}; give the path of a CSV file that every rank can read"
+            ) from error
+        self._schedule = Schedule.from_csv(text, name=Path(path).name)
+        check_runs(path, self._schedule.simulated_only)
+        validate(self._schedule, memory_cap=memory_cap)
+        placement = self._schedule.placement
+        self.may_split = self._schedule.splits_backward
+        self.is_round_robin = all(
+            device == stage % placement.num_devices for stage, device in enumerate(placement.devices)
+        )
+        self.chunks = placement.num_chunks
+
+    def placement(self, num_devices: int, chunks: int | None) -> Placement:
+        if num_devices != self._schedule.num_devices:
+            raise UnsupportedError(
+                f"{self.name} schedules {self._schedule.num_devices} devices but the pipeline has {num_devices} ranks; pass "
+                f"--pipeline-model-parallel-size {self._schedule.num_devices}, or a file for {num_devices} devices"
+            )
+        return self._schedule.placement
+
+    def plan(self, shape: Shape, reason: str, before: Plan | None = None, minimum_gain: float = 0.0) -> Plan:
+        own = self._schedule.num_microbatches
+        if shape.num_microbatches != own:
+            raise UnsupportedError(
+                f"{self.name} schedules {own} microbatches but this step has {shape.num_microbatches}; choose "
+                "--global-batch-size = micro-batch size x data-parallel size x "
+                f"{own} without ramp-up, or give a file for {shape.num_microbatches} microbatches"
+            )
+        return Plan(self._schedule, self.costs, self.priced_by, reason)

@@ -1,0 +1,488 @@
+"use strict";
+const data = JSON.parse(document.getElementById("data").textContent);
+const end = Math.max(...data.runs.map(run => run.makespan)) || 1;
+const view = { start: 0, end };
+let cursor = 0, hovered = null;
+const LEFT = 70, RIGHT = 150, ROW = 22, HELD = 18, GAP = 6, AXIS = 22, TOP = 4;
+const PITCH = ROW + 2 + HELD + GAP;
+const FONT = getComputedStyle(document.body).fontFamily;
+const number = value => String(+value.toPrecision(6));
+const memory = (value, run) => !run.bytes ? number(+value.toPrecision(4))
+  : value >= 2 ** 30 ? `${+(value / 2 ** 30).toPrecision(3)} GiB` : `${+(value / 2 ** 20).toPrecision(3)} MiB`;
+const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
+
+// ------------------------------------------------------------------------------------------------------------- the runs
+
+const runs = data.runs.map(run => {
+  const heading = document.createElement("h2");
+  heading.textContent = run.title;
+  const canvas = document.createElement("canvas");
+  canvas.tabIndex = 0;
+  canvas.setAttribute("role", "img");
+  canvas.setAttribute("aria-label", run.title);
+  const key = document.createElement("p");
+  key.className = "key";
+  for (const [name, shade, ink] of run.legend) {
+    const entry = document.createElement("span");
+    entry.textContent = name;
+    entry.style.background = shade;
+    entry.style.color = ink;
+    key.append(entry);
+  }
+  const facts = document.createElement("small");
+  facts.textContent = run.facts;
+  key.append(facts);
+  document.getElementById("runs").append(heading, canvas, key);
+  const where = new Map(), flat = [];
+  run.rows.forEach((row, device) => row.start.forEach((_, i) => {
+    where.set(row.name[i], [device, i]);
+    flat.push([device, i]);
+  }));
+  const height = TOP + run.rows.length * PITCH + AXIS;
+  canvas.style.height = height + "px";
+  return { ...run, canvas, where, flat, height, base: document.createElement("canvas"), drawn: "", dense: false };
+});
+
+// Index of the first action of a row that ends after `time`.
+function first(row, time) {
+  let low = 0, high = row.end.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (row.end[middle] > time) high = middle; else low = middle + 1;
+  }
+  return low;
+}
+
+// What a device does at `time`: an action, or the idle time before action `i` (i = length: after the last).
+function at(run, device, time) {
+  const row = run.rows[device], i = first(row, time);
+  const busy = i < row.start.length && row.start[i] <= time;
+  return { run, device, i, busy };
+}
+
+function spot({ run, device, i, busy }) {
+  const row = run.rows[device];
+  if (busy) return [row.start[i], row.end[i]];
+  return [i ? row.end[i - 1] : 0, i < row.start.length ? row.start[i] : run.makespan];
+}
+
+const heldBefore = (row, i) => i ? row.held[i - 1] : 0;
+// What a device holds while action `i` runs: what it takes counts from its start.
+const heldDuring = (row, i) => Math.max(heldBefore(row, i), row.held[i]);
+
+function heldAt(run, device, time) {
+  const { i, busy } = at(run, device, time), row = run.rows[device];
+  return busy ? heldDuring(row, i) : heldBefore(row, i);
+}
+
+// The action on another device that action `i` needs, and that ends last.
+function awaited(run, row, i) {
+  const flat = row.from[i];
+  if (flat < 0) return null;
+  const [device, j] = run.flat[flat], other = run.rows[device];
+  return { device, j, name: other.name[j], end: other.end[j] };
+}
+
+// -------------------------------------------------------------------------------------------------------------- drawing
+
+const scale = run => (run.canvas.clientWidth - LEFT - RIGHT) / (view.end - view.start);
+const toX = (run, time) => LEFT + (time - view.start) * scale(run);
+const toTime = (run, x) => view.start + (x - LEFT) / scale(run);
+
+// The rows change only with the view; the line, the frame and the words at the right are drawn over a copy of them.
+function draw(run) {
+  const ratio = window.devicePixelRatio || 1, width = run.canvas.clientWidth, right = width - RIGHT;
+  const drawn = [view.start, view.end, width, ratio].join();
+  if (run.drawn !== drawn) {
+    const pen = sized(run.base, width, run.height, ratio);
+    run.dense = drawRows(pen, run, right);
+    run.drawn = drawn;
+  }
+  const pen = sized(run.canvas, width, run.height, ratio);
+  pen.drawImage(run.base, 0, 0, width, run.height);
+  pen.save();
+  clip(pen, right, run.height);
+  drawArrow(pen, run);
+  pen.restore();
+  drawMargins(pen, run, right);
+}
+
+function sized(canvas, width, height, ratio) {
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  const pen = canvas.getContext("2d");
+  pen.scale(ratio, ratio);
+  pen.textBaseline = "middle";
+  return pen;
+}
+
+function clip(pen, right, height) {
+  pen.beginPath();
+  pen.rect(LEFT, 0, right - LEFT, height);
+  pen.clip();
+}
+
+// All devices; whether some row has more actions than pixels.
+function drawRows(pen, run, right) {
+  let dense = false;
+  clip(pen, right, run.height);
+  run.rows.forEach((row, device) => {
+    const top = TOP + device * PITCH;
+    pen.fillStyle = data.idle;
+    pen.fillRect(LEFT, top, right - LEFT, ROW);
+    const from = first(row, view.start);
+    let to = first(row, view.end);
+    if (to < row.start.length && row.start[to] < view.end) to += 1;
+    if ((to - from) > .6 * (right - LEFT)) {
+      drawShares(pen, run, row, top, from, to, right);
+      dense = true;
+    } else drawBoxes(pen, run, row, top, from, to);
+    drawHeld(pen, run, device, top + ROW + 2, right);
+  });
+  return dense;
+}
+
+function drawBoxes(pen, run, row, top, from, to) {
+  const unit = scale(run);
+  for (let i = from; i < to; i++) {
+    const x = toX(run, row.start[i]), wide = (row.end[i] - row.start[i]) * unit;
+    const [shade, ink] = run.shades[row.shade[i]];
+    pen.fillStyle = shade;
+    pen.fillRect(x, top, wide > 3 ? wide - .7 : wide, ROW);
+    if (wide > 11) {
+      const full = row.name[i], short = String(row.mb[i]);
+      pen.font = `11px ${FONT}`;
+      const text = pen.measureText(full).width < wide - 6 ? full : pen.measureText(short).width < wide - 2 ? short : "";
+      pen.fillStyle = ink;
+      pen.textAlign = "center";
+      if (text) pen.fillText(text, x + wide / 2, top + ROW / 2 + .5);
+    }
+    const before = i ? row.end[i - 1] : 0;
+    wait(pen, run, awaited(run, row, i), before, row.start[i], top);
+  }
+  if (to < row.start.length) wait(pen, run, awaited(run, row, to), to ? row.end[to - 1] : 0, row.start[to], top);
+}
+
+// In idle time, what it is spent waiting for, in as many words as fit.
+function wait(pen, run, needed, start, stop, top) {
+  const low = Math.max(start, view.start), high = Math.min(stop, view.end), room = (high - low) * scale(run) - 6;
+  if (!needed || room < 16) return;
+  pen.font = `italic 11px ${FONT}`;
+  const forms = [`waits for ${needed.name} of device ${needed.device}`, `waits for ${needed.name}`, needed.name];
+  const text = forms.find(form => pen.measureText(form).width < room);
+  if (!text) return;
+  pen.fillStyle = "#5f6368";
+  pen.textAlign = "center";
+  pen.fillText(text, toX(run, (low + high) / 2), top + ROW / 2 + .5);
+}
+
+// More actions than pixels: every column is filled with the colours in their shares of the time around it. "Around" holds
+// a dozen actions, or else columns and actions would make patterns that mean nothing.
+function drawShares(pen, run, row, top, from, to, right) {
+  const columns = Math.max(1, Math.round(right - LEFT)), shades = run.shades.length;
+  const shares = new Float64Array(columns * shades), unit = scale(run);
+  for (let i = from; i < to; i++) {
+    const low = Math.max(0, (row.start[i] - view.start) * unit), high = Math.min(columns, (row.end[i] - view.start) * unit);
+    for (let column = Math.floor(low); column < high; column++)
+      shares[column * shades + row.shade[i]] += Math.min(high, column + 1) - Math.max(low, column);
+  }
+  const reach = Math.ceil(6 * columns / Math.max(1, to - from));
+  const around = new Float64Array(columns * shades);
+  for (let shade = 0; shade < shades; shade++) {
+    const sums = new Float64Array(columns + 1);
+    for (let column = 0; column < columns; column++) sums[column + 1] = sums[column] + shares[column * shades + shade];
+    for (let column = 0; column < columns; column++) {
+      const low = Math.max(0, column - reach), high = Math.min(columns, column + reach + 1);
+      around[column * shades + shade] = (sums[high] - sums[low]) / (high - low);
+    }
+  }
+  const strip = document.createElement("canvas"), colours = run.shades.map(([shade]) => parseInt(shade.slice(1), 16));
+  strip.width = columns;
+  strip.height = ROW;
+  const ink = strip.getContext("2d"), pixels = ink.createImageData(columns, ROW);
+  for (let column = 0; column < columns; column++) {
+    let level = ROW, filled = 0;
+    for (let shade = 0; shade < shades; shade++) {
+      filled += around[column * shades + shade];
+      for (const upper = Math.round(ROW * (1 - filled)); level > upper && level > 0; level--) {
+        const pixel = 4 * ((level - 1) * columns + column);
+        for (let part = 0; part < 3; part++) pixels.data[pixel + part] = colours[shade] >> (16 - 8 * part) & 255;
+        pixels.data[pixel + 3] = 255;
+      }
+    }
+  }
+  ink.putImageData(pixels, 0, 0);
+  pen.drawImage(strip, LEFT, top, right - LEFT, ROW);
+}
+
+function drawHeld(pen, run, device, top, right) {
+  const row = run.rows[device], floor = top + HELD, high = held => floor - held / run.top * HELD;
+  let level = heldAt(run, device, view.start);
+  pen.beginPath();
+  pen.moveTo(LEFT, floor);
+  pen.lineTo(LEFT, high(level));
+  for (let i = first(row, view.start); i < row.start.length && row.start[i] < view.end; i++) {
+    const during = heldDuring(row, i), start = toX(run, row.start[i]);
+    if (during !== level) pen.lineTo(start, high(level)), pen.lineTo(start, high(during));
+    const stop = toX(run, row.end[i]);
+    // What the next action takes over at once makes no notch.
+    level = i + 1 < row.start.length && row.start[i + 1] <= row.end[i] ? heldDuring(row, i + 1) : row.held[i];
+    if (level !== during) pen.lineTo(stop, high(during)), pen.lineTo(stop, high(level));
+  }
+  const stop = Math.min(right, toX(run, run.makespan));
+  pen.lineTo(stop, high(level));
+  pen.lineTo(stop, floor);
+  pen.closePath();
+  pen.fillStyle = "#c9d3df";
+  pen.fill();
+  pen.strokeStyle = "#5b6f86";
+  pen.lineWidth = .8;
+  pen.stroke();
+  if (run.limit) {
+    pen.setLineDash([4, 3]);
+    pen.strokeStyle = "#b3261e";
+    pen.beginPath();
+    pen.moveTo(LEFT, high(run.limit));
+    pen.lineTo(right, high(run.limit));
+    pen.stroke();
+    pen.setLineDash([]);
+  }
+}
+
+// From the awaited action to the one pointed at, and a frame around that.
+function drawArrow(pen, run) {
+  if (!hovered || hovered.run !== run) return;
+  const { device, i, busy } = hovered, row = run.rows[device], [start, stop] = spot(hovered);
+  const top = TOP + device * PITCH;
+  pen.strokeStyle = "#000";
+  pen.lineWidth = 2;
+  pen.strokeRect(toX(run, start) + 1, top + 1, (stop - start) * scale(run) - 2, ROW - 2);
+  const needed = i < row.start.length ? awaited(run, row, i) : null;
+  if (!needed) return;
+  const x1 = toX(run, needed.end), y1 = TOP + needed.device * PITCH + ROW / 2;
+  const x2 = toX(run, row.start[i]), y2 = top + ROW / 2;
+  pen.lineWidth = 1.5;
+  pen.beginPath();
+  pen.moveTo(x1, y1);
+  pen.bezierCurveTo(x1 + 14, y1, x2 - 14, y2, x2, y2);
+  pen.stroke();
+  pen.beginPath();
+  pen.arc(x1, y1, 3, 0, 7);
+  pen.fillStyle = "#000";
+  pen.fill();
+}
+
+function drawMargins(pen, run, right) {
+  const width = run.canvas.clientWidth;
+  run.rows.forEach((row, device) => {
+    const middle = TOP + device * PITCH + ROW / 2;
+    pen.font = `12px ${FONT}`;
+    pen.fillStyle = "#202124";
+    pen.textAlign = "right";
+    pen.fillText(`device ${device}`, LEFT - 6, middle);
+    const there = at(run, device, cursor), name = there.busy ? row.name[there.i] : cursor < run.makespan ? "idle" : "done";
+    pen.textAlign = "left";
+    pen.font = `${there.busy ? "bold " : ""}12px ${FONT}`;
+    pen.fillText(name, right + 8, middle);
+    pen.font = `11px ${FONT}`;
+    pen.fillStyle = "#5b6f86";
+    const held = memory(heldAt(run, device, cursor), run), most = memory(run.peaks[device], run);
+    pen.fillText(`${held} of ${most}`, right + 8, middle + ROW / 2 + 10);
+  });
+  const floor = run.height - AXIS + 2;
+  pen.strokeStyle = "#9aa0a6";
+  pen.lineWidth = 1;
+  pen.beginPath();
+  pen.moveTo(LEFT, floor);
+  pen.lineTo(right, floor);
+  pen.font = `11px ${FONT}`;
+  pen.fillStyle = "#3c4043";
+  pen.textAlign = "center";
+  const step = tick((view.end - view.start) / ((right - LEFT) / 90));
+  for (let k = Math.ceil(view.start / step - 1e-9); k * step <= view.end * (1 + 1e-9); k++) {
+    const x = toX(run, k * step);
+    pen.moveTo(x, floor);
+    pen.lineTo(x, floor + 4);
+    pen.fillText(number(k * step), x, floor + 12);
+  }
+  pen.stroke();
+  for (const [time, shade, dash] of [[cursor, "#b3261e", []], [run.makespan, "#202124", [4, 3]]]) {
+    const x = toX(run, time);
+    if (x < LEFT - .5 || x > right + .5 || (time === run.makespan && time === end)) continue;
+    pen.strokeStyle = shade;
+    pen.setLineDash(dash);
+    pen.lineWidth = 1.2;
+    pen.beginPath();
+    pen.moveTo(x, 0);
+    pen.lineTo(x, floor);
+    pen.stroke();
+    pen.setLineDash([]);
+  }
+}
+
+function tick(least) {
+  const power = 10 ** Math.floor(Math.log10(least));
+  return [1, 2, 5, 10].map(k => k * power).find(step => step >= least);
+}
+
+let waiting = false;
+function refresh() {
+  if (waiting) return;
+  waiting = true;
+  requestAnimationFrame(() => {
+    waiting = false;
+    runs.forEach(draw);
+    const parts = runs.map(run => {
+      const busy = run.rows.filter((_, device) => at(run, device, cursor).busy).length;
+      const held = run.rows.map((_, device) => heldAt(run, device, cursor));
+      const who = runs.length > 1 ? `${run.name}: ` : "";
+      return `${who}${busy} of ${run.rows.length} devices work, the fullest holds ${memory(Math.max(...held), run)}`;
+    });
+    document.getElementById("now").textContent = `t = ${number(cursor)}: ${parts.join("; ")}`;
+    document.getElementById("dense").hidden = !runs.some(run => run.dense);
+  });
+}
+
+// ------------------------------------------------------------------------------------------------------------- the user
+
+function look(start, stop) {
+  const span = clamp(stop - start, end * 1e-4, end);
+  view.start = clamp(start, 0, end - span);
+  view.end = view.start + span;
+  refresh();
+}
+
+function zoom(factor, around = (view.start + view.end) / 2) {
+  look(around - (around - view.start) / factor, around + (view.end - around) / factor);
+}
+
+function setCursor(time) {
+  cursor = clamp(time, 0, end);
+  document.getElementById("time").value = 1000 * cursor / end;
+  refresh();
+}
+
+function show(name, run = runs[0]) {
+  const found = run.where.get(name.trim().toUpperCase());
+  if (!found) return false;
+  const [device, i] = found, row = run.rows[device];
+  const span = Math.max((row.end[i] - row.start[i]) * 12, end * 1e-4);
+  if (view.end - view.start > 4 * span) look(row.start[i] - span / 2, row.start[i] + span / 2);
+  else look(row.start[i] - (view.end - view.start) / 2, row.start[i] + (view.end - view.start) / 2);
+  hovered = { run, device, i, busy: true };
+  setCursor((row.start[i] + row.end[i]) / 2);
+  run.canvas.scrollIntoView({ block: "nearest" });
+  return true;
+}
+
+function pointed(run, event) {
+  const box = run.canvas.getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top - TOP;
+  const device = Math.floor(y / PITCH);
+  if (x < LEFT || x > box.width - RIGHT || device < 0 || device >= run.rows.length) return null;
+  const time = toTime(run, x);
+  return time > run.makespan || time < 0 ? null : at(run, device, time);
+}
+
+const which = (run, microbatch) => run.pieces === 1 ? `microbatch ${microbatch}`
+  : `piece ${microbatch % run.pieces} of microbatch ${Math.floor(microbatch / run.pieces)}`;
+
+function lines(place) {
+  const { run, device, i, busy } = place, row = run.rows[device], [start, stop] = spot(place);
+  const needed = i < row.start.length ? awaited(run, row, i) : null, before = i ? row.end[i - 1] : 0;
+  const span = `${number(start)} to ${number(stop)} (${number(stop - start)})`;
+  if (!busy) return [
+    `device ${device} is idle`, span,
+    needed ? `waits for ${needed.name} of device ${needed.device}, which ends at ${number(needed.end)}`
+      : i < row.start.length ? "waits for no other device" : "nothing more to run",
+    `holds ${memory(heldBefore(row, i), run)}`,
+  ];
+  const gap = row.start[i] - before;
+  const text = [
+    `${row.name[i]}: ${data.kinds[row.name[i].replace(/\d/g, "")]}`,
+    `${which(run, row.mb[i])}, stage ${parseInt(row.name[i])}, device ${device}, chunk ${row.chunk[i]}`, span,
+  ];
+  if (needed && gap > end * 1e-9) text.push(`waited ${number(gap)} for ${needed.name} of device ${needed.device}`);
+  else if (needed) text.push(`needs ${needed.name} of device ${needed.device}, there since ${number(needed.end)}: no wait`);
+  else text.push("needs no other device");
+  text.push(`holds ${memory(heldDuring(row, i), run)} while it runs, ${memory(row.held[i], run)} after`);
+  return text;
+}
+
+function tell(place, event) {
+  const tip = document.getElementById("tip");
+  tip.hidden = !place;
+  if (!place) return;
+  const [head, ...rest] = lines(place), title = document.createElement("b");
+  title.textContent = head;
+  tip.replaceChildren(title, ...rest.flatMap(line => [document.createElement("br"), line]));
+  const wide = tip.offsetWidth, tall = tip.offsetHeight;
+  tip.style.left = clamp(event.clientX + 14, 4, innerWidth - wide - 4) + "px";
+  tip.style.top = (event.clientY + tall + 24 > innerHeight ? event.clientY - tall - 10 : event.clientY + 16) + "px";
+}
+
+for (const run of runs) {
+  let grip = null;
+  run.canvas.addEventListener("pointerdown", event => {
+    grip = { x: event.clientX, start: view.start, moved: false };
+    run.canvas.setPointerCapture(event.pointerId);
+  });
+  run.canvas.addEventListener("pointermove", event => {
+    if (grip && (grip.moved ||= Math.abs(event.clientX - grip.x) > 3)) {
+      const start = grip.start - (event.clientX - grip.x) / scale(run);
+      look(start, start + view.end - view.start);
+    }
+    hovered = pointed(run, event);
+    tell(hovered, event);
+    refresh();
+  });
+  run.canvas.addEventListener("pointerup", event => {
+    if (grip && !grip.moved) setCursor(toTime(run, event.clientX - run.canvas.getBoundingClientRect().left));
+    grip = null;
+  });
+  run.canvas.addEventListener("pointerleave", () => { hovered = null; tell(null); refresh(); });
+  run.canvas.addEventListener("dblclick", event =>
+    zoom(2, toTime(run, event.clientX - run.canvas.getBoundingClientRect().left)));
+  run.canvas.addEventListener("wheel", event => {
+    const along = event.shiftKey ? event.deltaY : event.deltaX;
+    if (event.ctrlKey || event.metaKey)
+      zoom(1.002 ** -event.deltaY, toTime(run, event.clientX - run.canvas.getBoundingClientRect().left));
+    else if (Math.abs(along) > 0) look(view.start + along / scale(run), view.end + along / scale(run));
+    else return;
+    event.preventDefault();
+  }, { passive: false });
+}
+const press = (id, action) => document.getElementById(id).addEventListener("click", action);
+press("in", () => zoom(2));
+press("out", () => zoom(1 / 2));
+press("fit", () => look(0, end));
+document.getElementById("time").addEventListener("input", event => setCursor(event.target.value / 1000 * end));
+document.getElementById("find").addEventListener("input", event => {
+  const found = !event.target.value || runs.some(run => show(event.target.value, run));
+  event.target.setCustomValidity(found ? "" : "no such action");
+});
+document.addEventListener("keydown", event => {
+  if (event.target.tagName === "INPUT") return;
+  const step = (view.end - view.start) / 10;
+  const keys = {
+    "+": () => zoom(2), "=": () => zoom(2), "-": () => zoom(1 / 2), "0": () => look(0, end),
+    ArrowLeft: () => look(view.start - step, view.end - step), ArrowRight: () => look(view.start + step, view.end + step),
+  };
+  if (!keys[event.key] || event.ctrlKey || event.metaKey) return;
+  keys[event.key]();
+  event.preventDefault();
+});
+new ResizeObserver(refresh).observe(document.getElementById("runs"));
+refresh();
+
+// For scripts: where an action is drawn, in pixels of the window, and what is in view.
+window.pipemem = {
+  view, show,
+  locate(name, index = 0) {
+    const run = runs[index], [device, i] = run.where.get(name), row = run.rows[device];
+    const box = run.canvas.getBoundingClientRect();
+    return {
+      x: box.left + toX(run, (row.start[i] + row.end[i]) / 2), y: box.top + TOP + device * PITCH + ROW / 2,
+      left: box.left + toX(run, row.start[i]), width: (row.end[i] - row.start[i]) * scale(run),
+    };
+  },
+};

@@ -1,0 +1,96 @@
+"""The first line of a CSV file: what a table of actions cannot say about a schedule.
+
+``# replicas=2 devices=0-1-1-0`` (the device of every stage, for stages that run nothing), ``# pieces=4``, or
+``# update_every=4 versions_kept=2 update_delay=1``. Schedules that need none of it have no such line, so that other readers
+of the format take their files too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_pipemem.errors import ScheduleFormatError
+from megatron_pipemem.schedule.weights import WeightUpdates
+
+if TYPE_CHECKING:
+    from megatron_pipemem.schedule.schedule import Schedule
+
+_LEAST = {"replicas": 1, "pieces": 1, "update_every": 1, "update_delay": 0, "versions_kept": 1, "devices": 0}
+
+
+class Header(NamedTuple):
+    """What the line says, or what holds without one."""
+
+    replicas: int = 1
+    pieces: int = 1
+    updates: WeightUpdates | None = None
+    devices: tuple[int, ...] = ()
+
+
+def write_header(schedule: Schedule) -> str:
+    """The line with its end, or nothing."""
+    placement = schedule.placement
+    settings: dict[str, object] = {}
+    if placement.replicas > 1:
+        settings |= {"replicas": placement.replicas, "devices": "-".join(map(str, placement.devices))}
+    if schedule.pieces > 1:
+        settings["pieces"] = schedule.pieces
+    if schedule.updates is not None:
+        every, kept, delay = schedule.updates
+        settings |= {"update_every": every, "versions_kept": kept, "update_delay": delay}
+    words = [f"{name}={value}" for name, value in settings.items() if value is not None]
+    return f"# {' '.join(words)}\n" if words else ""
+
+
+def read_header(text: str) -> tuple[Header, str]:
+    """The header, and the text with its line blank.
+
+    Raises:
+        ScheduleFormatError: a line that starts with ``#`` is no header; there is a second one; settings of weight updates
+            lack one another; or the devices make no placement of so many replicas.
+    """
+    lines = text.split("\n")
+    marked = [number for number, line in enumerate(lines) if line.lstrip(_BLANK).startswith("#")]
+    if not marked:
+        return Header(), text
+    first = marked[0]
+    if len(marked) > 1:
+        raise ScheduleFormatError("the file has a line that starts with # already; join the two", line=marked[1] + 1)
+    settings = _parse(lines[first].strip(_BLANK + "\r,").removeprefix("#"), first + 1)
+    lines[first] = ""
+    replicas, devices = settings.get("replicas", (1,))[0], settings.pop("devices", ())
+    if devices and (len(devices) % replicas or set(devices) != set(range(max(devices) + 1))):
+        raise ScheduleFormatError(
+            "devices names the device of every stage, as in devices=0-1-1-0: all devices from 0 up, and as many stages "
+            f"for each of {replicas} replicas",
+            line=first + 1,
+        )
+    updates = None
+    if "update_every" in settings or "versions_kept" in settings or "update_delay" in settings:
+        try:
+            delay = settings.get("update_delay", (None,))[0]
+            updates = WeightUpdates(settings["update_every"][0], settings["versions_kept"][0], delay)
+        except KeyError as missing:
+            raise ScheduleFormatError(f"weight updates need {missing.args[0]} too; add it", line=first + 1) from None
+    return Header(replicas, settings.get("pieces", (1,))[0], updates, devices), "\n".join(lines)
+
+
+def _parse(line: str, number: int) -> dict[str, tuple[int, ...]]:
+    settings = {}
+    for word in line.split():
+        name, _, value = word.partition("=")
+        numbers = value.split("-")
+        if (
+            name not in _LEAST
+            or (len(numbers) > 1 and name != "devices")
+            or not all(each.isdecimal() and int(each) >= _LEAST[name] for each in numbers)
+        ):
+            raise ScheduleFormatError(
+                f"{word!r} is no setting; write name=number, as in replicas=2 (names: {', '.join(_LEAST)})", line=number
+            )
+        settings[name] = tuple(map(int, numbers))
+    return settings
+
+
+# Spreadsheets put the first at the start of a file.
+_BLANK = "\ufeff \t"

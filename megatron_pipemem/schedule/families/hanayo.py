@@ -1,0 +1,171 @@
+"""Hanayo: several waves over the devices, so that each turn round hides in a neighbour's chunk (arXiv 2308.15762)."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.blocks import SLOTS, Block, build
+from megatron_pipemem.schedule.passes import Pass, check_whole, in_microbatch_order
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import Family, register_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
+
+# Extra slots between one chunk's forwards and the next's that are tried to make a block's lifespans shorter.
+_DELAYS = range(6)
+
+
+def hanayo(num_devices: int, num_microbatches: int, waves: int | None = None, chunks: int | None = None) -> Schedule:
+    """List scheduling, backwards first as in the paper, or a repeated block, whichever is faster.
+
+    List scheduling holds no more than 1F1B and is best for about ``p`` microbatches; its bubble grows with their number.
+    That of a block does not; a block that holds over a microbatch more than 1F1B is left alone.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m``.
+        waves: how often a microbatch goes up and down the devices; default 2.
+        chunks: stages per device, twice the waves; another way to give them.
+
+    Raises:
+        UnsupportedError: ``waves`` or ``chunks`` is out of range, or they disagree.
+    """
+    p, m = num_devices, num_microbatches
+    if waves is None:
+        waves = 2 if chunks is None else _waves(chunks)
+    check_whole("hanayo", "waves", waves, least=1)
+    if chunks not in (None, 2 * waves):
+        raise UnsupportedError(f"hanayo: {waves} waves are {2 * waves} chunks, not {chunks!r}; leave one of them out")
+    placement = Placement.wave(p, 2 * waves)
+    if m <= p:
+        return _list_schedule(placement, m)
+    block = min((_block(placement, delay) for delay in _DELAYS), key=lambda block: (max(block.peaks()), block.length))
+    if max(block.peaks()) > placement.num_stages + 2 * waves:
+        return _list_schedule(placement, m)
+    repeated = build("hanayo", block, m)
+    if m > 3 * p:
+        return repeated
+    return min(_list_schedule(placement, m), repeated, key=lambda schedule: simulate(schedule).makespan)
+
+
+def _waves(chunks: object) -> int:
+    check_whole("hanayo", "chunks", chunks, least=2)
+    if chunks % 2:
+        raise UnsupportedError(f"hanayo: chunks must be even, two for each wave, not {chunks}")
+    return chunks // 2
+
+
+def _list_schedule(placement: Placement, num_microbatches: int) -> Schedule:
+    passes: list[list[Pass]] = [[] for _ in placement.stages]
+    for each in _backward_first(placement, num_microbatches):
+        passes[placement.devices[each.stage]].append(each)
+    return in_microbatch_order("hanayo", placement, num_microbatches, passes)
+
+
+def _backward_first(placement: Placement, num_microbatches: int) -> Iterator[Pass]:
+    """Whenever a device is free it runs what is there: a backward if it can, and the oldest microbatch.
+
+    A forward waits until its device holds less than 1F1B, and one stage less than that for every later chunk. So the
+    oldest microbatch always finds room, whatever younger ones hold, and nothing blocks for ever.
+    """
+    devices, last, most = placement.devices, placement.num_stages - 1, placement.num_stages
+    arrived = {Kind.F: [0] * (last + 1), Kind.B: [0] * (last + 1)}
+    started = {Kind.F: [0] * (last + 1), Kind.B: [0] * (last + 1)}
+    arrived[Kind.F][0] = num_microbatches
+    held = [0] * placement.num_devices
+    running: list[tuple[int, int, Kind]] = []  # end, stage, kind
+    idle = set(range(placement.num_devices))
+    now = 0
+    while True:
+        for device in sorted(idle):
+            stages = placement.stages[device]
+            room = most - held[device]
+            ready = [
+                (kind is Kind.F, started[kind][stage], -stage, kind)
+                for kind in (Kind.B, Kind.F)
+                for chunk, stage in enumerate(stages)
+                if arrived[kind][stage] > started[kind][stage] and (kind is Kind.B or room >= len(stages) - chunk)
+            ]
+            if ready:
+                *_, stage, kind = min(ready)
+                started[kind][-stage] += 1
+                held[device] += kind is Kind.F
+                idle.remove(device)
+                heapq.heappush(running, (now + SLOTS[kind], -stage, kind))
+                yield Pass(kind, -stage)
+        if not running:
+            return
+        now = running[0][0]
+        while running and running[0][0] == now:
+            _, stage, kind = heapq.heappop(running)
+            idle.add(devices[stage])
+            if kind is Kind.B:
+                held[devices[stage]] -= 1
+                if stage > 0:
+                    arrived[Kind.B][stage - 1] += 1
+            elif stage == last:
+                arrived[Kind.B][stage] += 1
+            else:
+                arrived[Kind.F][stage + 1] += 1
+
+
+def _block(placement: Placement, delay: int) -> Block:
+    """Every pass in the first slots after its input that leave room for the rest, ``delay`` later for every new chunk."""
+    p, chunks = placement.num_devices, placement.num_chunks
+    interval = chunks * (SLOTS[Kind.F] + SLOTS[Kind.B])
+    rhythms = [_Rhythm(interval, chunks) for _ in range(p)]
+    starts: dict[Pass, int] = {}
+    clock = -delay
+    for stage, device in enumerate(placement.devices):
+        clock += delay if stage % p == 0 else 0
+        starts[Pass(Kind.F, stage)] = rhythms[device].take(clock, Kind.F)
+        clock = starts[Pass(Kind.F, stage)] + SLOTS[Kind.F]
+    for stage in reversed(range(placement.num_stages)):
+        starts[Pass(Kind.B, stage)] = rhythms[placement.devices[stage]].take(clock, Kind.B)
+        clock = starts[Pass(Kind.B, stage)] + SLOTS[Kind.B]
+    return Block(placement, interval, starts)
+
+
+class _Rhythm:
+    """The slots of one device in every interval: which are taken, so that a B still finds two in a row for each F."""
+
+    def __init__(self, interval: int, forwards: int) -> None:
+        self._interval = interval
+        self._taken: set[int] = set()
+        self._forwards = forwards  # still to come; each can mend one odd gap
+
+    def take(self, earliest: int, kind: Kind) -> int:
+        """First start from ``earliest`` on."""
+        self._forwards -= kind is Kind.F
+        for start in range(earliest, earliest + self._interval):
+            slots = {slot % self._interval for slot in range(start, start + SLOTS[kind])}
+            if not slots & self._taken and self._odd_gaps(self._taken | slots) <= self._forwards:
+                self._taken |= slots
+                return start
+        raise AssertionError("even gaps always have room for what is left")
+
+    def _odd_gaps(self, taken: set[int]) -> int:
+        ordered = sorted(taken)
+        following = [*ordered[1:], ordered[0] + self._interval]
+        return sum((after - slot - 1) % 2 for slot, after in zip(ordered, following, strict=True))
+
+
+register_schedule(
+    Family(
+        name="hanayo",
+        build=hanayo,
+        placement="wave",
+        summary="Waves of unsplit backwards in about 1F1B's memory: made for as many microbatches as devices.",
+        peak="up to 1 + 1/p",
+        bubble="m = p: about 4(p-1)(F+B)/(3v)",
+        source="arXiv 2308.15762",
+        options={
+            "waves": "times up and down the devices (default 2)",
+            "chunks": "stages per device, v: twice the waves (default 4)",
+        },
+        chunks=None,
+    )
+)

@@ -1,0 +1,48 @@
+"""1F1B on pieces of sequences instead of whole microbatches (arXiv 2406.03488)."""
+
+from __future__ import annotations
+
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.passes import check_whole
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import Family, register_schedule
+from megatron_pipemem.schedule.schedule import WHY_NOT_RUN, Order, Schedule
+
+
+def seq1f1b(num_devices: int, num_microbatches: int, pieces: int = 2) -> Schedule:
+    """Forwards run piece by piece; backwards begin with the last piece of a microbatch, to which no other attends.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m``.
+        pieces: pieces of a microbatch, ``n``; 1 is 1F1B.
+
+    Raises:
+        UnsupportedError: ``pieces`` is out of range.
+    """
+    check_whole("seq1f1b", "pieces", pieces, least=1)
+    p, n, units = num_devices, pieces, num_microbatches * pieces
+
+    def order(device: int) -> Order:
+        forwards = [Action(Kind.F, device, unit) for unit in range(units)]
+        backwards = [Action(Kind.B, device, unit + n - 1 - 2 * (unit % n)) for unit in range(units)]
+        warm_up = min(p - device - 2 + n, units)
+        steady = [each for pair in zip(forwards[warm_up:], backwards, strict=False) for each in pair]
+        return (*forwards[:warm_up], *steady, *backwards[units - warm_up :])
+
+    return Schedule("seq1f1b", Placement.linear(p), num_microbatches, tuple(map(order, range(p))), pieces=n)
+
+
+register_schedule(
+    Family(
+        name="seq1f1b",
+        build=seq1f1b,
+        placement="linear",
+        summary="1F1B on n pieces of every sequence: about 1/n of the bubble and of the memory, for causal models.",
+        peak="(p+n-1)/(pn)",
+        bubble="(p-1)(F+B)/n",
+        source="arXiv 2406.03488, section 3.3",
+        options={"pieces": "pieces of a microbatch, n (default 2)"},
+        simulated_only=WHY_NOT_RUN["pieces"],
+    )
+)

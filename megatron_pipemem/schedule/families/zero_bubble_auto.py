@@ -1,0 +1,211 @@
+"""Zero bubble for given costs and memory: I first, then F, and W wherever they fit (arXiv 2401.10241, section 3.1)."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product, starmap
+from math import inf
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.families.zero_bubble import zb_h1, zb_h2
+from megatron_pipemem.schedule.passes import Pass, in_microbatch_order
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import Family, register_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
+
+NAME = "zb-auto"
+
+# A cap written as a decimal fraction must not lose a microbatch by rounding.
+_TOLERANCE = 1e-9
+
+
+def zb_auto(
+    num_devices: int, num_microbatches: int, costs: Costs | None = None, memory_cap: float | None = None
+) -> Schedule:
+    """The fastest of several greedy orders, of ZB-H1 and of ZB-H2, whichever of them fit.
+
+    Greedy orders differ in how many forwards a device runs ahead, and in how long it idles for a pass that is about to
+    arrive when it could run W instead. They are compared by the makespan, then by the longest time from a device's first
+    pass to its last.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m``.
+        costs: seconds of every pass and link; default F = I = W and no communication.
+        memory_cap: the most any device may hold, in activation units; default 1, what 1F1B holds.
+
+    Raises:
+        UnsupportedError: no device can hold a single microbatch within the cap.
+        CostsError: the costs do not fit the placement.
+    """
+    p, costs, cap = num_devices, costs or Costs(), 1.0 if memory_cap is None else memory_cap
+    most = int(cap * p + _TOLERANCE)
+    if most < 1:
+        raise UnsupportedError(
+            f"{NAME} holds at least {1 / p:.4g} activation units on {p} devices, one microbatch of one stage; raise the "
+            f"memory cap of {cap:.4g}"
+        )
+    machine = _Machine.of(costs, p)
+    policies = starmap(_Policy, product(dict.fromkeys(_forwards_ahead(machine, most)), (0.0, 0.5, 1.0)))
+    # What is best for a few microbatches is best for many: a longer steady state repeats its rhythm.
+    few = min(num_microbatches, 2 * p + 8)
+    best = min(policies, key=lambda policy: _quality(_greedy(machine, policy, few, most), costs))
+    candidates = [_greedy(machine, best, num_microbatches, most)]
+    for forwards, known in ((p, zb_h1), (2 * p - 1, zb_h2)):
+        if most >= forwards:
+            candidates.append(known(p, num_microbatches))
+    chosen = min(candidates, key=lambda schedule: _quality(schedule, costs))
+    return Schedule(NAME, chosen.placement, num_microbatches, chosen.orders)
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """Seconds per device and link, by kind of pass.
+
+    Args:
+        seconds: of F, I and W on every device.
+        down: of a message from every device to the next.
+        up: of a message from every device to the one before.
+    """
+
+    seconds: dict[Kind, tuple[float, ...]]
+    down: tuple[float, ...]
+    up: tuple[float, ...]
+
+    @classmethod
+    def of(cls, costs: Costs, p: int) -> _Machine:
+        down = tuple(costs.link_seconds(device, device + 1) for device in range(p - 1))
+        up = tuple(costs.link_seconds(device, device - 1) for device in range(1, p))
+        return cls(costs.seconds(Placement.linear(p)), down, (0.0, *up))
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """How a device chooses.
+
+    Args:
+        ahead: per device, how many microbatches may be between its F and its I.
+        patience: W gives way to a pass that arrives within this share of its own duration.
+    """
+
+    ahead: tuple[int, ...]
+    patience: float
+
+
+def _forwards_ahead(machine: _Machine, most: int) -> list[tuple[int, ...]]:
+    """Few, as in 1F1B; as many as end before the first gradient can be back; and the middle of both."""
+    forward, backward = machine.seconds[Kind.F], machine.seconds[Kind.I]
+    p = len(forward)
+    few = [min(most, p - device) for device in range(p)]
+    many = [1] * p
+    round_trip = 0.0
+    for device in reversed(range(p - 1)):
+        round_trip += forward[device + 1] + backward[device + 1] + machine.down[device] + machine.up[device + 1]
+        while_waiting = int(round_trip / forward[device] + _TOLERANCE) if forward[device] else most
+        many[device] = min(most, max(many[device + 1], 1 + while_waiting))
+    middle = [(a + b + 1) // 2 for a, b in zip(few, many, strict=True)]
+    return [tuple(few), tuple(many), tuple(middle)]
+
+
+def _quality(schedule: Schedule, costs: Costs) -> tuple[float, float]:
+    timeline = simulate(schedule, costs)
+    # Rounded so that sums of the same seconds in another order are equal.
+    return (float(f"{timeline.makespan:.9g}"), float(f"{timeline.device_bubble_rate:.9g}"))
+
+
+def _greedy(machine: _Machine, policy: _Policy, num_microbatches: int, most: int) -> Schedule:
+    p = len(policy.ahead)
+    passes: list[list[Pass]] = [[] for _ in range(p)]
+    for device, kind in _run(machine, policy, num_microbatches, most):
+        passes[device].append(Pass(kind, device))
+    return in_microbatch_order(NAME, Placement.linear(p), num_microbatches, passes)
+
+
+def _run(machine: _Machine, policy: _Policy, m: int, most: int) -> Iterator[tuple[int, Kind]]:
+    """Start passes in order of time. Every device always has something to wait for, since the oldest microbatch is
+    never held up by a limit on younger ones."""
+    devices = [_Device(policy, machine.seconds, device, most) for device in range(len(policy.ahead))]
+    last = len(devices) - 1
+    devices[0].arrivals[Kind.F] = [0.0] * m
+    awake: list[tuple[float, int]] = [(0.0, 0)]
+    while awake:
+        now, index = heapq.heappop(awake)
+        device = devices[index]
+        kind = device.choose(now)
+        if kind is None:
+            continue
+        yield index, kind
+        end = device.start(kind, now)
+        heapq.heappush(awake, (end, index))
+        if kind is Kind.F:
+            receiver, what, arrival = (
+                (index, Kind.I, end) if index == last else (index + 1, Kind.F, end + machine.down[index])
+            )
+        elif kind is Kind.I and index > 0:
+            receiver, what, arrival = index - 1, Kind.I, end + machine.up[index]
+        else:
+            continue
+        devices[receiver].arrivals[what].append(arrival)
+        heapq.heappush(awake, (arrival, receiver))
+
+
+class _Device:
+    """What one device has run, and what it knows to be coming."""
+
+    def __init__(self, policy: _Policy, seconds: dict[Kind, Sequence[float]], index: int, most: int) -> None:
+        self.arrivals: dict[Kind, list[float]] = {Kind.F: [], Kind.I: []}
+        self._ran = {Kind.F: 0, Kind.I: 0, Kind.W: 0}
+        self._seconds = {kind: seconds[kind][index] for kind in self._ran}
+        self._ahead = policy.ahead[index]
+        self._most = most
+        self._patience = policy.patience * self._seconds[Kind.W]
+        self._free = 0.0
+
+    def choose(self, now: float) -> Kind | None:
+        """What to start at ``now``; ``None`` to wait for the next arrival."""
+        if now < self._free:
+            return None
+        gradient, forward = self._next(Kind.I), self._next(Kind.F)
+        if gradient <= now:
+            return Kind.I
+        if self._ran[Kind.F] - self._ran[Kind.I] >= self._ahead:
+            forward = inf
+        weight_waits = self._ran[Kind.I] > self._ran[Kind.W]
+        if forward <= now:
+            if self._ran[Kind.F] - self._ran[Kind.W] < self._most:
+                return Kind.F
+            return Kind.W if weight_waits else None
+        return Kind.W if weight_waits and min(gradient, forward) - now >= self._patience else None
+
+    def start(self, kind: Kind, now: float) -> float:
+        self._ran[kind] += 1
+        self._free = now + self._seconds[kind]
+        return self._free
+
+    def _next(self, kind: Kind) -> float:
+        """When the next pass of this kind can start, as far as that is known."""
+        arrivals, ran = self.arrivals[kind], self._ran[kind]
+        return arrivals[ran] if ran < len(arrivals) else inf
+
+
+register_schedule(
+    Family(
+        name=NAME,
+        build=zb_auto,
+        placement="linear",
+        summary="Zero bubble fitted to measured costs and to any memory cap (default: 1F1B's memory).",
+        peak="1",
+        bubble="at most that of zb-h1; with a cap of 2, of zb-h2",
+        source="arXiv 2401.10241, section 3.1",
+        splits_backward=True,
+        options={
+            "costs": "seconds of every pass to fit the order to (default F = I = W)",
+            "memory_cap": "the most a device may hold (default 1)",
+        },
+    )
+)

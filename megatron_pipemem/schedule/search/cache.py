@@ -1,0 +1,89 @@
+"""Finished searches on disk, found again by what was asked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from functools import lru_cache
+from pathlib import Path
+
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.search.result import Candidate, SearchResult
+
+logger = logging.getLogger(__name__)
+
+
+def default_folder() -> Path:
+    """``$XDG_CACHE_HOME/megatron_pipemem``, by default under ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_pipemem" / "search"
+
+
+class ResultCache:
+    """One JSON file per question. A file that cannot be read or written costs a search, never a run.
+
+    Args:
+        folder: where the files are; made when the first one is written.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or default_folder()
+
+    def get(self, question: object) -> SearchResult | None:
+        """What an equal question was answered."""
+        path = self._path(question)
+        try:
+            rows = json.loads(path.read_text(encoding="utf-8"))
+            return SearchResult(tuple(_from_json(row) for row in rows), 0.0)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("cannot use the cached search %s: %s; searching again", path, error)
+            return None
+
+    def put(self, question: object, result: SearchResult) -> None:
+        """Keep an answer."""
+        path = self._path(question)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps([_to_json(each) for each in result.candidates]), encoding="utf-8")
+            partial.replace(path)
+        except OSError as error:
+            logger.warning("cannot keep the search in %s: %s", path, error)
+
+    def _path(self, question: object) -> Path:
+        text = f"{_code_version()} {question!r}"
+        return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+
+
+@lru_cache(maxsize=1)
+def _code_version() -> str:
+    """Hash of the schedule package: another version of it may answer differently."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _to_json(candidate: Candidate) -> dict:
+    schedule = candidate.schedule
+    return {
+        "name": schedule.name,
+        "devices": schedule.placement.devices,
+        "orders": schedule.to_csv(),
+        "makespan": candidate.makespan,
+        "peaks": candidate.peaks,
+        "lower_bound": candidate.lower_bound,
+        "found_by": candidate.found_by,
+    }
+
+
+def _from_json(row: dict) -> Candidate:
+    schedule = Schedule.from_csv(row["orders"], name=row["name"])
+    if schedule.placement != Placement.from_devices(tuple(row["devices"])):
+        raise ValueError("placement and orders disagree")
+    return Candidate(schedule, row["makespan"], tuple(row["peaks"]), row["lower_bound"], row["found_by"])

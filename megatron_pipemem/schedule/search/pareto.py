@@ -1,0 +1,170 @@
+"""All schedules of a pipeline by memory and bubble, and which of them anybody would choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_pipemem.errors import PipememError
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.search.cache import ResultCache
+from megatron_pipemem.schedule.search.search import search_schedule
+from megatron_pipemem.schedule.simulator import simulate
+
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A schedule by what it costs.
+
+    Args:
+        schedule: what would run.
+        peak: the most a device holds, in activation units or in the unit of the costs' memory.
+        makespan: seconds.
+        bubble_rate: part of the makespan that the busiest device idles.
+        cap: what the search was allowed; ``None`` for a family's schedule.
+        dominated: whether another one is no worse in both memory and time and better in one.
+    """
+
+    schedule: Schedule
+    peak: float
+    makespan: float
+    bubble_rate: float
+    cap: float | None
+    dominated: bool
+
+
+@dataclass(frozen=True)
+class Trade:
+    """A little memory for much time.
+
+    Args:
+        less: the choice with less memory.
+        more: the next one worth its memory.
+    """
+
+    less: Choice
+    more: Choice
+
+    def __str__(self) -> str:
+        saved = self.less.bubble_rate - self.more.bubble_rate
+        return (
+            f"a peak of {self.more.peak:.4g} instead of {self.less.peak:.4g} saves {100 * saved:.1f} points of bubble "
+            f"({self.less.bubble_rate:.1%} -> {self.more.bubble_rate:.1%})"
+        )
+
+
+def useful_caps(num_devices: int, most: int = 13) -> list[float]:
+    """Memory caps in activation units between the least that two chunks per device need and 1F1B's.
+
+    Args:
+        num_devices: ``p``; a V has ``2p`` stages, and a cap between two multiples of ``1 / 2p`` is no better than the lower.
+        most: how many caps at most, evenly spread.
+    """
+    counts = range(max(2, num_devices // 2), 2 * num_devices + 1)
+    picked = {counts[round(i * (len(counts) - 1) / (most - 1))] for i in range(most)} if len(counts) > most else counts
+    return [count / (2 * num_devices) for count in sorted(picked)]
+
+
+def choices(
+    num_devices: int,
+    num_microbatches: int,
+    costs: Costs | None = None,
+    caps: Sequence[float] = (),
+    seconds: float = 10.0,
+    cache: ResultCache | None = None,
+) -> list[Choice]:
+    """Every synchronous family that runs in one pipeline, and the search under every cap, by peak.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m``.
+        costs: what actions take and hold.
+        caps: for the search, in the unit of the costs' memory; those that no schedule fits are left out.
+        seconds: for each search.
+        cache: of searches.
+    """
+    costs = costs or Costs()
+    found: list[tuple[Schedule, float | None]] = []
+    for family in families():
+        if family.simulated_only or family.asynchronous:
+            continue
+        try:
+            schedule = build_schedule(
+                family.name, num_devices=num_devices, num_microbatches=num_microbatches, costs=costs
+            )
+        except PipememError:
+            continue
+        found.append((schedule, None))
+    for cap in caps:
+        try:
+            result = search_schedule(
+                num_devices=num_devices,
+                num_microbatches=num_microbatches,
+                costs=costs,
+                memory_cap=cap,
+                seconds=seconds,
+                cache=cache,
+            )
+        except PipememError:
+            continue
+        found.append((result.schedule, cap))
+    timelines = [simulate(schedule, costs) for schedule, _ in found]
+    rows = [(t.peak, t.makespan) for t in timelines]
+    return sorted(
+        (
+            Choice(schedule, t.peak, t.makespan, t.bubble_rate, cap, _dominated(index, rows))
+            for index, ((schedule, cap), t) in enumerate(zip(found, timelines, strict=True))
+        ),
+        key=lambda choice: (choice.peak, choice.makespan),
+    )
+
+
+def _dominated(index: int, rows: Sequence[tuple[float, float]]) -> bool:
+    """Of equals, the first is no worse than the others."""
+    peak, makespan = rows[index]
+    for other, (other_peak, other_makespan) in enumerate(rows):
+        no_worse = other_peak <= peak * (1 + _TOLERANCE) and other_makespan <= makespan * (1 + _TOLERANCE)
+        better = other_peak < peak * (1 - _TOLERANCE) or other_makespan < makespan * (1 - _TOLERANCE)
+        if no_worse and (better or other < index):
+            return True
+    return False
+
+
+def trades(front: Sequence[Choice], least: float = 0.03) -> list[Trade]:
+    """Steps along the front that save at least ``least`` of the makespan for at most a quarter of the largest peak more.
+
+    Args:
+        front: choices that are not dominated, by peak.
+        least: part of the makespan.
+    """
+    largest = max((choice.peak for choice in front), default=0.0)
+    return [
+        Trade(less, more)
+        for less, more in zip(front, front[1:], strict=False)
+        if more.peak - less.peak <= largest / 4 * (1 + _TOLERANCE)
+        and less.makespan - more.makespan >= least * less.makespan
+    ]
+
+
+def bound_line(
+    placement: Placement, num_microbatches: int, costs: Costs, caps: Sequence[float]
+) -> tuple[tuple[float, float], ...]:
+    """``(cap, bubble rate)`` that no schedule of the placement beats."""
+    seconds = costs.seconds(placement)
+    work = num_microbatches * max(
+        sum(seconds[kind][stage] for kind in seconds if kind != "B" for stage in stages) for stages in placement.stages
+    )
+    line = []
+    for cap in caps:
+        try:
+            bound = lower_bound(placement, num_microbatches, costs, cap)
+        except PipememError:
+            continue
+        line.append((cap, 1 - work / bound))
+    return tuple(line)

@@ -1,0 +1,412 @@
+"""Periodic orders: every device repeats one cycle of its passes, and a microbatch takes the shortest way through them.
+
+The building blocks of arXiv 2405.15362 (repeat a microbatch's passes at a fixed interval) for any costs: the interval is
+what the busiest device computes per microbatch, so that no device that is as busy ever idles in the steady state, and the
+passes' offsets follow from which cyclic order every device takes and how the cycles of neighbours are rotated against each
+other. Every wait of a microbatch between two passes makes activations live longer; the cheapest combination of cycles is a
+shortest path from the last device to the first. Prices per device are raised until every device fits its cap (Lagrange
+multipliers of the memory constraints).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import permutations
+
+import numpy as np
+
+from megatron_pipemem.schedule.search.problem import FORWARD, INPUT, WEIGHT, Orders, Problem
+
+MAX_CHUNKS = 2
+
+# Of two chunks and no idle time there are 120 cyclic orders; with idle time 720, whose table takes too long to search.
+_MOST_ORDERS = 160
+_BALANCING_ROUNDS = 12
+# Few orders, other ones each time, are searched faster and vary the blocks besides.
+_ORDERS_PER_VARIATION = 60
+_ELITES = 20
+_MOST_DELAYS = 6
+
+# By how much the interval grows until some block fits the caps, and how many intervals from there on are worth a look.
+_STRETCH = 1.05
+_INTERVALS = 4
+_LONGEST_STRETCH = 3.0
+
+
+@dataclass(frozen=True)
+class Link:
+    """A class that waits for another class of the same microbatch.
+
+    Args:
+        source: class that ends first.
+        target: class that starts then.
+        gap: ticks from the start of ``source`` to the earliest start of ``target``.
+    """
+
+    source: int
+    target: int
+    gap: int
+
+
+class Cycles:
+    """All combinations of cyclic orders of a problem for one interval.
+
+    Args:
+        problem: with at most ``MAX_CHUNKS`` chunks per device; more have too many cyclic orders to list.
+        interval: ticks from one microbatch to the next, at least the work of the busiest device.
+        rng: picks the cyclic orders to consider where idle time makes them too many.
+    """
+
+    def __init__(self, problem: Problem, interval: int, rng: np.random.Generator) -> None:
+        self.problem, self.interval = problem, interval
+        p = problem.num_devices
+        self._position = {c: index for classes in problem.classes for index, c in enumerate(classes)}
+        orders: dict[tuple[tuple[int, ...], int], np.ndarray] = {}
+        self._starts = []
+        for classes, work in zip(problem.classes, problem.work, strict=True):
+            key = (tuple(problem.ticks[c] for c in classes), interval - work)
+            if key not in orders:
+                listed = _cycle_starts(*key)
+                few = len(listed) <= _MOST_ORDERS
+                orders[key] = listed if few else listed[rng.choice(len(listed), _MOST_ORDERS, replace=False)]
+            self._starts.append(orders[key])
+        links = [
+            Link(other, c, problem.ticks[other] + lag)
+            for c, waits in enumerate(problem.waits)
+            for other, shift, lag in waits
+            if shift == 0
+        ]
+        device = problem.device
+        self._local = [[link for link in links if device[link.source] == device[link.target] == d] for d in range(p)]
+        self._hops = [
+            [link for link in links if {device[link.source], device[link.target]} == {d, d + 1}] for d in range(p - 1)
+        ]
+        self._links = [(link.source, link.target) for link in links]
+        self._local_waits = [[self._wait(d, link) for link in local] for d, local in enumerate(self._local)]
+        shared: dict[tuple, np.ndarray] = {}
+        self._hop_waits = [self._shared_waits(d, shared) for d in range(p - 1)]
+
+    def _wait(self, device: int, link: Link) -> np.ndarray:
+        starts, position = self._starts[device], self._position
+        return (starts[:, position[link.target]] - starts[:, position[link.source]] - link.gap) % self.interval
+
+    def _shared_waits(self, device: int, shared: dict[tuple, np.ndarray]) -> np.ndarray:
+        """Waits of a hop; alike hops share one array."""
+        links, position = self._hops[device], self._position
+        below, above = self._starts[device], self._starts[device + 1]
+        key = (
+            id(below),
+            id(above),
+            tuple(
+                (position[k.source], position[k.target], k.gap, self.problem.device[k.source] == device) for k in links
+            ),
+        )
+        if key not in shared:
+            shared[key] = self._waits(device)
+        return shared[key]
+
+    def _waits(self, device: int) -> np.ndarray:
+        """``[rotation, link, order above, order below]``: every rotation makes one link's wait zero."""
+        offsets, signs = self._offsets(device)
+        return np.stack(
+            [
+                np.stack(
+                    [(sign * (offset - zero)) % self.interval for offset, sign in zip(offsets, signs, strict=True)]
+                )
+                for zero in offsets
+            ]
+        ).astype(np.float32)
+
+    def _offsets(self, device: int) -> tuple[list[np.ndarray], list[int]]:
+        """Per link, the rotation of the device against the one above that makes its wait zero; and the wait's sign."""
+        below, above = self._starts[device], self._starts[device + 1]
+        offsets, signs = [], []
+        for link in self._hops[device]:
+            source, target = self._position[link.source], self._position[link.target]
+            if self.problem.device[link.source] == device:
+                offsets.append(above[:, target, None] - below[None, :, source] - link.gap)
+                signs.append(1)
+            else:
+                offsets.append(above[:, source, None] + link.gap - below[None, :, target])
+                signs.append(-1)
+        return offsets, signs
+
+    @property
+    def num_links(self) -> int:
+        return len(self._links)
+
+    def cheapest(self, prices: np.ndarray, variation: np.ndarray, among: np.ndarray | None = None) -> Block:
+        """The combination whose activations cost least.
+
+        Args:
+            prices: per device, of holding one memory unit for one tick.
+            variation: per link, what its price is multiplied by.
+            among: the cyclic orders to consider on every device, as numbers; ``None`` considers all.
+        """
+        p = self.problem.num_devices
+        weights = self._weights(prices, variation)
+        picked = [np.arange(len(starts)) for starts in self._starts]
+        if among is not None:
+            picked = [among[among < len(each)] if len(each) > len(among) else each for each in picked]
+        best = np.zeros(0)
+        choice: list[tuple[np.ndarray, np.ndarray]] = []
+        for d in reversed(range(p)):
+            local = np.zeros(len(picked[d]))
+            for link, wait in zip(self._local[d], self._local_waits[d], strict=True):
+                local += weights[link.source, link.target] * wait[picked[d]]
+            if d == p - 1:
+                best = local
+                continue
+            weight = np.array([weights[link.source, link.target] for link in self._hops[d]], dtype=np.float32)
+            waits = self._hop_waits[d]
+            if among is not None:
+                waits = waits[:, :, picked[d + 1][:, None], picked[d]]
+            cost = np.tensordot(waits, weight, axes=([1], [0]))
+            rotation = cost.argmin(axis=0)
+            total = np.take_along_axis(cost, rotation[None], axis=0)[0] + best[:, None]
+            above = total.argmin(axis=0)
+            columns = np.arange(total.shape[1])
+            best = local + total[above, columns]
+            choice.append((above, rotation[above, columns]))
+        return self._follow(int(best.argmin()), choice[::-1], picked)
+
+    def _follow(self, order: int, choice: list[tuple[np.ndarray, np.ndarray]], picked: list[np.ndarray]) -> Block:
+        """From the first device up, along the choices made on the way down."""
+        starts = np.zeros(len(self.problem.device), dtype=np.int64)
+        shift = 0
+        for d in range(self.problem.num_devices):
+            for c in self.problem.classes[d]:
+                starts[c] = self._starts[d][picked[d][order], self._position[c]] + shift
+            if d < len(choice):
+                above, rotation = choice[d]
+                offsets, _ = self._offsets(d)
+                next_order = int(above[order])
+                turned = offsets[int(rotation[order])]
+                shift -= int(turned[picked[d + 1][next_order], picked[d][order]])
+                order = next_order
+        return Block.along_chain(self.problem, self.interval, starts)
+
+    def _weights(self, prices: np.ndarray, variation: np.ndarray) -> dict[tuple[int, int], float]:
+        """What one tick of waiting on a link costs: the price of all that is held across it."""
+        problem = self.problem
+        stages = len(problem.device) // 3
+        held = [0.0] * (stages + 1)
+        for stage in range(stages):
+            held[stage + 1] = held[stage] + prices[problem.device[3 * stage]] * problem.change[3 * stage]
+        weights = {}
+        for (source, target), factor in zip(self._links, variation, strict=True):
+            if target % 3 == WEIGHT:
+                price = prices[problem.device[target]] * -problem.change[target]
+            else:
+                price = held[min(source, target) // 3 + 1]
+            weights[source, target] = price * factor
+        return weights
+
+
+@dataclass(frozen=True)
+class Block:
+    """When the passes of one microbatch start; the next microbatch's start ``interval`` ticks later."""
+
+    problem: Problem
+    interval: int
+    starts: tuple[int, ...]
+
+    @classmethod
+    def along_chain(cls, problem: Problem, interval: int, offsets: np.ndarray) -> Block:
+        """Start every pass at the first time that has its offset, modulo the interval, and that its inputs allow."""
+        starts = [0] * len(offsets)
+        stages = len(offsets) // 3
+        for c in (*_way(stages), *(3 * s + WEIGHT for s in range(stages))):
+            ready = int(offsets[c]) if c == FORWARD else 0
+            for other, shift, lag in problem.waits[c]:
+                if shift == 0:
+                    ready = max(ready, starts[other] + problem.ticks[other] + lag)
+            starts[c] = ready + (int(offsets[c]) - ready) % interval
+        return cls(problem, interval, tuple(starts))
+
+    def delayed(self, after: int) -> Block:
+        """The block with one more interval of waiting on the way.
+
+        Args:
+            after: how many passes of the way to the loss and back keep their time; with a negative number, ``-n``, only
+                the ``n``-th W is put off.
+        """
+        chain = _way(len(self.starts) // 3)
+        if after < 0:
+            later = {3 * (-after - 1) + WEIGHT}
+        else:
+            later = set(chain[after:])
+            later |= {c + 1 for c in later if c % 3 == INPUT}
+        starts = tuple(start + self.interval * (c in later) for c, start in enumerate(self.starts))
+        return Block(self.problem, self.interval, starts)
+
+    @cached_property
+    def peaks(self) -> tuple[int, ...]:
+        """The most every device holds in the steady state."""
+        result = []
+        for classes in self.problem.classes:
+            starts = np.array([self.starts[c] for c in classes])
+            change = np.array([self.problem.change[c] for c in classes])
+            begun = (starts[:, None] - starts[None, :]) // self.interval + 1
+            result.append(int((begun * change[None, :]).sum(axis=1).max()))
+        return tuple(result)
+
+    def orders(self) -> Orders:
+        """The orders of ``m`` microbatches. They never hold more than the steady state."""
+        m = self.problem.num_microbatches
+        microbatches = np.arange(m)
+        orders = []
+        for classes in self.problem.classes:
+            starts = np.array([self.starts[c] for c in classes])
+            times = (starts[:, None] + self.interval * microbatches[None, :]).ravel()
+            passes = (np.array(classes)[:, None] * m + microbatches[None, :]).ravel()
+            orders.append(passes[np.argsort(times, kind="stable")].tolist())
+        return orders
+
+
+def _way(stages: int) -> list[int]:
+    """The classes of a microbatch's way to the loss and back."""
+    return [3 * s + FORWARD for s in range(stages)] + [3 * s + INPUT for s in reversed(range(stages))]
+
+
+@lru_cache(maxsize=256)
+def _cycle_starts(ticks: tuple[int, ...], idle: int) -> np.ndarray:
+    """``[order, pass]``: offsets of a device's passes in every cyclic order, the first pass first."""
+    lengths = (*ticks, idle) if idle else ticks
+    rows = []
+    for order in permutations(range(1, len(lengths))):
+        now, starts = lengths[0], [0] * len(lengths)
+        for index in order:
+            starts[index] = now
+            now += lengths[index]
+        rows.append(starts[: len(ticks)])
+    return np.array(rows, dtype=np.int64)
+
+
+class BlockSampler:
+    """Proposes blocks for one interval: first ever better balanced ones, then random variations of what did well.
+
+    Which blocks fit the caps is known at once, but which of them starts up and runs dry fastest is not: so the prices of
+    waiting are varied at random, and the variations of the best blocks are varied further.
+
+    Args:
+        problem: with at most two chunks per device.
+        interval: ticks from one microbatch to the next.
+        rng: source of the variations.
+    """
+
+    def __init__(self, problem: Problem, interval: int, rng: np.random.Generator) -> None:
+        self.cycles = Cycles(problem, interval, rng)
+        self._rng = rng
+        self._limits = problem.caps
+        self._caps = np.maximum(np.array(problem.caps, dtype=float), 1)
+        self._prices = np.ones(problem.num_devices)
+        self._boldness = 3.0
+        self._proposed = 0
+        self._seen: dict[tuple[int, ...], np.ndarray] = {}
+        self._elites: list[tuple[int, tuple[int, ...]]] = []
+        self.least_excess = float("inf")
+
+    @property
+    def balanced(self) -> bool:
+        """Whether the prices have settled and variations have begun."""
+        return self._proposed >= _BALANCING_ROUNDS
+
+    def propose(self) -> Block | None:
+        """Another block; ``None`` when it was proposed before or exceeds a cap."""
+        variation, among = np.zeros(self.cycles.num_links), None
+        if self.balanced:
+            variation, among = self._variation(), self._rng.permutation(_MOST_ORDERS)[:_ORDERS_PER_VARIATION]
+        block = self.cycles.cheapest(self._prices / self._caps, np.exp(variation), among)
+        load = np.array(block.peaks) / self._caps
+        fits = bool(load.max() <= 1)
+        if not self.balanced:
+            self._prices *= np.exp((load - load.mean()) * 2 / (1 + self._proposed * 0.2))
+            self._prices /= self._prices.mean()
+        else:
+            # Wild variations show more, as long as what they show fits.
+            self._boldness = min(3.0, self._boldness * 1.05) if fits else max(0.05, self._boldness * 0.95)
+        self._proposed += 1
+        self.least_excess = min(self.least_excess, float(load.max()))
+        if fits and self.balanced:
+            block = self._deepened(block)
+        if not fits or block.starts in self._seen:
+            return None
+        self._seen[block.starts] = variation
+        return block
+
+    def _deepened(self, block: Block) -> Block:
+        """Spend memory that the block leaves on microbatches in flight: they cover for others when the step runs dry."""
+        stages = len(block.starts) // 3
+        for _ in range(int(self._rng.integers(_MOST_DELAYS + 1))):
+            deeper = block.delayed(int(self._rng.integers(-stages, 2 * stages)))
+            if all(peak <= cap for peak, cap in zip(deeper.peaks, self._limits, strict=True)):
+                block = deeper
+        return block
+
+    def learn(self, block: Block, makespan: int) -> None:
+        """Tell how a proposed block did."""
+        self._elites = sorted([*self._elites, (makespan, block.starts)])[:_ELITES]
+
+    def _variation(self) -> np.ndarray:
+        rng, count = self._rng, self.cycles.num_links
+        if self._elites and rng.random() < 0.4:
+            _, starts = self._elites[min(len(self._elites) - 1, int(rng.exponential(2)))]
+            touched = rng.random(count) < rng.choice([0.1, 0.3, 1.0])
+            return self._seen[starts] + rng.standard_normal(count) * self._boldness * rng.random() * touched
+        return rng.standard_normal(count) * self._boldness * rng.choice([0.1, 0.3, 1.0])
+
+
+class PeriodicStarts:
+    """Blocks for the costs at hand, in more and more variations.
+
+    The interval is the work of the busiest device if any block fits the caps so, else as little longer as it takes:
+    unequal costs under a small cap must idle in the steady state too.
+
+    Args:
+        problem: what the blocks must fit; its microbatches are few where the real ones are many.
+        seed: of the variations.
+    """
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        self._problem = problem
+        self._rng = np.random.default_rng(seed)
+        self._stretch = 1.0
+        self._samplers = [BlockSampler(problem, max(problem.work), self._rng)]
+        self._fitting: list[BlockSampler] = []
+
+    @staticmethod
+    def suits(problem: Problem) -> bool:
+        """Whether the problem's cyclic orders can be listed."""
+        return max(len(classes) for classes in problem.classes) <= 3 * MAX_CHUNKS
+
+    @property
+    def idles(self) -> bool:
+        """Whether the interval had to be stretched."""
+        return self._stretch > 1
+
+    def propose(self) -> tuple[BlockSampler, Block] | None:
+        """A block that fits the caps; ``None`` when this trial gave none."""
+        sampler = self._pick()
+        block = sampler.propose()
+        if block is not None and sampler not in self._fitting:
+            self._fitting.append(sampler)
+        return None if block is None else (sampler, block)
+
+    @property
+    def exhausted(self) -> bool:
+        return not self._fitting and self._stretch > _LONGEST_STRETCH
+
+    def _pick(self) -> BlockSampler:
+        newest = self._samplers[-1]
+        if not newest.balanced:
+            return newest
+        hopeless = not self._fitting
+        if hopeless or (self.idles and len(self._fitting) < _INTERVALS):
+            # Far from fitting, small steps would only cost time.
+            self._stretch *= max(_STRETCH, min(newest.least_excess / 1.1, 1.5)) if hopeless else _STRETCH
+            interval = int(max(self._problem.work) * self._stretch)
+            self._samplers.append(BlockSampler(self._problem, interval, self._rng))
+            return self._samplers[-1]
+        return self._fitting[int(self._rng.integers(len(self._fitting)))]

@@ -1,0 +1,99 @@
+"""Orders to start from that need no search: every registered family, and list scheduling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron_pipemem.errors import PipememError
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.search.dispatch import dispatch
+from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible
+from megatron_pipemem.schedule.search.problem import INPUT, WEIGHT, Problem, from_schedule
+
+
+def family_starts(placement: Placement, problem: Problem, costs: Costs) -> Iterator[tuple[str, Timetable]]:
+    """Every family's schedule of this placement that fits the caps, by name."""
+    given = {"costs": costs}
+    for each in families():
+        if each.simulated_only or each.min_devices > placement.num_devices:
+            continue
+        options = {name: value for name, value in given.items() if name in each.options}
+        if each.chunks is None and "chunks" in each.options:
+            options["chunks"] = placement.num_chunks
+        try:
+            schedule = build_schedule(
+                each.name, num_devices=placement.num_devices, num_microbatches=problem.num_microbatches, **options
+            )
+        except PipememError:
+            continue
+        if schedule.placement != placement:
+            continue
+        orders = from_schedule(schedule)
+        if problem.fits(orders):
+            table = as_soon_as_possible(problem, orders)
+            assert table is not None, f"{each.name} does not end"
+            yield each.name, table
+
+
+def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
+    """Greedy orders. The last one runs one microbatch after the other and fits any cap that admits one."""
+    m = problem.num_microbatches
+    passes = range(len(problem.device) * m)
+    longest = max(problem.ticks)
+    depth = _depths(problem)
+    rules = {
+        "backward first": [depth[each // m] + each % m * longest * 0.1 for each in passes],
+        "oldest first": [each % m * longest * 4.0 + (each // m % 3 == WEIGHT) * longest * 4.0 for each in passes],
+        "one by one": [each % m * sum(problem.ticks) * 4.0 + (each // m % 3 == WEIGHT) for each in passes],
+    }
+    for name, urgency in rules.items():
+        table = dispatch(problem, urgency)
+        if table is not None and problem.fits(table.orders):
+            yield f"list schedule, {name}", table
+
+
+def _depths(problem: Problem) -> list[float]:
+    """Per class, minus how far it is along a microbatch's way: what is nearer its end goes first, W fill the gaps."""
+    stages = len(problem.device) // 3
+    longest = max(problem.ticks)
+    depths = []
+    for stage in range(stages):
+        forward, inputs = stage, 2 * stages - 1 - stage
+        depths += [-forward * longest, -inputs * longest, longest * 2 * stages]
+    return depths
+
+
+def shortened(problem: Problem, num_microbatches: int) -> Problem:
+    """The same step with fewer microbatches; starting up and running dry cost the same."""
+    return replace(problem, num_microbatches=min(problem.num_microbatches, num_microbatches))
+
+
+def fusable(problem: Problem, table: Timetable) -> set[int]:
+    """The I passes that may just as well run as one full backward with their W.
+
+    Where W follows I at once and nobody needs the gradient sooner than W ends, splitting buys nothing; a full backward
+    spares the kernel launches and the queue of a split one.
+    """
+    m, ticks, starts = problem.num_microbatches, problem.ticks, table.starts
+    consumers: dict[int, tuple[int, int]] = {}
+    for c, waits in enumerate(problem.waits):
+        for other, shift, lag in waits:
+            if c % 3 == INPUT and other % 3 == INPUT and shift == 0:
+                consumers[other] = (c, lag)
+    fused = set()
+    for order in table.orders:
+        for each, after in zip(order, order[1:], strict=False):
+            c, k = divmod(each, m)
+            if c % 3 != INPUT or after != each + m or starts[after] != starts[each] + ticks[c]:
+                continue
+            end = starts[after] + ticks[c + 1]
+            if c not in consumers:
+                fused.add(each)
+            else:
+                consumer, lag = consumers[c]
+                if starts[consumer * m + k] >= end + lag:
+                    fused.add(each)
+    return fused

@@ -1,0 +1,198 @@
+"""The search problem in whole numbers: passes, what they wait for, how long they take and what they hold.
+
+Microbatches are identical, so every pass class (a kind on a stage) runs them in order without loss, and a device's order
+is a sequence of passes. Time is in ticks and memory in units small enough that nothing is lost by rounding, because a
+search compares sums of thousands of terms for equality.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
+
+FORWARD, INPUT, WEIGHT = range(3)
+KINDS = (Kind.F, Kind.I, Kind.W)
+
+# Twelve divides by the usual numbers of chunks, ten to some power by whatever a decimal fraction has.
+_TICKS = 12 * 10**6
+_MEMORY_STEPS = 10**9
+
+Orders = list[list[int]]
+"""Per device, its passes in the order in which they run. Pass ``c * m + k`` is of class ``c`` and microbatch ``k``."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Find per device the order of its passes with the least makespan under the caps.
+
+    Args:
+        num_microbatches: ``m``.
+        device: device of every class; class ``3 * stage + kind`` with kinds F, I, W.
+        ticks: how long a pass of the class takes.
+        change: by how much it changes what its device holds.
+        waits: ``(class, shift, lag)`` of what a pass waits for: the pass of that class and of microbatch ``k + shift``
+            ends ``lag`` ticks before it at the latest. The last one is the pass's own class, one microbatch before.
+        caps: the most every device may hold.
+    """
+
+    num_microbatches: int
+    device: tuple[int, ...]
+    ticks: tuple[int, ...]
+    change: tuple[int, ...]
+    waits: tuple[tuple[tuple[int, int, int], ...], ...]
+    caps: tuple[int, ...]
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.caps)
+
+    @cached_property
+    def classes(self) -> tuple[tuple[int, ...], ...]:
+        """The classes of every device."""
+        return tuple(tuple(c for c, device in enumerate(self.device) if device == d) for d in range(self.num_devices))
+
+    @cached_property
+    def work(self) -> tuple[int, ...]:
+        """Ticks every device computes for one microbatch."""
+        return tuple(sum(self.ticks[c] for c in classes) for classes in self.classes)
+
+    @cached_property
+    def reversed(self) -> Problem:
+        """The same problem with time running backwards: what was freed last is taken first.
+
+        Its orders are the reversed orders, with microbatch ``k`` renamed ``m - 1 - k``.
+        """
+        followers: list[list[tuple[int, int, int]]] = [[] for _ in self.device]
+        for c, waits in enumerate(self.waits):
+            for other, shift, lag in waits:
+                if other != c:
+                    followers[other].append((c, shift, lag))
+        return Problem(
+            self.num_microbatches,
+            self.device,
+            self.ticks,
+            tuple(-change for change in self.change),
+            tuple((*waits, (c, -1, 0)) for c, waits in enumerate(followers)),
+            self.caps,
+        )
+
+    def held(self, order: Iterable[int]) -> int:
+        """The most a device holds after any pass of its order."""
+        m, change = self.num_microbatches, self.change
+        now = most = 0
+        for each in order:
+            now += change[each // m]
+            if now > most:
+                most = now
+        return most
+
+    def fits(self, orders: Orders) -> bool:
+        return all(self.held(order) <= cap for order, cap in zip(orders, self.caps, strict=True))
+
+
+def make_problem(
+    placement: Placement, num_microbatches: int, costs: Costs, caps: Sequence[float] | None
+) -> tuple[Problem, float]:
+    """Put a placement with its prices in whole numbers.
+
+    Args:
+        placement: one replica of the model.
+        num_microbatches: ``m``.
+        costs: seconds and memory.
+        caps: per device, in units of ``costs.memory_changes``, or ``None``.
+
+    Returns:
+        The problem, and how many of its ticks make a second.
+
+    Raises:
+        CostsError: the costs do not fit the placement.
+    """
+    stages = placement.num_stages
+    seconds = costs.seconds(placement)
+    scale = _TICKS / max(max(seconds[kind]) for kind in KINDS)
+    if scale == float("inf"):
+        scale = 1.0
+    # At least one tick, so that a pass always starts after what it waits for.
+    ticks = tuple(max(1, round(seconds[kind][stage] * scale)) for stage in range(stages) for kind in KINDS)
+    changes = costs.memory_changes(placement)
+    zero = (0.0,) * stages
+    flat = [changes.get(kind, zero)[stage] for stage in range(stages) for kind in KINDS]
+    whole = all(float(value).is_integer() for value in flat)
+    memory_scale = 1 if whole else _MEMORY_STEPS / max(map(abs, flat))
+    # Rounded to the safe side: what is taken up, what is given back down.
+    change = tuple(_ceil(value * memory_scale) for value in flat)
+    total = sum(max(0, value) for value in change) * num_microbatches
+    allowed = (
+        (total,) * placement.num_devices
+        if caps is None
+        else tuple(min(total, int(cap * memory_scale * (1 + 1e-9))) for cap in caps)
+    )
+    waits: list[tuple[tuple[int, int, int], ...]] = []
+    for stage in range(stages):
+        before, after = placement.previous_stage(stage), placement.next_stage(stage)
+        forward, inputs, weights = (3 * stage + kind for kind in range(3))
+
+        def lag(source: int, destination: int) -> int:
+            return round(costs.link_seconds(placement.devices[source], placement.devices[destination]) * scale)
+
+        data = () if before is None else ((3 * before + FORWARD, 0, lag(before, stage)),)
+        gradient = (forward, 0, 0) if after is None else (3 * after + INPUT, 0, lag(after, stage))
+        waits += [
+            (*data, (forward, -1, 0)),
+            (gradient, (inputs, -1, 0)),
+            ((inputs, 0, 0), (weights, -1, 0)),
+        ]
+    device = tuple(placement.devices[stage] for stage in range(stages) for _ in KINDS)
+    return Problem(num_microbatches, device, ticks, change, tuple(waits), allowed), scale
+
+
+def _ceil(value: float) -> int:
+    return -int(-value // 1)
+
+
+def to_schedule(
+    name: str, placement: Placement, problem: Problem, orders: Orders, fused: Collection[int] = ()
+) -> Schedule:
+    """The schedule with these orders.
+
+    Args:
+        name: of the schedule.
+        placement: of the problem.
+        problem: tells what the numbers of passes mean.
+        orders: of all devices.
+        fused: I passes that their W follows at once and that become one B with it.
+    """
+    m = problem.num_microbatches
+
+    def actions(order: list[int]) -> Iterator[Action]:
+        for each in order:
+            stage, kind = divmod(each // m, 3)
+            if each in fused:
+                yield Action(Kind.B, stage, each % m)
+            elif kind != WEIGHT or each - m not in fused:
+                yield Action(KINDS[kind], stage, each % m)
+
+    return Schedule(name, placement, m, tuple(tuple(actions(order)) for order in orders))
+
+
+def from_schedule(schedule: Schedule) -> Orders:
+    """The orders of a schedule, its full backwards as I and W in turn."""
+    m = schedule.num_microbatches
+    offset = {kind: index * m for index, kind in enumerate(KINDS)}
+    orders = []
+    for order in schedule.orders:
+        passes: list[int] = []
+        for kind, stage, microbatch in order:
+            at = 3 * stage * m + microbatch
+            if kind is Kind.B:
+                passes += [at + offset[Kind.I], at + offset[Kind.W]]
+            else:
+                passes.append(at + offset[kind])
+        orders.append(passes)
+    return orders

@@ -1,0 +1,76 @@
+"""What a search found, and how good it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_pipemem.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The best schedule of one placement.
+
+    Args:
+        schedule: within the cap.
+        makespan: seconds.
+        peaks: per device, the most it holds, in activation units, or in the unit of the costs' memory.
+        lower_bound: no schedule of this placement within the cap is faster, in seconds.
+        found_by: how the order came about.
+    """
+
+    schedule: Schedule
+    makespan: float
+    peaks: tuple[float, ...]
+    lower_bound: float
+    found_by: str
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The fastest schedule found, the best of every other placement, and how far from optimal it can be at most.
+
+    Args:
+        candidates: best first, one per placement.
+        seconds: how long the search took; 0 when it came from the cache.
+    """
+
+    candidates: tuple[Candidate, ...]
+    seconds: float
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidates[0]
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.best.schedule
+
+    @property
+    def makespan(self) -> float:
+        """Seconds."""
+        return self.best.makespan
+
+    @property
+    def peaks(self) -> tuple[float, ...]:
+        return self.best.peaks
+
+    @property
+    def lower_bound(self) -> float:
+        """No schedule of the best one's placement within the cap is faster, in seconds."""
+        return self.best.lower_bound
+
+    @property
+    def lower_bound_of_all(self) -> float:
+        """No schedule of any placement searched is faster, in seconds."""
+        return min(candidate.lower_bound for candidate in self.candidates)
+
+    @property
+    def gap(self) -> float:
+        """By how much of itself the makespan exceeds ``lower_bound`` at most; 0 proves it optimal for its placement."""
+        excess = 1 - self.lower_bound / self.makespan
+        return excess if excess > 1e-6 else 0.0
+
+    @property
+    def is_optimal(self) -> bool:
+        return self.gap == 0

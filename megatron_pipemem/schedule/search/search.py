@@ -1,0 +1,215 @@
+"""The search: a portfolio of starts for every placement, each improved, the best kept."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.bounds import lower_bound, one_microbatch
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.search.cache import ResultCache
+from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible, justify
+from megatron_pipemem.schedule.search.portfolio import family_starts, fusable, list_schedules, shortened
+from megatron_pipemem.schedule.search.problem import make_problem, to_schedule
+from megatron_pipemem.schedule.search.result import Candidate, SearchResult
+from megatron_pipemem.schedule.search.robust import most_robust
+from megatron_pipemem.schedule.simulator import simulate
+
+logger = logging.getLogger(__name__)
+
+NAME = "auto"
+
+_EXACT = 1 + 1e-6
+# Microbatches with which blocks are compared, per device: enough to start up and run dry, which is all that differs.
+_MICROBATCHES_PER_DEVICE = 2
+# Passes scheduled over all trials at effort 1; a trial costs about ten microseconds per pass.
+_PASSES_TO_TRY = 100_000
+_FEWEST_TRIALS, _MOST_TRIALS = 16, 120
+_FINALISTS = 6
+# Under a cap that makes the steady state idle, intervals multiply what there is to try.
+_EFFORT_WHEN_IDLE = 4
+
+
+def search_schedule(
+    *,
+    num_devices: int,
+    num_microbatches: int,
+    costs: Costs | None = None,
+    memory_cap: float | Sequence[float] | None = None,
+    placements: Sequence[Placement] | None = None,
+    seconds: float = 20.0,
+    effort: float = 1.0,
+    seed: int = 0,
+    cache: ResultCache | None = None,
+) -> SearchResult:
+    """Find the fastest schedule under a memory cap.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m`` of one step.
+        costs: what actions take and hold; default unit costs and activation units.
+        memory_cap: the most a device may hold after any action, one number or one per device: in activation units, or in
+            the unit of ``costs.memory`` where the costs have one (bytes). ``None`` is no limit.
+        placements: which to consider; default V, interleaved with two chunks, and linear.
+        seconds: stop improving after so long. A valid schedule always comes first.
+        effort: multiplies the number of trials; the search ends by itself after them, or when it meets the bound.
+        seed: of the random variations. Two searches that ``seconds`` does not cut give the same result for one seed.
+        cache: where finished searches are kept and looked up; ``None`` searches afresh.
+
+    Returns:
+        The best schedule of every placement, the fastest first, with certified lower bounds.
+
+    Raises:
+        UnsupportedError: no schedule of any of the placements fits the cap; the message says what is needed at least.
+        CostsError: the costs do not fit a placement.
+    """
+    started = time.perf_counter()
+    costs = costs or Costs()
+    if placements is None:
+        p = num_devices
+        placements = tuple(dict.fromkeys((Placement.v_shape(p), Placement.interleaved(p, 2), Placement.linear(p))))
+    question = (num_microbatches, costs, memory_cap, tuple(placements), effort, seed)
+    if cache is not None and (known := cache.get(question)) is not None:
+        return known
+    explorations = []
+    for placement in placements:
+        caps = _caps(memory_cap, placement)
+        if caps is not None and any(
+            cap * (1 + 1e-9) < need for cap, need in zip(caps, one_microbatch(placement, costs), strict=True)
+        ):
+            continue
+        explorations.append(_Exploration(placement, num_microbatches, costs, caps, seed))
+    if not explorations:
+        raise UnsupportedError(_nothing_fits(placements, costs, memory_cap))
+    # A placement whose bound is no better than what another one has reached cannot win.
+    explorations.sort(key=lambda e: e.bound)
+    deadline = started + seconds
+    for exploration in explorations:
+        exploration.start(deadline)
+    for index, exploration in enumerate(explorations):
+        reached = min(e.makespan for e in explorations)
+        if exploration.bound * _EXACT < reached:
+            # The favourite gets the full effort; the others must show promise with less.
+            exploration.explore(deadline, effort if index == 0 else effort / 3, reached)
+    candidates = sorted((e.candidate() for e in explorations), key=lambda c: (c.makespan, -c.lower_bound))
+    result = SearchResult(tuple(candidates), time.perf_counter() - started)
+    logger.info("%s in %.2f s, gap %.2f%%", result.best.found_by, result.seconds, 100 * result.gap)
+    if cache is not None and (result.is_optimal or time.perf_counter() < deadline):
+        cache.put(question, result)
+    return result
+
+
+def _caps(memory_cap: float | Sequence[float] | None, placement: Placement) -> list[float] | None:
+    if memory_cap is None:
+        return None
+    if not isinstance(memory_cap, Sequence):
+        return [memory_cap] * placement.num_devices
+    if len(memory_cap) != placement.num_devices:
+        raise UnsupportedError(
+            f"{len(memory_cap)} memory caps for {placement.num_devices} devices; give one number, or one per device"
+        )
+    return list(memory_cap)
+
+
+def _nothing_fits(placements: Sequence[Placement], costs: Costs, memory_cap: object) -> str:
+    unit = "activation units" if costs.memory is None else "bytes"
+    least = min(max(one_microbatch(placement, costs)) for placement in placements)
+    return (
+        f"no schedule fits the memory cap of {memory_cap} {unit}: one microbatch alone takes {least:.6g} on some device; "
+        "raise the cap, cut the model into more stages, or use smaller microbatches"
+    )
+
+
+@dataclass
+class _Exploration:
+    """The search within one placement. Makespans and bounds in seconds outside, in ticks inside."""
+
+    placement: Placement
+    num_microbatches: int
+    costs: Costs
+    caps: list[float] | None
+    seed: int
+    _finalists: list[tuple[int, int, str, Timetable]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        unit = self.costs.memory_unit(self.placement)
+        caps = None if self.caps is None else [cap / unit for cap in self.caps]
+        self._problem, self._ticks_per_second = make_problem(self.placement, self.num_microbatches, self.costs, caps)
+        self.bound = lower_bound(self.placement, self.num_microbatches, self.costs, self.caps)
+
+    @property
+    def makespan(self) -> float:
+        return self._finalists[0][0] / self._ticks_per_second
+
+    def start(self, deadline: float) -> None:
+        """Take the best of the families; without any, list schedules."""
+        for starts in (family_starts(self.placement, self._problem, self.costs), list_schedules(self._problem)):
+            for name, table in starts:
+                self._add(name, table)
+                if time.perf_counter() > deadline:
+                    return
+                self._add(f"{name}, justified", justify(self._problem, justify(self._problem, table)))
+                if self.makespan <= self.bound * _EXACT or time.perf_counter() > deadline:
+                    return
+
+    def explore(self, deadline: float, effort: float, reached: float) -> None:
+        """Try periodic starts until the bound is met, the effort is spent, or time is over.
+
+        Args:
+            deadline: on the clock of ``time.perf_counter``.
+            effort: see ``search_schedule``.
+            reached: the fastest step of any placement so far, in seconds; not used to stop, only a better bound is.
+        """
+        from megatron_pipemem.schedule.search.periodic import PeriodicStarts  # numpy takes a while to load
+
+        if not PeriodicStarts.suits(self._problem) or self.makespan <= self.bound * _EXACT:
+            return
+        short = shortened(self._problem, _MICROBATCHES_PER_DEVICE * self.placement.num_devices)
+        rest = self._problem.num_microbatches - short.num_microbatches
+        passes = len(short.device) * short.num_microbatches
+        trials = int(effort * min(_MOST_TRIALS, max(_FEWEST_TRIALS, _PASSES_TO_TRY / passes)))
+        sampler = PeriodicStarts(short, self.seed)
+        evaluated = proposed = 0
+        while evaluated < trials * (_EFFORT_WHEN_IDLE if sampler.idles else 1) and proposed < 4 * trials:
+            if time.perf_counter() > deadline or sampler.exhausted:
+                return
+            proposed += 1
+            proposal = sampler.propose()
+            if proposal is None:
+                continue
+            evaluated += 1
+            source, block = proposal
+            table = as_soon_as_possible(short, block.orders())
+            assert table is not None, "a periodic order ends"
+            table = justify(short, table)
+            source.learn(block, table.makespan)
+            # Every further microbatch costs an interval, or less where justification fills the steady state's gaps.
+            if table.makespan + rest * max(short.work) < self._finalists[-1][0] or len(self._finalists) < _FINALISTS:
+                self._finish(block, table, rest)
+                if self.makespan <= self.bound * _EXACT:
+                    return
+
+    def _finish(self, block, table: Timetable, rest: int) -> None:
+        """The block with all microbatches."""
+        if rest:
+            whole = type(block)(self._problem, block.interval, block.starts)
+            table = justify(self._problem, as_soon_as_possible(self._problem, whole.orders()))
+        self._add("periodic, justified", table)
+
+    def _add(self, name: str, table: Timetable) -> None:
+        entry = (table.makespan, len(self._finalists), name, table)
+        self._finalists = sorted([*self._finalists, entry], key=lambda e: e[:2])[:_FINALISTS]
+
+    def candidate(self) -> Candidate:
+        """The best schedule, of those that are equally fast the one that wrong costs harm least."""
+        slack = 0 if self.makespan <= self.bound * _EXACT else 1e-3
+        equal = [entry for entry in self._finalists if entry[0] <= self._finalists[0][0] * (1 + slack)]
+        _, _, name, table = equal[most_robust(self._problem, [entry[3] for entry in equal], self.seed)]
+        fused = fusable(self._problem, as_soon_as_possible(self._problem, table.orders))
+        schedule = to_schedule(NAME, self.placement, self._problem, table.orders, fused)
+        timeline = simulate(schedule, self.costs)
+        return Candidate(schedule, timeline.makespan, timeline.peaks, self.bound, name)

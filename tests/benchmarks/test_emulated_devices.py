@@ -1,0 +1,93 @@
+"""The comparison on sleeping devices: every runtime runs every pass, and what it reports is what ran. No times."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from megatron_pipemem import build_schedule, simulate
+from megatron_pipemem.schedule.action import Action, Kind
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+DEVICES, MICROBATCHES, UNIT_MS = 2, 4, 4.0
+OURS = ["1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "1f1b-v"]
+# Peak of every peer, p devices and enough microbatches: 1F1B's warm-up of p, interleaved's 3p - 1 chunks, the V's 2p
+# chunks and DualPipeV's one more.
+PEERS = {
+    ("torch", "1f1b"): 1.0,
+    ("torch", "interleaved"): (3 * DEVICES - 1) / (2 * DEVICES),
+    ("torch", "zbv"): 1.0,
+    ("torch", "dualpipe-v"): (2 * DEVICES + 1) / (2 * DEVICES),
+    ("megatron", "1f1b"): 1.0,
+    ("megatron", "interleaved"): (3 * DEVICES - 1) / (2 * DEVICES),
+}
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory) -> dict:
+    output = tmp_path_factory.mktemp("emulated") / "result.json"
+    sizes = f"--devices {DEVICES} --microbatches {MICROBATCHES} --costs 1,1,1 --step-ms {UNIT_MS} --repeats 1".split()
+    command = [sys.executable, str(BENCHMARKS / "emulated_devices.py"), *sizes, "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(output.read_text())
+    return result
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_ours_holds_what_the_simulator_says(comparison, name):
+    (row,) = (row for row in comparison["rows"] if (row["runtime"], row["schedule"]) == ("pipemem", name))
+    timeline = simulate(build_schedule(name, num_devices=DEVICES, num_microbatches=MICROBATCHES))
+    assert row["peak"] == pytest.approx(timeline.peak)
+    assert row["simulated"] == pytest.approx(timeline.makespan * UNIT_MS / 1e3)
+    # A sleep never ends early, so no run beats its plan; one that does has skipped some waiting.
+    assert row["seconds"] >= row["simulated"] * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("cap", [0.5, 0.625, 0.75, 1.0])
+def test_searched_schedules_hold_no_more_than_their_cap(comparison, cap):
+    (row,) = (row for row in comparison["rows"] if row["schedule"] == f"search {cap:g}")
+    assert 0 < row["peak"] <= cap
+    assert row["seconds"] >= row["simulated"] * (1 - 1e-9)
+
+
+def test_every_peer_ran_and_met_the_fastest_of_ours_within_its_memory(comparison):
+    rows = {(row["runtime"], row["schedule"]): row for row in comparison["rows"]}
+    assert {key: rows[key]["peak"] for key in rows if key[0] != "pipemem"} == pytest.approx(PEERS)
+    assert len(comparison["at_equal_memory"]) == len(PEERS)
+    for duel in comparison["at_equal_memory"]:
+        rivals = [r for (runtime, _), r in rows.items() if runtime == "pipemem" and r["peak"] <= duel["peer_peak"]]
+        assert duel["our_seconds"] == min(row["seconds"] for row in rivals)
+        peer = rows[tuple(duel["peer"].split(" "))]
+        assert duel["speedup"] == pytest.approx(peer["seconds"] / duel["our_seconds"])
+
+
+def test_a_run_in_another_order_is_refused(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from emulated.measure import check_order
+
+    schedule = build_schedule("1f1b", num_devices=2, num_microbatches=2)
+    first = [Action(kind, 0, mb) for kind, mb in zip("FFIWIW", (0, 1, 0, 0, 1, 1), strict=True)]
+    last = [Action(Kind(kind), 1, mb) for mb in (0, 1) for kind in "FIW"]
+    check_order(schedule, [first, last])
+    with pytest.raises(RuntimeError, match="device 1 did not run 1f1b in its order"):
+        check_order(schedule, [first, last[3:] + last[:3]])
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--microbatches 5", "--devices 1", "--costs 1,1", "--costs 1,0,1", "--repeats 0"]
+)
+def test_arguments_that_no_comparison_can_use_are_refused(arguments, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from emulated_devices import parse_arguments
+
+    with pytest.raises(SystemExit):
+        parse_arguments(arguments.split())
+    assert "error:" in capsys.readouterr().err

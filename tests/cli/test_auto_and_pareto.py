@@ -1,0 +1,82 @@
+"""``auto`` wherever a schedule's name can stand, and ``pipemem pareto``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def byte_costs(tmp_path):
+    """1F1B holds four microbatches of these on its first device: 4000 bytes."""
+    path = tmp_path / "costs.json"
+    memory = {"F": 1000, "I": -300, "W": -700}
+    path.write_text(
+        json.dumps({"forward": 1, "backward_input": 1.5, "backward_weight": 0.5, "memory": memory}), encoding="utf-8"
+    )
+    return path
+
+
+def test_auto_simulates_what_it_found(pipemem_json):
+    ask = ("simulate", "auto", "-p", 8, "-m", 24, "--costs", "1,1.5,.5", "--memory-cap", 0.625)
+    found = pipemem_json(*ask)
+    assert found["schedule"] == "auto" and found["peak_activation"] <= 0.625
+    assert found["makespan"] == pytest.approx(found["lower_bound"])
+    assert found["bubble_rate"] < pipemem_json("simulate", "v-half", *ask[2:])["bubble_rate"]
+    assert found["search_seconds"] > 0 == pipemem_json(*ask)["search_seconds"], "the second one is remembered"
+
+
+def test_auto_takes_placement_chunks_and_seed(pipemem_json, refuses):
+    size = ("simulate", "auto", "-p", 4, "-m", 8)
+    assert pipemem_json(*size, "-o", "placement=linear")["chunks"] == 1
+    assert pipemem_json(*size, "--chunks", 4, "--memory-cap", 1)["chunks"] == 4
+    assert "take v, interleaved or linear" in refuses(*size, "-o", "placement=x")
+    assert "its options: chunks, placement" in refuses(*size, "-o", "colour=1")
+    assert "does not go with placement" in refuses(*size, "-o", "placement=linear", "--chunks", 2)
+
+
+def test_a_cap_in_bytes(pipemem, pipemem_json, refuses, byte_costs):
+    size = ("-p", 4, "-m", 12, "--costs", byte_costs)
+    found = pipemem("simulate", "auto", *size, "--memory-cap", "2500B").stdout
+    (line,) = [line for line in found.splitlines() if line.startswith("peak memory")]
+    assert max(float(part.split()[0]) for part in line.removeprefix("peak memory").split(",")) <= 2500
+    assert "over the memory cap of 2500" in refuses("simulate", "1f1b", *size, "--memory-cap", "2500B", code=1)
+    assert "say nothing of bytes" in refuses("simulate", "auto", "-p", 4, "-m", 12, "--memory-cap", "2GiB")
+    assert "no positive number" in refuses("simulate", "auto", *size, "--memory-cap", "much")
+    assert "raise the cap" in refuses("simulate", "auto", *size, "--memory-cap", "10B")
+
+
+def test_auto_can_be_shown_and_converted(pipemem, tmp_path):
+    size = ("auto", "-p", 2, "-m", 4, "--memory-cap", 0.75)
+    assert "auto" in pipemem("show", *size).stdout
+    pipemem("convert", size[0], tmp_path / "auto.csv", *size[1:])
+    pipemem("check", tmp_path / "auto.csv", "--memory-cap", 0.75)
+
+
+def test_pareto_lists_no_dominated_choice(pipemem, pipemem_json, tmp_path):
+    ask = ("pareto", "-p", 4, "-m", 8, "--costs", "1,1.5,.5", "--caps", "0.5,0.75,1")
+    found = pipemem_json(*ask)
+    assert not any(choice["dominated"] for choice in found["choices"])
+    assert any("instead of" in trade for trade in found["trades"])
+    everything = pipemem_json(*ask, "--all")["choices"]
+    assert {"1f1b", "v-min", "auto"} <= {choice["schedule"] for choice in everything}
+    assert "chimera" not in {choice["schedule"] for choice in everything}, "it holds the weights twice"
+    assert len(everything) > len(found["choices"])
+    for one in found["choices"]:
+        for other in everything:
+            assert not (
+                other["peak_activation"] < one["peak_activation"] - 1e-9 and other["makespan"] < one["makespan"] - 1e-9
+            )
+    pipemem(*ask, "--output", tmp_path / "front.png")
+    assert (tmp_path / "front.png").stat().st_size > 10_000
+    assert "dominated schedules are not listed" in pipemem(*ask).stdout
+
+
+def test_pareto_refuses_caps_that_are_none(refuses):
+    assert "give positive numbers" in refuses("pareto", "-p", 4, "-m", 8, "--caps", "0.5,x")

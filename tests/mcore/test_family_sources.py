@@ -1,0 +1,69 @@
+"""Families as a source of a run's schedules: chunks to ask Megatron for, cap and costs handed on."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.sources import FamilySource, Shape
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.registry import build_schedule, families
+
+RUNNABLE = [family.name for family in families() if not family.simulated_only]
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_every_family_says_how_many_chunks_it_wants_and_builds_for_them(name):
+    source = FamilySource(name)
+    plan = source.plan(Shape(4, source.chunks, 6), "start")
+    assert plan.schedule.placement == source.placement(4, source.chunks) == source.placement(4, None)
+    assert plan.schedule.placement.num_chunks == source.chunks
+    round_robin = all(device == stage % 4 for stage, device in enumerate(plan.schedule.placement.devices))
+    assert source.is_round_robin == round_robin
+    assert source.may_split == plan.schedule.splits_backward
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "chunks"),
+    [("hanayo", {}, 4), ("hanayo", {"waves": 1}, 2), ("gis", {"chunks": 3}, 3), ("looped-bfs", {}, 2)],
+)
+def test_options_decide_the_chunks(name, options, chunks):
+    assert FamilySource(name, options=options).chunks == chunks
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("hanayo", 6), ("gis-h", 3), ("looped-bfs", 4)])
+def test_a_model_that_is_cut_otherwise_decides_too(name, chunks):
+    assert FamilySource(name).placement(4, chunks).num_chunks == chunks
+
+
+def test_waves_that_disagree_with_the_model_are_refused():
+    with pytest.raises(UnsupportedError, match="1 waves are 2 chunks, not 4"):
+        FamilySource("hanayo", options={"waves": 1}).placement(4, 4)
+
+
+def test_group_size_of_megatron_is_ours_unless_it_is_its_default():
+    def schedule(name, group_size):
+        return FamilySource(name).plan(Shape(4, 2, 12, group_size), "start").schedule
+
+    assert schedule("gis", 3) == build_schedule("gis", num_devices=4, num_microbatches=12, group_size=3)
+    assert schedule("gis-h", 4) == build_schedule("gis-h", num_devices=4, num_microbatches=12)
+
+
+def test_cap_and_costs_fit_the_order_and_measured_costs_fit_it_again():
+    costs, measured = Costs(p2p=0.3), Costs((1.0, 1.0, 1.0, 2.0), 1.5, 0.5)
+    source = FamilySource("zb-auto", memory_cap=1.5, costs=costs)
+
+    def wanted(costs):
+        return build_schedule("zb-auto", num_devices=4, num_microbatches=12, memory_cap=1.5, costs=costs)
+
+    shape = Shape(4, 1, 12)
+    assert source.plan(shape, "start").schedule == wanted(costs)
+    source.measured(measured, None)
+    assert source.plan(shape, "measured").schedule == wanted(measured) != wanted(costs)
+
+
+def test_cap_and_costs_are_no_options():
+    with pytest.raises(UnsupportedError, match="costs is no option of schedule 'zb-auto' alone"):
+        FamilySource("zb-auto", options={"costs": 1})

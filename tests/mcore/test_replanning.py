@@ -1,0 +1,138 @@
+"""When a run is planned anew, decided on one rank: with one rank there is nobody to disagree."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron_pipemem.mcore import replanning
+from megatron_pipemem.mcore.programs import ProgramCache
+from megatron_pipemem.mcore.replanning import FIRST_STEPS, WINDOW, News, Replanner, merge_bytes
+from megatron_pipemem.mcore.search_source import source_of
+from megatron_pipemem.mcore.sources import FamilySource, Shape
+from megatron_pipemem.runtime.activation_ledger import LedgerEntry
+from megatron_pipemem.runtime.trace import TracedAction
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
+
+ALONE = Shape(1, 1, 2)
+
+
+class Trace:
+    """One microbatch on the only stage."""
+
+    def __init__(self, forward=1.0, backward=2.0):
+        self._actions = [
+            TracedAction(Action(Kind.F, 0, 0), 0.0, forward),
+            TracedAction(Action(Kind.I, 0, 0), forward, forward + backward),
+            TracedAction(Action(Kind.W, 0, 0), 10.0, 10.0 + backward),
+        ]
+
+    def actions(self):
+        return self._actions
+
+
+class Ledger:
+    entries = [
+        LedgerEntry(Action(kind, 0, 0), {"saved": held}) for kind, held in ((Kind.F, 100), (Kind.I, 70), (Kind.W, 0))
+    ]
+
+
+class Run:
+    """Steps of one rank, as ``ForwardBackward`` makes them."""
+
+    def __init__(self, source, profile=True):
+        self.source, self.links_measured = source, 0
+        self.replanner = Replanner(source, profile)
+        self.programs = ProgramCache(source)
+
+    def step(self, trace=None):
+        news = self.replanner.before_step(ALONE, 0, self._links)
+        if news is not None:
+            self.programs.renew(news)
+        plan = self.programs.compile(ALONE, forward_only=False, agree=lambda digest: None).plan
+        ledger = Ledger() if self.replanner.wants_bytes else None
+        self.replanner.after_step(1, ledger, trace or Trace())
+        return news, plan
+
+    def _links(self):
+        self.links_measured += 1
+        return {}
+
+
+def steps_until_news(run, trace=None, limit=3 * WINDOW):
+    for step in range(limit):
+        news, plan = run.step(trace)
+        if news is not None:
+            return step, news, plan
+    return None
+
+
+def test_costs_are_measured_after_a_warm_up_and_read_one_step_late():
+    run = Run(FamilySource("zb-h1"))
+    news, plan = run.step(Trace(forward=50.0))
+    assert news is None and plan.priced_by == "unit" and plan.reason == "start"
+    step, news, plan = steps_until_news(run)
+    assert step == FIRST_STEPS + 1 and news.reason == "costs measured" and news.minimum_gain == 0
+    assert (plan.costs.forward, plan.costs.backward_input, plan.costs.backward_weight) == ((1.0,), (2.0,), (2.0,))
+    assert plan.priced_by == "measured" and plan.reason == "costs measured"
+    assert run.links_measured == 1
+
+
+def test_steady_costs_change_nothing_and_drift_is_noticed_once():
+    run = Run(FamilySource("zb-h1"))
+    steps_until_news(run)
+    assert steps_until_news(run) is None
+    step, news, plan = steps_until_news(run, Trace(forward=1.5))
+    assert step <= 2 * WINDOW and "F of stage 0" in news.reason and news.minimum_gain == 0.01
+    assert plan.costs.forward == (1.5,)
+    assert steps_until_news(run, Trace(forward=1.5)) is None
+    assert run.links_measured == 1
+
+
+def test_without_profile_only_bytes_are_counted_and_only_once():
+    run = Run(source_of("auto", "150B", "unit", {"seconds": 1, "placement": "linear"}), profile=False)
+    _, first = run.step()
+    assert run.replanner.wants_bytes is True and run.replanner.wants_seconds is False
+    news, plan = run.step()
+    assert news.reason == "bytes counted" and news.costs is None
+    assert news.changes == {Kind.F: (100,), Kind.I: (-30,), Kind.W: (-70,)}
+    assert plan.timeline.peak <= 150 and plan.priced_by == "unit"
+    assert run.replanner.wants_bytes is False
+    assert steps_until_news(run) is None
+
+
+def test_bytes_and_seconds_come_one_after_the_other():
+    run = Run(source_of("auto", "150B", "profile", {"seconds": 1, "placement": "linear"}))
+    run.step()
+    assert run.step()[0].reason == "bytes counted"
+    _, news, plan = steps_until_news(run)
+    assert news.reason == "costs measured" and plan.costs.forward == (1.0,)
+    assert plan.timeline.peak <= 150, "counted bytes are kept"
+
+
+def test_every_number_of_microbatches_is_planned_anew_when_it_comes():
+    programs = ProgramCache(FamilySource("zb-h1"))
+
+    def plan(m):
+        return programs.compile(Shape(2, 1, m), forward_only=False, agree=lambda digest: None).plan
+
+    first = [plan(4), plan(6)]
+    assert [p.reason for p in first] == ["start", "step of 6 microbatches"]
+    assert plan(4) is first[0]
+    programs.renew(News("costs measured", Costs(3.0), None, 0.0))
+    assert [(p.reason, p.costs.forward) for p in (plan(6), plan(4))] == [("costs measured", 3.0)] * 2
+    assert plan(8).reason == "step of 8 microbatches"
+
+
+def test_bytes_of_replicas_that_differ_are_those_of_the_fullest():
+    def seen(device, *changes):
+        zeros = [0] * 4
+        for stage, value in zip(Placement.v_shape(2).stages[device], changes, strict=True):
+            zeros[stage] = value
+        return replanning._Contribution(device, {Kind.F: tuple(zeros), Kind.W: tuple(-z for z in zeros)}, {}, {})
+
+    merged = merge_bytes([seen(0, 5, 6), seen(1, 9, 2), seen(0, 7, 1), seen(1, 3, 4)], Placement.v_shape(2))
+    assert merged == {Kind.F: (7, 9, 4, 6), Kind.W: (-7, -9, -4, -6)}

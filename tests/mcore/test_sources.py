@@ -1,0 +1,209 @@
+"""Where schedules come from: files and searches, without any process group."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron_pipemem.errors import PipememError, ScheduleError, ScheduleFormatError, UnsupportedError
+from megatron_pipemem.mcore.search_source import SearchSource, source_of
+from megatron_pipemem.mcore.sources import Shape
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import held_after, simulate
+from megatron_pipemem.schedule.validator import validate, validate_program
+
+QUICK = {"seconds": 1}
+
+
+def auto(cap=None, costs="unit", **options):
+    return source_of("auto", cap, costs, QUICK | options)
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(schedule="v-half", p=4, m=8):
+        path = tmp_path / f"{schedule}.csv"
+        path.write_text(build_schedule(schedule, num_devices=p, num_microbatches=m).to_csv())
+        return str(path)
+
+    return write
+
+
+def test_a_file_is_run_as_it_stands(file):
+    source = source_of(file(), None, "unit", {})
+    expected = build_schedule("v-half", num_devices=4, num_microbatches=8)
+    plan = source.plan(Shape(4, 2, 8), "start")
+    assert plan.schedule.orders == expected.orders and plan.schedule.placement == expected.placement
+    assert (source.may_split, source.is_round_robin, source.chunks) == (True, False, 2)
+    fused = source_of(file("interleaved"), None, "unit", {})
+    assert (fused.may_split, fused.is_round_robin, fused.chunks) == (False, True, 2)
+
+
+def test_a_file_evaluates_any_number_of_microbatches_on_its_placement(file):
+    source = source_of(file(), None, "unit", {})
+    for m in (1, 8, 13):
+        forwards = source.forwards(Shape(4, 2, m))
+        validate(forwards)
+        assert forwards.placement.name == "v"
+        assert {a.kind for order in forwards.orders for a in order} == {Kind.F}
+        assert sum(map(len, forwards.orders)) == 8 * m
+
+
+def test_a_file_for_other_numbers_is_refused_with_the_way_out(file):
+    source = source_of(file(), None, "unit", {})
+    with pytest.raises(UnsupportedError, match="8 microbatches .* has 12.*--global-batch-size"):
+        source.plan(Shape(4, 2, 12), "start")
+    with pytest.raises(UnsupportedError, match="--pipeline-model-parallel-size 4"):
+        source.placement(8, 2)
+
+
+def test_a_file_is_checked_before_anything_runs(file, tmp_path):
+    with pytest.raises(ScheduleError, match="cap"):
+        source_of(file(), 0.5, "unit", {})
+    with pytest.raises(UnsupportedError, match="every rank can read"):
+        source_of(str(tmp_path / "none.csv"), None, "unit", {})
+    wrong = tmp_path / "wrong.csv"
+    wrong.write_text("0F0,0B0,0B0\n")
+    with pytest.raises(ScheduleError):
+        source_of(str(wrong), None, "unit", {})
+    wrong.write_text("0F0,what\n")
+    with pytest.raises(ScheduleFormatError, match="line 1, column 2"):
+        source_of(str(wrong), None, "unit", {})
+    with pytest.raises(UnsupportedError, match="group_size"):
+        source_of(file(), None, "unit", {"group_size": 4})
+
+
+@pytest.mark.parametrize("schedule", ["v-half", "a.csv"])
+def test_only_a_search_can_fit_bytes(schedule):
+    with pytest.raises(UnsupportedError, match="auto"):
+        source_of(schedule, "6GiB", "unit", {})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"colour": 1}, "placement, chunks, seconds, seed"),
+        ({"placement": "w"}, "v, interleaved, linear"),
+        ({"seconds": "soon"}, "seconds='soon'"),
+        ({"chunks": 0}, "chunks=0"),
+    ],
+)
+def test_bad_options_of_a_search_are_refused(options, words):
+    with pytest.raises(UnsupportedError, match=words):
+        auto(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "chunks", "name"),
+    [
+        ({"placement": "v"}, 2, "v"),
+        ({"placement": "v"}, 4, "wave"),
+        ({"placement": "interleaved"}, 3, "interleaved"),
+        ({"placement": "linear"}, 1, "linear"),
+        ({}, 1, "linear"),
+    ],
+)
+def test_the_placement_that_is_asked_for(options, chunks, name):
+    source = auto(**options)
+    placement = source.placement(4, chunks)
+    assert (placement.name, placement.num_chunks) == (name, chunks)
+    assert source.placement(4, None) == placement, "chosen once"
+
+
+@pytest.mark.parametrize(("kind", "chunks"), [("v", 1), ("linear", 2), ("interleaved", 1)])
+def test_a_placement_that_the_model_does_not_fit_is_refused(kind, chunks):
+    with pytest.raises(UnsupportedError, match="--num-virtual-stages-per-pipeline-rank"):
+        auto(placement=kind).placement(4, chunks)
+
+
+def test_a_search_keeps_to_the_placement_and_the_cap():
+    source = auto(0.6)
+    assert source.placement(4, 2).name == "v", "the fastest within this cap"
+    plan = source.plan(Shape(4, 2, 8), "start")
+    validate(plan.schedule, memory_cap=0.6)
+    assert plan.timeline.makespan <= simulate(build_schedule("v-min", num_devices=4, num_microbatches=8)).makespan
+    assert plan.lower_bound <= plan.timeline.makespan and plan.search_seconds >= 0
+    other = source.plan(Shape(4, 2, 3), "step of 3 microbatches")
+    assert other.schedule.num_microbatches == 3 and other.schedule.placement == plan.schedule.placement
+
+
+def test_a_cap_below_one_microbatch_names_the_least():
+    with pytest.raises(UnsupportedError, match="at least 0.25"):
+        auto(0.2).placement(4, 2)
+
+
+# Device 0 has two stages of 100 bytes and device 1 two of 80; I gives a part back, and messages take 5 bytes for a while.
+CHANGES = {
+    Kind.F: (95, 75, 75, 95),
+    Kind.RECV_F: (0, 5, 5, 5),
+    Kind.I: (-25, -25, -25, -30),
+    Kind.RECV_I: (5, 5, 5, 0),
+    Kind.W: (-75, -60, -60, -70),
+}
+WITH_FUSED = CHANGES | {Kind.B: (-100, -85, -85, -100)}
+
+
+def test_a_cap_in_bytes_waits_for_bytes_and_holds_for_the_whole_program():
+    source = auto("420B")
+    shape = Shape(2, 2, 6)
+    assert source.needs_bytes and source.placement(2, 2).name == "v"
+    first = source.plan(shape, "start")
+    assert [a.microbatch for a in first.schedule.orders[0]] == sorted(a.microbatch for a in first.schedule.orders[0])
+    source.measured(None, CHANGES)
+    assert not source.needs_bytes
+    plan = source.plan(shape, "bytes counted", first)
+    program = lower(plan.schedule)
+    validate_program(program)
+    assert max(max(held_after(actions, WITH_FUSED)) for actions in program.actions) <= 420
+    assert plan.timeline.makespan < first.timeline.makespan
+
+
+def test_bytes_that_no_schedule_keeps_are_refused_with_the_least():
+    source = auto("150B")
+    source.measured(None, CHANGES)
+    # Both chunks of device 0 and the buffer of the second one's input.
+    with pytest.raises(UnsupportedError, match="150B: pipeline rank 0 .*at least 195B"):
+        source.plan(Shape(2, 2, 6), "start")
+
+
+def test_bytes_of_a_costs_file_need_no_counting(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"forward": 1, "memory": {"F": 200, "I": -50, "W": -150}}))
+    source = auto("450B", str(path))
+    assert not source.needs_bytes and source.priced_by == "file"
+    plan = source.plan(Shape(2, 2, 6), "start")
+    assert plan.timeline.peak <= 450
+    in_units = auto(0.75, str(path)).plan(Shape(2, 2, 6), "start")
+    assert in_units.timeline.peak <= 0.75
+
+
+def test_a_schedule_that_is_hardly_better_does_not_replace_the_one_that_runs():
+    source = auto()
+    shape = Shape(4, 2, 8)
+    before = source.plan(shape, "start")
+    source.measured(Costs(2.0, 2.0, 2.0), None)
+    kept = source.plan(shape, "drift", before, minimum_gain=0.01)
+    assert kept.schedule is before.schedule and kept.costs.forward == 2.0 and kept.priced_by == "measured"
+    assert "drift" in kept.reason
+    source.measured(Costs((9.0, *[1.0] * 7), 1.0, 1.0), None)
+    assert source.plan(shape, "drift", before, minimum_gain=-9.0).schedule is not before.schedule
+
+
+def test_profile_starts_from_unit_costs_and_unknown_costs_are_refused():
+    assert auto(costs="profile").priced_by == "unit"
+    with pytest.raises(PipememError, match="nowhere.json"):
+        auto(costs="nowhere.json")
+
+
+def test_a_search_may_split_and_knows_when_megatrons_own_placement_is_certain():
+    assert all(auto(**options).may_split for options in ({}, {"placement": "linear"}))
+    assert [
+        auto(**o).is_round_robin for o in ({}, {"placement": "linear"}, {"placement": "interleaved"}, {"chunks": 1})
+    ] == [*(False, True, True, True)]
+    assert isinstance(auto(), SearchSource)

@@ -1,0 +1,89 @@
+"""Costs from timestamps, and when they have drifted."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+from megatron_pipemem.runtime.measured_costs import Stopwatch, average, costs_from, drift
+from megatron_pipemem.runtime.trace import TracedAction
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
+
+V2 = Placement.v_shape(2)
+
+
+def step(**seconds):
+    """One step: ``F0=[1, 2]`` are the forwards of stage 0 of two microbatches."""
+    return [
+        TracedAction(Action(Kind(name[0]), int(name[1:]), microbatch), 10.0, 10.0 + duration)
+        for name, durations in seconds.items()
+        for microbatch, duration in enumerate(durations)
+    ]
+
+
+def costs(forward=1.0, **changes):
+    prices = {kind: [forward] * 4 for kind in "FIW"}
+    for name, seconds in changes.items():
+        prices[name[0]][int(name[1:])] = seconds
+    return Costs(*map(tuple, prices.values()))
+
+
+def test_medians_are_of_all_steps_and_shrug_off_a_hiccup():
+    watch = Stopwatch()
+    watch.add(step(F0=[1.0, 1.0, 50.0], W3=[2.0]))
+    watch.add(step(F0=[1.0, 1.5], W3=[4.0]))
+    assert watch.steps == 2
+    assert watch.medians() == {(Kind.F, 0): pytest.approx(1.0), (Kind.W, 3): pytest.approx(3.0)}
+    watch.reset()
+    assert (watch.steps, watch.medians()) == (0, {})
+
+
+def test_replicas_are_averaged_stage_by_stage():
+    seen = [{(Kind.F, 0): 1.0, (Kind.I, 0): 5.0}, {(Kind.F, 0): 3.0}, {(Kind.F, 1): 7.0}]
+    assert average(seen) == {(Kind.F, 0): 2.0, (Kind.I, 0): 5.0, (Kind.F, 1): 7.0}
+
+
+def test_costs_are_one_value_per_stage_and_links_those_measured():
+    medians = {
+        (kind, stage): 10 * "FIW".index(kind.value) + stage
+        for kind in "FIW"
+        for stage in range(4)
+        for kind in [Kind(kind)]
+    }
+    found = costs_from(medians, {(0, 1): 0.25}, V2, Costs())
+    assert found.forward == (0, 1, 2, 3)
+    assert found.backward_input == (10, 11, 12, 13)
+    assert found.backward_weight == (20, 21, 22, 23)
+    assert (found.link_seconds(0, 1), found.link_seconds(1, 0)) == (0.25, 0.0)
+
+
+def test_a_fused_backward_is_split_as_it_was_split_before():
+    before = Costs(backward_input=3.0, backward_weight=1.0)
+    medians = {(Kind.F, s): 1.0 for s in range(4)} | {(Kind.B, s): 8.0 for s in range(4)} | {(Kind.W, 3): 5.0}
+    found = costs_from(medians, {}, V2, before)
+    assert found.backward_input == (6, 6, 6, 6)
+    assert found.backward_weight == (2, 2, 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        (costs(), None),
+        (costs(1.19), None),
+        (costs(I2=1.21), "I of stage 2"),
+        (costs(I2=0.79), "I of stage 2"),
+        (costs(F1=1.3, W3=0.6), "W of stage 3"),
+        (costs(1.5), "takes 1.5e"),
+    ],
+)
+def test_drift_is_a_fifth_of_a_stages_price_and_names_the_worst(now, words):
+    found = drift(costs(), now, V2)
+    assert found is None if words is None else words in found
+
+
+def test_the_times_of_a_stage_without_layers_are_noise():
+    assert drift(costs(F0=0.01), costs(F0=0.05), V2) is None
+    assert drift(costs(F0=0.01), costs(F0=0.5), V2) is not None

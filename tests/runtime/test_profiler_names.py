@@ -1,0 +1,25 @@
+"""A profile of a run shows the actions under the names torch's own pipeline runtime uses."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import toy  # noqa: E402
+
+from megatron_pipemem.runtime.executor import Executor  # noqa: E402
+from megatron_pipemem.runtime.transport import MessageFormat, Transport  # noqa: E402
+from megatron_pipemem.schedule.lowering import lower  # noqa: E402
+from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
+
+
+def test_a_profile_names_every_compute_action():
+    schedule = build_schedule("zbv", num_devices=1, num_microbatches=2)
+    message = MessageFormat((toy.ROWS, toy.WIDTH), torch.float32, torch.device("cpu"))
+    runners = {stage: toy.Runner(stage, schedule.num_stages) for stage in schedule.placement.stages[0]}
+    transport = Transport(0, schedule.placement, range(1), {}, message)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        Executor(lower(schedule), 0, runners, transport).run()
+    named = [event.name for event in profile.events() if event.name.startswith("PP:")]
+    assert sorted(named) == sorted(f"PP:{action}" for action in schedule.orders[0])

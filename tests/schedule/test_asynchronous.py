@@ -1,0 +1,157 @@
+"""Weights that change in the middle of a schedule: who uses which version, and how many have to be there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_schedules import random_schedules
+
+from megatron_pipemem.errors import ScheduleError, UnsupportedError
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.schedule.weights import WeightUpdates, weight_versions
+
+NAMES = ("pipedream", "pipedream-2bw")
+
+
+def build(name: str, p: int, m: int, **options: object) -> Schedule:
+    return build_schedule(name, num_devices=p, num_microbatches=m, **options)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("p", range(1, 17))
+def test_every_number_of_microbatches(name: str, p: int) -> None:
+    for m in range(1, 4 * p + 2):
+        schedule = build(name, p, m)
+        assert schedule.orders == build("1f1b", p, m).orders
+        if p < 9 or m % p < 2:
+            validate(schedule)
+        if m in (1, p, p + 1) and p < 7:
+            assert oracle.lost_versions(schedule) == []
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+def test_pipedream_stashes_weights(p: int) -> None:
+    schedule = build("pipedream", p, 4 * p)
+    for (_, stage, microbatch), version in weight_versions(schedule).items():
+        assert version == max(0, microbatch - (p - stage - 1)), "F and B alike"
+    timeline = simulate(schedule)
+    assert timeline.weight_versions == tuple(p - r for r in range(p))
+    assert timeline.peaks == pytest.approx([(p - r) / p for r in range(p)])
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 8])
+def test_vertical_sync_uses_one_version_on_all_stages(p: int) -> None:
+    """w(t+1) = w(t) - lr * gradient(w(t-p+1)), the same t on every stage."""
+    schedule = build("pipedream", p, 4 * p, vertical_sync=True)
+    validate(schedule)
+    for (_, _, microbatch), version in weight_versions(schedule).items():
+        assert version == max(0, microbatch - p + 1)
+    assert simulate(schedule).weight_versions == (p,) * p
+
+
+@pytest.mark.parametrize(("p", "every"), [(1, 1), (2, 2), (4, 4), (4, 5), (8, 8), (8, 11)])
+def test_double_buffered_weights_are_one_version_late(p: int, every: int) -> None:
+    """W(t+1) = W(t) - lr * gradient(W(t-1)), on every stage."""
+    schedule = build("pipedream-2bw", p, 4 * every + 1, update_every=every)
+    validate(schedule)
+    for (_, _, microbatch), version in weight_versions(schedule).items():
+        assert version == max(0, microbatch // every - 1)
+    assert simulate(schedule).weight_versions == (2,) * p
+    assert oracle.versions_kept(schedule) == [2] * p
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_flush_between_updates(name: str) -> None:
+    """The bubble is that of one fill and one drain, however many updates there are."""
+    for m in (8, 16, 64):
+        timeline = simulate(build(name, 4, m))
+        assert timeline.makespan - timeline.ideal == 3 * 3
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    random_schedules(max_microbatches=6, max_pieces=2),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.none() | st.integers(0, 3),
+)
+def test_as_the_oracle_sees_it(schedule: Schedule, every: int, kept: int, delay: int | None) -> None:
+    schedule = replace(schedule, updates=WeightUpdates(every, kept, delay))
+    versions = {(a.kind.value, a.stage, a.microbatch): v for a, v in weight_versions(schedule).items()}
+    assert versions == oracle.versions(schedule)
+    if oracle.lost_versions(schedule):
+        with pytest.raises(ScheduleError, match="uses weight version"):
+            validate(schedule)
+    else:
+        validate(schedule)
+        assert list(simulate(schedule).weight_versions) == oracle.versions_kept(schedule)
+
+
+def test_a_version_that_is_gone() -> None:
+    """All forwards ahead of all backwards: the third backward finds weights that are two updates newer."""
+    schedule = replace(build("gpipe", 2, 3), updates=WeightUpdates(every=1, kept=2))
+    with pytest.raises(ScheduleError) as raised:
+        validate(schedule)
+    assert str(raised.value) == (
+        "device 0, position 5, action 0B2: uses weight version 0, as its microbatch did before, but its stage has made "
+        "version 2 and keeps 2; run fewer forwards ahead or keep 3 versions"
+    )
+
+
+def test_input_and_weight_gradient_use_the_version_of_the_forward() -> None:
+    """W stands behind another microbatch's update."""
+    schedule = Schedule.from_csv("# update_every=1 versions_kept=1\n0F0,0F1,0I0,0I1,0W0,0W1\n")
+    with pytest.raises(ScheduleError, match="position 5, action 0W1: uses weight version 0.* keep 2 versions"):
+        validate(schedule)
+    validate(replace(schedule, updates=WeightUpdates(1, 2)))
+    assert set(weight_versions(schedule).values()) == {0}
+
+
+def test_a_version_that_is_not_there_yet() -> None:
+    schedule = replace(build("1f1b", 4, 8), updates=WeightUpdates(every=1, kept=9, delay=1))
+    with pytest.raises(
+        ScheduleError, match="action 0F2: uses weight version 1, but its stage has made version 0 at most"
+    ):
+        validate(schedule)
+
+
+@pytest.mark.parametrize("updates", [WeightUpdates(0, 1), WeightUpdates(1, 0), WeightUpdates(1, 1, -1)])
+def test_updates_that_make_no_sense(updates: WeightUpdates) -> None:
+    with pytest.raises(ScheduleError, match="makes no sense; every and kept are at least 1 and delay at least 0"):
+        validate(replace(build("1f1b", 2, 2), updates=updates))
+
+
+def test_synchronous_schedules_use_one_version() -> None:
+    for family in families():
+        schedule = family.build(6, 24)
+        assert family.asynchronous == (schedule.updates is not None)
+        if not family.asynchronous:
+            assert set(weight_versions(schedule).values()) == {0}
+            assert simulate(schedule).weight_versions == (1,) * 6
+
+
+def test_evaluation_updates_nothing() -> None:
+    schedule = build("pipedream", 4, 8).forward_only()
+    assert schedule.updates is None
+    assert {action.kind for order in schedule.orders for action in order} == {Kind.F}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("pipedream-2bw", {"update_every": 3}, "update_every must be a whole number of at least 4, not 3"),
+        ("pipedream-2bw", {"update_every": "4"}, "update_every must be a whole number of at least 4, not '4'"),
+        ("pipedream", {"vertical_sync": 1}, "vertical_sync must be true or false, not 1"),
+    ],
+)
+def test_options_out_of_range(name: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        build(name, 4, 8, **options)

@@ -1,0 +1,257 @@
+"""Two pipelines in opposite directions: the published orders, rates and peaks, and what a replica means."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import oracle
+import pytest
+
+from megatron_pipemem.errors import ScheduleError, UnsupportedError
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import count_messages, simulate
+from megatron_pipemem.schedule.validator import validate
+
+NAMES = ("chimera", "gems", "dualpipe")
+
+
+def build(name: str, p: int, m: int) -> Schedule:
+    return build_schedule(name, num_devices=p, num_microbatches=m)
+
+
+def takes(name: str, p: int, m: int) -> bool:
+    return name == "gems" or (p % 2 == 0 and (name == "chimera" or (m % 2 == 0 and m >= 2 * p)))
+
+
+# ----------------------------------------------------------------------------------------------------------- placement
+
+
+def test_a_bidirectional_placement() -> None:
+    placement = Placement.bidirectional(3)
+    assert placement == Placement("bidirectional", (0, 1, 2, 2, 1, 0), replicas=2)
+    assert (placement.num_stages, placement.model_stages, placement.num_chunks) == (6, 3, 2)
+    assert [placement.next_stage(stage) for stage in range(6)] == [1, 2, None, 4, 5, None]
+    assert [placement.previous_stage(stage) for stage in range(6)] == [None, 0, 1, None, 3, 4]
+    assert [placement.replica_of(stage) for stage in range(6)] == [0, 0, 0, 1, 1, 1]
+    assert Placement.from_devices((0, 1, 2, 2, 1, 0), 2) == placement
+    assert Placement.from_devices((0, 1, 0, 1), 2).name == "custom"
+    assert Placement.from_devices((0, 1, 1, 0)).name == "v"
+
+
+def test_replicas_are_equally_long() -> None:
+    with pytest.raises(ScheduleError, match="3 stages do not make 2 replicas of a model"):
+        Placement("custom", (0, 1, 0), replicas=2)
+
+
+def test_costs_are_of_one_copy_of_the_model() -> None:
+    """A device does either stage for half of the microbatches, so its work is that of a device of one pipeline."""
+    placement = Placement.bidirectional(4)
+    assert Costs(3, 2, 1).seconds(placement)[Kind.F] == (3,) * 8
+    assert Costs((1, 2, 3, 4)).seconds(placement)[Kind.F] == (1, 2, 3, 4, 1, 2, 3, 4)
+    assert Costs(tuple(range(8))).seconds(placement)[Kind.F] == tuple(range(8))
+    assert Costs().memory_unit(placement) == 1 / 4
+    for name in NAMES:
+        assert simulate(build(name, 4, 8)).work == simulate(build("1f1b", 4, 8)).work
+
+
+# -------------------------------------------------------------------------------------------------------- all of them
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("p", range(2, 17))
+def test_every_number_of_microbatches(name: str, p: int) -> None:
+    by_oracle = {1, p - 1, p, p + 1, 2 * p, 4 * p}
+    for m in range(1, 4 * p + 2):
+        if not takes(name, p, m):
+            with pytest.raises(UnsupportedError, match=f"^{name} needs an even number of [a-z]+, .*; use .*"):
+                build(name, p, m)
+            continue
+        schedule = build(name, p, m)
+        validate(schedule)
+        if m in by_oracle:
+            assert oracle.check(schedule) == []
+            assert oracle.disordered_weight_gradients(schedule) == []
+            assert max(oracle.peak(schedule)) * p <= {"chimera": p, "gems": 1, "dualpipe": p + 1}[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_directions_share_the_work(name: str) -> None:
+    schedule = build(name, 4, 8)
+    forwards = [a.stage // 4 for order in schedule.orders for a in order if a.kind is Kind.F]
+    assert forwards.count(0) == forwards.count(1) == 4 * 4
+    assert count_messages(schedule) == 2 * 3 * 8
+
+
+def test_at_scale() -> None:
+    schedule = build("dualpipe", 32, 512)
+    validate(schedule)
+    assert simulate(schedule).peak == 33 / 32
+
+
+# ------------------------------------------------------------------------------------------------------------- Chimera
+
+
+def test_chimera_on_four_devices() -> None:
+    """F0 F1 F0' B0' F1' B1' B0 B1; the other direction's microbatches are 2 and 3, on stage 7."""
+    assert " ".join(map(str, build("chimera", 4, 4).orders[0])) == "0F0 0F1 7F2 7B2 7F3 7B3 0B0 0B1"
+
+
+@pytest.mark.parametrize("p", [2, 4, 6, 8, 16])
+def test_chimera_stands_on_its_grid(p: int) -> None:
+    schedule = build("chimera", p, p)
+    timeline = simulate(schedule, Costs(1, 0.5, 0.5))
+    for order, spans in zip(schedule.orders, timeline.spans, strict=True):
+        slots: list[int] = []
+        for (kind, stage, microbatch), (start, _) in zip(order, spans, strict=True):
+            s, k = stage % p, microbatch % (p // 2)
+            slot = s + 2 * k if kind is Kind.F else 2 * p - 1 - s + 2 * k
+            assert start <= slot, "it may start early where the device idles"
+            slots.append(slot)
+        assert slots == sorted(set(slots))
+
+
+@pytest.mark.parametrize("p", [2, 4, 6, 8])
+@pytest.mark.parametrize("units", [1, 2, 3, 5])
+def test_chimera_rates(p: int, units: int) -> None:
+    n = units * p
+    equal = simulate(build("chimera", p, n), Costs(1, 0.5, 0.5))
+    assert equal.bubble_rate == pytest.approx((p - 2) / (2 * n + p - 2))
+    double = simulate(build("chimera", p, n))
+    assert double.makespan - double.ideal == (p - 2) * (2 + (units - 1))
+    if units == 1:
+        assert double.bubble_rate == pytest.approx((p - 2) / (1.5 * n + p - 2))
+        for f, b in ((1, 3), (2, 3), (1, 1)):
+            assert simulate(build("chimera", p, p), Costs(f, b, 0)).makespan == p * f + (2 * p - 2) * b
+    assert min(equal.peaks) * p == p // 2 + 1
+    assert max(equal.peaks) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------- GEMS
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 8])
+def test_gems_period_and_rate(p: int) -> None:
+    makespans = [simulate(build("gems", p, m), Costs(1, 1.5, 0.5)).makespan for m in (1, 2, 3, 9, 10)]
+    period = p * 2 + 1
+    assert makespans[0] == p * 3
+    assert makespans[1] - makespans[0] == makespans[2] - makespans[1] == makespans[4] - makespans[3] == period
+    assert 1 - 3 / period == pytest.approx((p - 1) / (p + 1 / 2)), "the published rate"
+    timeline = simulate(build("gems", p, 10))
+    assert timeline.makespan - timeline.ideal == (p - 1) * (1 + 10 * 2)
+    assert timeline.peaks == (1 / p,) * p
+
+
+def test_gems_has_two_microbatches_alive_at_most() -> None:
+    schedule = build("gems", 5, 8)
+    timeline = simulate(schedule)
+    lives: dict[int, list[float]] = {}
+    for order, spans in zip(schedule.orders, timeline.spans, strict=True):
+        for action, span in zip(order, spans, strict=True):
+            lives.setdefault(action.microbatch, []).extend(span)
+    begins = sorted(min(times) for times in lives.values())
+    ends = sorted(max(times) for times in lives.values())
+    assert all(third >= first for third, first in zip(begins[2:], ends, strict=False))
+
+
+# ------------------------------------------------------------------------------------------------------------ DualPipe
+
+
+def overlapped(schedule: Schedule) -> tuple[float, list[float]]:
+    """Makespan and work per device when a forward and the full backward behind it run as one unit.
+
+    The unit takes the seconds of both and gives both results at its end. The middle devices run their very first pair
+    apart.
+    """
+    p = schedule.num_devices
+    seconds = {"F": 1, "I": 1, "W": 1, "B": 2}
+    rows: list[list[list[Action]]] = []
+    for device, order in enumerate(schedule.orders):
+        row: list[list[Action]] = []
+        apart = device in (p // 2 - 1, p // 2)
+        for action in order:
+            is_pair = action.kind is Kind.B and [other.kind for other in row[-1]] == [Kind.F]
+            if is_pair and not apart:
+                row[-1].append(action)
+            else:
+                row.append([action])
+            apart = apart and not is_pair
+        rows.append(row)
+    end: dict[tuple[str, int, int], float] = {}
+    done, now, moved = [0] * p, [0.0] * p, True
+    while moved:
+        moved = False
+        for device, row in enumerate(rows):
+            while done[device] < len(row):
+                unit = row[done[device]]
+                needed = [
+                    (("F", s - 1, k) if kind == "F" else ("B", s + 1, k))
+                    for kind, s, k in unit
+                    if (kind == "F" and s % p) or (kind in "IB" and (s + 1) % p)
+                ]
+                if not all(each in end for each in needed):
+                    break
+                start = max([now[device], *(end[each] for each in needed)])
+                now[device] = start + sum(seconds[kind] for kind, _, _ in unit)
+                end |= {("B" if kind == "I" else str(kind), s, k): now[device] for kind, s, k in unit}
+                done[device] += 1
+                moved = True
+    assert done == [len(row) for row in rows]
+    return max(now), [sum(seconds[kind] for unit in row for kind, _, _ in unit) for row in rows]
+
+
+def test_dualpipe_official_figure() -> None:
+    assert overlapped(build("dualpipe", 8, 20)) == (66, [60] * 8)
+
+
+@pytest.mark.parametrize("p", [2, 4, 6, 8, 16])
+def test_dualpipe_bubble_and_peak(p: int) -> None:
+    for m in (2 * p, 2 * p + 2, 4 * p):
+        schedule = build("dualpipe", p, m)
+        makespan, work = overlapped(schedule)
+        assert (makespan - 3 * m, set(work)) == (p - 2, {3 * m})
+        timeline = simulate(schedule)
+        assert timeline.makespan - timeline.ideal <= p - 2
+        assert timeline.peaks == pytest.approx(((p + 1) / p,) * p)
+
+
+def test_dualpipe_runs_weight_gradients_at_its_ends_only() -> None:
+    order = build("dualpipe", 4, 8).orders[0]
+    assert " ".join(map(str, order)) == ("0F0 0F1 0F2 7F4 7I4 7W4 7F5 0F3 7B5 7F6 0B0 7B6 7F7 0B1 7B7 0I2 0W2 0I3 0W3")
+
+
+# ----------------------------------------------------------------------------------------------------------- validator
+
+
+def renamed(schedule: Schedule, old: str, new: str) -> Schedule:
+    """With one action replaced, wherever it stands."""
+    before, after = Action.parse(old), Action.parse(new)
+    orders = tuple(tuple(after if action == before else action for action in order) for order in schedule.orders)
+    assert orders != schedule.orders
+    return replace(schedule, orders=orders)
+
+
+def test_a_microbatch_runs_through_one_replica() -> None:
+    schedule = build("gems", 2, 2)
+    with pytest.raises(ScheduleError) as raised:
+        validate(renamed(schedule, "3F1", "3F0"))
+    assert str(raised.value) == (
+        "device 0, position 2, action 3F0: runs microbatch 0 on replica 1, but 0F0 at position 0 of device 0 runs it on "
+        "replica 0; a microbatch runs through all stages of one replica, so remove or renumber one of the two"
+    )
+
+
+def test_a_microbatch_that_no_replica_runs() -> None:
+    schedule = build("gems", 2, 2)
+    with pytest.raises(ScheduleError, match=r"action 0F2: is missing; every stage runs every microbatch forward once"):
+        validate(replace(schedule, num_microbatches=3))
+
+
+def test_a_stage_of_the_replica_that_is_left_out() -> None:
+    schedule = build("gems", 2, 2)
+    orders = tuple(tuple(a for a in order if a != Action(Kind.B, 2, 1)) for order in schedule.orders)
+    with pytest.raises(ScheduleError, match=r"action 2F1: has no backward; add 2B1"):
+        validate(replace(schedule, orders=orders))

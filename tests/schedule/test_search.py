@@ -1,0 +1,234 @@
+"""The search: valid within every cap, never worse than what we have, optimal where the bound says so, and repeatable."""
+
+from __future__ import annotations
+
+import itertools
+
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pipemem.errors import PipememError, UnsupportedError
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.bounds import one_microbatch
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.search import search_schedule
+from megatron_pipemem.schedule.search.cache import ResultCache
+from megatron_pipemem.schedule.search.pareto import choices, trades, useful_caps
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate
+
+PRICE = st.floats(0.4, 2.0)
+QUICK = 0.15
+
+
+def search(p: int, m: int, costs: Costs, cap, effort: float = QUICK, **settings):
+    return search_schedule(
+        num_devices=p, num_microbatches=m, costs=costs, memory_cap=cap, effort=effort, seconds=60, **settings
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_every_result_is_valid_and_within_the_cap(data: st.DataObject) -> None:
+    p, m = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 13))
+    stages = data.draw(st.sampled_from([p, 2 * p]))
+    prices = st.lists(PRICE, min_size=stages, max_size=stages).map(tuple)
+    costs = Costs(data.draw(prices), data.draw(prices), data.draw(prices), p2p=data.draw(st.sampled_from([0.0, 0.1])))
+    placements = [Placement.linear(p)] if stages == p else [Placement.v_shape(p), Placement.interleaved(p, 2)]
+    cap = data.draw(st.integers(2, 2 * p)) / (2 * p) if p > 1 else 1.0
+    cap = max(cap, max(one_microbatch(placements[0], costs)))
+    result = search(p, m, costs, cap, placements=placements)
+    for candidate in result.candidates:
+        validate(candidate.schedule, memory_cap=cap)
+        assert oracle.check(candidate.schedule) == []
+        assert float(max(oracle.peak(candidate.schedule))) <= cap * (1 + 1e-9)
+        assert candidate.makespan == simulate(candidate.schedule, costs).makespan
+        assert candidate.lower_bound <= candidate.makespan * (1 + 1e-9)
+    assert result.makespan == min(candidate.makespan for candidate in result.candidates)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "costs"),
+    [(2, 3, (1, 1, 1)), (3, 7, (1, 1.5, 0.5)), (4, 12, (1, 1.9, 0.6)), (5, 4, (2, 0.5, 1)), (8, 24, (0.5, 1, 1.8))],
+)
+def test_never_worse_than_a_family_in_the_same_memory(p: int, m: int, costs: tuple[float, float, float]) -> None:
+    prices = Costs(*costs, p2p=0.02)
+    for family in families():
+        if family.simulated_only or family.asynchronous:
+            continue
+        try:
+            schedule = build_schedule(family.name, num_devices=p, num_microbatches=m, costs=prices)
+        except PipememError:
+            continue
+        placement = schedule.placement
+        timeline = simulate(schedule, prices)
+        default = {Placement.v_shape(p), Placement.interleaved(p, 2), Placement.linear(p)}
+        found = search(p, m, prices, timeline.peak, placements=None if placement in default else [placement])
+        assert found.makespan <= timeline.makespan * (1 + 1e-9), family.name
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 12), (4, 32), (8, 24), (8, 64), (16, 48)])
+@pytest.mark.parametrize("cap", [0.5, 0.625, 0.75, 1.0])
+def test_equal_costs_meet_the_bound(p: int, m: int, cap: float) -> None:
+    result = search(p, m, Costs(), cap)
+    assert result.is_optimal and result.gap == 0
+    k = int(cap * 2 * p)
+    # The papers' formula, in units of a chunk's pass, or what the fill costs in any case.
+    assert result.makespan == pytest.approx((6 * m + max(6 * p - 1 - 3 * k, p - 1)) / 2)
+
+
+@pytest.mark.parametrize(("cap", "bubble"), [(0.5, 0.300), (0.625, 0.163), (0.75, 0.133), (1.0, 0.086)])
+def test_unequal_costs_where_the_presets_collapse(cap: float, bubble: float) -> None:
+    result = search(8, 24, Costs(1, 1.5, 0.5), cap, effort=1)
+    assert simulate(result.schedule, Costs(1, 1.5, 0.5)).bubble_rate <= bubble
+
+
+def shortest(p: int, m: int, cap: int, ticks: tuple[int, int, int]) -> int:
+    """The optimum of a V by looking at every state after every tick: an oracle that shares nothing with the search.
+
+    A device's state is how many F0, F1, I1, I0 it has ended, how many W, what it runs and for how long still.
+    """
+    lengths = (ticks[0], ticks[0], ticks[1], ticks[1], ticks[2])
+    states, now = {(((0, 0, 0, 0, 0), None, 0),) * p}, 0
+    goal = (m, m, m, m, 2 * m)
+    while not any(all(ran == goal for ran, _, _ in state) for state in states):
+        started = set()
+        for state in states:
+            options = []
+            for r, (ran, running, left) in enumerate(state):
+                if running is not None:
+                    options.append([(ran, running, left)])
+                    continue
+                f0, f1, i1, i0, w = ran
+                sources = (
+                    state[r - 1][0][0] if r else m,
+                    state[r + 1][0][1] if r < p - 1 else f0,
+                    min(state[r - 1][0][2] if r else m, f1),
+                    min(state[r + 1][0][3] if r < p - 1 else i1, f0),
+                    i1 + i0,
+                )
+                room = f0 + f1 - w < cap
+                able = [c for c in range(5) if ran[c] < sources[c] and (c > 1 or room)]
+                options.append([(ran, None, 0), *((ran, c, lengths[c]) for c in able)])
+            started.update(itertools.product(*options))
+        ticked = set()
+        for state in started:
+            after = []
+            for ran, running, left in state:
+                if running is not None and left == 1:
+                    ended = tuple(count + (c == running) for c, count in enumerate(ran))
+                    after.append((ended, None, 0))
+                else:
+                    after.append((ran, running, left - (running is not None)))
+            ticked.add(tuple(after))
+        states, now = ticked, now + 1
+    return now
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "cap", "ticks"),
+    [(1, 3, 2, (1, 2, 1)), (2, 2, 2, (1, 1, 1)), (2, 2, 3, (1, 2, 1)), (2, 3, 4, (1, 1, 1)), (2, 2, 4, (2, 1, 1))],
+)
+def test_tiny_cases_against_the_true_optimum(p: int, m: int, cap: int, ticks: tuple[int, int, int]) -> None:
+    costs = Costs(*(2 * t for t in ticks))
+    result = search(p, m, costs, cap / (2 * p), effort=1, placements=[Placement.v_shape(p)])
+    assert result.makespan == pytest.approx(shortest(p, m, cap, ticks))
+
+
+def test_memory_in_bytes_and_a_cap_per_device() -> None:
+    p, m = 4, 10
+    costs = Costs(1, 1.5, 0.5, memory={Kind.F: 1000.0, Kind.I: -400.0, Kind.W: -600.0})
+    caps = [2200.0, 2600.0, 3000.0, 2400.0]
+    result = search(p, m, costs, caps)
+    assert all(peak <= cap for peak, cap in zip(result.peaks, caps, strict=True))
+    timeline = simulate(result.schedule, costs)
+    assert timeline.peaks == result.peaks
+    assert result.lower_bound <= result.makespan
+
+
+def test_memory_given_back_at_i_buys_speed() -> None:
+    """The M_B and M_W of the Zero Bubble paper: what only W needs is less than what I needs."""
+    all_at_w, most_at_i = (
+        search(4, 16, Costs(memory={Kind.F: 1.0, Kind.I: -at_i, Kind.W: at_i - 1.0}), 2.5) for at_i in (0.0, 0.8)
+    )
+    assert most_at_i.is_optimal and all_at_w.is_optimal
+    assert most_at_i.makespan < all_at_w.makespan
+
+
+def test_a_cap_that_nothing_fits_says_what_is_needed() -> None:
+    with pytest.raises(UnsupportedError, match=r"one microbatch alone takes 0\.25 .* raise the cap"):
+        search(4, 8, Costs(), 0.2)
+    with pytest.raises(UnsupportedError, match="3 memory caps for 4 devices"):
+        search(4, 8, Costs(), [1.0, 1.0, 1.0])
+
+
+def test_the_smallest_cap_runs_one_microbatch_after_the_other() -> None:
+    result = search(3, 4, Costs(), 1 / 3)
+    assert max(result.peaks) == pytest.approx(1 / 3)
+
+
+def test_equal_seeds_find_equal_schedules() -> None:
+    costs = Costs(1.3, 0.8, 1.1)
+    one, other = (search(4, 12, costs, 0.625) for _ in range(2))
+    assert one.schedule == other.schedule and one.candidates == other.candidates
+
+
+def test_without_time_there_is_still_a_schedule() -> None:
+    result = search_schedule(num_devices=8, num_microbatches=24, costs=Costs(1, 1.5, 0.5), memory_cap=0.5, seconds=0)
+    validate(result.schedule, memory_cap=0.5)
+
+
+def test_finished_searches_are_found_again(tmp_path) -> None:
+    cache = ResultCache(tmp_path)
+    question = {"p": 4, "m": 8, "costs": Costs(1, 1.5, 0.5), "cap": 0.75}
+    fresh = search(**question, cache=cache)
+    (kept,) = tmp_path.glob("*.json")
+    again = search(**question, cache=cache)
+    assert again.candidates == fresh.candidates and again.seconds == 0 < fresh.seconds
+    search(**{**question, "cap": 0.5}, cache=cache)
+    assert len(list(tmp_path.glob("*.json"))) == 2
+    kept.write_text("not JSON")
+    assert search(**question, cache=cache).candidates == fresh.candidates
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing(tmp_path, caplog) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    search(2, 2, Costs(), 1.0, cache=ResultCache(blocked / "below"))
+    assert "cannot" in caplog.text
+
+
+def test_fused_where_a_split_buys_nothing() -> None:
+    """The linear schedule without a cap below 1F1B's: most backwards are followed by their W at once."""
+    result = search(4, 16, Costs(), 1.0)
+    kinds = [action.kind for order in result.schedule.orders for action in order]
+    assert Kind.B in kinds
+    split = simulate(result.schedule).makespan
+    assert split == result.makespan
+
+
+def test_pareto_choices_are_not_dominated() -> None:
+    found = choices(4, 12, Costs(1, 1.5, 0.5), [0.25, 0.5, 0.625, 0.75, 1.0])
+    front = [choice for choice in found if not choice.dominated]
+    for choice in found:
+        better = [
+            other
+            for other in found
+            if other.peak <= choice.peak and other.makespan <= choice.makespan and other is not choice
+            and (other.peak, other.makespan) != (choice.peak, choice.makespan)
+        ]  # fmt: skip
+        assert choice.dominated or not better
+    assert [choice.peak for choice in front] == sorted(choice.peak for choice in front)
+    assert [choice.makespan for choice in front] == sorted((choice.makespan for choice in front), reverse=True)
+    assert all(trade.more.bubble_rate < trade.less.bubble_rate for trade in trades(front))
+    assert trades(front)
+
+
+def test_useful_caps_are_whole_stages() -> None:
+    assert useful_caps(2) == [0.5, 0.75, 1.0]
+    caps = useful_caps(64)
+    assert caps[0] == 0.25 and caps[-1] == 1.0 and all(float(cap * 128).is_integer() for cap in caps)
