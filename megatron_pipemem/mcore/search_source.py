@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from megatron.core import num_microbatches_calculator
 
@@ -20,10 +20,9 @@ from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, parse_
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.plain import serial_schedule
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.search import SearchResult, search_schedule
+from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.simulator import held_after, peaks
-
-if TYPE_CHECKING:
-    from megatron_pipemem.schedule.search import SearchResult
 
 logger = logging.getLogger(__name__)
 
@@ -174,9 +173,6 @@ class SearchSource(Source):
     def _search_within(
         self, memory_cap: float | Sequence[float] | None, placements: Sequence[Placement], num_microbatches: int
     ) -> SearchResult:
-        # Loads numpy, on the one rank that searches.
-        from megatron_pipemem.schedule.search import search_schedule
-
         return search_schedule(
             num_devices=placements[0].num_devices,
             num_microbatches=num_microbatches,
@@ -185,6 +181,7 @@ class SearchSource(Source):
             placements=placements,
             seconds=self._seconds,
             seed=self._seed,
+            cache=ResultCache(),
         )
 
     def _search_costs(self, placement: Placement) -> Costs:

@@ -20,8 +20,8 @@ from megatron_pipemem.schedule.search.problem import FORWARD, INPUT, WEIGHT, Ord
 
 MAX_CHUNKS = 2
 
-# Of two chunks and no idle time there are 120 cyclic orders; with idle time 720, whose table takes too long to search.
-_MOST_ORDERS = 160
+# Of two chunks there are 120 cyclic orders. With a pause between two passes there are 720, too many for one table.
+_ORDERS_WITH_A_PAUSE = 60
 _BALANCING_ROUNDS = 12
 # Few orders, other ones each time, are searched faster and vary the blocks besides.
 _ORDERS_PER_VARIATION = 60
@@ -67,9 +67,7 @@ class Cycles:
         for classes, work in zip(problem.classes, problem.work, strict=True):
             key = (tuple(problem.ticks[c] for c in classes), interval - work)
             if key not in orders:
-                listed = _cycle_starts(*key)
-                few = len(listed) <= _MOST_ORDERS
-                orders[key] = listed if few else listed[rng.choice(len(listed), _MOST_ORDERS, replace=False)]
+                orders[key] = _cycle_starts(*key, rng)
             self._starts.append(orders[key])
         links = [
             Link(other, c, problem.ticks[other] + lag)
@@ -135,6 +133,11 @@ class Cycles:
     @property
     def num_links(self) -> int:
         return len(self._links)
+
+    @property
+    def most_orders(self) -> int:
+        """Of any device."""
+        return max(map(len, self._starts))
 
     def cheapest(self, prices: np.ndarray, variation: np.ndarray, among: np.ndarray | None = None) -> Block:
         """The combination whose activations cost least.
@@ -270,18 +273,33 @@ def _way(stages: int) -> list[int]:
     return [3 * s + FORWARD for s in range(stages)] + [3 * s + INPUT for s in reversed(range(stages))]
 
 
-@lru_cache(maxsize=256)
-def _cycle_starts(ticks: tuple[int, ...], idle: int) -> np.ndarray:
-    """``[order, pass]``: offsets of a device's passes in every cyclic order, the first pass first."""
-    lengths = (*ticks, idle) if idle else ticks
-    rows = []
-    for order in permutations(range(1, len(lengths))):
-        now, starts = lengths[0], [0] * len(lengths)
-        for index in order:
-            starts[index] = now
-            now += lengths[index]
-        rows.append(starts[: len(ticks)])
-    return np.array(rows, dtype=np.int64)
+def _cycle_starts(ticks: tuple[int, ...], idle: int, rng: np.random.Generator) -> np.ndarray:
+    """``[order, pass]``: offsets of a device's passes in every cyclic order, the first pass first.
+
+    Idle time is spread over all passes in proportion, and in some more orders, picked at random, it is in one piece.
+    """
+    spread = np.array([length * (sum(ticks) + idle) / sum(ticks) for length in ticks])
+    rows = _tilings(spread)
+    if idle:
+        in_one_piece = _tilings(np.array([*ticks, idle]))[:, : len(ticks)]
+        few = min(len(in_one_piece), _ORDERS_WITH_A_PAUSE)
+        rows = np.concatenate([rows, in_one_piece[rng.choice(len(in_one_piece), few, replace=False)]])
+    # Rounded up, no pass begins before the one before it has ended.
+    return np.ceil(rows - 1e-6).astype(np.int64)
+
+
+def _tilings(lengths: np.ndarray) -> np.ndarray:
+    """Start of every piece in every order of all pieces back to back, the first piece first."""
+    orders = _orders(len(lengths))
+    ends = np.cumsum(lengths[orders], axis=1)
+    starts = np.empty_like(ends)
+    np.put_along_axis(starts, orders, ends - lengths[orders], axis=1)
+    return starts
+
+
+@lru_cache(maxsize=16)
+def _orders(count: int) -> np.ndarray:
+    return np.array([(0, *order) for order in permutations(range(1, count))])
 
 
 class BlockSampler:
@@ -317,7 +335,7 @@ class BlockSampler:
         """Another block; ``None`` when it was proposed before or exceeds a cap."""
         variation, among = np.zeros(self.cycles.num_links), None
         if self.balanced:
-            variation, among = self._variation(), self._rng.permutation(_MOST_ORDERS)[:_ORDERS_PER_VARIATION]
+            variation, among = self._variation(), self._rng.permutation(self.cycles.most_orders)[:_ORDERS_PER_VARIATION]
         block = self.cycles.cheapest(self._prices / self._caps, np.exp(variation), among)
         load = np.array(block.peaks) / self._caps
         fits = bool(load.max() <= 1)

@@ -18,7 +18,7 @@ def family_starts(placement: Placement, problem: Problem, costs: Costs) -> Itera
     """Every family's schedule of this placement that fits the caps, by name."""
     given = {"costs": costs}
     for each in families():
-        if each.simulated_only or each.min_devices > placement.num_devices:
+        if each.simulated_only or each.placement != placement.name or each.min_devices > placement.num_devices:
             continue
         options = {name: value for name, value in given.items() if name in each.options}
         if each.chunks is None and "chunks" in each.options:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.bounds import lower_bound, one_microbatch
@@ -30,6 +31,8 @@ _MICROBATCHES_PER_DEVICE = 2
 _PASSES_TO_TRY = 100_000
 _FEWEST_TRIALS, _MOST_TRIALS = 16, 120
 _FINALISTS = 6
+# Passes justified again with a part of them frozen, where the steady state idles.
+_PASSES_TO_POLISH = 150_000
 # Under a cap that makes the steady state idle, intervals multiply what there is to try.
 _EFFORT_WHEN_IDLE = 4
 
@@ -88,13 +91,17 @@ def search_schedule(
     # A placement whose bound is no better than what another one has reached cannot win.
     explorations.sort(key=lambda e: e.bound)
     deadline = started + seconds
+    started_ones = []
     for exploration in explorations:
-        exploration.start(deadline)
+        if not started_ones or time.perf_counter() < deadline:
+            exploration.start(deadline)
+            started_ones.append(exploration)
+    explorations = started_ones
     for index, exploration in enumerate(explorations):
         reached = min(e.makespan for e in explorations)
         if exploration.bound * _EXACT < reached:
             # The favourite gets the full effort; the others must show promise with less.
-            exploration.explore(deadline, effort if index == 0 else effort / 3, reached)
+            exploration.explore(deadline, effort if index == 0 else effort / 5)
     candidates = sorted((e.candidate() for e in explorations), key=lambda c: (c.makespan, -c.lower_bound))
     result = SearchResult(tuple(candidates), time.perf_counter() - started)
     logger.info("%s in %.2f s, gap %.2f%%", result.best.found_by, result.seconds, 100 * result.gap)
@@ -156,13 +163,12 @@ class _Exploration:
                 if self.makespan <= self.bound * _EXACT or time.perf_counter() > deadline:
                     return
 
-    def explore(self, deadline: float, effort: float, reached: float) -> None:
+    def explore(self, deadline: float, effort: float) -> None:
         """Try periodic starts until the bound is met, the effort is spent, or time is over.
 
         Args:
             deadline: on the clock of ``time.perf_counter``.
             effort: see ``search_schedule``.
-            reached: the fastest step of any placement so far, in seconds; not used to stop, only a better bound is.
         """
         from megatron_pipemem.schedule.search.periodic import PeriodicStarts  # numpy takes a while to load
 
@@ -176,7 +182,7 @@ class _Exploration:
         evaluated = proposed = 0
         while evaluated < trials * (_EFFORT_WHEN_IDLE if sampler.idles else 1) and proposed < 4 * trials:
             if time.perf_counter() > deadline or sampler.exhausted:
-                return
+                break
             proposed += 1
             proposal = sampler.propose()
             if proposal is None:
@@ -192,6 +198,30 @@ class _Exploration:
                 self._finish(block, table, rest)
                 if self.makespan <= self.bound * _EXACT:
                     return
+        if sampler.idles:
+            self._polish(deadline, effort)
+
+    def _polish(self, deadline: float, effort: float) -> None:
+        """Justify the best again and again with changing parts frozen: a steady state that idles has room to move."""
+        rng = Random(self.seed)
+        problem = self._problem
+        classes, m = len(problem.device), problem.num_microbatches
+        pool = [entry[3] for entry in self._finalists]
+        for _ in range(int(effort * _PASSES_TO_POLISH / (classes * m))):
+            if time.perf_counter() > deadline:
+                return
+            index = rng.randrange(len(pool))
+            if rng.random() < 0.5:
+                whole = set(rng.sample(range(classes), rng.randint(1, classes // 3)))
+                frozen = {each for each in range(classes * m) if each // m in whole}
+            else:
+                share = rng.choice((0.02, 0.1, 0.3, 0.5))
+                frozen = {each for each in range(classes * m) if rng.random() < share}
+            table = justify(problem, justify(problem, pool[index], frozen))
+            if table.makespan < self._finalists[0][0]:
+                self._add("periodic, polished", table)
+            if table.makespan <= pool[index].makespan:
+                pool[index] = table
 
     def _finish(self, block, table: Timetable, rest: int) -> None:
         """The block with all microbatches."""

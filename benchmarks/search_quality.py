@@ -1,0 +1,266 @@
+"""How good searched schedules are: against the certified bound, against every family, and when the costs were wrong.
+
+Claim: at every memory cap the search is never slower than any family in the same memory, meets the lower bound where costs
+are equal, and stays close to it where they are not, in seconds on one core.
+
+    python benchmarks/search_quality.py            # minutes
+    python benchmarks/search_quality.py --quick    # the named cases only
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from megatron_pipemem import Costs, PipememError, build_schedule, search_schedule, simulate
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import families
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.search import SearchResult
+
+CAPS = (0.5, 0.625, 0.75, 1.0)
+EQUAL, UNEQUAL = (1.0, 1.0, 1.0), (1.0, 1.5, 0.5)
+NAMED = [
+    *((p, factor * p, EQUAL, 0.0) for p in (4, 8, 16) for factor in (3, 8)),
+    (8, 24, UNEQUAL, 0.0),
+    (8, 64, UNEQUAL, 0.0),
+    (16, 64, UNEQUAL, 0.0),
+    (8, 24, EQUAL, 0.05),
+    (8, 24, UNEQUAL, 0.05),
+]
+"""Devices, microbatches, F:I:W of a device's share, seconds of a message."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One search. Rates are parts of the makespan that the busiest device idles.
+
+    Args:
+        family: the fastest family within the cap, ``None`` if none fits.
+        bound: no schedule of the found one's placement idles less.
+    """
+
+    devices: int
+    microbatches: int
+    costs: tuple[float, float, float]
+    p2p: float
+    cap: float
+    bubble: float
+    bound: float
+    family: str | None
+    family_bubble: float | None
+    placement: str
+    found_by: str
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        return self.bubble - self.bound
+
+
+@dataclass(frozen=True)
+class WrongCosts:
+    """What planning for wrong costs costs: makespans with the true ones, over that of a search that knew them."""
+
+    cap: float
+    planned_for_wrong: float
+    planned_for_equal: float
+    family: float
+
+
+def search(p: int, m: int, costs: Costs, cap: float, seconds: float = 60.0) -> SearchResult:
+    return search_schedule(num_devices=p, num_microbatches=m, costs=costs, memory_cap=cap, seconds=seconds)
+
+
+def measure(
+    p: int, m: int, ratio: tuple[float, float, float], p2p: float, cap: float, costs: Costs | None = None
+) -> Row:
+    costs = costs or Costs(*ratio, p2p=p2p)
+    result = search(p, m, costs, cap)
+    ideal = simulate(result.schedule, costs).ideal
+    best = min(
+        ((simulate(schedule, costs).makespan, schedule.name) for schedule in family_schedules(p, m, costs, cap)),
+        default=None,
+    )
+    return Row(
+        p, m, ratio, p2p, cap,
+        1 - ideal / result.makespan,
+        1 - ideal / result.lower_bound,
+        None if best is None else best[1],
+        None if best is None else 1 - ideal / best[0],
+        result.schedule.placement.name,
+        result.best.found_by,
+        result.seconds,
+    )  # fmt: skip
+
+
+def family_schedules(p: int, m: int, costs: Costs, cap: float) -> Iterator[Schedule]:
+    """Of one replica, synchronous, at most two chunks per device, and within the cap."""
+    for family in families():
+        if family.simulated_only or family.asynchronous:
+            continue
+        try:
+            schedule = build_schedule(family.name, num_devices=p, num_microbatches=m, costs=costs)
+        except PipememError:
+            continue
+        if schedule.placement.num_chunks <= 2 and simulate(schedule).peak <= cap + 1e-9:
+            yield schedule
+
+
+def unequal_costs(p: int, ratio: Sequence[float], rng: random.Random, p2p: float) -> Costs:
+    """Every pass of every stage of a V off by up to a fifth."""
+    prices = [tuple(part / 2 * rng.uniform(0.8, 1.2) for _ in range(2 * p)) for part in ratio]
+    return Costs(*prices, p2p=p2p)
+
+
+def measure_unequal(p: int, m: int, ratio: tuple[float, float, float], p2p: float, cap: float, costs: Costs) -> Row:
+    """As ``measure``, within the V placement that the prices per stage are of."""
+    result = search_schedule(
+        num_devices=p, num_microbatches=m, costs=costs, memory_cap=cap, placements=[Placement.v_shape(p)], seconds=60
+    )
+    ideal = simulate(result.schedule, costs).ideal
+    fitting = [s for s in family_schedules(p, m, Costs(*ratio), cap) if s.placement == Placement.v_shape(p)]
+    best = min(((simulate(s, costs).makespan, s.name) for s in fitting), default=None)
+    return Row(
+        p, m, ratio, p2p, cap, 1 - ideal / result.makespan, 1 - ideal / result.lower_bound,
+        None if best is None else best[1], None if best is None else 1 - ideal / best[0], "v", result.best.found_by,
+        result.seconds,
+    )  # fmt: skip
+
+
+def with_wrong_costs(p: int, m: int, cap: float, rng: random.Random) -> WrongCosts:
+    """Plan for costs of which every single one is off by up to 20 %, run with the true ones."""
+    ratio = tuple(rng.uniform(0.4, 2) for _ in range(3))
+    true = Costs(*(tuple(part / 2 for _ in range(2 * p)) for part in ratio))
+    guessed = unequal_costs(p, ratio, rng, 0.0)
+    shape = {"num_devices": p, "num_microbatches": m, "memory_cap": cap, "placements": [Placement.v_shape(p)]}
+    known = search_schedule(**shape, costs=true).makespan
+    fitting = [s for s in family_schedules(p, m, Costs(*ratio), cap) if s.placement == Placement.v_shape(p)]
+    return WrongCosts(
+        cap,
+        simulate(search_schedule(**shape, costs=guessed).schedule, true).makespan / known,
+        simulate(search_schedule(**shape).schedule, true).makespan / known,
+        min(simulate(schedule, true).makespan for schedule in fitting) / known,
+    )
+
+
+def table(rows: Sequence[Row]) -> Table:
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("p, m", "F:I:W", "c", "cap", "found", "bound", "gap", "best family", "placement", "found by", "s"):
+        left = heading in ("p, m", "F:I:W", "best family", "placement", "found by")
+        result.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    for row in rows:
+        result.add_row(
+            f"{row.devices}, {row.microbatches}",
+            ":".join(f"{part:.3g}" for part in row.costs),
+            f"{row.p2p:g}",
+            f"{row.cap:g}",
+            f"{row.bubble:.4f}",
+            f"{row.bound:.4f}",
+            "optimal" if row.gap < 1e-6 else f"{row.gap:.4f}",
+            "-" if row.family is None else f"{row.family_bubble:.4f} {row.family}",
+            row.placement,
+            row.found_by,
+            f"{row.seconds:.1f}",
+        )
+    return result
+
+
+def summary(rows: Sequence[Row]) -> dict[str, float]:
+    gaps = sorted(row.gap for row in rows)
+    return {
+        "searches": len(rows),
+        "optimal": sum(gap < 1e-6 for gap in gaps),
+        "within_one_point": sum(gap <= 0.01 for gap in gaps),
+        "mean_gap": sum(gaps) / len(gaps),
+        "worst_gap": gaps[-1],
+        "worse_than_a_family": sum(r.family_bubble is not None and r.bubble > r.family_bubble + 1e-9 for r in rows),
+        "mean_seconds": sum(row.seconds for row in rows) / len(rows),
+        "worst_seconds": max(row.seconds for row in rows),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--quick", action="store_true", help="the named cases only")
+    parser.add_argument("--inputs", type=int, default=20, help="random cost vectors (default: %(default)d)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random inputs")
+    parser.add_argument("--large", action="store_true", help="p = 64, m = 512 too, 30 s each")
+    parser.add_argument("--output", type=Path, default=Path("out/benchmarks/search_quality.json"))
+    arguments = parser.parse_args()
+    console, rng = Console(), random.Random(arguments.seed)
+    results: dict[str, object] = {}
+
+    named = [measure(*case, cap) for case in track(NAMED, "named cases", transient=True) for cap in CAPS]
+    console.print(table(named))
+    results["named"] = [asdict(row) for row in named]
+    if arguments.large:
+        large = []
+        for ratio in (EQUAL, UNEQUAL):
+            for cap in CAPS:
+                costs = Costs(*ratio)
+                found = search(64, 512, costs, cap, 30)
+                ideal = 512 * sum(ratio)
+                large.append(
+                    Row(
+                        64,
+                        512,
+                        ratio,
+                        0.0,
+                        cap,
+                        1 - ideal / found.makespan,
+                        1 - ideal / found.lower_bound,
+                        None,
+                        None,
+                        found.schedule.placement.name,
+                        found.best.found_by,
+                        found.seconds,
+                    )  # fmt: skip
+                )
+        console.print(table(large))
+        results["large"] = [asdict(row) for row in large]
+    if not arguments.quick:
+        groups = {"any costs": [], "unequal stages": [], "messages": []}
+        for _ in track(range(arguments.inputs), "random inputs", transient=True):
+            ratio = tuple(round(rng.uniform(0.4, 2), 2) for _ in range(3))
+            p2p = round(rng.uniform(0, 0.2) * ratio[0] / 2, 3)
+            for cap in (0.625, 0.75):
+                groups["any costs"].append(measure(8, 24, ratio, 0.0, cap))
+                costs = unequal_costs(8, ratio, rng, 0.0)
+                groups["unequal stages"].append(measure_unequal(8, 24, ratio, 0.0, cap, costs))
+                groups["messages"].append(measure(8, 24, ratio, p2p, cap))
+        for name, rows in groups.items():
+            console.print(f"{name}: p = 8, m = 24, caps .625 and .75", style="bold")
+            console.print(table(rows))
+            console.print(summary(rows))
+            results[name] = {"rows": [asdict(row) for row in rows], "summary": summary(rows)}
+        wrong = [
+            with_wrong_costs(8, 24, cap, rng)
+            for _ in track(range(max(1, arguments.inputs // 2)), "wrong costs", transient=True)
+            for cap in (0.625, 1.0)
+        ]
+        losses = {
+            key: (sum(getattr(w, key) for w in wrong) / len(wrong), max(getattr(w, key) for w in wrong))
+            for key in ("planned_for_wrong", "planned_for_equal", "family")
+        }
+        console.print("wrong costs: mean and worst makespan over that of a plan for the true ones", style="bold")
+        console.print(losses)
+        results["wrong costs"] = {"rows": [asdict(w) for w in wrong], "mean and worst": losses}
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    console.print(f"written to {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()
