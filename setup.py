@@ -17,7 +17,7 @@ setup(
     extras_require={
         "megatron": ["torch>=2.6", "megatron-core[training]>=0.19,<0.21"],
         "gpu": ["transformer-engine[pytorch]"],
-        "test": ["hypothesis>=6.100", "pytest>=8", "pytest-timeout>=2.3", "ruff>=0.6", "selenium>=4.20"],
+        "test": ["hypothesis>=6.100", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.6", "selenium>=4.20"],
     },
     entry_points={"console_scripts": ["pipemem=megatron_pipemem.cli.app:main"]},
 )

@@ -3,4 +3,14 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./scripts/setup.sh
-exec .venv/bin/python -m pytest "$@"
+if [ $# -gt 0 ]; then
+    exec .venv/bin/python -m pytest "$@"
+fi
+# Tests that start processes of their own run one after another; the others share the cores.
+alone="tests/end_to_end tests/runtime tests/benchmarks tests/scripts tests/cpu"
+failed=0
+# shellcheck disable=SC2086
+OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto $(printf -- '--ignore=%s ' $alone) tests || failed=1
+# shellcheck disable=SC2086
+.venv/bin/python -m pytest $alone || failed=1
+exit $failed

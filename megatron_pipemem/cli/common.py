@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_pipemem.errors import PipememError, ScheduleError, ScheduleFormatError, UnsupportedError
-from megatron_pipemem.schedule.costs import Costs, CostsError
+from megatron_pipemem.schedule.costs import Costs, CostsError, PerStage
 from megatron_pipemem.schedule.csv_format import LETTERS, Table, read_table
 from megatron_pipemem.schedule.memory_cap import parse_cap
 from megatron_pipemem.schedule.placement import Placement
@@ -132,9 +132,7 @@ def _search(
     devices: int, microbatches: int, costs: Costs, memory_cap: float | None, settings: dict[str, object]
 ) -> Loaded:
     """The fastest schedule that a search finds; a search made before is not made again."""
-    for count, what in ((devices, "--devices"), (microbatches, "--microbatches")):
-        if count < 1:
-            raise UnsupportedError(f"{what} must be at least 1, not {count}")
+    check_size(devices, microbatches)
     unknown = sorted(set(settings) - {"chunks", "placement", "seconds", "effort", "seed"})
     if unknown:
         raise UnsupportedError(
@@ -206,9 +204,9 @@ def parse_costs(text: str, p2p: float | None) -> Costs:
         raise CostsError(f"--p2p {p2p}: give seconds of at least 0")
     if text.endswith(".json") or Path(text).is_file():
         costs = Costs.from_json(text)
-        return costs if p2p is None else Costs(
-            costs.forward, costs.backward_input, costs.backward_weight, p2p, costs.memory
-        )  # fmt: skip
+        costs = costs if p2p is None else replace(costs, p2p=p2p)
+        _check_prices(text, costs)
+        return costs
     try:
         forward, backward_input, backward_weight = map(float, text.split(","))
     except ValueError:
@@ -217,6 +215,29 @@ def parse_costs(text: str, p2p: float | None) -> Costs:
     if not all(math.isfinite(price) and price >= 0 for price in prices) or not any(prices):
         raise CostsError(f"--costs {text!r}: give three numbers of at least 0, not all of them 0")
     return Costs(*prices, p2p=p2p or 0.0)
+
+
+def _check_prices(source: str, costs: Costs) -> None:
+    """JSON has room for prices that no clock or ledger shows."""
+    prices = [price for each in (costs.forward, costs.backward_input, costs.backward_weight) for price in _listed(each)]
+    if not all(math.isfinite(price) and price >= 0 for price in prices) or not any(prices):
+        raise CostsError(f"{source}: give seconds of at least 0, not all of them 0")
+    if not isinstance(costs.p2p, float) or not (math.isfinite(costs.p2p) and costs.p2p >= 0):
+        raise CostsError(f"{source}: p2p {costs.p2p} must be one number of at least 0, the seconds of a message")
+    for kind, changes in (costs.memory or {}).items():
+        if not all(map(math.isfinite, _listed(changes))):
+            raise CostsError(f"{source}: memory of {kind} is {changes}; give finite numbers")
+
+
+def _listed(price: PerStage) -> Sequence[float]:
+    return price if isinstance(price, Sequence) else (price,)
+
+
+def check_size(devices: int, microbatches: int) -> None:
+    """Raises UnsupportedError when there is no pipeline of this size."""
+    for count, what in ((devices, "--devices"), (microbatches, "--microbatches")):
+        if count < 1:
+            raise UnsupportedError(f"{what} must be at least 1, not {count}")
 
 
 def parse_options(options: Sequence[str]) -> dict[str, object]:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_pipemem.cli.common import P2P, CostsText, Json, console, parse_costs, print_json
+from megatron_pipemem.cli.common import P2P, CostsText, Json, check_size, console, parse_costs, print_json
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report import pareto as picture
 from megatron_pipemem.schedule.placement import Placement
@@ -34,6 +34,7 @@ def pareto(
 
     Asynchronous families and those with two replicas of the weights are left out: they train, or hold, something else.
     """
+    check_size(devices, microbatches)
     prices = replace(parse_costs(costs, p2p), memory=None)
     wanted = useful_caps(devices) if caps is None else _parse_caps(caps)
     found = choices(devices, microbatches, prices, wanted, seconds, ResultCache())

@@ -80,3 +80,26 @@ def test_pareto_lists_no_dominated_choice(pipemem, pipemem_json, tmp_path):
 
 def test_pareto_refuses_caps_that_are_none(refuses):
     assert "give positive numbers" in refuses("pareto", "-p", 4, "-m", 8, "--caps", "0.5,x")
+
+
+def test_pareto_refuses_sizes_that_are_none(refuses):
+    assert "--devices must be at least 1, not 0" in refuses("pareto", "-p", 0, "-m", 8)
+    assert "--microbatches must be at least 1, not 0" in refuses("pareto", "-p", 4, "-m", 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"forward": NaN}', "seconds of at least 0"),
+        ('{"backward_weight": [1, Infinity]}', "seconds of at least 0"),
+        ('{"forward": [1, -1]}', "seconds of at least 0"),
+        ('{"forward": 0, "backward_input": 0, "backward_weight": 0}', "not all of them 0"),
+        ('{"p2p": -1}', "one number of at least 0"),
+        ('{"p2p": [1, 2]}', "one number of at least 0"),
+        ('{"memory": {"F": NaN, "W": -1}}', "memory of F"),
+    ],
+)
+def test_a_file_of_costs_that_are_no_costs_is_refused_in_one_line(refuses, tmp_path, text, why):
+    path = tmp_path / "costs.json"
+    path.write_text(text, encoding="utf-8")
+    assert why in refuses("simulate", "auto", "-p", 2, "-m", 2, "--costs", path)

@@ -92,7 +92,7 @@ def test_the_table_holds_these_families() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("p", range(1, 33))
+@pytest.mark.parametrize("p", [*range(1, 18), 24, 32])
 def test_correct_and_within_its_peak(name: str, p: int) -> None:
     for m in some_microbatches(p):
         schedule = build(name, p, m)
@@ -124,7 +124,7 @@ def test_simulator_and_validator_agree_with_the_oracle(data: st.DataObject) -> N
 
 
 @pytest.mark.parametrize("name", BUBBLE)
-@pytest.mark.parametrize("p", range(1, 33))
+@pytest.mark.parametrize("p", [*range(1, 18), 24, 32])
 def test_bubble_is_the_closed_form(name: str, p: int) -> None:
     m = 2 * p if name == "gis" else (p + 1) // 2 * 4 if name == "gis-h" else 2 * p + p % 2
     timeline = in_unit_passes(build(name, p, m))

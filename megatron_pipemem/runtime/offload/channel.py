@@ -1,0 +1,63 @@
+"""What carries bytes between a device and its host, as the engine sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+
+class Direction(Enum):
+    OUT = "offload"
+    IN = "reload"
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """One copy of a contiguous run of bytes; both tensors are one-dimensional ``uint8`` of one size."""
+
+    destination: torch.Tensor
+    source: torch.Tensor
+
+
+class Ticket(Protocol):
+    """A transfer under way."""
+
+    def done(self) -> bool:
+        """Has it ended? Never blocks."""
+
+
+class Channel(Protocol):
+    """One device's way to its host, with a lane for each direction. Transfers of a direction run in the order started."""
+
+    device: torch.device
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """New host memory that this channel can copy from and to: ``uint8``, one-dimensional."""
+
+    def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[Ticket]) -> Ticket:
+        """Copy when everything computed so far and every transfer in ``after`` has ended. Does not wait.
+
+        Both tensors of every copy must be kept until ``join``.
+        """
+
+    def join(self, ticket: Ticket, on_stall: Callable[[float], None]) -> None:
+        """Order all later computing after the transfer. From here on its tensors may be read, and its source freed.
+
+        ``on_stall`` gets the seconds that computing stood still, at once or when ``settle_stalls`` is called.
+
+        Raises:
+            OffloadError: the transfer failed.
+        """
+
+    def settle_stalls(self) -> None:
+        """Report every stall that is not yet reported. May wait for the device."""
+
+    def forget_stalls(self) -> None:
+        """Never report the stalls that are not yet reported."""
+
+    def close(self) -> None:
+        """Give up threads and streams."""

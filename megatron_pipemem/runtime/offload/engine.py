@@ -1,0 +1,459 @@
+"""Moves what a forward saved for its backward to the host and back, when told to.
+
+The caller decides when, because it knows the schedule; for every key, which is one forward:
+
+    with engine.capture(key): ...forward...
+    engine.offload(key)     # starts the copy to the host
+    engine.wait(key)        # computing goes on after that copy, and the device memory is free
+    engine.reload(key)      # allocates device memory and starts the copy back
+    engine.wait(key)        # computing goes on after that copy
+    ...backward...
+
+No call blocks the host on a GPU; between these calls the caller computes whatever hides the copies.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from weakref import WeakSet, WeakValueDictionary, ref
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_pipemem.errors import OffloadError
+from megatron_pipemem.runtime.offload.channel import Channel, Copy, Direction, Ticket
+from megatron_pipemem.runtime.offload.cuda_channel import CudaChannel
+from megatron_pipemem.runtime.offload.host_channel import HostChannel
+from megatron_pipemem.runtime.offload.host_pool import Block, HostPool
+from megatron_pipemem.runtime.offload.saved import Hold, Place, SavedStorage, SavedView
+from megatron_pipemem.runtime.offload.statistics import OffloadStatistics, Stall
+
+_log = logging.getLogger(__name__)
+
+POISON = 0xFF
+"""In every byte: a NaN in all floating-point formats of 16 bits and more."""
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """Copies under way. Keeps their tensors until computing has been ordered after them: the memory of a tensor freed
+    earlier could go to the next kernel while it is still being read."""
+
+    key: Hashable
+    direction: Direction
+    ticket: Ticket
+    copies: tuple[Copy, ...]
+    moving: WeakSet[SavedStorage]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(copy.source.numel() for copy in self.copies)
+
+
+class _Capture:
+    """What one forward saved. Nothing here keeps any of it alive."""
+
+    def __init__(self, hold: Hold):
+        self.storages: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
+        self.away = False
+        self._hold = ref(hold)
+
+    def claim(self) -> None:
+        hold = self._hold()
+        for storage in list(self.storages.values()):
+            if hold is not None:
+                storage.holders.add(hold)
+
+    def unclaim(self, staying: Iterable[SavedStorage] = ()) -> None:
+        hold, staying = self._hold(), set(staying)
+        for storage in list(self.storages.values()):
+            if hold is not None and storage not in staying:
+                storage.holders.discard(hold)
+
+    def held_by_others(self, storage: SavedStorage) -> bool:
+        return any(holder is not self._hold() for holder in storage.holders)
+
+
+class OffloadEngine:
+    """Captured activations of one device. All methods are called from one thread; backwards may run on others.
+
+    What stays on the device: parameters and ``permanent`` tensors, storages below ``min_bytes``, tensors of another device,
+    tensor subclasses, and what a caller names in ``keep``. A storage that several saved tensors view moves once, as the one
+    run of bytes that spans them, and every view comes back as a view of it. One that several keys share leaves with the last
+    of them and returns with the first.
+
+    A deferred weight gradient takes its input from the graph during I, when everything is back, and then owns it until
+    its W: such inputs are away between F and I like the rest, and on the device between I and W.
+
+    Args:
+        channel: to the host.
+        pool: host memory.
+        permanent: tensors that are no activations: parameters, gradient buffers, module buffers.
+        min_bytes: storages below this stay; a copy costs the host a few microseconds however small it is.
+        guard: overwrite device memory with NaN when it is let go, and again when it is allocated for a reload, and compare
+            checksums of what left and what returned. Finds users of memory that is away; waits for the device.
+        on_device: called with whatever takes device memory: every saved tensor and every reloaded run of bytes.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        pool: HostPool,
+        *,
+        permanent: Iterable[torch.Tensor] = (),
+        min_bytes: int = 1 << 16,
+        guard: bool = False,
+        on_device: Callable[[torch.Tensor], None] | None = None,
+    ):
+        self._channel = channel
+        self._pool = pool
+        self._permanent_tensors = tuple(permanent)
+        self._min_bytes = max(1, min_bytes)
+        self._guard = guard
+        self._on_device = on_device
+        self._ended: deque[tuple[int, Block | None, Ticket | None]] = deque()
+        self._captures: dict[Hashable, _Capture] = {}
+        self._by_storage: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
+        self._transfers: list[_Transfer] = []
+        self._device_bytes = 0
+        self._begin_step()
+
+    @classmethod
+    def on(cls, device: torch.device, host_memory: int, *, bandwidth: float | None = None, **options) -> OffloadEngine:
+        """An engine for ``device`` with at most ``host_memory`` bytes on its host.
+
+        Args:
+            device: a GPU, or ``cpu`` to copy within host memory by threads.
+            host_memory: budget in bytes.
+            bandwidth: bytes per second to pretend on ``cpu``, each way.
+            options: those of the class.
+
+        Raises:
+            OffloadError: a device or budget that cannot work.
+        """
+        if device.type not in ("cuda", "cpu"):
+            raise OffloadError(f"activations cannot be offloaded from a {device.type} device, only from cuda and cpu")
+        channel = CudaChannel(device) if device.type == "cuda" else HostChannel(bandwidth)
+        return cls(channel, HostPool(host_memory, channel.host_memory), **options)
+
+    @contextmanager
+    def step(self) -> Iterator[OffloadEngine]:
+        """One training step. Whatever happens within, nothing captured survives it, and statistics begin anew.
+
+        Raises:
+            OffloadError: a copy failed that nobody had waited for.
+        """
+        self._begin_step()
+        try:
+            yield self
+            for transfer in list(self._transfers):
+                self._settle(transfer)
+        finally:
+            self._drop_everything()
+
+    @contextmanager
+    def capture(self, key: Hashable) -> Iterator[None]:
+        """Hold what autograd saves within this context under ``key``, which must not be in use.
+
+        Raises:
+            OffloadError: activations of this key are still alive.
+        """
+        known = self._captures.get(key)
+        if known is not None and known.storages:
+            raise OffloadError(f"activations of {key} are captured twice; their backward has not run yet")
+        hold = Hold()
+        captured = self._captures[key] = _Capture(hold)
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | SavedView:
+            return self._pack(tensor, key, captured, hold)
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+                yield
+        except BaseException:
+            captured.unclaim()
+            del self._captures[key]
+            raise
+
+    def offload(self, key: Hashable, keep: Iterable[torch.Tensor] = ()) -> None:
+        """Start moving what ``key`` captured to the host.
+
+        Args:
+            key: captured and on the device.
+            keep: tensors somebody goes on using, for example the stage's input and an output still to be sent. Their
+                storages stay.
+
+        Raises:
+            OffloadError: unknown key, or one that is away; or the pool is exhausted, and then nothing has changed.
+        """
+        captured = self._known(key, away=False)
+        staying = {saved for tensor in keep if (saved := self._by_storage.get(_storage_key(tensor))) is not None}
+        leaving = [
+            storage
+            for storage in list(captured.storages.values())
+            if storage.place is Place.DEVICE and storage not in staying and not captured.held_by_others(storage)
+        ]
+        self._collect_ended()
+        blocks: list[Block] = []
+        try:
+            for storage in leaving:
+                blocks.append(self._pool.take(storage.nbytes, f"activations of {key}"))
+        except BaseException:
+            for block in blocks:
+                self._pool.give(block, block.after)
+            raise
+        captured.away = True
+        captured.unclaim(staying)
+        copies = []
+        for storage, block in zip(leaving, blocks, strict=True):
+            source = storage.bytes()
+            # Somebody may save another part of the same memory while this part is away: that is a new storage then.
+            self._by_storage.pop(storage.storage._cdata, None)
+            if self._guard:
+                storage.checksum = _checksum(source)
+            storage.place, storage.block = Place.LEAVING, block
+            copies.append(Copy(block.data, source))
+        after = [ticket for block in blocks for ticket in block.after]
+        ticket = self._start(key, Direction.OUT, copies, after, leaving)
+        for storage in leaving:
+            storage.departure = ticket
+
+    def reload(self, key: Hashable) -> None:
+        """Start moving what ``key`` captured back. Its device memory is taken now, its host memory is free for others.
+
+        Raises:
+            OffloadError: unknown key, or one that is not away.
+        """
+        captured = self._known(key, away=True)
+        captured.away = False
+        captured.claim()
+        self._collect_ended()
+        coming, copies = [], []
+        for storage in list(captured.storages.values()):
+            if storage.place is Place.LEAVING:
+                # Nobody has waited for it to be gone, so it never left.
+                self._pool.give(storage.block, (storage.departure,))
+                storage.place, storage.block, storage.transfer = Place.DEVICE, None, None
+            elif storage.place is Place.HOST:
+                destination = torch.empty(storage.nbytes, dtype=torch.uint8, device=self._channel.device)
+                if self._guard:
+                    destination.fill_(POISON)
+                storage.move_to(destination)
+                storage.place = Place.RETURNING
+                coming.append(storage)
+                copies.append(Copy(destination, storage.block.data))
+                self._arrived(destination, storage.device_bytes)
+        departures = list(dict.fromkeys(storage.departure for storage in coming))
+        ticket = self._start(key, Direction.IN, copies, departures, coming)
+        for storage in coming:
+            self._pool.give(storage.block, (ticket,))
+            storage.block = None
+
+    def wait(self, key: Hashable) -> None:
+        """Order computing after what moves for ``key``: frees the memory of an offload, makes a reload usable.
+
+        Raises:
+            OffloadError: unknown key, or the copy failed.
+        """
+        if key not in self._captures:
+            raise _unknown(key)
+        moving = {id(s.transfer) for s in list(self._captures[key].storages.values()) if s.transfer is not None}
+        for transfer in list(self._transfers):
+            if transfer.key == key or id(transfer) in moving:
+                self._settle(transfer)
+
+    def captured_bytes(self, key: Hashable) -> int:
+        """Bytes that move when ``key`` is offloaded, were nothing shared or kept."""
+        if key not in self._captures:
+            raise _unknown(key)
+        return sum(storage.nbytes for storage in list(self._captures[key].storages.values()))
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the storages that captures hold on the device now."""
+        self._collect_ended()
+        return self._device_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of activations in host memory now."""
+        self._collect_ended()
+        return self._pool.used_bytes
+
+    def statistics(self) -> OffloadStatistics:
+        """Since the step began. On a GPU the first call after a wait may block until computing has got there."""
+        self._channel.settle_stalls()
+        return OffloadStatistics(
+            bytes_out=self._bytes_out,
+            bytes_in=self._bytes_in,
+            device_peak_bytes=self._device_peak,
+            host_peak_bytes=self._pool.peak_bytes,
+            host_reserved_bytes=self._pool.reserved_bytes,
+            held_elsewhere_bytes=self._held_elsewhere,
+            stayed_bytes=dict(self._stayed),
+            stalls=tuple(self._stalls),
+        )
+
+    def close(self) -> None:
+        """Drop everything and give up threads and streams."""
+        self._drop_everything()
+        self._channel.close()
+
+    def _begin_step(self) -> None:
+        self._drop_everything()
+        self._channel.forget_stalls()
+        self._pool.reset_peak()
+        self._permanent = {_storage_key(tensor) for tensor in self._permanent_tensors}
+        self._bytes_out = self._bytes_in = self._held_elsewhere = 0
+        self._device_peak = self._device_bytes
+        self._stayed: Counter[str] = Counter()
+        self._stalls: list[Stall] = []
+
+    def _pack(self, tensor: torch.Tensor, key: Hashable, captured: _Capture, hold: Hold) -> torch.Tensor | SavedView:
+        reason = self._reason_to_stay(tensor)
+        if reason is not None:
+            if tensor.layout is torch.strided:
+                self._stayed[reason] += tensor.nbytes
+                if self._on_device is not None:
+                    self._on_device(tensor)
+            # Never an output itself: saved by its own node it would keep itself alive for ever.
+            return tensor if tensor.is_leaf else tensor.detach()
+        storage = tensor.untyped_storage()
+        saved = self._by_storage.get(storage._cdata)
+        if saved is None:
+            saved = self._by_storage[storage._cdata] = SavedStorage(storage, key, self._ended)
+            self._collect_ended()
+            self._arrived(tensor, saved.device_bytes)
+        captured.storages[id(saved)] = saved
+        saved.holders.add(hold)
+        return saved.view(tensor, hold)
+
+    def _reason_to_stay(self, tensor: torch.Tensor) -> str | None:
+        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+            return "permanent"
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+        if not plain or tensor.is_conj() or tensor.is_neg():
+            return "unsupported"
+        if tensor.device != self._channel.device:
+            return "other device"
+        if tensor.numel() == 0 or tensor.untyped_storage().nbytes() < self._min_bytes:
+            return "small"
+        return "permanent" if _storage_key(tensor) in self._permanent else None
+
+    def _known(self, key: Hashable, away: bool) -> _Capture:
+        captured = self._captures.get(key)
+        if captured is None:
+            raise _unknown(key)
+        if captured.away != away:
+            raise OffloadError(
+                f"activations of {key} are to be {'reloaded, but were not offloaded' if away else 'offloaded twice'}"
+            )
+        return captured
+
+    def _start(
+        self,
+        key: Hashable,
+        direction: Direction,
+        copies: list[Copy],
+        after: list[Ticket],
+        moving: list[SavedStorage],
+    ) -> Ticket | None:
+        if not copies:
+            return None
+        ticket = self._channel.start(direction, copies, after)
+        transfer = _Transfer(key, direction, ticket, tuple(copies), WeakSet(moving))
+        for storage in moving:
+            storage.transfer = transfer
+        self._transfers.append(transfer)
+        if direction is Direction.OUT:
+            self._bytes_out += transfer.nbytes
+        else:
+            self._bytes_in += transfer.nbytes
+        return ticket
+
+    def _settle(self, transfer: _Transfer) -> None:
+        nbytes = transfer.nbytes
+
+        def stalled(seconds: float) -> None:
+            self._stalls.append(Stall(transfer.key, transfer.direction, nbytes, seconds))
+
+        self._channel.join(transfer.ticket, stalled)
+        self._transfers.remove(transfer)
+        arrived = [storage for storage in transfer.moving if storage.transfer is transfer]
+        transfer.copies = ()
+        for storage in arrived:
+            storage.transfer = None
+            if transfer.direction is Direction.OUT:
+                self._release(storage)
+            else:
+                storage.place = Place.DEVICE
+                if self._guard and not torch.equal(_checksum(storage.bytes()), storage.checksum):
+                    raise OffloadError(
+                        f"activations of {storage.key} came back from the host with other bytes than they left with; "
+                        "something wrote into memory that was away"
+                    )
+
+    def _release(self, storage: SavedStorage) -> None:
+        if self._guard and storage.storage._cdata not in self._by_storage:
+            storage.bytes().fill_(POISON)
+        reference, nbytes = StorageWeakRef(storage.storage), storage.device_bytes
+        self._device_bytes -= nbytes
+        storage.drop(Place.HOST)
+        if not reference.expired():
+            self._held_elsewhere += nbytes
+            _log.debug("%d bytes of activations of %s were offloaded while somebody holds them", nbytes, storage.key)
+
+    def _arrived(self, tensor: torch.Tensor, nbytes: int) -> None:
+        self._device_bytes += nbytes
+        self._device_peak = max(self._device_peak, self._device_bytes)
+        if self._on_device is not None:
+            self._on_device(tensor)
+
+    def _collect_ended(self) -> None:
+        """Book what saved storages left behind when their graph went."""
+        while self._ended:
+            nbytes, block, departure = self._ended.popleft()
+            self._device_bytes -= nbytes
+            if block is not None:
+                self._pool.give(block, block.after if departure is None else (departure,))
+
+    def _drop_everything(self) -> None:
+        transfers, self._transfers = self._transfers, []
+        for transfer in transfers:
+            try:
+                self._channel.join(transfer.ticket, lambda seconds: None)
+            except OffloadError:
+                _log.warning(
+                    "an unfinished %s of %s was dropped", transfer.direction.value, transfer.key, exc_info=True
+                )
+        for captured in self._captures.values():
+            for storage in list(captured.storages.values()):
+                self._ended.append((storage.device_bytes, storage.block, storage.departure))
+                storage.drop(Place.LOST)
+                storage.block = storage.transfer = None
+                storage.holders.clear()
+        self._captures.clear()
+        self._by_storage.clear()
+        self._collect_ended()
+
+
+def _unpack(saved: torch.Tensor | SavedView) -> torch.Tensor:
+    return saved.restore() if isinstance(saved, SavedView) else saved
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _checksum(run: torch.Tensor) -> torch.Tensor:
+    """The sum of the bytes' 64-bit words, and of what is left over."""
+    whole = run.numel() // 8 * 8
+    return torch.stack((run[:whole].view(torch.int64).sum(), run[whole:].sum(dtype=torch.int64)))
+
+
+def _unknown(key: Hashable) -> OffloadError:
+    return OffloadError(f"nothing was captured under {key} in this step")

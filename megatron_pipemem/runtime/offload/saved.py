@@ -1,0 +1,122 @@
+"""Storages that autograd saved views of, wherever they are at the moment."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import Enum
+from weakref import WeakSet
+
+import torch
+
+from megatron_pipemem.errors import OffloadError
+from megatron_pipemem.runtime.offload.channel import Ticket
+from megatron_pipemem.runtime.offload.host_pool import Block
+
+ALIGNMENT = 512
+"""Bytes. What moves begins on a multiple, so that views come back as well aligned as they left and kernels choose alike."""
+
+
+class Place(Enum):
+    DEVICE = "on the device"
+    LEAVING = "being offloaded"
+    HOST = "offloaded"
+    RETURNING = "being reloaded"
+    LOST = "dropped at the end of its step"
+
+
+class Hold:
+    """One capture's claim on storages, alive as long as any tensor the capture saved."""
+
+
+class SavedStorage:
+    """The part of one storage that autograd's saved tensors span.
+
+    Alive as long as a saved tensor refers to it; the engine knows it by weak references only, so that a backward frees its
+    memory as it goes, as without offload.
+
+    Args:
+        storage: on the device.
+        key: the capture that met it first.
+        ended: gets what this object leaves behind: device bytes, and its host block with the transfer that wrote it.
+    """
+
+    def __init__(
+        self, storage: torch.UntypedStorage, key: Hashable, ended: deque[tuple[int, Block | None, Ticket | None]]
+    ):
+        self.place = Place.DEVICE
+        self.storage: torch.UntypedStorage | None = storage
+        self.key = key
+        self.holders: WeakSet[Hold] = WeakSet()
+        self.begin = storage.nbytes()
+        self.end = 0
+        self.device_bytes = storage.nbytes()
+        self.block: Block | None = None
+        self.departure: Ticket | None = None
+        self.transfer: object | None = None
+        self.checksum: torch.Tensor | None = None
+        self._origin = 0
+        self._ended = ended
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that move."""
+        return self.end - self.begin
+
+    def view(self, tensor: torch.Tensor, hold: Hold) -> SavedView:
+        """A stand-in for a tensor of this storage; what moves will include it."""
+        start = tensor.storage_offset() * tensor.element_size()
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        self.begin = min(self.begin, start // ALIGNMENT * ALIGNMENT)
+        self.end = max(self.end, start + (last + 1) * tensor.element_size())
+        return SavedView(self, hold, tensor.dtype, tensor.shape, tensor.stride(), start)
+
+    def bytes(self) -> torch.Tensor:
+        """What moves, on the device."""
+        run = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        return run.set_(self.storage, self.begin - self._origin, (self.nbytes,), (1,))
+
+    def move_to(self, destination: torch.Tensor) -> None:
+        """From now on this is ``destination``, which holds the moving bytes alone."""
+        self.storage = destination.untyped_storage()
+        self.device_bytes = self.storage.nbytes()
+        self._origin = self.begin
+
+    def drop(self, place: Place) -> None:
+        """Let go of the device memory."""
+        self.storage, self.device_bytes, self.place = None, 0, place
+
+    def restore(self, view: SavedView) -> torch.Tensor:
+        if self.place is not Place.DEVICE:
+            raise OffloadError(
+                f"activations of {self.key} are used while {self.place.value}: reload them and wait for the reload before "
+                "their backward"
+            )
+        offset = (view.start - self._origin) // view.dtype.itemsize
+        tensor = torch.empty(0, dtype=view.dtype, device=self.storage.device)
+        return tensor.set_(self.storage, offset, view.shape, view.stride)
+
+    def __del__(self) -> None:
+        # Runs on whichever thread drops the graph, hence only appends.
+        self._ended.append((self.device_bytes, self.block, self.departure))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SavedView:
+    """What autograd keeps in place of a saved tensor. ``start`` is in bytes from the beginning of the first storage."""
+
+    home: SavedStorage
+    hold: Hold
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    start: int
+
+    def restore(self) -> torch.Tensor:
+        """The saved tensor, on the device.
+
+        Raises:
+            OffloadError: it is away.
+        """
+        return self.home.restore(self)

@@ -1,0 +1,43 @@
+"""What a step's offload moved, held and waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+from megatron_pipemem.runtime.offload.channel import Direction
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Seconds that computing stood still for one transfer of ``nbytes``, asked for by ``key``."""
+
+    key: Hashable
+    direction: Direction
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class OffloadStatistics:
+    """Bytes and seconds since the step began.
+
+    ``device_peak_bytes`` is the most that captured storages took on the device at once, reloads included from the moment
+    their memory is allocated. What deferred weight gradients keep longer than the graph is not in it.
+    ``host_peak_bytes`` counts payload, ``host_reserved_bytes`` the host memory behind it, which stays for later steps.
+    ``held_elsewhere_bytes`` were moved in vain: somebody else still held the storage when the engine let go of it.
+    ``stayed_bytes`` are saved tensors that were never candidates, per reason.
+    """
+
+    bytes_out: int
+    bytes_in: int
+    device_peak_bytes: int
+    host_peak_bytes: int
+    host_reserved_bytes: int
+    held_elsewhere_bytes: int
+    stayed_bytes: Mapping[str, int]
+    stalls: tuple[Stall, ...]
+
+    @property
+    def stall_seconds(self) -> float:
+        return sum(stall.seconds for stall in self.stalls)

@@ -1,0 +1,69 @@
+"""The collectives between the phases. All ranks of the group must start them in one order; nothing else communicates.
+
+Each returns at once with the collective under way; ``wait()`` makes the result usable, on a GPU by making the current stream
+wait. Use a process group that carries nothing else: point-to-point messages on the same one could wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition
+
+
+@dataclass
+class Pending[Result]:
+    """A collective under way. Keeps its buffers alive until it is done."""
+
+    _work: dist.Work
+    _result: Callable[[], Result]
+
+    def wait(self) -> Result:
+        """The collective's result. On a GPU it is ready for what is queued on the current stream from here on."""
+        self._work.wait()
+        return self._result()
+
+
+def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
+    """Copy ``tensor`` of rank ``source`` of the group into ``tensor`` of all others: the head's input, gradients."""
+    work = dist.broadcast(tensor, dist.get_global_rank(group, source), group=group, async_op=True)
+    return Pending(work, lambda: tensor)
+
+
+def all_reduce_max(tensor: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
+    """The maximum over the ranks, in place: ``Scored.maximum``."""
+    work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
+    return Pending(work, lambda: tensor)
+
+
+def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
+    """The sum over the ranks, in place: ``Rescaled.sums``."""
+    work = dist.all_reduce(tensor, dist.ReduceOp.SUM, group=group, async_op=True)
+    return Pending(work, lambda: tensor)
+
+
+def reduce_sum(tensor: torch.Tensor, destination: int, group: dist.ProcessGroup) -> Pending[torch.Tensor | None]:
+    """The sum over the ranks, on rank ``destination`` of the group only: the embedding's output, the head's input gradient.
+
+    The result is ``None`` elsewhere; what ``tensor`` holds there afterwards is undefined.
+    """
+    work = dist.reduce(tensor, dist.get_global_rank(group, destination), group=group, async_op=True)
+    return Pending(work, lambda: tensor if group.rank() == destination else None)
+
+
+def gather_logits(
+    local: torch.Tensor, partition: VocabularyPartition, group: dist.ProcessGroup
+) -> Pending[torch.Tensor]:
+    """The logits of the whole vocabulary, ``[..., vocab_size]``, on every rank, from ``VocabularyHead.logits`` of each."""
+    # Collectives want equal sizes; shards may differ by a row.
+    padded = torch.nn.functional.pad(local, (0, partition.largest - local.size(-1))).contiguous()
+    parts = [torch.empty_like(padded) for _ in range(partition.shards)]
+    work = dist.all_gather(parts, padded, group=group, async_op=True)
+    return Pending(
+        work,
+        lambda: torch.cat([part[..., : len(partition.rows(shard))] for shard, part in enumerate(parts)], dim=-1),
+    )

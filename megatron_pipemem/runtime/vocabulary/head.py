@@ -1,0 +1,188 @@
+"""The LM head and its cross entropy: what comes before the loss. ``head_gradients`` has what comes after.
+
+One microbatch goes through a chain of objects, one per phase; each has the buffer that the next collective reduces in place:
+
+    scored = head.score(x, labels)          # S: local logits and their statistics
+    all_reduce_max(scored.maximum)
+    rescaled = scored.rescale()
+    all_reduce_sum(rescaled.sums)
+    done = rescaled.normalise()             # done.losses, then the gradients
+
+Nothing here communicates, and nothing is recorded by autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_pipemem.errors import VocabularyError
+from megatron_pipemem.runtime.vocabulary.head_gradients import Normalised, OneBarrier, TwoBarriers
+from megatron_pipemem.runtime.vocabulary.microbatch import HeadMicrobatch
+from megatron_pipemem.runtime.vocabulary.partition import WeightShard
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """What the head computes, and how.
+
+    Args:
+        barriers: collectives that the last stage's backward waits for one after another. 1 forms the input gradient from
+            statistics before the loss is known (the paper's Algorithm 2), 2 after it (its Algorithm 1).
+        piece_tokens: tokens whose logits are in fp32 at a time; ``None`` for the whole microbatch. Pieces change results only
+            where matrix products of other sizes round differently.
+        keep_logits: keep the logits until their gradient is taken, in the parameter's dtype, ``[tokens, rows]``. ``False``
+            computes them again, piece by piece: one more matrix product for each use, and nothing of that size is ever held.
+        scale: factor of the logits.
+        softcap: ``c`` of ``c * tanh(logits / c)``, applied after ``scale``; ``None`` for none.
+        z_loss: factor of the square of the log-partition function, added to every token's loss.
+        message_dtype: of the partial input gradients that are summed over the ranks. 16 bit halves the message and rounds
+            once per rank.
+    """
+
+    barriers: int = 1
+    piece_tokens: int | None = None
+    keep_logits: bool = True
+    scale: float = 1.0
+    softcap: float | None = None
+    z_loss: float = 0.0
+    message_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        for holds, what in (
+            (self.barriers in (1, 2), f"barriers={self.barriers}: give 1 or 2"),
+            (
+                self.piece_tokens is None or self.piece_tokens >= 1,
+                f"piece_tokens={self.piece_tokens}: at least 1, or None",
+            ),
+            (
+                self.softcap is None or self.softcap > 0,
+                f"softcap={self.softcap}: a positive number, or None for no cap",
+            ),
+            (self.z_loss >= 0, f"z_loss={self.z_loss}: at least 0"),
+        ):
+            if not holds:
+                raise VocabularyError(what)
+
+    def pieces(self, tokens: int) -> Iterator[slice]:
+        """The tokens of a microbatch, piece by piece."""
+        size = self.piece_tokens or max(tokens, 1)
+        return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
+
+    def transform(self, raw: torch.Tensor) -> torch.Tensor:
+        """The logits in fp32, in memory of their own, from what the matrix product gave."""
+        logits = raw.to(torch.float32, copy=True)
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """Derivative of the soft cap at transformed logits."""
+        if self.softcap is None:
+            return 1.0
+        return logits.div(self.softcap).square_().neg_().add_(1)
+
+
+@dataclass(frozen=True)
+class VocabularyHead:
+    """One rank's share of the LM head. Bias, label smoothing and fp8 are not supported.
+
+    Args:
+        shard: of the head's matrix; the embedding's very shard when tied.
+        options: the same on every rank.
+    """
+
+    shard: WeightShard
+    options: HeadOptions = field(default_factory=HeadOptions)
+
+    @torch.no_grad()
+    def score(self, x: torch.Tensor, labels: torch.Tensor, *, for_backward: bool = True) -> Scored:
+        """S: the logits of this rank's rows, and what the loss needs to know of them.
+
+        Args:
+            x: input of the head, ``[..., h]`` in the parameter's dtype, the same on every rank. Not modified, and must not be
+                until the weight gradient has run.
+            labels: ``[...]``. A label outside the vocabulary, for example -100, is ignored: loss 0, no gradient.
+            for_backward: ``False`` for evaluation: nothing is kept for gradients.
+        """
+        if labels.shape != x.shape[:-1]:
+            raise VocabularyError(
+                f"labels of shape {tuple(labels.shape)} for an input of shape {tuple(x.shape)}: they need all of its "
+                "dimensions but the last, in its order"
+            )
+        options, weight = self.options, self.shard.weight
+        x = self._rows_of(x)
+        local, owned = self.shard.locate(labels.reshape(-1))
+        valid = ((labels >= 0) & (labels < self.shard.partition.vocab_size)).reshape(-1)
+        tokens = x.size(0)
+        statistics = torch.empty(3, tokens, dtype=torch.float32, device=x.device)
+        maximum, own_sum, target = statistics.unbind()
+        batch = HeadMicrobatch(self, x, labels.shape, local, owned, valid, maximum, own_sum, target, for_backward)
+        if for_backward and options.keep_logits:
+            batch.logits = x.new_empty(tokens, weight.size(0))
+        if for_backward and options.barriers == 1:
+            batch.average = torch.empty_like(x)
+        for piece in options.pieces(tokens):
+            raw = torch.mm(x[piece], weight.t(), out=None if batch.logits is None else batch.logits[piece])
+            batch.score(piece, raw)
+        return Scored(batch)
+
+    @torch.no_grad()
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Scaled and capped logits of this rank's rows, ``[..., rows]`` in the parameter's dtype, for inference.
+
+        ``collectives.gather_logits`` makes the whole vocabulary's of them.
+        """
+        rows = self._rows_of(x)
+        logits = rows.new_empty(rows.size(0), len(self.shard.rows))
+        for piece in self.options.pieces(rows.size(0)):
+            logits[piece] = self.options.transform(rows[piece] @ self.shard.weight.t())
+        return logits.view(*x.shape[:-1], logits.size(1))
+
+    def _rows_of(self, x: torch.Tensor) -> torch.Tensor:
+        """``[tokens, h]``, without a graph."""
+        parameter = self.shard.parameter
+        if x.size(-1) != parameter.size(1) or x.dtype != parameter.dtype:
+            raise VocabularyError(
+                f"input of shape {tuple(x.shape)} in {x.dtype} for a head of hidden size {parameter.size(1)} in "
+                f"{parameter.dtype}: both must agree"
+            )
+        return x.detach().reshape(-1, x.size(-1))
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """After S. ``maximum`` (fp32, one per token) is the buffer to reduce with MAX over the ranks, in place."""
+
+    batch: HeadMicrobatch
+    maximum: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "maximum", self.batch.own_maximum.clone())
+
+    @torch.no_grad()
+    def rescale(self) -> Rescaled:
+        """Express this rank's statistics relative to the maximum of all ranks, which ``maximum`` now holds."""
+        batch = self.batch
+        batch.own_sum.mul_(torch.exp(batch.own_maximum - self.maximum))
+        target = torch.where(batch.owned, batch.target_logit - self.maximum, 0.0)
+        return Rescaled(batch, self.maximum, torch.stack((batch.own_sum, target)))
+
+
+@dataclass(frozen=True, eq=False)
+class Rescaled:
+    """Before the second reduction. ``sums`` (fp32, two per token) is the buffer to reduce with SUM over the ranks, in place."""
+
+    batch: HeadMicrobatch
+    maximum: torch.Tensor
+    sums: torch.Tensor
+
+    @torch.no_grad()
+    def normalise(self) -> Normalised:
+        """The losses, and the way to the gradients: a ``OneBarrier`` or a ``TwoBarriers``, as the options say."""
+        kind = OneBarrier if self.batch.head.options.barriers == 1 else TwoBarriers
+        return kind(self.batch, self.maximum, *self.sums.unbind())

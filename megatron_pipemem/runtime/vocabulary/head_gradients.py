@@ -1,0 +1,239 @@
+"""The LM head's losses and gradients, once the statistics of all ranks are known.
+
+With logits y (scaled and capped), their maximum M over the whole vocabulary, S = sum exp(y - M), Z = log S + M:
+
+    loss = log S - (y_label - M) + z Z^2            dloss/dy = (1 + 2zZ) exp(y - M) / S - onehot(label)
+
+Input gradients are first partial: sums over this rank's rows, to be summed over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_pipemem.errors import VocabularyError
+from megatron_pipemem.runtime.vocabulary.microbatch import SOFTMAX_SUM, HeadMicrobatch
+
+if TYPE_CHECKING:
+    from megatron_pipemem.runtime.vocabulary.head import HeadOptions
+
+
+def differentiate(
+    losses: torch.Tensor, loss_function: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss pass: the training loss, and how it depends on each token's loss.
+
+    Args:
+        losses: ``Normalised.losses``.
+        loss_function: gives the scalar to differentiate. Masks, means and the loss scale are its business.
+
+    Returns:
+        The scalar, and the gradient ``g`` that the head's backward wants, fp32 in the shape of ``losses``.
+    """
+    leaf = losses.detach().requires_grad_()
+    with torch.enable_grad():
+        scalar = loss_function(leaf)
+        (gradient,) = torch.autograd.grad(scalar, leaf)
+    return scalar.detach(), gradient
+
+
+class Normalised:
+    """The losses of one microbatch, the same on every rank."""
+
+    def __init__(self, batch: HeadMicrobatch, maximum: torch.Tensor, others: torch.Tensor, label: torch.Tensor):
+        self._batch = batch
+        self._gradients_left = batch.for_backward
+        self._maximum = maximum
+        self._total = others + torch.exp(label)
+        # log(1 + others / exp(label)): a label that is almost certain keeps a small but precise loss.
+        nll = torch.nn.functional.softplus(torch.log(others) - label)
+        z = self.options.z_loss
+        # The label's entry, without the cancellation of a probability near 1, and the factor of all others.
+        self._label = torch.expm1(-nll)
+        self._factor = torch.ones_like(nll)
+        if z:
+            log_partition = maximum + torch.log(self._total)
+            excess = 2 * z * log_partition
+            self._label += torch.exp(-nll) * excess
+            self._factor += excess
+            nll = nll + z * log_partition.square()
+        self._losses = nll.masked_fill_(~batch.valid, 0)
+
+    @property
+    def losses(self) -> torch.Tensor:
+        """fp32, in the labels' shape."""
+        return self._losses.view(self._batch.shape)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What is kept until the gradients have been taken, for the activation ledger."""
+        return (*self._batch.tensors, self._maximum, self._total, self._factor, self._label, self._losses)
+
+    @property
+    def options(self) -> HeadOptions:
+        return self._batch.head.options
+
+    @property
+    def pieces(self) -> Iterator[slice]:
+        return self.options.pieces(self._batch.x.size(0))
+
+    def _message(self) -> torch.Tensor:
+        x = self._batch.x
+        return torch.empty(x.shape, dtype=self.options.message_dtype, device=x.device)
+
+    def _shaped(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.view(*self._batch.shape, rows.size(-1))
+
+    def _flat(self, loss_gradient: torch.Tensor) -> torch.Tensor:
+        """The loss gradient, one per token in fp32, without ignored tokens."""
+        batch = self._batch
+        if loss_gradient.numel() != batch.valid.numel():
+            raise VocabularyError(
+                f"loss gradient of shape {tuple(loss_gradient.shape)} for losses of shape {tuple(batch.shape)}: give one "
+                "number per token"
+            )
+        return loss_gradient.detach().reshape(-1).to(torch.float32).masked_fill(~batch.valid, 0)
+
+    def _spend_logits(self) -> None:
+        """Their gradient takes the place of the logits, so it can be taken once."""
+        self._require(self._gradients_left)
+        self._gradients_left = False
+
+    @staticmethod
+    def _require(condition: bool) -> None:
+        if not condition:
+            raise VocabularyError(
+                "this gradient of the microbatch was taken already, or score() was told for_backward=False: take each "
+                "gradient once"
+            )
+
+    def _logit_gradient(self, piece: slice, g: torch.Tensor) -> torch.Tensor:
+        """Gradient of what the matrix product gave, for one piece, in the parameter's dtype; replaces kept logits."""
+        batch, options = self._batch, self.options
+        raw = batch.x[piece] @ batch.head.shard.weight.t() if batch.logits is None else batch.logits[piece]
+        if batch.no_rows:
+            return raw
+        logits = options.transform(raw)
+        slope = options.slope(logits)
+        scaled = g[piece] * options.scale
+        gradient = logits.sub_(self._maximum[piece, None]).exp_()
+        gradient.mul_((scaled * self._factor[piece] / self._total[piece])[:, None])
+        batch.set_target(piece, gradient, scaled * self._label[piece])
+        if options.softcap is not None:
+            gradient.mul_(slope)
+        return gradient.to(raw.dtype) if batch.logits is None else raw.copy_(gradient)
+
+
+class OneBarrier(Normalised):
+    """Input gradient from statistics alone, before ``g`` is known; the weight gradient at any time after that."""
+
+    @torch.no_grad()
+    def input_gradient(self) -> torch.Tensor:
+        """This rank's part of the gradient of the losses by the head's input, ``[..., h]``, to be summed over the ranks.
+
+        It lacks ``g``: ``finish_input_gradient`` turns the sum into the gradient of the training loss.
+        """
+        batch, options = self._batch, self.options
+        self._require(batch.average is not None)
+        average, batch.average = batch.average, None
+        share = batch.own_sum / self._total * self._factor * (options.scale / SOFTMAX_SUM)
+        label = torch.where(batch.owned, self._label * options.slope(batch.target_logit) * options.scale, 0.0)
+        message = self._message()
+        for piece in self.pieces:
+            part = average[piece].to(torch.float32).mul_(share[piece, None])
+            if not batch.no_rows:
+                rows = batch.head.shard.weight[batch.local[piece]]
+                part.addcmul_(rows.to(torch.float32), label[piece, None])
+            message[piece] = part
+        return self._shaped(message)
+
+    @torch.no_grad()
+    def finish_input_gradient(self, total: torch.Tensor, loss_gradient: torch.Tensor) -> torch.Tensor:
+        """Gradient of the training loss by the head's input, in its dtype, on the rank that has the sum over the ranks.
+
+        Args:
+            total: sum of all ranks' ``input_gradient``.
+            loss_gradient: gradient of the training loss by ``losses``, the loss scale included.
+        """
+        g = self._flat(loss_gradient).view(*self._batch.shape, 1)
+        return (total * g).to(self._batch.x.dtype)
+
+    def weight_gradient(self, loss_gradient: torch.Tensor) -> HeadWeightGradient:
+        """T: the weight gradient, to run now or later; nothing depends on it but the optimizer."""
+        g = self._flat(loss_gradient)
+        self._spend_logits()
+        return HeadWeightGradient(self, g, logits_differentiated=False)
+
+
+class TwoBarriers(Normalised):
+    """Both gradients from the loss's: exactly what an unsharded backward computes, and the second barrier is the sum of dX."""
+
+    @torch.no_grad()
+    def input_gradient(self, loss_gradient: torch.Tensor) -> tuple[torch.Tensor, HeadWeightGradient]:
+        """T: this rank's part of the gradient of the training loss by the head's input, and the weight gradient.
+
+        Args:
+            loss_gradient: gradient of the training loss by ``losses``, the loss scale included.
+
+        Returns:
+            ``[..., h]``, to be summed over the ranks, and the weight gradient, to run now or later.
+        """
+        g = self._flat(loss_gradient)
+        self._spend_logits()
+        message = self._message()
+        for piece in self.pieces:
+            message[piece] = self._logit_gradient(piece, g) @ self._batch.head.shard.weight
+        later = HeadWeightGradient(self, g, logits_differentiated=self._batch.logits is not None)
+        return self._shaped(message), later
+
+    def finish_input_gradient(self, total: torch.Tensor) -> torch.Tensor:
+        """Gradient of the training loss by the head's input, in its dtype, from the sum of all ranks' parts."""
+        return total.to(self._batch.x.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadWeightGradient:
+    """``logit gradient^T @ x`` of one microbatch: a ``DeferredWeightGradient``.
+
+    Args:
+        normalised: the microbatch.
+        loss_gradient: one per token, fp32.
+        logits_differentiated: whether what is kept as logits is their gradient by now.
+    """
+
+    normalised: Normalised
+    loss_gradient: torch.Tensor
+    logits_differentiated: bool
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What waits with it, for the activation ledger."""
+        return (*self.normalised.tensors, self.loss_gradient)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Add the gradient to the parameter's. Called once."""
+        normalised, batch = self.normalised, self.normalised._batch
+        gradient = batch.head.shard.gradient
+        if gradient is None:
+            return
+        if batch.logits is None:
+            for piece in normalised.pieces:
+                _add_product(gradient, normalised._logit_gradient(piece, self.loss_gradient), batch.x[piece])
+            return
+        if not self.logits_differentiated:
+            for piece in normalised.pieces:
+                normalised._logit_gradient(piece, self.loss_gradient)
+        _add_product(gradient, batch.logits, batch.x)
+
+
+def _add_product(gradient: torch.Tensor, output_gradient: torch.Tensor, input: torch.Tensor) -> None:
+    """``gradient += output_gradient^T @ input``; with other precisions the product is rounded to the factors' first."""
+    if gradient.dtype == input.dtype:
+        gradient.addmm_(output_gradient.t(), input)
+    else:
+        gradient.add_(output_gradient.t() @ input)

@@ -1,0 +1,415 @@
+"""Gradients do not notice that activations were away, every byte is counted, and no memory is held or freed wrongly."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from offload_blocks import (  # noqa: E402
+    MIN_BYTES,
+    batch,
+    closing,
+    offloaded_gradients,
+    plain_gradients,
+    saved_bytes,
+    stack,
+)
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from megatron_pipemem.errors import OffloadError  # noqa: E402
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
+from megatron_pipemem.runtime.offload import OffloadEngine  # noqa: E402
+from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, collecting  # noqa: E402
+from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+ANY = Action(Kind.F, 0, 0)
+LENGTHS = (12, 5, 12, 9)
+
+
+def make(device: str = "cpu", host_memory: int = 1 << 22, **options) -> OffloadEngine:
+    return OffloadEngine.on(torch.device(device), host_memory, **{"min_bytes": MIN_BYTES, **options})
+
+
+@pytest.fixture
+def engine():
+    with closing(make()) as engine, engine.step():
+        yield engine
+
+
+def away_and_back(engine, key):
+    engine.offload(key)
+    engine.wait(key)
+    engine.reload(key)
+    engine.wait(key)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("guard", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_and_bytes(device, dtype, guard):
+    model = stack(dtype, device)
+    batches = [batch(i, length, dtype, device) for i, length in enumerate(LENGTHS)]
+    expected, sizes = plain_gradients(model, batches), [saved_bytes(model, x) for x in batches]
+    with closing(make(device, permanent=model.parameters(), guard=guard)) as engine:
+        for _ in range(2):  # the second step runs on used host memory
+            with engine.step():
+                assert all(map(torch.equal, offloaded_gradients(model, engine, batches), expected))
+                seen = engine.statistics()
+                assert (engine.device_bytes, engine.host_bytes) == (0, 0)
+            assert seen.bytes_out == seen.bytes_in == seen.host_peak_bytes == sum(sizes)
+            assert seen.device_peak_bytes == expected_peak(sizes, [x.nbytes for x in batches])
+            assert seen.held_elsewhere_bytes == 0
+
+
+def expected_peak(sizes: list[int], kept: list[int]) -> int:
+    """Of ``offloaded_gradients``: forwards meet the microbatch that is leaving, backwards the next one returning."""
+    forwards = [sum(sizes[max(0, i - 1) : i + 1]) + sum(kept[: i + 1]) for i in range(len(sizes))]
+    backwards = [sum(sizes[i : i + 2]) + sum(kept[i:]) for i in range(len(sizes))]
+    return max(forwards + backwards)
+
+
+def test_the_ledger_counts_what_is_really_on_the_device():
+    model = stack()
+    batches = [batch(i, length, torch.float32) for i, length in enumerate(LENGTHS)]
+    moving = [saved_bytes(model, x) for x in batches]
+    small = [saved_bytes(model, x, 1) - size for x, size in zip(batches, moving, strict=True)]
+    ledger = ActivationLedger(model.parameters())
+    ledger.exclude(batches)
+    with closing(make(on_device=lambda tensor: ledger.hold(tensor, "saved"))) as engine, engine.step():
+        offloaded_gradients(model, engine, batches, lambda: ledger.record(ANY))
+    counted = [entry.bytes for entry in ledger.entries]
+    last = len(batches) - 1
+    expected = [moving[0] + small[0]]
+    for i in range(1, last + 1):  # a forward, then the one before is gone
+        expected += [moving[i - 1] + moving[i] + sum(small[: i + 1]), moving[i] + sum(small[: i + 1])]
+    expected.append(sum(small))
+    for i in range(last + 1):  # the next one has been asked for, then the backward
+        returning = sum(moving[i + 1 : i + 2])
+        expected += [moving[i] + returning + sum(small[i:]), returning + sum(small[i + 1 :])]
+    assert min(small) > 0 and counted == expected
+
+
+def test_views_of_one_storage_move_once_and_come_back_as_views(engine):
+    whole = torch.arange(2048, dtype=torch.float32)
+    q, k = whole[1100:1400].view(10, 30), whole[1200:1500].view(torch.int32)
+    with engine.capture("a"):
+        saved = [Saved(q), Saved(q.t()[3:5]), Saved(k), Saved(whole[1150])]
+    copies = [tensor.clone() for tensor in (q, q.t()[3:5], k, whole[1150])]
+    # From the 512-byte boundary below element 1100 to element 1500.
+    assert engine.captured_bytes("a") == 1500 * 4 - 1100 * 4 // 512 * 512
+    del q, k, whole
+    away_and_back(engine, "a")
+    back = [item.get() for item in saved]
+    assert all(map(torch.equal, back, copies)) and back[2].dtype == torch.int32
+    assert len({tensor.untyped_storage().data_ptr() for tensor in back}) == 1
+    back[0][-1, -1] = -5.0  # element 1399
+    assert back[2].view(torch.float32)[199] == -5.0
+    assert engine.statistics().bytes_out == engine.statistics().bytes_in == engine.captured_bytes("a")
+
+
+class Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, trigger, tensor):
+        ctx.save_for_backward(tensor)
+        return trigger * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class Saved:
+    """A tensor in the hands of autograd and nobody else."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.node = Keep.apply(torch.ones(1, requires_grad=True), tensor).grad_fn
+
+    def get(self) -> torch.Tensor:
+        return self.node.saved_tensors[0]
+
+
+def test_a_storage_that_two_keys_share_leaves_with_the_last_and_returns_with_the_first(engine):
+    shared = torch.randn(100)
+    saved = {}
+    for key in "ab":
+        with engine.capture(key):
+            saved[key] = Saved(shared)
+    reference, values = StorageWeakRef(shared.untyped_storage()), shared.clone()
+    del shared
+    engine.offload("a")
+    engine.wait("a")
+    assert engine.statistics().bytes_out == 0 and torch.equal(saved["b"].get(), values)
+    engine.offload("b")
+    engine.wait("b")
+    assert engine.statistics().bytes_out == 400 and reference.expired()
+    engine.reload("a")
+    engine.wait("a")
+    assert torch.equal(saved.pop("a").get(), values)
+    engine.reload("b")
+    engine.wait("b")
+    assert torch.equal(saved["b"].get(), values)
+    assert engine.statistics().bytes_in == 400
+
+
+def test_a_capture_whose_backward_is_over_holds_nothing(engine):
+    shared = torch.randn(100)
+    saved = {}
+    for key in "ab":
+        with engine.capture(key):
+            saved[key] = Saved(shared)
+    del saved["b"], shared
+    engine.offload("a")
+    engine.wait("a")
+    assert engine.device_bytes == 0 and engine.host_bytes == 400
+
+
+def test_memory_goes_with_the_wait_and_during_the_backward_as_without_offload(engine):
+    first, second = torch.randn(50), torch.randn(60)
+    references = [StorageWeakRef(t.untyped_storage()) for t in (first, second)]
+    with engine.capture(0):
+        saved = [Saved(first), Saved(second)]
+    del first, second
+    engine.offload(0)
+    assert not any(r.expired() for r in references), "freed while being copied"
+    engine.wait(0)
+    assert all(r.expired() for r in references)
+    engine.reload(0)
+    engine.wait(0)
+    assert engine.device_bytes == 440 and engine.host_bytes == 0
+    del saved[0]
+    assert engine.device_bytes == 240
+
+
+def test_a_reload_before_the_offload_was_waited_for_moves_nothing_back(engine):
+    values = torch.randn(100)
+    with engine.capture(0):
+        saved = Saved(values)
+    engine.offload(0)
+    engine.reload(0)
+    engine.wait(0)
+    assert torch.equal(saved.get(), values)
+    assert (engine.statistics().bytes_in, engine.host_bytes) == (0, 0)
+    away_and_back(engine, 0)
+    assert torch.equal(saved.get(), values) and engine.statistics().bytes_in == 400
+
+
+def test_use_while_away_is_an_error(engine):
+    with engine.capture((3, 5)):
+        saved = Saved(torch.randn(100))
+    for act, where in (
+        (engine.offload, "being offloaded"),
+        (engine.wait, "offloaded"),
+        (engine.reload, "being reloaded"),
+    ):
+        act((3, 5))
+        with pytest.raises(OffloadError, match=rf"activations of \(3, 5\) are used while {where}: reload them"):
+            saved.get()
+    engine.wait((3, 5))
+    saved.get()
+
+
+def test_calls_out_of_order_are_errors(engine):
+    with engine.capture(0):
+        saved = Saved(torch.randn(100))
+    with pytest.raises(OffloadError, match="of 0 are captured twice"), engine.capture(0):
+        pass
+    with pytest.raises(OffloadError, match="of 0 are to be reloaded, but were not offloaded"):
+        engine.reload(0)
+    for act in (engine.offload, engine.reload, engine.wait, engine.captured_bytes):
+        with pytest.raises(OffloadError, match="nothing was captured under 1"):
+            act(1)
+    engine.offload(0)
+    with pytest.raises(OffloadError, match="of 0 are to be offloaded twice"):
+        engine.offload(0)
+    assert saved is not None
+
+
+def test_what_stays(engine):
+    weight = torch.nn.Parameter(torch.randn(30, 30))
+    buffer, small, kept, moved = torch.randn(900), torch.randn(15), torch.randn(90), torch.randn(80)
+    conjugate, sparse = torch.randn(40, dtype=torch.complex64).conj(), torch.eye(40).to_sparse()
+    with closing(make(permanent=[buffer])) as own, own.step():
+        with own.capture(0):
+            tensors = (weight, weight.t(), buffer[3:], small, kept, moved, conjugate, sparse, buffer[:0])
+            saved = [Saved(t) for t in tensors]
+        own.offload(0, keep=[kept])
+        own.wait(0)
+        seen = own.statistics()
+        assert seen.bytes_out == moved.nbytes == seen.held_elsewhere_bytes
+        assert seen.stayed_bytes["permanent"] == 2 * weight.nbytes + buffer[3:].nbytes
+        assert seen.stayed_bytes["small"] == small.nbytes
+        assert set(seen.stayed_bytes) == {"permanent", "small", "unsupported"}
+        own.reload(0)
+        own.wait(0)
+        for item, tensor in zip(saved, tensors, strict=True):
+            assert torch.equal(item.get().to_dense(), tensor.to_dense())
+        assert saved[4].get().data_ptr() == kept.data_ptr()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_layers(reentrant):
+    model = stack()
+    batches = [batch(i, 12, torch.float32).requires_grad_() for i in range(3)]
+    expected = plain_gradients(model, batches)
+
+    def recomputing(x):
+        for block in model:
+            x = checkpoint(block, x, use_reentrant=reentrant)
+        return x
+
+    with closing(make(permanent=model.parameters(), guard=True)) as engine, engine.step():
+        recomputing.zero_grad, recomputing.parameters = model.zero_grad, model.parameters
+        assert all(map(torch.equal, offloaded_gradients(recomputing, engine, batches), expected))
+        # Of every microbatch the inputs of the second block and of the loss; that of the first block is kept.
+        assert engine.statistics().bytes_out == 3 * 2 * batches[0].nbytes
+
+
+def test_deferred_weight_gradients_own_their_inputs_until_their_w():
+    from toy import Stage
+
+    def step(engine: OffloadEngine | None) -> list[torch.Tensor]:
+        stage, queues, outputs = Stage(0), [], []
+        for microbatch in range(3):
+            x = torch.randn(3, 6, generator=torch.Generator().manual_seed(microbatch)).requires_grad_()
+            queues.append(WeightGradientQueue())
+            with collecting(queues[-1]):
+                if engine is None:
+                    outputs.append(stage(x).square().sum())
+                    continue
+                with engine.capture(microbatch):
+                    outputs.append(stage(x).square().sum())
+            engine.offload(microbatch)
+            engine.wait(microbatch)
+        for microbatch, output in enumerate(outputs):
+            if engine is not None:
+                engine.reload(microbatch)
+                engine.wait(microbatch)
+            output.backward()
+        del outputs, output
+        if engine is not None:
+            assert engine.device_bytes == 0 and sum(1 for queue in queues for _ in queue.tensors()) == 3 * 4
+        for queue in queues:
+            queue.run()
+        return [p.grad for p in stage.parameters()]
+
+    with closing(make(guard=True)) as engine, engine.step():
+        moved = step(engine)
+        assert engine.statistics().bytes_in > 0
+    assert all(map(torch.equal, moved, step(None)))
+
+
+def test_evaluation_captures_nothing(engine):
+    with torch.no_grad(), engine.capture(0):
+        stack()(batch(0, 12, torch.float32))
+    for act in (engine.offload, engine.wait, engine.reload, engine.wait):
+        act(0)
+    assert engine.statistics().bytes_out == engine.statistics().device_peak_bytes == 0
+
+
+@pytest.mark.parametrize("where", ["capture", "leaving", "away", "returning", "backward"])
+def test_an_exception_leaves_nothing_behind(where):
+    model = stack()
+    x = batch(0, 12, torch.float32)
+    with closing(make(permanent=model.parameters())) as engine:
+        with pytest.raises(RuntimeError, match="boom"), engine.step():
+            with engine.capture(0):
+                output = model(x)
+                if where == "capture":
+                    raise RuntimeError("boom")
+            engine.offload(0)
+            if where == "leaving":
+                raise RuntimeError("boom")
+            engine.wait(0)
+            if where == "away":
+                raise RuntimeError("boom")
+            engine.reload(0)
+            if where == "returning":
+                raise RuntimeError("boom")
+            engine.wait(0)
+            output.register_hook(lambda gradient: (_ for _ in ()).throw(RuntimeError("boom")))
+            output.sum().backward()
+        assert engine.host_bytes == 0
+        if where not in ("capture", "backward"):
+            with pytest.raises(OffloadError, match="dropped at the end of its step"):
+                output.sum().backward()
+        del output
+        gc.collect()
+        assert engine.device_bytes == 0
+        expected = plain_gradients(model, [x])
+        with engine.step():
+            assert all(map(torch.equal, offloaded_gradients(model, engine, [x]), expected))
+
+
+def test_an_exhausted_pool_says_so_and_changes_nothing():
+    with closing(make(host_memory=4096)) as engine, engine.step():
+        with engine.capture("first"):
+            saved = [Saved(torch.randn(400)), Saved(torch.randn(700))]
+        values = [item.get().clone() for item in saved]
+        with pytest.raises(
+            OffloadError, match="room for 2816 bytes of activations of first: 1600 bytes of its budget of 4096"
+        ):
+            engine.offload("first")
+        assert engine.host_bytes == 0 and engine.statistics().bytes_out == 0
+        assert all(torch.equal(item.get(), value) for item, value in zip(saved, values, strict=True))
+
+
+def test_guard_mode_shows_whoever_reads_memory_that_is_away():
+    with closing(make(guard=True)) as engine, engine.step():
+        activation = torch.randn(100)
+        values, forgotten = activation.clone(), activation.data
+        with engine.capture(0):
+            saved = Saved(activation)
+        del activation
+        engine.offload(0)
+        engine.wait(0)
+        assert forgotten.isnan().all()
+        assert engine.statistics().held_elsewhere_bytes == 400
+        engine.reload(0)
+        engine.wait(0)
+        assert torch.equal(saved.get(), values)
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_memory_that_is_saved_again_while_an_earlier_part_of_it_is_away(guard):
+    """As in a V: an output leaves with its stage, and the next stage on the same device saves it as its input."""
+    with closing(make(guard=guard)) as engine, engine.step():
+        output = torch.randn(100)
+        values = output.clone()
+        with engine.capture(0):
+            first = Saved(output[:40])
+        engine.offload(0)
+        with engine.capture(1):
+            second = Saved(output)
+        engine.wait(0)
+        assert torch.equal(second.get(), values)
+        engine.offload(1)
+        engine.wait(1)
+        for key, saved, expected in ((0, first, values[:40]), (1, second, values)):
+            engine.reload(key)
+            engine.wait(key)
+            assert torch.equal(saved.get(), expected)
+
+
+def test_guard_mode_notices_a_write_into_the_host_pool():
+    with closing(make(guard=True)) as engine, engine.step():
+        with engine.capture("a"):
+            saved = Saved(torch.randn(101, dtype=torch.bfloat16))
+        engine.offload("a")
+        engine.wait("a")
+        engine._pool._segments[0][201] += 1
+        engine.reload("a")
+        with pytest.raises(OffloadError, match="activations of a came back from the host with other bytes"):
+            engine.wait("a")
+        assert saved is not None
+
+
+def test_a_device_without_a_channel_is_refused():
+    with pytest.raises(OffloadError, match="from a meta device"):
+        OffloadEngine.on(torch.device("meta"), 1 << 20)
+    with pytest.raises(OffloadError, match="budget is 0 bytes"):
+        make(host_memory=0)

@@ -1,0 +1,140 @@
+"""The host pool never gives one byte to two, never exceeds its budget, and finds room while there is room."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from megatron_pipemem.errors import OffloadError  # noqa: E402
+from megatron_pipemem.runtime.offload.host_pool import ALIGNMENT, HostPool  # noqa: E402
+
+BUDGET = 9000
+
+
+class Ticket:
+    """Of a transfer that runs after ``earlier`` ones, as the transfers of a block do."""
+
+    def __init__(self, earlier=()):
+        self.earlier = earlier
+        self.over = False
+
+    def done(self) -> bool:
+        return self.over
+
+    def end(self) -> None:
+        self.over = True
+        for ticket in self.earlier:
+            ticket.end()
+
+    def follows(self, other: Ticket) -> bool:
+        return self is other or any(ticket.follows(other) for ticket in self.earlier)
+
+
+def pool(budget: int = BUDGET, segment: int = 4096) -> HostPool:
+    return HostPool(budget, lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8), segment)
+
+
+def span(block) -> range:
+    return range(block.data.data_ptr(), block.data.data_ptr() + block.nbytes)
+
+
+def rounded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def power_of_two_below(nbytes: int) -> int:
+    return max((1 << shift for shift in range(20) if 1 << shift <= nbytes), default=0)
+
+
+def gaps(own: HostPool, held: list) -> list[int]:
+    """The free runs of bytes, from the addresses of what is held."""
+    found = []
+    for segment in own._segments:
+        begin, end = segment.data_ptr(), segment.data_ptr() + segment.numel()
+        taken = sorted((b.data.data_ptr(), rounded(b.nbytes)) for b in held if begin <= b.data.data_ptr() < end)
+        for start, size in [*taken, (end, 0)]:
+            found.append(start - begin)
+            begin = start + size
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.one_of(st.integers(1, 3000), st.just(None)), max_size=40), st.randoms(use_true_random=False))
+def test_blocks_are_private_ordered_and_within_the_budget(requests, random):
+    own = pool()
+    held, readers = [], []  # readers: who may still be reading which addresses
+    for nbytes in requests:
+        if nbytes is None:
+            if held:
+                block = held.pop(random.randrange(len(held)))
+                readers.append((span(block), Ticket(block.after)))
+                own.give(block, (readers[-1][1],))
+            for _, ticket in readers:
+                if random.random() < 0.3:
+                    ticket.end()
+            continue
+        try:
+            block = own.take(nbytes, "a test")
+        except OffloadError:
+            assert max(gaps(own, held), default=0) < nbytes, "there was room"
+            assert power_of_two_below(BUDGET - own.reserved_bytes) < rounded(nbytes), "there was budget"
+            continue
+        assert block.nbytes == nbytes
+        for other in held:
+            assert not set(span(block)) & set(span(other))
+        for addresses, ticket in readers:
+            if not ticket.over and set(addresses) & set(span(block)):
+                assert any(after.follows(ticket) for after in block.after), "written while still being read"
+        held.append(block)
+        assert own.used_bytes == sum(b.nbytes for b in held) <= own.peak_bytes <= own.reserved_bytes <= BUDGET
+    for block in held:
+        own.give(block, ())
+    assert own.used_bytes == 0
+    assert sorted(piece.size for piece in own._free) == sorted(s.numel() for s in own._segments), "merged to the whole"
+
+
+def test_variable_sizes_reuse_the_same_memory():
+    own = pool(4096)
+    for sizes in ([4096], [1000, 2000, 700], [256] * 16, [3000, 1024]):
+        blocks = [own.take(size, "a test") for size in sizes]
+        for block in blocks[::2] + blocks[1::2]:
+            own.give(block, ())
+    assert own.reserved_bytes == own.peak_bytes == 4096
+    own.reset_peak()
+    assert own.peak_bytes == 0
+
+
+def test_of_equal_pieces_one_that_nobody_reads_is_taken():
+    own, busy = pool(4096), Ticket()
+    first, between, second = (own.take(size, "a test") for size in (512, 512, 512))
+    rest = own.take(4096 - 3 * 512, "a test")
+    own.give(first, (busy,))
+    own.give(second, ())
+    assert span(own.take(512, "a test")) == span(second)
+    again = own.take(512, "a test")
+    assert span(again) == span(first) and again.after == (busy,)
+    assert between is not None and rest is not None
+
+
+def test_a_large_request_gets_a_segment_of_its_own():
+    own = pool(1 << 15)
+    own.take(100, "a test")
+    own.take(10000, "a test")
+    assert [segment.numel() for segment in own._segments] == [4096, 16384]
+
+
+def test_exhaustion_names_the_purpose_and_the_numbers():
+    own = pool(4096)
+    blocks = [own.take(1024, "a test") for _ in range(4)]
+    own.give(blocks[0], ())
+    own.give(blocks[2], ())
+    message = (
+        "no room for 1280 bytes of activations of 1F3: 2048 bytes of its budget of 4096 are in use, "
+        "the largest free piece has 1024 and the budget leaves 0 for a new segment; raise the host memory budget"
+    )
+    with pytest.raises(OffloadError, match=message):
+        own.take(1024 + 1, "activations of 1F3")
+    assert own.used_bytes == 2048 and 1280 % ALIGNMENT == 0

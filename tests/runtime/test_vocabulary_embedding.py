@@ -1,0 +1,107 @@
+"""The partition, and the sharded input embedding against torch's own."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from megatron_pipemem.errors import VocabularyError  # noqa: E402
+from megatron_pipemem.runtime.vocabulary.embedding import VocabularyEmbedding  # noqa: E402
+from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition, WeightShard  # noqa: E402
+
+sizes = st.builds(VocabularyPartition, st.integers(1, 70), st.integers(1, 9), st.booleans())
+
+
+def embeddings_of(partition: VocabularyPartition, weight: torch.Tensor) -> list[VocabularyEmbedding]:
+    return [
+        VocabularyEmbedding(WeightShard(torch.nn.Parameter(piece), partition, rank))
+        for rank, piece in enumerate(partition.split(weight))
+    ]
+
+
+@given(sizes)
+def test_every_row_has_one_owner_and_storage_differs_by_a_row(partition):
+    rows = [row for shard in range(partition.shards) for row in partition.rows(shard)]
+    assert rows == list(range(partition.vocab_size))
+    stored = [partition.stored_rows(shard) for shard in range(partition.shards)]
+    assert max(stored) - min(stored) <= (0 if partition.padded else 1)
+    assert max(stored) == partition.largest < partition.vocab_size / partition.shards + 1
+    weight = torch.arange(2 * partition.vocab_size).view(-1, 2)
+    assert torch.equal(partition.join(partition.split(weight)), weight)
+
+
+@settings(max_examples=150, deadline=None)
+@given(sizes, st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(), st.integers(0, 1000))
+def test_outputs_are_exact_and_gradients_those_of_the_whole_matrix(partition, dtype, main_grad, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(partition.vocab_size, 3, generator=generator).to(dtype)
+    tokens = torch.randint(partition.vocab_size, (5, 2), generator=generator)
+    embeddings = embeddings_of(partition, weight)
+    output = torch.stack([each.forward(tokens) for each in embeddings]).sum(0)
+    assert torch.equal(output, weight[tokens]) and output.dtype == dtype
+
+    reference = weight.double().requires_grad_()
+    upstream = torch.randn(5, 2, 3, generator=generator).to(dtype)
+    reference[tokens].backward(upstream.double())
+    gradients = []
+    for each in embeddings:
+        parameter = each.shard.parameter
+        if main_grad:
+            parameter.main_grad = torch.zeros(parameter.shape)
+        work = each.weight_gradient(tokens, upstream)
+        assert parameter.grad is None
+        work.run()
+        gradients.append(parameter.main_grad if main_grad else parameter.grad)
+        if gradients[-1] is None:
+            assert not each.shard.rows
+            gradients[-1] = torch.zeros_like(parameter)
+        assert not gradients[-1][len(each.shard.rows) :].any(), "padding learns nothing"
+    # 16 bit sums round at every step unless they go to a main gradient.
+    tolerance = 1e-6 if main_grad or dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(partition.join(gradients).double(), reference.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_gradients_of_several_uses_add_up():
+    """A tied head's gradient goes to the same parameter."""
+    partition = VocabularyPartition(5, 2)
+    embedding = embeddings_of(partition, torch.randn(5, 3))[0]
+    embedding.shard.parameter.grad = torch.ones(3, 3)
+    tokens = torch.tensor([0, 4, 0])
+    for _ in range(2):
+        embedding.weight_gradient(tokens, torch.ones(3, 3)).run()
+    assert torch.equal(embedding.shard.parameter.grad, torch.tensor([[5.0], [1], [1]]).expand(3, 3))
+
+
+def test_a_frozen_embedding_has_no_gradient():
+    embedding = embeddings_of(VocabularyPartition(5, 2), torch.randn(5, 3))[0]
+    embedding.shard.parameter.requires_grad_(False)
+    embedding.weight_gradient(torch.tensor([0]), torch.ones(1, 3)).run()
+    assert embedding.shard.parameter.grad is None
+
+
+def test_foreign_gradients_do_not_reach_this_shard():
+    """Not even as infinity times zero."""
+    embedding = embeddings_of(VocabularyPartition(4, 2), torch.randn(4, 1))[0]
+    embedding.weight_gradient(torch.tensor([1, 3]), torch.tensor([[2.0], [float("inf")]])).run()
+    assert embedding.shard.parameter.grad.flatten().tolist() == [0, 2]
+
+
+def test_what_does_not_fit_is_refused():
+    partition = VocabularyPartition(5, 2)
+    embedding = embeddings_of(partition, torch.randn(5, 3))[0]
+    with pytest.raises(VocabularyError, match="tokens from 0 to 5 in a vocabulary of 5"):
+        embedding.forward(torch.tensor([0, 5]))
+    with pytest.raises(VocabularyError, match="gradient of shape"):
+        embedding.weight_gradient(torch.tensor([0, 1]), torch.ones(3, 3))
+    with pytest.raises(VocabularyError, match="4 rows cannot be a vocabulary of 5"):
+        partition.split(torch.ones(4, 3))
+    with pytest.raises(VocabularyError, match="1 shards given"):
+        partition.join([torch.ones(3, 3)])
+    with pytest.raises(VocabularyError, match="at least 1"):
+        VocabularyPartition(0, 2)
+    with pytest.raises(VocabularyError, match="shard 2 of 2"):
+        partition.rows(2)

@@ -1,0 +1,397 @@
+"""The sharded head against torch's own cross entropy in fp64. The ranks are emulated in a loop, so every size is cheap."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import example, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+from vocabulary_model import Case, transformed, whole_losses  # noqa: E402
+
+from megatron_pipemem.errors import VocabularyError  # noqa: E402
+from megatron_pipemem.runtime.vocabulary.head import HeadOptions, VocabularyHead  # noqa: E402
+from megatron_pipemem.runtime.vocabulary.head_gradients import OneBarrier, differentiate  # noqa: E402
+from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition, WeightShard  # noqa: E402
+from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue  # noqa: E402
+
+BARRIERS = [1, 2]
+
+
+def heads_of(case: Case, weight: torch.Tensor) -> list[VocabularyHead]:
+    heads = []
+    for rank, piece in enumerate(case.partition.split(weight)):
+        parameter = torch.nn.Parameter(piece)
+        if case.dtype != torch.float32:
+            parameter.main_grad = torch.zeros(piece.shape)
+        heads.append(VocabularyHead(WeightShard(parameter, case.partition, rank), case.options))
+    return heads
+
+
+def reduce(buffers: list[torch.Tensor], reduction) -> None:
+    """What an in-place all-reduce does."""
+    result = reduction(torch.stack(buffers))
+    for buffer in buffers:
+        buffer.copy_(result)
+
+
+def losses_of(heads: list[VocabularyHead], x: torch.Tensor, labels: torch.Tensor, **options) -> list:
+    scored = [head.score(x, labels, **options) for head in heads]
+    reduce([each.maximum for each in scored], lambda all: all.amax(0))
+    rescaled = [each.rescale() for each in scored]
+    reduce([each.sums for each in rescaled], lambda all: all.sum(0))
+    return [each.normalise() for each in rescaled]
+
+
+def gradients_of(case: Case, heads: list[VocabularyHead], done: list) -> tuple[torch.Tensor, list]:
+    """The input gradient, and the weight gradients to run."""
+    g = differentiate(done[0].losses, case.loss)[1]
+    if isinstance(done[0], OneBarrier):
+        total = torch.stack([each.input_gradient() for each in done]).sum(0)
+        return done[0].finish_input_gradient(total, g), [each.weight_gradient(g) for each in done]
+    parts = [each.input_gradient(g) for each in done]
+    return done[0].finish_input_gradient(torch.stack([part for part, _ in parts]).sum(0)), [work for _, work in parts]
+
+
+def joined_gradient(case: Case, heads: list[VocabularyHead]) -> torch.Tensor:
+    gradients = []
+    for head in heads:
+        parameter = head.shard.parameter
+        gradients.append(getattr(parameter, "main_grad", parameter.grad))
+        assert not gradients[-1][len(head.shard.rows) :].any(), "padding learns nothing"
+    return case.partition.join(gradients)
+
+
+def sharded(case: Case, weight: torch.Tensor, x: torch.Tensor, labels: torch.Tensor):
+    """Losses, input gradient and weight gradient of one microbatch."""
+    heads = heads_of(case, weight)
+    done = losses_of(heads, x, labels)
+    for each in done:
+        torch.testing.assert_close(each.losses, done[0].losses, rtol=0, atol=0, equal_nan=True)
+    dx, works = gradients_of(case, heads, done)
+    for work in works:
+        work.run()
+    return done[0].losses, dx, joined_gradient(case, heads)
+
+
+def whole(case: Case, weight: torch.Tensor, x: torch.Tensor, labels: torch.Tensor):
+    weight, x = weight.double().requires_grad_(), x.double().requires_grad_()
+    losses = whole_losses(x @ weight.t(), labels, case.options)
+    case.loss(losses).backward()
+    return losses.detach(), x.grad, weight.grad
+
+
+def inputs_of(case: Case, spread: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = torch.randn(*case.shape, case.hidden, generator=case.generator(5)) * spread
+    return case.matrix(1), x.to(case.dtype), case.batch()[1]
+
+
+def assert_close(found, wanted, relative: float, what: str = "") -> None:
+    """Largest difference against the largest entry."""
+    assert found.shape == wanted.shape
+    if wanted.numel():
+        error = (found.double() - wanted).abs().max().item()
+        assert error <= relative * wanted.abs().max().item() + 1e-9, f"{what}: {error}"
+
+
+@st.composite
+def cases(draw) -> Case:
+    shape = draw(st.sampled_from([(1, 1), (3, 2), (5,), (2, 1, 3), (4, 3)]))
+    tokens = torch.Size(shape).numel()
+    some = st.lists(st.integers(0, tokens - 1), max_size=tokens, unique=True).map(tuple)
+    return Case(
+        vocab_size=draw(st.integers(1, 60)),
+        ranks=draw(st.integers(1, 5)),
+        shape=shape,
+        hidden=draw(st.integers(1, 9)),
+        padded=draw(st.booleans()),
+        masked=draw(some),
+        ignored=draw(some),
+        per_token=draw(st.booleans()),
+        loss_scale=draw(st.sampled_from([1.0, 1024.0])),
+        seed=draw(st.integers(0, 1000)),
+        options=HeadOptions(
+            barriers=draw(st.sampled_from(BARRIERS)),
+            piece_tokens=draw(st.sampled_from([None, 1, 2, 5])),
+            keep_logits=draw(st.booleans()),
+            scale=draw(st.sampled_from([1.0, 0.25])),
+            softcap=draw(st.sampled_from([None, 3.0])),
+            z_loss=draw(st.sampled_from([0.0, 0.01])),
+        ),
+    )
+
+
+def magnitudes(case: Case, weight: torch.Tensor, x: torch.Tensor, labels: torch.Tensor) -> tuple[float, float, float]:
+    """The largest sums of absolute terms in losses, dX and dW: what their rounding errors are relative to.
+
+    The z-loss's gradient is proportional to the logits, which inherit the errors of their own sums, and the soft cap's slope
+    is the difference of two numbers of at most 1.
+    """
+    options, weight, x = case.options, weight.double(), x.double()
+    logits = transformed(x @ weight.t(), options).requires_grad_()
+    losses = whole_losses(logits, labels, replace(options, scale=1.0, softcap=None))
+    g = differentiate(losses, case.loss)[1]
+    losses.backward(g)
+    terms = logits.grad.abs() + 2 * options.z_loss * g.abs()[..., None] * (x.abs() @ weight.abs().t())
+    terms *= options.scale
+    sums = (
+        losses.detach() + logits.detach().abs().amax(-1),
+        terms @ weight.abs(),
+        terms.flatten(0, -2).t() @ x.flatten(0, -2).abs(),
+    )
+    return tuple(each.abs().max().item() if each.numel() else 0.0 for each in sums)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases())
+@example(Case(2, 5, options=HeadOptions(softcap=3.0)))
+@example(Case(11, 4, masked=tuple(range(6))))
+@example(Case(11, 4, ignored=tuple(range(6)), options=HeadOptions(barriers=2)))
+@example(Case(9, 4, padded=True, shape=(0, 2)))
+def test_losses_and_gradients_are_those_of_the_whole_matrix(case):
+    inputs = inputs_of(case)
+    sides = sharded(case, *inputs), whole(case, *inputs), magnitudes(case, *inputs)
+    for what, found, wanted, magnitude in zip(("loss", "dX", "dW"), *sides, strict=True):
+        assert found.shape == wanted.shape
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-6 * magnitude, msg=what)
+
+
+@pytest.mark.parametrize("barriers", BARRIERS)
+@pytest.mark.parametrize(("dtype", "relative"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "z_loss": 1e-3, "scale": 0.5, "piece_tokens": 3}])
+def test_16_bit_weights_with_fp32_gradients(barriers, dtype, relative, options):
+    case = Case(1003, 4, (8, 2), 16, dtype=dtype, loss_scale=4096.0, options=HeadOptions(barriers=barriers, **options))
+    inputs = inputs_of(case)
+    losses, dx, dw = sharded(case, *inputs)
+    assert losses.dtype == torch.float32 and dx.dtype == dtype and dw.dtype == torch.float32
+    for what, found, wanted in zip(("loss", "dX", "dW"), (losses, dx, dw), whole(case, *inputs), strict=True):
+        assert ((found - wanted).norm() / wanted.norm()).item() < relative, what
+
+
+@pytest.mark.parametrize("barriers", BARRIERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_label_that_is_nearly_certain_keeps_a_precise_gradient(barriers, dtype):
+    """Averaging rows in 16 bit and then subtracting the label's would leave rounding errors of the label's row only."""
+    case = Case(8, 2, (1,), 2, dtype=dtype, options=HeadOptions(barriers=barriers))
+    weight = torch.tensor([[8.0, 1.0], [0.0, 3.0], *[[-1.0, 2.0]] * 6]).to(dtype)
+    inputs = weight, torch.tensor([[1.0, 0.0]], dtype=dtype), torch.tensor([0])
+    _, dx, dw = sharded(case, *inputs)
+    _, wanted_dx, wanted_dw = whole(case, *inputs)
+    assert wanted_dx.abs().max() < 0.01
+    assert_close(dx, wanted_dx, 0.01)
+    assert_close(dw, wanted_dw, 0.01)
+
+
+@pytest.mark.parametrize("barriers", BARRIERS)
+def test_a_certain_label_keeps_a_precise_loss(barriers):
+    """Of 1 minus a probability of 1 - 1e-9, fp32 has no digit."""
+    case = Case(6, 3, (1,), 1, options=HeadOptions(barriers=barriers))
+    inputs = torch.tensor([[20.0], [-1], [-2], [-1], [0], [-3]]), torch.ones(1, 1), torch.tensor([0])
+    found, wanted = sharded(case, *inputs), whole(case, *inputs)
+    assert 0 < wanted[0].item() < 1e-8
+    for each, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(each.double(), want, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("barriers", BARRIERS)
+@pytest.mark.parametrize("padded", [False, True])
+def test_extreme_logits(barriers, padded):
+    """Logits of 1e4 in either direction: exponentials of all but one shard vanish, and none overflows."""
+    case = Case(13, 4, padded=padded, per_token=True, options=HeadOptions(barriers=barriers))
+    inputs = inputs_of(case, spread=1e4)
+    found, wanted = sharded(case, *inputs), whole(case, *inputs)
+    assert wanted[0].max() > 1e4
+    for each, want in zip(found, wanted, strict=True):
+        assert_close(each, want, 1e-5)
+
+
+@pytest.mark.parametrize("barriers", BARRIERS)
+def test_a_shard_of_nothing_but_minus_infinity_takes_no_part(barriers):
+    """fp16 logits of one shard overflow downwards; the others' losses are finite, as those of the whole matrix are."""
+    case = Case(6, 3, (2,), 2, dtype=torch.float16, options=HeadOptions(barriers=barriers))
+    weight = torch.tensor([[1.0, 0.5]] * 2 + [[-400.0, -400.0]] * 2 + [[0.5, 2.0]] * 2).half()
+    inputs = weight, torch.full((2, 2), 300.0).half(), torch.tensor([0, 5])
+    losses, dx, dw = sharded(case, *inputs)
+    assert losses.isfinite().all() and dx.isfinite().all() and dw.isfinite().all()
+    for found, wanted in zip((losses, dx, dw), whole(case, *inputs), strict=True):
+        assert_close(found, wanted, 5e-3)
+
+
+@pytest.mark.parametrize("barriers", BARRIERS)
+def test_not_a_number_stays_one(barriers):
+    """A loss scaler has to see it."""
+    case = Case(7, 3, options=HeadOptions(barriers=barriers))
+    weight, x, labels = inputs_of(case)
+    weight[6] = float("nan")
+    losses, dx, _ = sharded(case, weight, x, labels)
+    assert losses.isnan().all() and dx.isnan().all()
+
+
+def test_fp16_averages_neither_overflow_nor_vanish():
+    """Even logits over a large vocabulary: bare exponentials sum to the number of rows, probabilities are subnormal.
+
+    A shard's probabilities lie halfway between two numbers of fp16, half a percent from both.
+    """
+    rows = round(2**24 / 100.5)
+    case = Case(2 * rows, 2, (1,), 1, dtype=torch.float16, options=HeadOptions())
+    inputs = torch.full((2 * rows, 1), 8.0).half(), torch.zeros(1, 1).half(), torch.tensor([3])
+    done = losses_of(heads_of(case, inputs[0]), *inputs[1:])
+    parts = torch.stack([each.input_gradient() for each in done])
+    assert parts[1].item() == pytest.approx(4.0, rel=1e-3), "half of the probability is in the second shard"
+    assert parts.sum().item() == pytest.approx(0, abs=8e-3)
+
+
+@pytest.mark.parametrize("keep_logits", [True, False])
+@pytest.mark.parametrize("barriers", BARRIERS)
+def test_weight_gradients_wait_until_they_are_run(barriers, keep_logits):
+    """Three microbatches are in flight before the first W, and W runs them in any order after their input gradients."""
+    case = Case(11, 3, microbatches=3, options=HeadOptions(barriers=barriers, keep_logits=keep_logits))
+    weight, x, _ = inputs_of(case)
+    labels = [case.batch(i)[1] for i in range(3)]
+    heads = heads_of(case, weight)
+    under_way = [losses_of(heads, x * (i + 1), labels[i]) for i in range(3)]
+    queue, wanted = WeightGradientQueue(), 0
+    for i, done in enumerate(under_way):
+        dx, works = gradients_of(case, heads, done)
+        _, wanted_dx, wanted_dw = whole(case, weight, x * (i + 1), labels[i])
+        assert_close(dx, wanted_dx, 1e-6)
+        wanted = wanted + wanted_dw
+        for work in works:
+            queue.put(work)
+    assert all(head.shard.parameter.grad is None for head in heads)
+    assert all(tensor.grad_fn is None for tensor in queue.tensors())
+    queue.run()
+    assert_close(joined_gradient(case, heads), wanted, 1e-6)
+
+
+def test_a_frozen_head_passes_the_input_gradient_on():
+    for barriers in BARRIERS:
+        case = Case(11, 3, options=HeadOptions(barriers=barriers))
+        weight, x, labels = inputs_of(case)
+        heads = heads_of(case, weight)
+        for head in heads:
+            head.shard.parameter.requires_grad_(False)
+        dx, works = gradients_of(case, heads, losses_of(heads, x, labels))
+        assert_close(dx, whole(case, weight, x, labels)[1], 1e-6)
+        for work in works:
+            work.run()
+        assert all(head.shard.parameter.grad is None for head in heads)
+
+
+@pytest.mark.parametrize("barriers", BARRIERS)
+def test_evaluation_keeps_nothing_and_has_no_gradients(barriers):
+    case = Case(110, 3, options=HeadOptions(barriers=barriers))
+    weight, x, labels = inputs_of(case)
+    heads = heads_of(case, weight)
+    done = losses_of(heads, x, labels, for_backward=False)
+    assert_close(done[0].losses, whole(case, weight, x, labels)[0], 1e-6)
+    assert all(tensor.numel() <= x.numel() for tensor in done[0].tensors)
+    with pytest.raises(VocabularyError, match="for_backward"):
+        gradients_of(case, heads, done)
+
+
+@pytest.mark.parametrize("barriers", BARRIERS)
+def test_a_gradient_is_taken_once(barriers):
+    case = Case(11, 2, options=HeadOptions(barriers=barriers))
+    weight, x, labels = inputs_of(case)
+    heads = heads_of(case, weight)
+    done = losses_of(heads, x, labels)
+    gradients_of(case, heads, done)
+    with pytest.raises(VocabularyError, match="already"):
+        gradients_of(case, heads, done)
+    with pytest.raises(VocabularyError, match="already"):
+        (done[0].weight_gradient if barriers == 1 else done[0].input_gradient)(torch.ones(case.shape))
+
+
+def test_logits_are_scaled_and_capped():
+    case = Case(11, 3, options=HeadOptions(scale=0.5, softcap=1.0, piece_tokens=2))
+    weight, x, _ = inputs_of(case)
+    logits = torch.cat([head.logits(x) for head in heads_of(case, weight)], dim=-1)
+    assert_close(logits, transformed(x.double() @ weight.double().t(), case.options), 1e-6)
+
+
+class LargestBuffers(TorchDispatchMode):
+    """Elements of the largest fp32 result of any operation, views and ``known`` storages left out."""
+
+    def __init__(self, *known: torch.Tensor):
+        super().__init__()
+        self.known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self.largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self.known:
+                    self.largest = max(self.largest, storage.nbytes() // 4)
+        return result
+
+
+@pytest.mark.parametrize("barriers", BARRIERS)
+@pytest.mark.parametrize(
+    ("dtype", "keep_logits"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, False)]
+)
+@pytest.mark.parametrize("piece", [2, 8, None])
+def test_fp32_logits_exist_for_one_piece_at_a_time(barriers, dtype, keep_logits, piece):
+    tokens, rows, hidden = 64, 512, 8
+    options = HeadOptions(barriers=barriers, piece_tokens=piece, keep_logits=keep_logits)
+    case = Case(rows, 1, (tokens,), hidden, dtype=dtype, options=options)
+    weight, x, labels = inputs_of(case)
+    (head,) = heads_of(case, weight)
+    parameter = head.shard.parameter
+    parameter.main_grad = torch.zeros(rows, hidden)
+    with LargestBuffers(parameter, parameter.main_grad) as seen:
+        done = losses_of([head], x, labels)
+        held = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in done[0].tensors}
+        _, works = gradients_of(case, [head], done)
+        works[0].run()
+    assert seen.largest == max((piece or tokens) * rows, tokens * hidden)
+    logits = tokens * rows * x.element_size() if keep_logits else 0
+    assert logits <= sum(held.values()) <= logits + 2 * x.nbytes + tokens * 64
+
+
+@pytest.mark.parametrize("barriers", BARRIERS)
+def test_pieces_and_recomputation_change_nothing_but_rounding(barriers):
+    case = Case(57, 3, (7, 3), 8, options=HeadOptions(barriers=barriers))
+    inputs = inputs_of(case)
+    wanted = sharded(case, *inputs)
+    for options in ({"piece_tokens": 1}, {"piece_tokens": 4, "keep_logits": False}, {"piece_tokens": 100}):
+        other = replace(case, options=replace(case.options, **options))
+        for found, want in zip(sharded(other, *inputs), wanted, strict=True):
+            assert_close(found, want.double(), 5e-7, str(options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"barriers": 3}, "give 1 or 2"),
+        ({"piece_tokens": 0}, "at least 1"),
+        ({"softcap": 0.0}, "positive"),
+        ({"z_loss": -1.0}, "at least 0"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options, message):
+    with pytest.raises(VocabularyError, match=message):
+        HeadOptions(**options)
+
+
+def test_tensors_that_do_not_fit_are_refused():
+    case = Case(11, 2)
+    weight, x, labels = inputs_of(case)
+    head = heads_of(case, weight)[0]
+    with pytest.raises(VocabularyError, match="labels of shape"):
+        head.score(x, labels.t())
+    with pytest.raises(VocabularyError, match="hidden size 4"):
+        head.score(x[..., :3], labels)
+    with pytest.raises(VocabularyError, match="bfloat16"):
+        head.logits(x.bfloat16())
+    with pytest.raises(VocabularyError, match="one number per token"):
+        losses_of([head], x, labels)[0].weight_gradient(torch.ones(1))
+    with pytest.raises(VocabularyError, match="stores a matrix of 6 rows"):
+        WeightShard(torch.nn.Parameter(weight), VocabularyPartition(11, 2), 0)

@@ -1,0 +1,127 @@
+"""Embedding and head on real gloo ranks with their collectives, against the whole model in one process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from vocabulary_model import EXAMPLE, Case, run_whole, transformed  # noqa: E402
+
+from megatron_pipemem.runtime.vocabulary.head import HeadOptions  # noqa: E402
+
+PROGRAM = Path(__file__).with_name("vocabulary_model.py")
+WORLD = 4
+CASES = [
+    *(
+        Case(
+            *(vocab_size, ranks),
+            tied=tied,
+            padded=vocab_size % 2 == 0,
+            microbatches=2,
+            masked=(1, 4),
+            ignored=(2, 3),
+            options=HeadOptions(barriers=barriers, piece_tokens=2 if tied else None),
+        )
+        for vocab_size, ranks, tied, barriers in product((3, 50, 101), (1, 3, 4), (False, True), (1, 2))
+    ),
+    *(
+        Case(
+            *(101, 4),
+            tied=True,
+            microbatches=2,
+            per_token=True,
+            loss_scale=512.0,
+            dtype=dtype,
+            options=HeadOptions(barriers, 4, softcap=5.0, z_loss=1e-3, message_dtype=message_dtype),
+        )
+        for dtype, message_dtype, barriers in [
+            (torch.float32, torch.float32, 1),
+            (torch.bfloat16, torch.float32, 1),
+            (torch.bfloat16, torch.bfloat16, 1),
+            (torch.bfloat16, torch.bfloat16, 2),
+            (torch.float16, torch.float32, 1),
+            (torch.float16, torch.float16, 2),
+        ]
+    ),
+]
+RELATIVE = {torch.float32: 1e-6, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory) -> list[list[dict[str, torch.Tensor] | None]]:
+    """``seen[rank][case]``."""
+    folder = tmp_path_factory.mktemp("vocabulary")
+    torch.save(CASES, folder / "cases.pt")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(WORLD),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-c", "import vocabulary_model; vocabulary_model.main()"]
+    environment["PYTHONPATH"] = os.pathsep.join([str(PROGRAM.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ranks = [
+        subprocess.Popen(
+            [*command, str(folder / "cases.pt"), str(folder)],
+            env=environment | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        errors = [rank.communicate(timeout=180)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("index", range(len(CASES)))
+def test_the_sharded_model_is_the_whole_one(index, seen):
+    case, wanted = CASES[index], run_whole(CASES[index])
+    ranks = [rank[index] for rank in seen[WORLD - case.ranks :]]
+    assert all(rank[index] is None for rank in seen[: WORLD - case.ranks])
+    found = {name: case.partition.join([rank[name] for rank in ranks]) for name in ("embedding", "head")}
+    found["input_gradients"] = ranks[-1]["input_gradients"]
+    found["losses"] = ranks[0]["losses"]
+    for name, want in wanted.items():
+        error = (found[name] - want).abs().max() / want.abs().max()
+        assert error < RELATIVE[case.dtype], (name, error)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)))
+def test_losses_and_gathered_logits_are_the_same_on_every_rank(index, seen):
+    case = CASES[index]
+    ranks = [rank[index] for rank in seen[WORLD - case.ranks :]]
+    assert all(torch.equal(rank["losses"], ranks[0]["losses"]) for rank in ranks)
+    assert all(torch.equal(rank["logits"], ranks[0]["logits"]) for rank in ranks)
+    x = torch.tanh(case.matrix(0)[torch.stack([case.batch(i)[0] for i in range(case.microbatches)])].double())
+    logits = transformed(x @ case.matrix(1).double().t(), case.options)
+    torch.testing.assert_close(
+        ranks[0]["logits"].double(), logits, rtol=RELATIVE[case.dtype], atol=RELATIVE[case.dtype]
+    )
+
+
+def test_the_example_of_the_document_works_as_printed(seen):
+    wanted = run_whole(EXAMPLE)
+    ranks = [rank[len(CASES)] for rank in seen]
+    found = {
+        "head": EXAMPLE.partition.join([rank["head"] for rank in ranks]),
+        "input_gradients": ranks[-1]["input_gradients"][None],
+    }
+    for name, each in found.items():
+        torch.testing.assert_close(each.double(), wanted[name], rtol=1e-6, atol=1e-7)

@@ -1,0 +1,206 @@
+"""The smallest model with a vocabulary, whole in fp64 and sharded: embedding, tanh, LM head, cross entropy.
+
+The sharded one runs on the ranks of a process group. As a program, it is one of those ranks: it runs every case of the file
+given and writes down what it saw.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_pipemem.runtime.vocabulary import collectives
+from megatron_pipemem.runtime.vocabulary.embedding import VocabularyEmbedding
+from megatron_pipemem.runtime.vocabulary.head import HeadOptions, VocabularyHead
+from megatron_pipemem.runtime.vocabulary.head_gradients import OneBarrier, differentiate
+from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition, WeightShard
+from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and options of one run.
+
+    Args:
+        masked: tokens that the loss mask leaves out.
+        ignored: tokens without a label.
+        per_token: sum of the token losses instead of their mean.
+    """
+
+    vocab_size: int
+    ranks: int
+    shape: tuple[int, ...] = (3, 2)
+    hidden: int = 4
+    padded: bool = False
+    tied: bool = False
+    masked: tuple[int, ...] = ()
+    ignored: tuple[int, ...] = ()
+    per_token: bool = False
+    loss_scale: float = 1.0
+    dtype: torch.dtype = torch.float32
+    microbatches: int = 1
+    spread: float = 1.0
+    seed: int = 0
+    options: HeadOptions = field(default_factory=HeadOptions)
+
+    @property
+    def partition(self) -> VocabularyPartition:
+        return VocabularyPartition(self.vocab_size, self.ranks, self.padded)
+
+    def generator(self, salt: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed * 1000 + salt)
+
+    def matrix(self, which: int) -> torch.Tensor:
+        """The embedding's weights (0) or the head's (1), whole, in the case's dtype."""
+        shape = self.vocab_size, self.hidden
+        return (torch.randn(shape, generator=self.generator(0 if self.tied else which)) * self.spread).to(self.dtype)
+
+    def batch(self, microbatch: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and labels."""
+        pair = torch.randint(self.vocab_size, (2, *self.shape), generator=self.generator(10 + microbatch))
+        for index, token in enumerate(self.ignored):
+            pair[1].view(-1)[token] = (-100, self.vocab_size)[index % 2]
+        return pair[0], pair[1]
+
+    def loss(self, losses: torch.Tensor) -> torch.Tensor:
+        """What a trainer makes of the token losses."""
+        mask = torch.ones_like(losses)
+        mask.view(-1)[list(self.masked)] = 0
+        loss = (losses * mask).sum()
+        return (loss if self.per_token else loss / mask.sum().clamp(min=1)) * self.loss_scale
+
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "vocabulary.md"
+EXAMPLE = Case(30, 4)
+
+
+def transformed(logits: torch.Tensor, options: HeadOptions) -> torch.Tensor:
+    """Scaled and capped."""
+    logits = logits * options.scale
+    return logits if options.softcap is None else options.softcap * torch.tanh(logits / options.softcap)
+
+
+def whole_losses(logits: torch.Tensor, labels: torch.Tensor, options: HeadOptions) -> torch.Tensor:
+    """Token losses of unsharded logits by torch's own functions."""
+    logits = transformed(logits, options)
+    valid = (labels >= 0) & (labels < logits.size(-1))
+    labels = torch.where(valid, labels, -100)
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=-100
+    )
+    z = options.z_loss * logits.logsumexp(-1).square()
+    return losses.view(labels.shape) + torch.where(valid, z, 0)
+
+
+def run_whole(case: Case) -> dict[str, torch.Tensor]:
+    """The unsharded model in fp64, from the same (rounded) weights."""
+    embedding = case.matrix(0).double().requires_grad_()
+    head = embedding if case.tied else case.matrix(1).double().requires_grad_()
+    losses, inputs = [], []
+    for microbatch in range(case.microbatches):
+        tokens, labels = case.batch(microbatch)
+        x = torch.tanh(embedding[tokens])
+        x.retain_grad()
+        inputs.append(x)
+        losses.append(whole_losses(x @ head.t(), labels, case.options))
+        case.loss(losses[-1]).backward()
+    return {
+        "losses": torch.stack(losses).detach(),
+        "input_gradients": torch.stack([x.grad for x in inputs]),
+        "embedding": embedding.grad,
+        "head": head.grad,
+    }
+
+
+def run_rank(case: Case, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """The sharded model on one rank: first stage on the group's rank 0, last stage (with the loss) on its last rank."""
+    partition, rank = case.partition, group.rank()
+    first, last = 0, group.size() - 1
+    parameters = [torch.nn.Parameter(partition.split(case.matrix(which))[rank]) for which in (0, 1)]
+    if case.tied:
+        parameters[1] = parameters[0]
+    if case.dtype != torch.float32:
+        for parameter in parameters:
+            parameter.main_grad = torch.zeros(parameter.shape)
+    shards = [WeightShard(parameter, partition, rank) for parameter in parameters]
+    embedding, head = VocabularyEmbedding(shards[0]), VocabularyHead(shards[1], case.options)
+    queue = WeightGradientQueue()
+    seen = {"losses": [], "input_gradients": [], "logits": []}
+    for microbatch in range(case.microbatches):
+        tokens, labels = case.batch(microbatch)
+        output = collectives.reduce_sum(embedding.forward(tokens), first, group).wait()
+        assert (output is None) == (rank != first)
+        output = torch.empty(*case.shape, case.hidden, dtype=case.dtype) if output is None else output
+        output = collectives.broadcast(output, first, group).wait().requires_grad_()
+        x = torch.tanh(output)
+        sent = x.detach().clone() if rank == last else torch.empty_like(x)
+        sent = collectives.broadcast(sent, last, group).wait()
+
+        scored = head.score(sent, labels)
+        collectives.all_reduce_max(scored.maximum, group).wait()
+        rescaled = scored.rescale()
+        collectives.all_reduce_sum(rescaled.sums, group).wait()
+        done = rescaled.normalise()
+        if isinstance(done, OneBarrier):
+            under_way = collectives.reduce_sum(done.input_gradient(), last, group)
+        g = differentiate(done.losses, case.loss)[1] if rank == last else torch.empty(case.shape)
+        g = collectives.broadcast(g, last, group).wait()
+        if isinstance(done, OneBarrier):
+            queue.put(done.weight_gradient(g))
+            finish = (g,)
+        else:
+            partial, later = done.input_gradient(g)
+            queue.put(later)
+            under_way, finish = collectives.reduce_sum(partial, last, group), ()
+        total = under_way.wait()
+        back = torch.empty_like(output)
+        if rank == last:
+            dx = done.finish_input_gradient(total, *finish)
+            seen["input_gradients"].append(dx)
+            back = torch.autograd.grad(x, output, dx)[0]
+        back = collectives.broadcast(back, last, group).wait()
+        queue.put(embedding.weight_gradient(tokens, back))
+        seen["losses"].append(done.losses)
+        seen["logits"].append(collectives.gather_logits(head.logits(sent), partition, group).wait())
+    queue.run()
+    seen = {name: torch.stack(each) for name, each in seen.items() if each}
+    for name, parameter in zip(("embedding", "head"), parameters, strict=True):
+        seen[name] = parameter.grad if parameter.grad is not None else getattr(parameter, "main_grad", None)
+    return seen
+
+
+def run_example(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """The code of the document, on this rank."""
+    namespace: dict = {}
+    exec(re.search(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)[1], namespace)
+    rank, last = group.rank(), group.size() - 1
+    parameter = torch.nn.Parameter(EXAMPLE.partition.split(EXAMPLE.matrix(1))[rank])
+    head = VocabularyHead(WeightShard(parameter, EXAMPLE.partition, rank))
+    x = torch.tanh(EXAMPLE.matrix(0)[EXAMPLE.batch()[0]])
+    sent = x if rank == last else torch.empty_like(x)
+    dx, later = namespace["head_pass"](head, sent, EXAMPLE.batch()[1], EXAMPLE.loss, last, group)
+    later.run()
+    return {"head": parameter.grad} if dx is None else {"head": parameter.grad, "input_gradients": dx}
+
+
+def main() -> None:
+    cases, out = torch.load(sys.argv[1], weights_only=False), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world = dist.get_world_size()
+    groups = {size: dist.new_group(range(world - size, world)) for size in range(1, world + 1)}
+    member = {size: dist.get_rank() >= world - size for size in groups}
+    seen = [run_rank(case, groups[case.ranks]) if member[case.ranks] else None for case in cases]
+    seen.append(run_example(groups[world]))
+    torch.save(seen, out / f"rank{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
