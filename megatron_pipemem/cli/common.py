@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_pipemem.errors import PipememError, ScheduleError, ScheduleFormatError, UnsupportedError
-from megatron_pipemem.schedule.costs import Costs, CostsError, PerStage
+from megatron_pipemem.schedule.costs import Costs, CostsError
 from megatron_pipemem.schedule.csv_format import LETTERS, Table, read_table
 from megatron_pipemem.schedule.memory_cap import parse_cap
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, check_options
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.search import search_schedule
+from megatron_pipemem.schedule.search import SearchResult, search_schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.validator import validate
 
@@ -70,13 +70,13 @@ class Loaded(NamedTuple):
         schedule: valid, and within the cap.
         costs: with the memory that the cap is about: none for activation units.
         memory_cap: in the unit of ``costs``.
-        search_seconds: how long it was searched for.
+        search: what a search found besides; ``None`` for other schedules.
     """
 
     schedule: Schedule
     costs: Costs
     memory_cap: float | None
-    search_seconds: float = 0.0
+    search: SearchResult | None = None
 
 
 def load_schedule(
@@ -148,7 +148,7 @@ def _search(
         cache=ResultCache(),
         **settings,
     )
-    return Loaded(result.schedule, costs, memory_cap, result.seconds)
+    return Loaded(result.schedule, costs, memory_cap, result)
 
 
 def _placements(devices: int, settings: dict[str, object]) -> list[Placement] | None:
@@ -204,9 +204,7 @@ def parse_costs(text: str, p2p: float | None) -> Costs:
         raise CostsError(f"--p2p {p2p}: give seconds of at least 0")
     if text.endswith(".json") or Path(text).is_file():
         costs = Costs.from_json(text)
-        costs = costs if p2p is None else replace(costs, p2p=p2p)
-        _check_prices(text, costs)
-        return costs
+        return costs if p2p is None else replace(costs, p2p=p2p)
     try:
         forward, backward_input, backward_weight = map(float, text.split(","))
     except ValueError:
@@ -215,22 +213,6 @@ def parse_costs(text: str, p2p: float | None) -> Costs:
     if not all(math.isfinite(price) and price >= 0 for price in prices) or not any(prices):
         raise CostsError(f"--costs {text!r}: give three numbers of at least 0, not all of them 0")
     return Costs(*prices, p2p=p2p or 0.0)
-
-
-def _check_prices(source: str, costs: Costs) -> None:
-    """JSON has room for prices that no clock or ledger shows."""
-    prices = [price for each in (costs.forward, costs.backward_input, costs.backward_weight) for price in _listed(each)]
-    if not all(math.isfinite(price) and price >= 0 for price in prices) or not any(prices):
-        raise CostsError(f"{source}: give seconds of at least 0, not all of them 0")
-    if not isinstance(costs.p2p, float) or not (math.isfinite(costs.p2p) and costs.p2p >= 0):
-        raise CostsError(f"{source}: p2p {costs.p2p} must be one number of at least 0, the seconds of a message")
-    for kind, changes in (costs.memory or {}).items():
-        if not all(map(math.isfinite, _listed(changes))):
-            raise CostsError(f"{source}: memory of {kind} is {changes}; give finite numbers")
-
-
-def _listed(price: PerStage) -> Sequence[float]:
-    return price if isinstance(price, Sequence) else (price,)
 
 
 def check_size(devices: int, microbatches: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from rich import box
+from rich.table import Table
 
 from megatron_pipemem.cli.common import (
     NAME_HELP,
@@ -26,6 +28,7 @@ from megatron_pipemem.report.timeline import memory_text
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.search import SearchResult
 from megatron_pipemem.schedule.simulator import Timeline, peaks
 from megatron_pipemem.schedule.simulator import simulate as run_simulator
 
@@ -58,9 +61,30 @@ def simulate(
     out = console()
     for key, fact in facts.items():
         out.print(f"{key.replace('_', ' '):<20} {_text(key, fact)}", soft_wrap=True, markup=False)
+    if loaded.search is not None:
+        gap = loaded.search.gap
+        verdict = "0, optimal for its placement" if loaded.search.is_optimal else f"{gap:.2%} of the makespan at most"
+        out.print(f"{'gap to the bound':<20} {verdict}", soft_wrap=True, markup=False)
+        out.print(_placements(loaded.search))
     if prices.memory is not None:
         held = ", ".join(memory_text(peak, timeline) for peak in timeline.peaks)
         out.print(f"{'peak memory':<20} {held}", soft_wrap=True, markup=False)
+
+
+def _placements(search: SearchResult) -> Table:
+    """The best of every placement."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("placement", "makespan", "bound", "peak", "found by"):
+        table.add_column(heading, justify="left" if heading in ("placement", "found by") else "right", no_wrap=True)
+    for each in search.candidates:
+        table.add_row(
+            each.schedule.placement.name,
+            f"{each.makespan:.6g}",
+            f"{each.lower_bound:.6g}",
+            f"{max(each.peaks):.4g}",
+            each.found_by,
+        )
+    return table
 
 
 def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, object]:
@@ -79,10 +103,11 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, object]:
         "peak_activations": list(activations),
         "peak_activation": max(activations),
         "lower_bound": _lower_bound(timeline, loaded, max(activations)),
-        "search_seconds": loaded.search_seconds,
+        "search_seconds": 0.0 if loaded.search is None else loaded.search.seconds,
         "messages": timeline.messages,
         "replicas": schedule.placement.replicas,
         "weight_versions": list(timeline.weight_versions),
+        "placement": schedule.placement.name,
     }
 
 

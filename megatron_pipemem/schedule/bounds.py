@@ -76,8 +76,11 @@ def lower_bound(
 
 def one_microbatch(placement: Placement, costs: Costs) -> list[float]:
     """What every device holds of one microbatch on all its stages: the least cap that any schedule fits."""
-    takes, unit = costs.memory_changes(placement).get(Kind.F, (0,) * placement.num_stages), costs.memory_unit(placement)
-    return [sum(takes[stage] for stage in stages) * unit for stages in placement.stages]
+    changes, nothing = costs.memory_changes(placement), (0,) * placement.num_stages
+    # Forwards come first on all stages; an I that takes more comes on top for the device's last stage at least.
+    forward, inputs = changes.get(Kind.F, nothing), changes.get(Kind.I, nothing)
+    unit = costs.memory_unit(placement)
+    return [(sum(forward[s] for s in stages) + max(0, inputs[stages[-1]])) * unit for stages in placement.stages]
 
 
 class _Chain:
@@ -159,7 +162,8 @@ def _most(shares: Sequence[_Share], cap: float) -> float:
     if len(shares) == 2 and all(memory > 0 for _, memory, _ in shares):
         (seconds, memory, count), other = shares
         return max(
-            n * seconds + _most([other], cap - n * memory) for n in range(min(count, int(cap / memory * (1 + _TOLERANCE))) + 1)
+            n * seconds + _most([other], cap - n * memory)
+            for n in range(min(count, int(cap / memory * (1 + _TOLERANCE))) + 1)
         )
     # With parts of passes allowed, the densest first: never less than the best of whole ones.
     total, left = 0.0, max(0.0, cap)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ class Costs:
         memory: by how much each kind of action changes what its device holds, per kind one number or one per stage.
             Default: activation units, where a stage's forward takes ``1/model_stages`` (the whole model's activations of one
             microbatch are 1.0) and its W or B gives them back. With bytes instead, I gives a part back already; B defaults to
-            I + W. A single number is a device's whole share here too.
+            I + W, and W to B - I. A single number is a device's whole share here too.
     """
 
     forward: PerStage = 1.0
@@ -44,20 +45,33 @@ class Costs:
     p2p: float | Mapping[tuple[int, int], float] = 0.0
     memory: Mapping[Kind, PerStage] | None = field(default=None)
 
+    def __post_init__(self) -> None:
+        for name, kind in (("forward", Kind.F), ("backward_input", Kind.I), ("backward_weight", Kind.W)):
+            price = _checked(f"cost of {kind}", getattr(self, name))
+            if any(seconds < 0 for seconds in _listed(price)):
+                raise CostsError(f"cost of {kind} is negative: {min(_listed(price))}")
+            object.__setattr__(self, name, price)
+        links = self.p2p.values() if isinstance(self.p2p, Mapping) else (self.p2p,)
+        for seconds in links:
+            if isinstance(_checked("p2p", seconds), tuple) or seconds < 0:
+                raise CostsError(
+                    f"p2p is {self.p2p!r}; give the seconds of a message, one number of at least 0, or one per link"
+                )
+        if self.memory is not None:
+            checked = {Kind(kind): _checked(f"memory of {kind}", change) for kind, change in self.memory.items()}
+            object.__setattr__(self, "memory", checked)
+
     def seconds(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
         """Seconds of every compute kind, one value per stage.
 
         Raises:
-            CostsError: a sequence has not one value per stage, or a price is negative.
+            CostsError: a sequence has not one value per stage.
         """
         prices = {
             Kind.F: _per_stage("forward", self.forward, placement),
             Kind.I: _per_stage("backward_input", self.backward_input, placement),
             Kind.W: _per_stage("backward_weight", self.backward_weight, placement),
         }
-        for kind, values in prices.items():
-            if min(values) < 0:
-                raise CostsError(f"cost of {kind} is negative: {min(values)}")
         prices[Kind.B] = tuple(i + w for i, w in zip(prices[Kind.I], prices[Kind.W], strict=True))
         return prices
 
@@ -90,16 +104,19 @@ class Costs:
         changes = {
             Kind(kind): _per_stage(f"memory of {kind}", values, placement) for kind, values in self.memory.items()
         }
+        zero = (0.0,) * placement.num_stages
+        at_input = changes.get(Kind.I, zero)
         if Kind.B not in changes:
-            zero = (0.0,) * placement.num_stages
-            changes[Kind.B] = tuple(
-                i + w for i, w in zip(changes.get(Kind.I, zero), changes.get(Kind.W, zero), strict=True)
-            )
+            changes[Kind.B] = tuple(i + w for i, w in zip(at_input, changes.get(Kind.W, zero), strict=True))
+        elif Kind.W not in changes:
+            changes[Kind.W] = tuple(b - i for b, i in zip(changes[Kind.B], at_input, strict=True))
         return changes
 
     @classmethod
     def from_json(cls, path: str | Path) -> Costs:
         """Read ``{"forward": ..., "backward_input": ..., "backward_weight": ..., "p2p": ..., "memory": {"F": ...}}``.
+
+        ``p2p`` may be one per link, ``{"0-1": ..., "1-0": ...}``.
 
         Raises:
             CostsError: the file is missing, is not JSON, or has unknown keys or values of the wrong type.
@@ -115,9 +132,31 @@ class Costs:
             memory = data.pop("memory", None)
             if memory is not None:
                 memory = {Kind(kind): _number_or_tuple(values) for kind, values in memory.items()}
-            return cls(**{key: _number_or_tuple(value) for key, value in data.items()}, memory=memory)
+            p2p = data.pop("p2p", 0.0)
+            if isinstance(p2p, dict):
+                p2p = {tuple(map(int, link.split("-"))): float(seconds) for link, seconds in p2p.items()}
+            return cls(**{key: _number_or_tuple(value) for key, value in data.items()}, p2p=p2p, memory=memory)
         except (AttributeError, TypeError, ValueError) as error:
             raise CostsError(f"{path}: {error}") from error
+
+
+def _checked(what: str, price: object) -> PerStage:
+    """One finite number, or a tuple of them, from numbers of any library.
+
+    Raises:
+        CostsError: it is something else.
+    """
+    try:
+        values = tuple(map(float, price)) if hasattr(price, "__len__") else float(price)  # type: ignore[arg-type, call-overload]
+    except (TypeError, ValueError):
+        raise CostsError(f"{what} is {price!r}; give a number, or one per stage") from None
+    if not all(map(math.isfinite, _listed(values))):
+        raise CostsError(f"{what} is {price!r}; give finite numbers")
+    return values
+
+
+def _listed(price: PerStage) -> Sequence[float]:
+    return price if isinstance(price, Sequence) else (price,)
 
 
 def _number_or_tuple(value: object) -> PerStage:

@@ -13,6 +13,7 @@ from megatron_pipemem.schedule.simulator import simulate
 KEYS = [
     "schedule", "devices", "microbatches", "chunks", "makespan", "ideal", "bubble_rate", "device_bubble_rate",
     "peak_activations", "peak_activation", "lower_bound", "search_seconds", "messages", "replicas", "weight_versions",
+    "placement",
 ]  # fmt: skip
 NAMES = [family.name for family in families()]
 
@@ -141,7 +142,7 @@ def test_memory_cap(pipemem_json, refuses):
         (("1f1b", "-p", 4, "-m", 8, "--costs", "missing.json"), "cannot read costs from missing.json"),
         (("1f1b", "-p", 4, "-m", 8, "--p2p", "-1"), "--p2p -1.0"),
         (("1f1b", "-p", 4, "-m", 8, "--p2p", "nan"), "--p2p nan"),
-        (("1f1b", "-p", 4, "-m", 8, "--memory-cap", 0), "memory cap of 0"),
+        (("1f1b", "-p", 4, "-m", 8, "--memory-cap", 0), "no positive number"),
         (("missing.csv",), "cannot read missing.csv: No such file"),
     ],
 )

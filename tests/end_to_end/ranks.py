@@ -1,6 +1,6 @@
 """A group of rank processes that run one case after another.
 
-Importing Megatron takes longer than training a tiny model, so all cases of one kind share their processes. A case that fails or
+Importing Megatron takes longer than training a tiny model, so many cases of one kind share their processes. A case that fails or
 hangs ends its processes; the next case gets new ones.
 """
 
@@ -18,7 +18,9 @@ from pathlib import Path
 
 WORKER = Path(__file__).with_name("worker.py")
 START_SECONDS = 120
-CASE_SECONDS = 90
+CASE_SECONDS = 240
+# Every case leaves threads and file descriptors of gloo's behind, and common limits are 1,024 descriptors.
+CASES_PER_START = 25
 LOST_PEER_SECONDS = 5
 
 
@@ -41,6 +43,7 @@ class Ranks:
     size: int = 4
     _processes: list[subprocess.Popen] = field(default_factory=list)
     _starts: int = 0
+    _cases: int = 0
 
     def run(self, case: dict, seconds: float = CASE_SECONDS) -> list[dict]:
         """What ``run(case)`` returned on every rank.
@@ -48,8 +51,11 @@ class Ranks:
         Raises:
             CaseFailed: with the traceback of every rank that has one.
         """
+        if self._cases == CASES_PER_START:
+            self.stop()
         if not self._processes:
             self._start()
+        self._cases += 1
         try:
             for process in self._processes:
                 process.stdin.write(json.dumps(case) + "\n")
@@ -74,6 +80,7 @@ class Ranks:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._starts += 1
+        self._cases = 0
         for rank in range(self.size):
             environment = {
                 **os.environ,

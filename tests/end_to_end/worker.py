@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from megatron_pipemem.cpu import activate
 
-GROUP_TIMEOUT = timedelta(seconds=60)
+GROUP_TIMEOUT = timedelta(seconds=200)
 
 
 def serve(program: str) -> None:

@@ -30,16 +30,16 @@ def test_a_sequence_is_one_price_per_stage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("costs", "message"),
+    ("prices", "message"),
     [
-        (Costs(forward=(1, 2)), "forward has 2 values but the placement has 4 stages; give one value per stage"),
-        (Costs(backward_input=-1), "cost of I is negative"),
-        (Costs(backward_weight=(1, 1, -2, 1)), "cost of W is negative: -2"),
+        ({"forward": (1, 2)}, "forward has 2 values but the placement has 4 stages; give one value per stage"),
+        ({"backward_input": -1}, "cost of I is negative"),
+        ({"backward_weight": (1, 1, -2, 1)}, "cost of W is negative: -2"),
     ],
 )
-def test_prices_that_do_not_fit(costs: Costs, message: str) -> None:
+def test_prices_that_do_not_fit(prices: dict[str, object], message: str) -> None:
     with pytest.raises(CostsError, match=message):
-        costs.seconds(V)
+        Costs(**prices).seconds(V)
 
 
 def test_links() -> None:
@@ -69,7 +69,7 @@ def test_memory_in_bytes() -> None:
 
 def test_the_memory_of_a_full_backward_may_be_given() -> None:
     changes = Costs(memory={Kind.F: 2, Kind.B: -2}).memory_changes(Placement.linear(2))
-    assert changes == {Kind.F: (2, 2), Kind.B: (-2, -2)}
+    assert changes == {Kind.F: (2, 2), Kind.W: (-2, -2), Kind.B: (-2, -2)}
 
 
 def test_costs_from_a_file(tmp_path: Path) -> None:

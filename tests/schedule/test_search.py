@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import one_microbatch
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.costs import Costs, CostsError
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.search import search_schedule
@@ -164,6 +164,66 @@ def test_a_cap_that_nothing_fits_says_what_is_needed() -> None:
         search(4, 8, Costs(), 0.2)
     with pytest.raises(UnsupportedError, match="3 memory caps for 4 devices"):
         search(4, 8, Costs(), [1.0, 1.0, 1.0])
+
+
+def test_costs_of_single_stages_choose_the_placements() -> None:
+    two_chunks = search(4, 6, Costs((0.25,) * 7 + (0.5,)), 1.0)
+    assert {c.schedule.placement.name for c in two_chunks.candidates} == {"v", "interleaved"}
+    one_chunk = search(4, 6, Costs((1.0, 1.0, 1.0, 1.5)), 1.0)
+    assert {c.schedule.placement.name for c in one_chunk.candidates} == {"linear"}
+    with pytest.raises(CostsError, match=r"neither 4 stages \(linear\) nor 8"):
+        search(4, 6, Costs((1.0, 1.0, 1.0)), 1.0)
+
+
+@pytest.mark.parametrize("memory", [{"F": 1000, "I": 300, "W": -1300}, {"F": 1000, "B": -1000}])
+def test_memory_that_i_takes_or_only_b_gives_back(memory: dict[str, float]) -> None:
+    costs = Costs(memory=memory)
+    result = search(4, 8, costs, 2500)
+    assert max(simulate(result.schedule, costs).peaks) <= 2500
+
+
+@pytest.mark.parametrize("p2p", [0.0, 2.0])
+def test_even_without_time_no_family_is_better(p2p: float) -> None:
+    costs = Costs(2, 1, 0.1, p2p=p2p)
+    found = search_schedule(num_devices=4, num_microbatches=8, costs=costs, memory_cap=1.0, seconds=0.5)
+    for name in ("1f1b", "zb-h1", "zbv", "v-half", "gis"):
+        family = simulate(build_schedule(name, num_devices=4, num_microbatches=8), costs)
+        assert found.makespan <= family.makespan * (1 + 1e-9), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory_cap": float("nan")}, "no positive number"),
+        ({"memory_cap": -1.0}, "no positive number"),
+        ({"placements": []}, "at least one placement"),
+        ({"placements": [Placement.linear(3)]}, "on 4 devices"),
+        ({"num_microbatches": 0}, "no step"),
+        ({"costs": Costs(0, 0, 0)}, "all passes cost 0"),
+    ],
+)
+def test_questions_without_an_answer(change: dict[str, object], message: str) -> None:
+    with pytest.raises(PipememError, match=message):
+        search_schedule(**{"num_devices": 4, "num_microbatches": 8, **change})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"forward": float("nan")}, {"backward_input": [1, "x"]}, {"p2p": [1.0]}, {"p2p": -1}, {"backward_weight": -1}],
+)
+def test_costs_that_are_none(wrong: dict[str, object]) -> None:
+    with pytest.raises(CostsError):
+        Costs(**wrong)
+
+
+def test_numbers_of_other_libraries() -> None:
+    import numpy as np
+
+    costs = Costs(np.full(8, 0.5), np.float32(1.5), np.float64(0.5))
+    plain = Costs((0.5,) * 8, 1.5, 0.5)
+    assert costs == plain
+    one, other = search(4, 6, costs, np.array([1.0] * 4)), search(4, 6, plain, 1.0)
+    assert one.makespan == other.makespan
 
 
 def test_the_smallest_cap_runs_one_microbatch_after_the_other() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megatron_pipemem.errors import PipememError
@@ -14,9 +14,13 @@ from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possi
 from megatron_pipemem.schedule.search.problem import INPUT, WEIGHT, Problem, from_schedule
 
 
-def family_starts(placement: Placement, problem: Problem, costs: Costs) -> Iterator[tuple[str, Timetable]]:
+def family_starts(
+    placement: Placement, problem: Problem, costs: Costs, caps: Sequence[float] | None
+) -> Iterator[tuple[str, Timetable]]:
     """Every family's schedule of this placement that fits the caps, by name."""
-    given = {"costs": costs}
+    given: dict[str, object] = {"costs": costs}
+    if caps is not None and costs.memory is None:
+        given["memory_cap"] = min(caps)
     for each in families():
         if each.simulated_only or each.placement != placement.name or each.min_devices > placement.num_devices:
             continue

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.costs import Costs, CostsError
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 
@@ -111,18 +111,24 @@ def make_problem(
         The problem, and how many of its ticks make a second.
 
     Raises:
-        CostsError: the costs do not fit the placement.
+        CostsError: the costs do not fit the placement, or are all 0.
     """
     stages = placement.num_stages
     seconds = costs.seconds(placement)
-    scale = _TICKS / max(max(seconds[kind]) for kind in KINDS)
-    if scale == float("inf"):
-        scale = 1.0
+    longest = max(max(seconds[kind]) for kind in KINDS)
+    if longest <= 0:
+        raise CostsError("all passes cost 0 seconds; give at least one of them a price")
+    scale = _TICKS / longest
     # At least one tick, so that a pass always starts after what it waits for.
     ticks = tuple(max(1, round(seconds[kind][stage] * scale)) for stage in range(stages) for kind in KINDS)
     changes = costs.memory_changes(placement)
     zero = (0.0,) * stages
-    flat = [changes.get(kind, zero)[stage] for stage in range(stages) for kind in KINDS]
+    flat = []
+    for stage in range(stages):
+        forward, inputs, weights = (changes.get(kind, zero)[stage] for kind in KINDS)
+        # What I takes is set aside with F: a device full of forwards could not run any I otherwise.
+        aside = max(0.0, inputs)
+        flat += [forward + aside, inputs - aside, weights]
     whole = all(float(value).is_integer() for value in flat)
     memory_scale = 1 if whole else _MEMORY_STEPS / max(map(abs, flat))
     # Rounded to the safe side: what is taken up, what is given back down.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain, pairwise
 from random import Random
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.bounds import lower_bound, one_microbatch
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.costs import Costs, CostsError
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible, justify
@@ -72,31 +74,37 @@ def search_schedule(
     """
     started = time.perf_counter()
     costs = costs or Costs()
+    if num_devices < 1 or num_microbatches < 1:
+        raise UnsupportedError(
+            f"{num_devices} devices and {num_microbatches} microbatches are no step; give at least 1 of each"
+        )
+    caps = _checked_caps(memory_cap, num_devices)
     if placements is None:
-        p = num_devices
-        placements = tuple(dict.fromkeys((Placement.v_shape(p), Placement.interleaved(p, 2), Placement.linear(p))))
-    question = (num_microbatches, costs, memory_cap, tuple(placements), effort, seed)
+        placements = _usual_placements(num_devices, costs)
+    if not placements or any(
+        placement.num_devices != num_devices or placement.replicas > 1 for placement in placements
+    ):
+        raise UnsupportedError(f"give at least one placement, of one model copy on {num_devices} devices each")
+    question = (num_microbatches, costs, caps, tuple(placements), effort, seed)
     if cache is not None and (known := cache.get(question)) is not None:
         return known
     explorations = []
     for placement in placements:
-        caps = _caps(memory_cap, placement)
-        if caps is not None and any(
-            cap * (1 + 1e-9) < need for cap, need in zip(caps, one_microbatch(placement, costs), strict=True)
-        ):
-            continue
-        explorations.append(_Exploration(placement, num_microbatches, costs, caps, seed))
+        needed = one_microbatch(placement, costs)
+        if caps is None or all(cap * (1 + 1e-9) >= need for cap, need in zip(caps, needed, strict=True)):
+            explorations.append(_Exploration(placement, num_microbatches, costs, caps, seed))
     if not explorations:
         raise UnsupportedError(_nothing_fits(placements, costs, memory_cap))
     # A placement whose bound is no better than what another one has reached cannot win.
     explorations.sort(key=lambda e: e.bound)
     deadline = started + seconds
-    started_ones = []
-    for exploration in explorations:
-        if not started_ones or time.perf_counter() < deadline:
-            exploration.start(deadline)
-            started_ones.append(exploration)
-    explorations = started_ones
+    for step in (_Exploration.take_families, _Exploration.justify_starts):
+        for exploration in explorations:
+            if time.perf_counter() < deadline or not any(e.found_any for e in explorations):
+                step(exploration, deadline)
+    explorations = [exploration for exploration in explorations if exploration.found_any]
+    if not explorations:
+        raise UnsupportedError(_nothing_fits(placements, costs, memory_cap))
     for index, exploration in enumerate(explorations):
         reached = min(e.makespan for e in explorations)
         if exploration.bound * _EXACT < reached:
@@ -110,16 +118,43 @@ def search_schedule(
     return result
 
 
-def _caps(memory_cap: float | Sequence[float] | None, placement: Placement) -> list[float] | None:
+def _usual_placements(num_devices: int, costs: Costs) -> tuple[Placement, ...]:
+    """V, interleaved with two chunks, linear; of these, the ones that costs per stage are for.
+
+    Raises:
+        CostsError: they are for none.
+    """
+    p = num_devices
+    usual = tuple(dict.fromkeys((Placement.v_shape(p), Placement.interleaved(p, 2), Placement.linear(p))))
+    fitting = []
+    for placement in usual:
+        try:
+            costs.seconds(placement)
+            costs.memory_changes(placement)
+            for source, destination in pairwise(placement.devices):
+                costs.link_seconds(source, destination)
+            fitting.append(placement)
+        except CostsError as error:
+            problem = error
+    if not fitting:
+        raise CostsError(f"the costs fit neither {p} stages (linear) nor {2 * p} (V, interleaved): {problem}")
+    return tuple(fitting)
+
+
+def _checked_caps(memory_cap: float | Sequence[float] | None, num_devices: int) -> tuple[float, ...] | None:
+    """One cap per device.
+
+    Raises:
+        UnsupportedError: a cap is no positive number, or there are not as many as devices.
+    """
     if memory_cap is None:
         return None
-    if not isinstance(memory_cap, Sequence):
-        return [memory_cap] * placement.num_devices
-    if len(memory_cap) != placement.num_devices:
-        raise UnsupportedError(
-            f"{len(memory_cap)} memory caps for {placement.num_devices} devices; give one number, or one per device"
-        )
-    return list(memory_cap)
+    caps = tuple(map(float, memory_cap)) if hasattr(memory_cap, "__len__") else (float(memory_cap),) * num_devices
+    if len(caps) != num_devices:
+        raise UnsupportedError(f"{len(caps)} memory caps for {num_devices} devices; give one number, or one per device")
+    if not all(0 < cap < math.inf for cap in caps):
+        raise UnsupportedError(f"memory cap {memory_cap} is no positive number; give one, or leave it out for no limit")
+    return caps
 
 
 def _nothing_fits(placements: Sequence[Placement], costs: Costs, memory_cap: object) -> str:
@@ -138,9 +173,10 @@ class _Exploration:
     placement: Placement
     num_microbatches: int
     costs: Costs
-    caps: list[float] | None
+    caps: Sequence[float] | None
     seed: int
     _finalists: list[tuple[int, int, str, Timetable]] = field(default_factory=list)
+    _starts: list[tuple[str, Timetable]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         unit = self.costs.memory_unit(self.placement)
@@ -149,19 +185,35 @@ class _Exploration:
         self.bound = lower_bound(self.placement, self.num_microbatches, self.costs, self.caps)
 
     @property
+    def found_any(self) -> bool:
+        return bool(self._finalists)
+
+    @property
     def makespan(self) -> float:
         return self._finalists[0][0] / self._ticks_per_second
 
-    def start(self, deadline: float) -> None:
-        """Take the best of the families; without any, list schedules."""
-        for starts in (family_starts(self.placement, self._problem, self.costs), list_schedules(self._problem)):
+    def take_families(self, deadline: float) -> None:
+        """What every family has to offer as it is; without any, list schedules. At least one, even after the deadline."""
+        for starts in (
+            family_starts(self.placement, self._problem, self.costs, self.caps),
+            list_schedules(self._problem),
+        ):
+            if self.found_any:
+                return
             for name, table in starts:
                 self._add(name, table)
+                self._starts.append((name, table))
                 if time.perf_counter() > deadline:
                     return
-                self._add(f"{name}, justified", justify(self._problem, justify(self._problem, table)))
-                if self.makespan <= self.bound * _EXACT or time.perf_counter() > deadline:
-                    return
+
+    def justify_starts(self, deadline: float) -> None:
+        """Improve what the families offered, and list schedules."""
+        tried = {name for name, _ in self._starts}
+        more = (start for start in list_schedules(self._problem) if start[0] not in tried)
+        for name, table in chain(self._starts, more):
+            if self.found_any and (self.makespan <= self.bound * _EXACT or time.perf_counter() > deadline):
+                return
+            self._add(f"{name}, justified", justify(self._problem, justify(self._problem, table)))
 
     def explore(self, deadline: float, effort: float) -> None:
         """Try periodic starts until the bound is met, the effort is spent, or time is over.
