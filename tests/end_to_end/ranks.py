@@ -1,6 +1,6 @@
 """A group of rank processes that run one case after another.
 
-Importing Megatron takes longer than training a tiny model, so many cases of one kind share their processes. A case that fails or
+Importing Megatron takes longer than training a tiny model, so many cases of one kind share their processes. One that fails or
 hangs ends its processes; the next case gets new ones.
 """
 
