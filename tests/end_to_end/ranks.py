@@ -19,8 +19,8 @@ from pathlib import Path
 WORKER = Path(__file__).with_name("worker.py")
 START_SECONDS = 120
 CASE_SECONDS = 240
-# Every case leaves up to 45 file descriptors and many threads of gloo behind; a common limit is 1,024 descriptors.
-CASES_PER_START = 12
+# Every case leaves up to 90 file descriptors and many threads of gloo behind; a common limit is 1,024 descriptors.
+CASES_PER_START = 6
 LOST_PEER_SECONDS = 5
 
 
