@@ -21,11 +21,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from megatron_pipemem import Costs, PipememError, build_schedule, search_schedule, simulate
+from megatron_pipemem import Costs, search_schedule, simulate
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import families
+from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.search import SearchResult
 
 CAPS = (0.5, 0.625, 0.75, 1.0)
 EQUAL, UNEQUAL = (1.0, 1.0, 1.0), (1.0, 1.5, 0.5)
@@ -77,22 +76,23 @@ class WrongCosts:
     family: float
 
 
-def search(p: int, m: int, costs: Costs, cap: float, seconds: float = 60.0) -> SearchResult:
-    return search_schedule(num_devices=p, num_microbatches=m, costs=costs, memory_cap=cap, seconds=seconds)
-
-
 def measure(
-    p: int, m: int, ratio: tuple[float, float, float], p2p: float, cap: float, costs: Costs | None = None
+    p: int,
+    m: int,
+    ratio: tuple[float, float, float],
+    costs: Costs,
+    cap: float,
+    placements: Sequence[Placement] | None = None,
 ) -> Row:
-    costs = costs or Costs(*ratio, p2p=p2p)
-    result = search(p, m, costs, cap)
-    ideal = simulate(result.schedule, costs).ideal
-    best = min(
-        ((simulate(schedule, costs).makespan, schedule.name) for schedule in family_schedules(p, m, costs, cap)),
-        default=None,
+    """One search beside the fastest family of the same placements; ``ratio`` names the costs in the table."""
+    result = search_schedule(
+        num_devices=p, num_microbatches=m, costs=costs, memory_cap=cap, placements=placements, seconds=60
     )
+    ideal = simulate(result.schedule, costs).ideal
+    fitting = fitting_families(p, m, costs, cap, placements)
+    best = min(((simulate(schedule, costs).makespan, schedule.name) for schedule in fitting), default=None)
     return Row(
-        p, m, ratio, p2p, cap,
+        p, m, ratio, costs.p2p, cap,
         1 - ideal / result.makespan,
         1 - ideal / result.lower_bound,
         None if best is None else best[1],
@@ -103,16 +103,13 @@ def measure(
     )  # fmt: skip
 
 
-def family_schedules(p: int, m: int, costs: Costs, cap: float) -> Iterator[Schedule]:
-    """Of one replica, synchronous, at most two chunks per device, and within the cap."""
-    for family in families():
-        if family.simulated_only or family.asynchronous:
-            continue
-        try:
-            schedule = build_schedule(family.name, num_devices=p, num_microbatches=m, costs=costs)
-        except PipememError:
-            continue
-        if schedule.placement.num_chunks <= 2 and simulate(schedule).peak <= cap + 1e-9:
+def fitting_families(
+    p: int, m: int, costs: Costs, cap: float, placements: Sequence[Placement] | None = None
+) -> Iterator[Schedule]:
+    """Of the given placements, or of all with at most two chunks per device, and within the cap."""
+    for schedule in synchronous_schedules(p, m, costs):
+        considered = schedule.placement.num_chunks <= 2 if placements is None else schedule.placement in placements
+        if considered and simulate(schedule).peak <= cap + 1e-9:
             yield schedule
 
 
@@ -122,21 +119,6 @@ def unequal_costs(p: int, ratio: Sequence[float], rng: random.Random, p2p: float
     return Costs(*prices, p2p=p2p)
 
 
-def measure_unequal(p: int, m: int, ratio: tuple[float, float, float], p2p: float, cap: float, costs: Costs) -> Row:
-    """As ``measure``, within the V placement that the prices per stage are of."""
-    result = search_schedule(
-        num_devices=p, num_microbatches=m, costs=costs, memory_cap=cap, placements=[Placement.v_shape(p)], seconds=60
-    )
-    ideal = simulate(result.schedule, costs).ideal
-    fitting = [s for s in family_schedules(p, m, Costs(*ratio), cap) if s.placement == Placement.v_shape(p)]
-    best = min(((simulate(s, costs).makespan, s.name) for s in fitting), default=None)
-    return Row(
-        p, m, ratio, p2p, cap, 1 - ideal / result.makespan, 1 - ideal / result.lower_bound,
-        None if best is None else best[1], None if best is None else 1 - ideal / best[0], "v", result.best.found_by,
-        result.seconds,
-    )  # fmt: skip
-
-
 def with_wrong_costs(p: int, m: int, cap: float, rng: random.Random) -> WrongCosts:
     """Plan for costs of which every single one is off by up to 20 %, run with the true ones."""
     ratio = tuple(rng.uniform(0.4, 2) for _ in range(3))
@@ -144,7 +126,7 @@ def with_wrong_costs(p: int, m: int, cap: float, rng: random.Random) -> WrongCos
     guessed = unequal_costs(p, ratio, rng, 0.0)
     shape = {"num_devices": p, "num_microbatches": m, "memory_cap": cap, "placements": [Placement.v_shape(p)]}
     known = search_schedule(**shape, costs=true).makespan
-    fitting = [s for s in family_schedules(p, m, Costs(*ratio), cap) if s.placement == Placement.v_shape(p)]
+    fitting = fitting_families(p, m, true, cap, shape["placements"])
     return WrongCosts(
         cap,
         simulate(search_schedule(**shape, costs=guessed).schedule, true).makespan / known,
@@ -202,7 +184,11 @@ def main() -> None:
     console, rng = Console(), random.Random(arguments.seed)
     results: dict[str, object] = {}
 
-    named = [measure(*case, cap) for case in track(NAMED, "named cases", transient=True) for cap in CAPS]
+    named = [
+        measure(p, m, ratio, Costs(*ratio, p2p=p2p), cap)
+        for p, m, ratio, p2p in track(NAMED, "named cases", transient=True)
+        for cap in CAPS
+    ]
     console.print(table(named))
     results["named"] = [asdict(row) for row in named]
     if arguments.large:
@@ -210,7 +196,7 @@ def main() -> None:
         for ratio in (EQUAL, UNEQUAL):
             for cap in CAPS:
                 costs = Costs(*ratio)
-                found = search(64, 512, costs, cap, 30)
+                found = search_schedule(num_devices=64, num_microbatches=512, costs=costs, memory_cap=cap, seconds=30)
                 ideal = 512 * sum(ratio)
                 large.append(
                     Row(
@@ -236,10 +222,10 @@ def main() -> None:
             ratio = tuple(round(rng.uniform(0.4, 2), 2) for _ in range(3))
             p2p = round(rng.uniform(0, 0.2) * ratio[0] / 2, 3)
             for cap in (0.625, 0.75):
-                groups["any costs"].append(measure(8, 24, ratio, 0.0, cap))
+                groups["any costs"].append(measure(8, 24, ratio, Costs(*ratio), cap))
                 costs = unequal_costs(8, ratio, rng, 0.0)
-                groups["unequal stages"].append(measure_unequal(8, 24, ratio, 0.0, cap, costs))
-                groups["messages"].append(measure(8, 24, ratio, p2p, cap))
+                groups["unequal stages"].append(measure(8, 24, ratio, costs, cap, [Placement.v_shape(8)]))
+                groups["messages"].append(measure(8, 24, ratio, Costs(*ratio, p2p=p2p), cap))
         for name, rows in groups.items():
             console.print(f"{name}: p = 8, m = 24, caps .625 and .75", style="bold")
             console.print(table(rows))

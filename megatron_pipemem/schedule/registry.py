@@ -6,7 +6,7 @@ leads to a ``Family``; it is imported when somebody asks for that name or for th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
@@ -171,6 +171,17 @@ def _fitted_to(chosen: Family, memory_cap: float | None, costs: Costs | None = N
     """Those of the arguments that are given and that the family fits its order to."""
     arguments = {"memory_cap": memory_cap, "costs": costs}
     return {name: value for name, value in arguments.items() if name in chosen.options and value is not None}
+
+
+def synchronous_schedules(num_devices: int, num_microbatches: int, costs: Costs | None = None) -> Iterator[Schedule]:
+    """The schedule of every family that trains as 1F1B does in one pipeline, where the family takes these arguments."""
+    for each in families():
+        if each.simulated_only or each.asynchronous:
+            continue
+        try:
+            yield build_schedule(each.name, num_devices=num_devices, num_microbatches=num_microbatches, costs=costs)
+        except PipememError:
+            continue
 
 
 def _build(chosen: Family, num_devices: int, num_microbatches: int, options: Mapping[str, object]) -> Schedule:

@@ -90,6 +90,8 @@ class Ranks:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "PYTHONWARNINGS": "ignore",
+                # What somebody has searched on this machine before must not decide what is tested.
+                "XDG_CACHE_HOME": str(self.logs / "cache"),
             }
             with self._log(rank).open("w") as log:
                 self._processes.append(

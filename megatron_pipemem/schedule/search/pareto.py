@@ -9,7 +9,7 @@ from megatron_pipemem.errors import PipememError
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.search import search_schedule
@@ -90,17 +90,9 @@ def choices(
         cache: of searches.
     """
     costs = costs or Costs()
-    found: list[tuple[Schedule, float | None]] = []
-    for family in families():
-        if family.simulated_only or family.asynchronous:
-            continue
-        try:
-            schedule = build_schedule(
-                family.name, num_devices=num_devices, num_microbatches=num_microbatches, costs=costs
-            )
-        except PipememError:
-            continue
-        found.append((schedule, None))
+    found: list[tuple[Schedule, float | None]] = [
+        (schedule, None) for schedule in synchronous_schedules(num_devices, num_microbatches, costs)
+    ]
     for cap in caps:
         try:
             result = search_schedule(

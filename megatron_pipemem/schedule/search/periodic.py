@@ -228,6 +228,10 @@ class Block:
             starts[c] = ready + (int(offsets[c]) - ready) % interval
         return cls(problem, interval, tuple(starts))
 
+    def repeated_in(self, problem: Problem) -> Block:
+        """The same block in a problem with another number of microbatches."""
+        return Block(problem, self.interval, self.starts)
+
     def delayed(self, after: int) -> Block:
         """The block with one more interval of waiting on the way.
 

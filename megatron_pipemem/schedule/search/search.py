@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from random import Random
+from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.bounds import lower_bound, one_microbatch
@@ -21,6 +22,9 @@ from megatron_pipemem.schedule.search.problem import make_problem, to_schedule
 from megatron_pipemem.schedule.search.result import Candidate, SearchResult
 from megatron_pipemem.schedule.search.robust import most_robust
 from megatron_pipemem.schedule.simulator import simulate
+
+if TYPE_CHECKING:
+    from megatron_pipemem.schedule.search.periodic import Block
 
 logger = logging.getLogger(__name__)
 
@@ -275,11 +279,11 @@ class _Exploration:
             if table.makespan <= pool[index].makespan:
                 pool[index] = table
 
-    def _finish(self, block, table: Timetable, rest: int) -> None:
+    def _finish(self, block: Block, table: Timetable, rest: int) -> None:
         """The block with all microbatches."""
         if rest:
-            whole = type(block)(self._problem, block.interval, block.starts)
-            table = justify(self._problem, as_soon_as_possible(self._problem, whole.orders()))
+            orders = block.repeated_in(self._problem).orders()
+            table = justify(self._problem, as_soon_as_possible(self._problem, orders))
         self._add("periodic, justified", table)
 
     def _add(self, name: str, table: Timetable) -> None:
