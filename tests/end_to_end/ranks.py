@@ -19,8 +19,6 @@ from pathlib import Path
 WORKER = Path(__file__).with_name("worker.py")
 START_SECONDS = 120
 CASE_SECONDS = 240
-# Every case leaves up to 90 file descriptors and many threads of gloo behind; a common limit is 1,024 descriptors.
-CASES_PER_START = 6
 LOST_PEER_SECONDS = 5
 
 
@@ -43,7 +41,6 @@ class Ranks:
     size: int = 4
     _processes: list[subprocess.Popen] = field(default_factory=list)
     _starts: int = 0
-    _cases: int = 0
 
     def run(self, case: dict, seconds: float = CASE_SECONDS) -> list[dict]:
         """What ``run(case)`` returned on every rank.
@@ -51,11 +48,8 @@ class Ranks:
         Raises:
             CaseFailed: with the traceback of every rank that has one.
         """
-        if self._cases == CASES_PER_START:
-            self.stop()
         if not self._processes:
             self._start()
-        self._cases += 1
         try:
             for process in self._processes:
                 process.stdin.write(json.dumps(case) + "\n")
@@ -80,7 +74,6 @@ class Ranks:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._starts += 1
-        self._cases = 0
         for rank in range(self.size):
             environment = {
                 **os.environ,

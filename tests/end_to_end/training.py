@@ -50,11 +50,16 @@ def run(case: dict) -> dict:
     flags = enable_from_command_line([*case["flags"], "--pipemem-report", case["report"]])
     sys.argv = [str(ENTRY), *flags]
     validation: list[dict[str, float]] = []
+    chunks: list[torch.nn.Module] = []
     try:
-        with _noted_evaluation(validation), _common_start(case.get("initialise", True)):
+        with _noted_evaluation(validation), _common_start(chunks, case.get("initialise", True)):
             entry.main()
     finally:
         disable()
+        while chunks:
+            # Autograd's nodes hold DDP's hooks, the hooks the chunk, and it the optimizer and every process group of the case
+            # with its threads and sockets. Python's collector cannot see that circle, so it is opened here.
+            vars(chunks.pop()).clear()
         training.destroy_global_state()
         gc.collect()
     dist.barrier()
@@ -80,11 +85,12 @@ def _noted_evaluation(noted: list[dict[str, float]]) -> Iterator[None]:
 
 
 @contextmanager
-def _common_start(initialise: bool) -> Iterator[None]:
+def _common_start(built: list[torch.nn.Module], initialise: bool) -> Iterator[None]:
     """Megatron seeds each pipeline rank's initial values differently; runs with other placements could not be compared."""
     get_megatron_optimizer = training.get_megatron_optimizer
 
     def after_initialising(config, chunks, *args, **kwargs):
+        built.extend(chunks)
         if initialise:
             for chunk in unwrap_model(chunks):
                 _initialise(chunk.sharded_state_dict())
