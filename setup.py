@@ -15,7 +15,7 @@ setup(
     package_data={"megatron_pipemem.report": ["page.*"]},
     install_requires=["matplotlib>=3.8", "numpy>=1.26", "rich>=13", "typer>=0.12"],
     extras_require={
-        "megatron": ["torch>=2.6", "megatron-core[training]>=0.19,<0.21"],
+        "megatron": ["torch>=2.6", "megatron-core[training]>=0.19,<0.21", "psutil>=5.9"],
         "gpu": ["transformer-engine[pytorch]"],
         "test": ["hypothesis>=6.100", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.6", "selenium>=4.20"],
     },

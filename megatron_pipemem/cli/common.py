@@ -14,9 +14,11 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_pipemem.errors import PipememError, ScheduleError, ScheduleFormatError, UnsupportedError
-from megatron_pipemem.schedule.costs import Costs, CostsError
+from megatron_pipemem.schedule.costs import Channel, Costs, CostsError
 from megatron_pipemem.schedule.csv_format import LETTERS, Table, read_table
 from megatron_pipemem.schedule.memory_cap import parse_cap
+from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload
+from megatron_pipemem.schedule.offload.search import search_offload
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, check_options
 from megatron_pipemem.schedule.schedule import Schedule
@@ -60,6 +62,26 @@ MemoryCapText = Annotated[
 Options = Annotated[
     list[str] | None, typer.Option("--option", "-o", metavar="KEY=VALUE", help="An option of the schedule; repeatable.")
 ]
+OffloadText = Annotated[
+    str,
+    typer.Option(
+        "--offload",
+        metavar="off|half|full|auto|N",
+        help="Send activations to host memory: half or all chunks, N of every device, or as few as keep the cap.",
+    ),
+]
+OffloadRatio = Annotated[
+    float | None,
+    typer.Option(
+        "--offload-ratio",
+        metavar="K",
+        help="Seconds of activations to the host and back over those of their F, I and W (default 1, or the costs').",
+    ),
+]
+HostMemory = Annotated[
+    str | None,
+    typer.Option("--host-memory", metavar="X|XGiB", help="The most host memory of a device, in the unit of the cap."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
@@ -71,12 +93,24 @@ class Loaded(NamedTuple):
         costs: with the memory that the cap is about: none for activation units.
         memory_cap: in the unit of ``costs``.
         search: what a search found besides; ``None`` for other schedules.
+        plan: what is offloaded of it and why not more, where ``--offload`` was given.
     """
 
     schedule: Schedule
     costs: Costs
     memory_cap: float | None
     search: SearchResult | None = None
+    plan: OffloadPlan | None = None
+
+
+class OffloadChoice(NamedTuple):
+    """The options about offload as typed."""
+
+    select: str = "off"
+    host_memory: str | None = None
+
+
+NO_OFFLOAD = OffloadChoice()
 
 
 def load_schedule(
@@ -88,11 +122,13 @@ def load_schedule(
     options: Sequence[str] | None = None,
     dialect: Dialect = "auto",
     costs: Costs | None = None,
+    offload: OffloadChoice = NO_OFFLOAD,
 ) -> Loaded:
     """The schedule a user named, proved valid: built by its family, searched for, or read when ``name`` is a CSV file.
 
     Some families fit their order to the cap and to the costs. A file's own messages are left out. Letters that are not
-    ours are said on stderr.
+    ours are said on stderr. With ``offload`` its activations' round trips to the host are planned; ``auto`` with
+    ``--offload auto`` searches for the order, too.
 
     Raises:
         PipememError: it cannot be built, found, read or run; the message says why.
@@ -108,6 +144,8 @@ def load_schedule(
     if cap is None or not cap.in_bytes:
         costs = replace(costs, memory=None)
     amount = None if cap is None else cap.amount
+    if offload.select != "off":
+        return _offloaded(name, devices, microbatches, costs, amount, settings, offload, dialect)
     if is_file(name):
         table, schedule = read_schedule(Path(name), dialect)
         if table.letters != "pipemem":
@@ -128,6 +166,61 @@ def load_schedule(
     return Loaded(schedule, costs, amount)
 
 
+def _offloaded(
+    name: str,
+    devices: int | None,
+    microbatches: int | None,
+    costs: Costs,
+    cap: float | None,
+    settings: dict[str, object],
+    offload: OffloadChoice,
+    dialect: Dialect,
+) -> Loaded:
+    """A schedule, built without the cap, with the round trips of its activations within it."""
+    budget = None if offload.host_memory is None else parse_cap(offload.host_memory)
+    if budget is not None and budget.in_bytes != (costs.memory is not None):
+        raise UnsupportedError(
+            f"--host-memory {offload.host_memory} is not in the unit of the memory cap; give both in bytes, with --costs FILE "
+            "with memory, or both in activation units"
+        )
+    host_budget = None if budget is None else budget.amount
+    if name == AUTO and offload.select == "auto" and cap is not None:
+        if devices is None or microbatches is None:
+            raise UnsupportedError(f"how large is {name!r} to be? give --devices and --microbatches")
+        check_size(devices, microbatches)
+        seconds = settings.pop("seconds", 20.0)
+        recompute = settings.pop("recompute", False)
+        placements = _placements(devices, settings)
+        if settings:
+            raise UnsupportedError(
+                f"'auto' with offload has no option {next(iter(settings))!r}; its options: chunks, placement, "
+                "seconds, recompute"
+            )
+        found = search_offload(
+            devices,
+            microbatches,
+            costs,
+            cap,
+            host_budget=host_budget,
+            placements=placements,
+            recompute=recompute,
+            seconds=seconds,
+        )
+        plan = found.plan
+    else:
+        options = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+        base = load_schedule(name, devices, microbatches, options=options, dialect=dialect, costs=costs).schedule
+        select = int(offload.select) if offload.select.isdecimal() else offload.select
+        plan = plan_offload(base, costs, select, cap, host_budget)
+        if not plan.keeps_cap:
+            raise UnsupportedError(
+                f"offload does not bring {name!r} within the memory cap of {cap:.6g}: its peak is {max(plan.peaks):.6g}, and "
+                f"what is in the way is: {plan.binds or 'what runs at the time'}; raise the cap, or take another schedule"
+            )
+    validate(plan.schedule, costs, cap, host_budget)
+    return Loaded(plan.schedule, costs, cap, plan=plan)
+
+
 def _search(
     devices: int, microbatches: int, costs: Costs, memory_cap: float | None, settings: dict[str, object]
 ) -> Loaded:
@@ -142,7 +235,7 @@ def _search(
     result = search_schedule(
         num_devices=devices,
         num_microbatches=microbatches,
-        costs=costs,
+        costs=replace(costs, channel=None),  # of no use to it, and results kept before are found again
         memory_cap=memory_cap,
         placements=_placements(devices, settings),
         cache=ResultCache(),
@@ -192,6 +285,24 @@ def read_text(path: Path) -> str:
         raise ScheduleFormatError(f"cannot read {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ScheduleFormatError(f"cannot read {path}: not UTF-8 text (byte {error.start})") from error
+
+
+def with_channel(costs: Costs, ratio: float | None) -> Costs:
+    """The costs with the channel of an offload ratio; without one with their own, or that of ratio 1.
+
+    Raises:
+        CostsError: the ratio is no number of at least 0.
+    """
+    if ratio is None and costs.channel is not None:
+        return costs
+    known = costs.channel or Channel(0.0)
+    try:
+        channel = Channel.of_ratio(1.0 if ratio is None else ratio, costs, known.duplex, known.switches)
+    except CostsError:
+        if ratio is None:  # nobody asked for it
+            return costs
+        raise
+    return replace(costs, channel=channel)
 
 
 def parse_costs(text: str, p2p: float | None) -> Costs:

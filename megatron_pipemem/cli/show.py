@@ -13,14 +13,19 @@ from megatron_pipemem.cli.common import (
     Chunks,
     CostsText,
     Devices,
+    HostMemory,
     Json,
     MemoryCapText,
     Microbatches,
+    OffloadChoice,
+    OffloadRatio,
+    OffloadText,
     Options,
     console,
     load_schedule,
     parse_costs,
     print_json,
+    with_channel,
 )
 from megatron_pipemem.report import check_suffix, save_comparison, terminal_timeline
 from megatron_pipemem.report.timeline import boxes
@@ -36,6 +41,9 @@ def show(
     costs: CostsText = "1,1,1",
     p2p: P2P = None,
     memory_cap: MemoryCapText = None,
+    offload: OffloadText = "off",
+    offload_ratio: OffloadRatio = None,
+    host_memory: HostMemory = None,
     options: Options = None,
     output: Annotated[
         Path | None, typer.Option("--output", help=".png, .svg, .html, or .json for ui.perfetto.dev.")
@@ -45,10 +53,14 @@ def show(
     """Draw when every action runs and what every device holds: in the terminal, or into a file."""
     if output is not None:
         check_suffix(output)
-    prices = parse_costs(costs, p2p)
+    prices = with_channel(parse_costs(costs, p2p), offload_ratio)
+    choice = OffloadChoice(offload, host_memory)
     timelines = [
         run_simulator(
-            load_schedule(name, devices, microbatches, chunks, memory_cap, options, costs=prices).schedule, prices
+            load_schedule(
+                name, devices, microbatches, chunks, memory_cap, options, costs=prices, offload=choice
+            ).schedule,
+            prices,
         )
         for name in names
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Annotated
 
 import typer
@@ -14,22 +15,27 @@ from megatron_pipemem.cli.common import (
     Chunks,
     CostsText,
     Devices,
+    HostMemory,
     Json,
     Loaded,
     MemoryCapText,
     Microbatches,
+    OffloadChoice,
+    OffloadRatio,
+    OffloadText,
     Options,
     console,
     load_schedule,
     parse_costs,
     print_json,
+    with_channel,
 )
 from megatron_pipemem.report.timeline import memory_text
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.search import SearchResult
-from megatron_pipemem.schedule.simulator import Timeline, peaks
+from megatron_pipemem.schedule.simulator import Timeline, host_peaks, peaks
 from megatron_pipemem.schedule.simulator import simulate as run_simulator
 
 
@@ -41,6 +47,9 @@ def simulate(
     costs: CostsText = "1,1,1",
     p2p: P2P = None,
     memory_cap: MemoryCapText = None,
+    offload: OffloadText = "off",
+    offload_ratio: OffloadRatio = None,
+    host_memory: HostMemory = None,
     options: Options = None,
     as_json: Json = False,
 ) -> None:
@@ -51,8 +60,9 @@ def simulate(
     or, without one, within this schedule's own peak; with several replicas or sequence pieces it is the busiest device's
     work.
     """
-    prices = parse_costs(costs, p2p)
-    loaded = load_schedule(name, devices, microbatches, chunks, memory_cap, options, costs=prices)
+    prices = with_channel(parse_costs(costs, p2p), offload_ratio)
+    choice = OffloadChoice(offload, host_memory)
+    loaded = load_schedule(name, devices, microbatches, chunks, memory_cap, options, costs=prices, offload=choice)
     timeline = run_simulator(loaded.schedule, prices)
     facts = _facts(timeline, loaded)
     if as_json:
@@ -66,6 +76,10 @@ def simulate(
         verdict = "0, optimal for its placement" if loaded.search.is_optimal else f"{gap:.2%} of the makespan at most"
         out.print(f"{'gap to the bound':<20} {verdict}", soft_wrap=True, markup=False)
         out.print(_placements(loaded.search))
+    if loaded.plan is not None and loaded.plan.kept:
+        reasons = Counter(loaded.plan.kept.values()).most_common()
+        stays = ", ".join(f"{count} ({why})" for why, count in reasons)
+        out.print(f"{'activations kept':<20} {stays}", soft_wrap=True, markup=False)
     if prices.memory is not None:
         held = ", ".join(memory_text(peak, timeline) for peak in timeline.peaks)
         out.print(f"{'peak memory':<20} {held}", soft_wrap=True, markup=False)
@@ -108,6 +122,10 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, object]:
         "replicas": schedule.placement.replicas,
         "weight_versions": list(timeline.weight_versions),
         "placement": schedule.placement.name,
+        "host_peak": max(host_peaks(schedule.orders, schedule.placement, Costs(), schedule.pieces)),
+        "stall_seconds": list(timeline.stall_seconds),
+        "transfers": sum(map(len, timeline.transfers)),
+        "recomputed": sorted(schedule.recomputed),
     }
 
 
@@ -121,6 +139,9 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
         or all(action.kind is Kind.F for order in schedule.orders for action in order)
     ):
         return timeline.ideal
+    if schedule.offloads or schedule.recomputed:
+        # What is away or dropped takes no memory: no cap on what is held bounds the makespan.
+        return lower_bound(schedule.placement, schedule.num_microbatches, loaded.costs, None)
     cap = peak if loaded.memory_cap is None else loaded.memory_cap
     return lower_bound(schedule.placement, schedule.num_microbatches, loaded.costs, cap)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.plugin import STOCK, Settings
-from megatron_pipemem.mcore.search_source import source_of
+from megatron_pipemem.mcore.offloading import DEFAULT_HOST_SHARE, OFFLOAD_MODES, RECOMPUTE_MODES
+from megatron_pipemem.mcore.plugin import STOCK, Settings, source_for
 
 
 class _Parser(argparse.ArgumentParser):
@@ -38,6 +38,30 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         default="unit",
         help="what passes take: equal, measured in the run, or as the JSON file says",
     )
+    parser.add_argument(
+        "--pipemem-offload",
+        metavar="|".join(OFFLOAD_MODES),
+        default="off",
+        help="which activations wait on the host for their backward, beside what the schedule itself says",
+    )
+    parser.add_argument(
+        "--pipemem-host-memory",
+        metavar="XGiB",
+        help=f"host memory per node for that, shared by its ranks (default: {DEFAULT_HOST_SHARE:g} of what is available)",
+    )
+    parser.add_argument(
+        "--pipemem-recompute",
+        metavar="|".join(RECOMPUTE_MODES),
+        default="none",
+        help="which stages run their forwards again before their backwards",
+    )
+    parser.add_argument(
+        "--pipemem-offload-option",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="ratio, min_bytes, guard, and bandwidth for CPU ranks",
+    )
     parser.add_argument("--pipemem-trace", metavar="DIR", help="write timelines of plan and run")
     parser.add_argument("--pipemem-report", metavar="FILE", help="write predicted and counted bytes, bubbles, losses")
     parser.add_argument(
@@ -57,10 +81,13 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         costs=found.pipemem_costs,
         trace=found.pipemem_trace,
         report=found.pipemem_report,
-        options=dict(_option(text, parser) for text in found.pipemem_option),
+        options=dict(_option("option", text, parser) for text in found.pipemem_option),
+        offload=found.pipemem_offload,
+        host_memory=found.pipemem_host_memory,
+        recompute=found.pipemem_recompute,
+        offload_options=dict(_option("offload-option", text, parser) for text in found.pipemem_offload_option),
     )
-    if settings.schedule != STOCK:
-        source_of(settings.schedule, settings.memory_cap, settings.costs, settings.options)
+    source_for(settings)
     return settings, others
 
 
@@ -73,7 +100,7 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
     given = any(argument.split("=", 1)[0] in _CUTS for argument in arguments)
     if settings.schedule == STOCK or given:
         return arguments
-    chunks = source_of(settings.schedule, settings.memory_cap, settings.costs, settings.options).chunks
+    chunks = source_for(settings)[0].chunks
     return arguments if chunks == 1 else [*arguments, _VIRTUAL_STAGES, str(chunks)]
 
 
@@ -84,8 +111,8 @@ def _units_or_text(cap: str) -> float | str:
         return cap
 
 
-def _option(text: str, parser: _Parser) -> tuple[str, object]:
+def _option(flag: str, text: str, parser: _Parser) -> tuple[str, object]:
     key, separator, value = text.partition("=")
     if not separator or not key or not value:
-        parser.error(f"--pipemem-option {text!r} is not KEY=VALUE")
+        parser.error(f"--pipemem-{flag} {text!r} is not KEY=VALUE")
     return key, int(value) if value.lstrip("-").isdigit() else value

@@ -16,7 +16,14 @@ from megatron_pipemem.mcore.patching import Symbol
 from megatron_pipemem.mcore.run_record import RunRecord, StepRecord
 from megatron_pipemem.mcore.sources import FamilySource, Plan
 from megatron_pipemem.mcore.stages import tensors_in, watch_batches
-from megatron_pipemem.mcore.step import BACKWARD_STEP, FORWARD_STEP, WITH_INTERLEAVING, WITHOUT_INTERLEAVING, observe
+from megatron_pipemem.mcore.step import (
+    BACKWARD_STEP,
+    FORWARD_STEP,
+    WITH_INTERLEAVING,
+    WITHOUT_INTERLEAVING,
+    observe,
+    permanent_tensors,
+)
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.schedule import Program
@@ -61,7 +68,7 @@ class _Observer:
             group = parallel_state.get_pipeline_model_parallel_group()
             chunks = model if isinstance(model, list) else [model]
             dist.barrier(group=group)
-            self._observed = observed = observe(chunks)
+            self._observed = observed = observe(permanent_tensors(chunks))
             try:
                 result = original(data_iterator=watch_batches(data_iterator, observed.ledger), **call)
             finally:

@@ -12,12 +12,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import linear, observer, transformer_engine
+from megatron_pipemem.mcore.offloading import Offloading, OffloadSettings
 from megatron_pipemem.mcore.patching import PatchSet, Symbol, is_imported
 from megatron_pipemem.mcore.placement import ChunkPlacement
 from megatron_pipemem.mcore.programs import ProgramCache
 from megatron_pipemem.mcore.replanning import Replanner
 from megatron_pipemem.mcore.run_record import RunRecord
 from megatron_pipemem.mcore.search_source import PROFILE, prices_of, source_of
+from megatron_pipemem.mcore.sources import Source
 from megatron_pipemem.mcore.step import USED, WITH_INTERLEAVING, WITHOUT_INTERLEAVING, ForwardBackward
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,11 @@ class Settings:
         trace: directory for timelines of plan and run.
         report: JSON file that sets counted bytes, measured bubbles and losses against the plan.
         options: options of the schedule family, for example ``group_size``; for ``auto`` see ``SearchSource``.
+        offload: ``off``, ``half``, ``full`` or ``auto``: which activations wait on the host for their backward, beside what
+            the schedule itself says.
+        host_memory: bytes per node for that (``"64GiB"``), shared by its ranks.
+        recompute: ``none``, ``full`` or ``auto``: which stages run their forwards again before their backwards.
+        offload_options: see ``OffloadSettings.of``.
     """
 
     schedule: str
@@ -52,6 +59,30 @@ class Settings:
     trace: str | None = None
     report: str | None = None
     options: Mapping[str, object] = field(default_factory=dict)
+    offload: str = "off"
+    host_memory: str | None = None
+    recompute: str = "none"
+    offload_options: Mapping[str, object] = field(default_factory=dict)
+
+
+def source_for(settings: Settings) -> tuple[Source | None, Offloading]:
+    """Where the schedules of such a run come from, ``None`` for stock's own, and its host side.
+
+    Raises:
+        PipememError: settings that cannot be or go together.
+    """
+    offloading = Offloading(
+        OffloadSettings.of(settings.offload, settings.recompute, settings.host_memory, settings.offload_options)
+    )
+    if settings.schedule == STOCK:
+        if offloading.settings.plans:
+            raise UnsupportedError(
+                "Megatron's own schedule has no place for offload or recomputation of ours; name another one, for example "
+                "--pipemem-schedule 1f1b, or use Megatron's own flags"
+            )
+        return None, offloading
+    source = source_of(settings.schedule, settings.memory_cap, settings.costs, settings.options, offloading)
+    return source, offloading
 
 
 @dataclass
@@ -94,14 +125,14 @@ def enable(schedule: str, **settings) -> None:
     if wanted.trace is not None or wanted.report is not None:
         record = RunRecord(Path(wanted.report) if wanted.report else None, Path(wanted.trace) if wanted.trace else None)
     forward_backward = chunk_placement = None
-    if wanted.schedule == STOCK:
+    source, offloading = source_for(wanted)
+    if source is None:
         replacements = observer.replacements(record, *prices_of(wanted.costs))
     else:
-        source = source_of(wanted.schedule, wanted.memory_cap, wanted.costs, wanted.options)
         chunk_placement = ChunkPlacement(source.placement, source.is_round_robin)
-        profiles = wanted.costs == PROFILE
+        profiles = wanted.costs == PROFILE or source.needs_seconds
         replanner = Replanner(source, profiles) if profiles or source.needs_bytes else None
-        forward_backward = ForwardBackward(ProgramCache(source), chunk_placement, record, replanner)
+        forward_backward = ForwardBackward(ProgramCache(source), chunk_placement, offloading, record, replanner)
         replacements = [
             (WITH_INTERLEAVING, lambda original: forward_backward),
             (WITHOUT_INTERLEAVING, lambda original: forward_backward),
@@ -109,8 +140,11 @@ def enable(schedule: str, **settings) -> None:
         ]
         if is_imported("megatron.training.training"):
             replacements += chunk_placement.training_replacements()
+        # Also where activations leave the device: stock's linear layers do not let their inputs go (``saved_as_is``).
+        if source.may_split or source.may_offload:
+            replacements.append((linear.LINEAR, linear.split_linear))
         if source.may_split:
-            replacements += [(linear.LINEAR, linear.split_linear), *transformer_engine.replacements()]
+            replacements += transformer_engine.replacements()
     if record is not None and linear.LINEAR not in (symbol for symbol, _ in replacements):
         replacements.append((linear.LINEAR, linear.countable_linear))
     if record is not None and is_imported("megatron.training.training"):

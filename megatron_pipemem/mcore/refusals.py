@@ -33,7 +33,13 @@ _REFUSED: tuple[tuple[str, Callable[[object], bool], str], ...] = (
     (
         "fine_grained_activation_offloading",
         bool,
-        "fine-grained offload assumes the stock order of forwards and backwards; drop --fine-grained-activation-offloading",
+        "fine-grained offload assumes the stock order of forwards and backwards; pass --pipemem-offload in place of "
+        "--fine-grained-activation-offloading",
+    ),
+    (
+        "cpu_offloading",
+        bool,
+        "offload of the last layers by Transformer Engine knows no pipeline; pass --pipemem-offload in its place",
     ),
     (
         "moe_paged_stash",

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from megatron_pipemem.mcore.sources import Plan
 from megatron_pipemem.report import save_timeline
-from megatron_pipemem.runtime.activation_ledger import ActivationLedger, bytes_per_action, predict_peak_bytes
+from megatron_pipemem.runtime.activation_ledger import (
+    ActivationLedger,
+    bytes_per_action,
+    host_bytes_per_action,
+    predict_peak_bytes,
+)
+from megatron_pipemem.runtime.offload import OffloadStatistics
+from megatron_pipemem.runtime.offload.channel import Direction
 from megatron_pipemem.runtime.trace import Trace, TracedAction
 from megatron_pipemem.schedule.action import COMPUTE, Action, Kind
 from megatron_pipemem.schedule.schedule import Program
@@ -29,14 +38,22 @@ class StepRecord:
 
     ledger: ActivationLedger | None
     trace: Trace | None
+    offload: OffloadStatistics | None = None
+
+    @property
+    def on_device(self) -> Callable[[torch.Tensor], None] | None:
+        """For an offload engine: how it tells the ledger what takes device memory."""
+        ledger = self.ledger
+        return None if ledger is None else lambda tensor: ledger.hold(tensor, "saved")
 
 
 class _Step(NamedTuple):
-    """When this rank ended a step, what it computed in it, in seconds, and under which of the plans."""
+    """When this rank ended a step, what it computed in it, in seconds, under which of the plans, and what it moved."""
 
     plan: int
     end: float
     work: float
+    offload: OffloadStatistics | None
 
 
 @dataclass
@@ -57,12 +74,16 @@ class RunRecord:
     _device: int = 0
     _group: dist.ProcessGroup | None = None
     _changes: dict[Kind, list[int]] = field(default_factory=dict)
+    _host_changes: dict[Kind, list[int]] = field(default_factory=dict)
     _learnt: set[tuple[Kind, int]] = field(default_factory=set)
+    _treatments: dict[int, tuple[bool, bool]] = field(default_factory=dict)
     _predicted_peak: int | None = None
     _counted_peak: int = 0
+    _predicted_host_peak: int = 0
+    _counted_host_peak: int = 0
     _steps: list[_Step] = field(default_factory=list)
     _last: list[TracedAction] = field(default_factory=list)
-    _unread: tuple[int, Trace] | None = None
+    _unread: tuple[int, StepRecord] | None = None
 
     def add_step(
         self,
@@ -76,16 +97,19 @@ class RunRecord:
         """Note a finished training step; ``foretell`` says whether its peak follows from its first microbatches."""
         self._learn_bytes(program, device, observed.ledger)
         if foretell and program is not self._program:
-            predicted = predict_peak_bytes(program.actions[device], self._changes)
-            self._predicted_peak = max(self._predicted_peak or 0, predicted)
+            actions = program.actions[device]
+            self._predicted_peak = max(self._predicted_peak or 0, predict_peak_bytes(actions, self._changes))
+            away = predict_peak_bytes(actions, self._host_changes)
+            self._predicted_host_peak = max(self._predicted_host_peak, away)
         self._program, self._device, self._group = program, device, group
         self._counted_peak = max(self._counted_peak, observed.ledger.peak)
+        self._counted_host_peak = max(self._counted_host_peak, observed.ledger.host_peak)
         # A GPU's times are read one step later, when it has long passed them.
         self._read()
         number = next((number for number, (_, known) in enumerate(self._plans) if known is plan), len(self._plans))
         if number == len(self._plans):
             self._plans.append((len(self._steps), plan))
-        self._unread = (number, observed.trace)
+        self._unread = (number, observed)
 
     def add_losses(self, losses: dict[str, object], grad_norm: float | None) -> None:
         """Note what the training loop reports for one iteration; the first loss is the model's."""
@@ -121,22 +145,34 @@ class RunRecord:
         return self._plans[self._steps[-1].plan][1]
 
     def _learn_bytes(self, program: Program, device: int, ledger: ActivationLedger) -> None:
-        """What actions take and give back, from the first step that has such an action: later plans may fuse others."""
+        """What actions take and give back, from the first step that has such an action: later plans may fuse others.
+
+        Learnt anew when a stage begins or ends to be recomputed or offloaded.
+        """
         stages = program.placement.num_stages
+        moved = {action.stage for action in program.actions[device] if action.kind is Kind.OFFLOAD}
+        for stage in program.placement.stages[device]:
+            treatment = (stage in program.schedule.recomputed, stage in moved)
+            if self._treatments.get(stage, treatment) != treatment:
+                self._learnt = {(kind, other) for kind, other in self._learnt if other != stage}
+            self._treatments[stage] = treatment
         unknown = {(action.kind, action.stage) for action in program.actions[device]} - self._learnt
         if unknown:
-            seen = bytes_per_action(ledger.entries, stages)
-            for kind, stage in unknown:
-                self._changes.setdefault(kind, [0] * stages)[stage] = seen[kind][stage]
+            for changes, seen in (
+                (self._changes, bytes_per_action(ledger.entries, stages)),
+                (self._host_changes, host_bytes_per_action(ledger.entries, stages)),
+            ):
+                for kind, stage in unknown:
+                    changes.setdefault(kind, [0] * stages)[stage] = seen[kind][stage]
             self._learnt |= unknown
 
     def _read(self) -> None:
         if self._unread is None:
             return
-        (plan, trace), self._unread = self._unread, None
-        self._last = trace.actions()
+        (plan, observed), self._unread = self._unread, None
+        self._last = observed.trace.actions()
         work = sum(traced.end - traced.start for traced in self._last)
-        self._steps.append(_Step(plan, max((traced.end for traced in self._last), default=0.0), work))
+        self._steps.append(_Step(plan, max((traced.end for traced in self._last), default=0.0), work, observed.offload))
 
     def _summary(self) -> dict:
         """This rank's part of the report."""
@@ -153,6 +189,9 @@ class RunRecord:
             "schedule": self._plan.schedule.name,
             "predicted_peak_bytes": self._predicted_peak,
             "counted_peak_bytes": self._counted_peak,
+            "predicted_host_peak_bytes": self._predicted_host_peak,
+            "counted_host_peak_bytes": self._counted_host_peak,
+            **_offload_summary([step.offload for step in self._steps]),
             "predicted_bubble_rate": 1 - timeline.work[self._device] / timeline.makespan,
             "measured_bubble_rate": fmean(rates[1:] or rates),
             "plans": [self._describe(number, makespans) for number in range(len(self._plans))],
@@ -176,6 +215,7 @@ class RunRecord:
             "measured_makespan": fmean(own[1:] or own) if own else None,
             "lower_bound": plan.lower_bound,
             "search_seconds": plan.search_seconds,
+            "notes": plan.notes,
         }
 
     def _measured_timeline(self, ranks: list[dict], planned: Timeline) -> Timeline:
@@ -185,7 +225,29 @@ class RunRecord:
         spans = tuple(tuple(map(tuple, ranks[rank]["spans"])) for rank in members)
         compute = tuple(tuple(Action.parse(a) for a in ranks[rank]["actions"]) for rank in members)
         assert compute == tuple(tuple(a for a in order if a.kind in COMPUTE) for order in schedule.orders)
-        return Timeline(schedule, planned.costs, spans, planned.peaks, count_messages(schedule))
+        # Copies are not timed.
+        return Timeline(
+            replace(schedule, orders=compute), planned.costs, spans, planned.peaks, count_messages(schedule)
+        )
+
+
+def _offload_summary(steps: list[OffloadStatistics | None]) -> dict:
+    """Bytes of the last step; seconds per step, on average. The first step is not typical here either."""
+    typical = steps[1:] or steps
+    waits: Counter[tuple[Kind, int]] = Counter()
+    for step in typical:
+        for stall in step.stalls if step is not None else ():
+            kind = Kind.WAIT_OFFLOAD if stall.direction is Direction.OUT else Kind.WAIT_RELOAD
+            waits[kind, stall.key[0]] += stall.seconds / len(typical)
+    return {
+        "offloaded_bytes": steps[-1].bytes_out if steps[-1] is not None else 0,
+        "reloaded_bytes": steps[-1].bytes_in if steps[-1] is not None else 0,
+        "stall_seconds": sum(waits.values()),
+        "stalls": [
+            {"waited_for": kind.value, "stage": stage, "seconds": seconds}
+            for (kind, stage), seconds in sorted(waits.items(), key=lambda wait: -wait[1])
+        ],
+    }
 
 
 def _costs(plan: Plan) -> dict:
@@ -202,6 +264,12 @@ def _report(ranks: list[dict]) -> dict:
         "rank",
         "predicted_peak_bytes",
         "counted_peak_bytes",
+        "predicted_host_peak_bytes",
+        "counted_host_peak_bytes",
+        "offloaded_bytes",
+        "reloaded_bytes",
+        "stall_seconds",
+        "stalls",
         "predicted_bubble_rate",
         "measured_bubble_rate",
     )

@@ -11,7 +11,18 @@ from megatron.core import num_microbatches_calculator
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero
-from megatron_pipemem.mcore.sources import FILE_SUFFIX, Changes, FamilySource, FileSource, Plan, Shape, Source
+from megatron_pipemem.mcore.offload_source import OffloadSource
+from megatron_pipemem.mcore.offloading import Offloading
+from megatron_pipemem.mcore.sources import (
+    FILE_SUFFIX,
+    Changes,
+    FamilySource,
+    FileSource,
+    Plan,
+    Shape,
+    Source,
+    with_messages,
+)
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
@@ -73,7 +84,7 @@ class SearchSource(Source):
         if self._kind not in (None, "v", "interleaved", "linear"):
             raise UnsupportedError(f"placement {self._kind!r} is none of v, interleaved, linear")
         self.chunks = _number(options, "chunks", 1 if self._kind == "linear" else 2, int)
-        self._seconds = _number(options, "seconds", _SECONDS, float)
+        self.seconds = _number(options, "seconds", _SECONDS, float)
         self._seed = _number(options, "seed", 0, int)
         self.is_round_robin = self._kind in ("interleaved", "linear") or self.chunks == 1
         self._cap = memory_cap
@@ -179,7 +190,7 @@ class SearchSource(Source):
             costs=self._search_costs(placements[0]),
             memory_cap=memory_cap,
             placements=placements,
-            seconds=self._seconds,
+            seconds=self.seconds,
             seed=self._seed,
             cache=ResultCache(),
         )
@@ -190,12 +201,7 @@ class SearchSource(Source):
             return replace(self.costs, memory=None)
         if self._changes is None:
             return self.costs
-        empty = (0.0,) * placement.num_stages
-        memory = {
-            kind: tuple(map(sum, zip(*(self._changes.get(part, empty) for part in parts), strict=True)))
-            for kind, parts in _WITH_MESSAGES.items()
-        }
-        return replace(self.costs, memory=memory)
+        return replace(self.costs, memory=with_messages(self._changes, placement))
 
     def _program_peaks(self, schedule: Schedule) -> list[float]:
         """The most bytes every device holds, between messages too."""
@@ -230,16 +236,21 @@ class SearchSource(Source):
         )
 
 
-# The bytes of a message belong to the action that needs it or makes it.
-_WITH_MESSAGES = {
-    Kind.F: (Kind.F, Kind.RECV_F, Kind.SEND_F),
-    Kind.I: (Kind.I, Kind.RECV_I, Kind.SEND_I),
-    Kind.W: (Kind.W, Kind.REDUCE_GRAD),
-}
-
-
-def source_of(schedule: str, memory_cap: float | str | None, costs: str, options: Mapping[str, object]) -> Source:
+def source_of(
+    schedule: str,
+    memory_cap: float | str | None,
+    costs: str,
+    options: Mapping[str, object],
+    offloading: Offloading | None = None,
+) -> Source:
     """The source that settings of ``plugin.Settings`` ask for.
+
+    Args:
+        schedule: see there, as for the next three.
+        memory_cap: a cap of the whole plan.
+        costs: prices.
+        options: of the schedule.
+        offloading: what is to leave the device or to be computed again; ``None`` for nothing but what the schedule says.
 
     Raises:
         UnknownScheduleError: no such family.
@@ -247,13 +258,21 @@ def source_of(schedule: str, memory_cap: float | str | None, costs: str, options
         CostsError: a file of costs that cannot be read.
     """
     cap = None if memory_cap is None else parse_cap(memory_cap)
+    if offloading is None or not offloading.settings.plans:
+        return _source_of(schedule, cap, costs, options)
+    base = _source_of(schedule, None, costs, options)
+    return OffloadSource(base, offloading, cap, base.seconds if isinstance(base, SearchSource) else None)
+
+
+def _source_of(schedule: str, cap: MemoryCap | None, costs: str, options: Mapping[str, object]) -> Source:
     prices, priced_by = prices_of(costs)
     if schedule == AUTO:
         return SearchSource(cap, prices, priced_by, options)
     if cap is not None and cap.in_bytes:
         raise UnsupportedError(
-            f"a memory cap in bytes ({memory_cap}) needs --pipemem-schedule auto, which fits a schedule to it; {schedule!r} is "
-            "what it is, so give the cap in activation units (1.0 is what 1F1B's first rank holds)"
+            f"a memory cap in bytes ({format_bytes(cap.amount)}) needs --pipemem-schedule auto, which fits a schedule to it, "
+            f"or --pipemem-offload; {schedule!r} is what it is, so give the cap in activation units (1.0 is what 1F1B's "
+            "first rank holds)"
         )
     units = None if cap is None else cap.amount
     if schedule.endswith(FILE_SUFFIX):

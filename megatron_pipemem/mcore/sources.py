@@ -53,6 +53,7 @@ class Plan:
         reason: why it was chosen now.
         lower_bound: no schedule of this placement within the cap is faster; ``None`` where nobody searched.
         search_seconds: how long the search took.
+        notes: what else there is to say about it.
     """
 
     schedule: Schedule
@@ -61,6 +62,7 @@ class Plan:
     reason: str
     lower_bound: float | None = None
     search_seconds: float | None = None
+    notes: str = ""
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -78,12 +80,16 @@ class Source(ABC):
 
     may_split: bool
     """Whether a schedule may have I and W, so that layers must be able to split their backwards."""
+    may_offload = False
+    """Whether activations may leave the device."""
     is_round_robin: bool
     """Whether Megatron's own placement is all that can come."""
     chunks: int
     """Model chunks per rank to ask Megatron for when the user does not say how the model is cut."""
     needs_bytes = False
     """Whether it cannot plan before somebody has counted what actions take and give back."""
+    needs_seconds = False
+    """Whether it plans better when somebody has timed actions, whatever costs the user has named."""
 
     def __init__(self, name: str, costs: Costs, priced_by: str):
         self.name = name
@@ -125,7 +131,25 @@ class Source(ABC):
             changes: bytes, or ``None`` when nothing was counted.
         """
         if costs is not None:
-            self.costs, self.priced_by = replace(costs, memory=self.costs.memory), "measured"
+            self.costs = replace(costs, memory=self.costs.memory, channel=self.costs.channel)
+            self.priced_by = "measured"
+
+
+# The bytes of a message belong to the action that needs it or makes it.
+_WITH_MESSAGES = {
+    Kind.F: (Kind.F, Kind.RECV_F, Kind.SEND_F),
+    Kind.I: (Kind.I, Kind.RECV_I, Kind.SEND_I),
+    Kind.W: (Kind.W, Kind.REDUCE_GRAD),
+}
+
+
+def with_messages(changes: Changes, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+    """What compute actions change, their messages included, for searches that know no messages."""
+    empty = (0.0,) * placement.num_stages
+    return {
+        kind: tuple(map(sum, zip(*(changes.get(part, empty) for part in parts), strict=True)))
+        for kind, parts in _WITH_MESSAGES.items()
+    }
 
 
 class FamilySource(Source):
@@ -154,7 +178,8 @@ class FamilySource(Source):
         self._options = dict(options or {})
         check_options(name, self._options)
         self.may_split = chosen.splits_backward
-        self.is_round_robin = chosen.placement in ("linear", "interleaved")
+        self.may_offload = chosen.offloads
+        self.is_round_robin = self._options.get("placement", chosen.placement) in ("linear", "interleaved")
         self.chunks = chunks_per_device(name, **self._options)
 
     def build(
@@ -223,6 +248,7 @@ class FileSource(Source):
         validate(self._schedule, memory_cap=memory_cap)
         placement = self._schedule.placement
         self.may_split = self._schedule.splits_backward
+        self.may_offload = self._schedule.offloads
         self.is_round_robin = all(
             device == stage % placement.num_devices for stage, device in enumerate(placement.devices)
         )

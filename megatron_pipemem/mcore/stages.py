@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import random
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_pipemem.mcore.patching import Symbol
 from megatron_pipemem.mcore.placement import ChunkPlacement
 from megatron_pipemem.mcore.transformer_engine import DelayedModules
-from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.weight_gradients import current_queue
+
+# Used by us, not replaced: what Megatron's own recomputation keeps and restores.
+RANDOM_STATE = (
+    Symbol("megatron.core.tensor_parallel.random", "_get_all_rng_states"),
+    Symbol("megatron.core.tensor_parallel.random", "_set_all_rng_states"),
+    Symbol("megatron.core.tensor_parallel.random", "_fork_rng"),
+)
 
 
 @dataclass
@@ -66,17 +76,39 @@ class ChunkStage:
     is_last: bool
     placement: ChunkPlacement
     delayed: tuple[torch.nn.Module, ...]
+    _again: dict[int, _Again] = field(default_factory=dict)
 
-    def forward(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, microbatch: int, input: torch.Tensor | None, again: bool = False) -> torch.Tensor:
+        step, data = self.step, self.data_iterator
+        if again:
+            data = None if data is None else Tape(data)
+            self._again[microbatch] = _Again(data, random._get_all_rng_states())
+        output, num_tokens = self._run(microbatch, input, data, step.loss_data)
+        if self.is_last:
+            step.num_tokens += num_tokens
+        return output
+
+    def recompute(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
+        data, states = self._again.pop(microbatch)
+        if data is not None:
+            data.rewind()
+        with random._fork_rng():
+            random._set_all_rng_states(*states)
+            output, _ = self._run(microbatch, input, data, [])
+        return output
+
+    def _run(
+        self, microbatch: int, input: torch.Tensor | None, data: Iterator | None, loss_data: list
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         step = self.step
         with self._as_chunk():
-            output, num_tokens = schedules.forward_step(
+            result = schedules.forward_step(
                 step.forward_step_func,
-                self.data_iterator,
+                data,
                 self.model,
                 step.num_microbatches,
                 input,
-                step.loss_data,
+                loss_data,
                 step.config,
                 step.cp_group_size,
                 collect_non_loss_data=step.collect_non_loss_data,
@@ -87,11 +119,9 @@ class ChunkStage:
                 vp_stage=self.chunk if self.num_chunks > 1 else None,
                 is_last_stage=self.is_last,
             )
-        if self.is_last:
-            step.num_tokens += num_tokens
         # The module would hold its input until its next forward.
         get_attr_wrapped_model(self.model, "set_input_tensor")([None])
-        return output
+        return result
 
     def release_output(self, output: torch.Tensor) -> None:
         schedules.deallocate_output_tensor(output, self.step.config.deallocate_pipeline_outputs)
@@ -134,28 +164,70 @@ def no_gradient_sync(config) -> Iterator[None]:
         yield
 
 
-def watch_batches(data_iterator, ledger: ActivationLedger):
-    """The same iterator or list of iterators, telling the ledger what is the batch and no activation."""
+class ActivationCounter(Protocol):
+    """Who counts or moves activations, and must be told what is the batch and no activation."""
+
+    def exclude(self, tensors: Iterable[torch.Tensor]) -> None: ...
+
+
+def watch_batches(data_iterator, *counters: ActivationCounter):
+    """The same iterator or list of iterators, telling the counters what is the batch and no activation."""
     if isinstance(data_iterator, list):
-        return [watch_batches(each, ledger) for each in data_iterator]
-    return None if data_iterator is None else _BatchWatcher(data_iterator, ledger)
+        return [watch_batches(each, *counters) for each in data_iterator]
+    return data_iterator if data_iterator is None or not counters else _BatchWatcher(data_iterator, counters)
 
 
-class _BatchWatcher:
-    def __init__(self, iterator: Iterator, ledger: ActivationLedger):
+class _Wrapper:
+    """An iterator that stands in for another one and has all its attributes."""
+
+    def __init__(self, iterator: Iterator):
         self._iterator = iterator
-        self._ledger = ledger
 
-    def __iter__(self) -> _BatchWatcher:
+    def __iter__(self) -> Iterator:
         return self
-
-    def __next__(self):
-        batch = next(self._iterator)
-        self._ledger.exclude(tensors_in(batch))
-        return batch
 
     def __getattr__(self, name: str):
         return getattr(self._iterator, name)
+
+
+class _BatchWatcher(_Wrapper):
+    def __init__(self, iterator: Iterator, counters: Sequence[ActivationCounter]):
+        super().__init__(iterator)
+        self._counters = counters
+
+    def __next__(self):
+        batch = next(self._iterator)
+        for counter in self._counters:
+            counter.exclude(tensors_in(batch))
+        return batch
+
+
+class Tape(_Wrapper):
+    """Passes on what an iterator yields; rewound, it yields the same once more and leaves the iterator alone."""
+
+    def __init__(self, iterator: Iterator):
+        super().__init__(iterator)
+        self._seen: list = []
+        self._rewound = False
+
+    def __next__(self):
+        if self._rewound:
+            if not self._seen:
+                raise RuntimeError("a recomputed forward asked for more data than the forward itself")
+            return self._seen.pop(0)
+        batch = next(self._iterator)
+        self._seen.append(copy.copy(batch))  # whoever reads a batch may take entries out of it
+        return batch
+
+    def rewind(self) -> None:
+        self._rewound = True
+
+
+class _Again(NamedTuple):
+    """What a forward needs to run once more as it ran: its data, and the states of the random number generators."""
+
+    data: Tape | None
+    random_states: tuple
 
 
 def tensors_in(data) -> Iterator[torch.Tensor]:

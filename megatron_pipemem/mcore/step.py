@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import agree
 from megatron_pipemem.mcore.linear import attach_ddp_hooks
+from megatron_pipemem.mcore.offloading import Offloading
 from megatron_pipemem.mcore.patching import Symbol
 from megatron_pipemem.mcore.placement import ChunkPlacement
 from megatron_pipemem.mcore.programs import ProgramCache
@@ -23,7 +24,14 @@ from megatron_pipemem.mcore.refusals import check_chunks, check_config
 from megatron_pipemem.mcore.replanning import Replanner
 from megatron_pipemem.mcore.run_record import RunRecord, StepRecord
 from megatron_pipemem.mcore.sources import Shape
-from megatron_pipemem.mcore.stages import ChunkStage, StepContext, move_tensors, no_gradient_sync, watch_batches
+from megatron_pipemem.mcore.stages import (
+    RANDOM_STATE,
+    ChunkStage,
+    StepContext,
+    move_tensors,
+    no_gradient_sync,
+    watch_batches,
+)
 from megatron_pipemem.mcore.transformer_engine import delayed_modules
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor
@@ -69,6 +77,7 @@ BACKWARD_STEP = Symbol(
 )
 # Used by us, not replaced: a change of these would break steps in the middle.
 USED = (
+    *RANDOM_STATE,
     FORWARD_STEP,
     BACKWARD_STEP,
     Symbol("megatron.core.pipeline_parallel.schedules", "deallocate_output_tensor", ("out",)),
@@ -99,6 +108,7 @@ class ForwardBackward:
     Args:
         programs: compiles the schedule for the number of microbatches at hand.
         chunk_placement: answers Megatron's questions about ranks.
+        offloading: the host side, for schedules that move activations there.
         record: where counted bytes and times go; ``None`` records nothing.
         replanner: measures steps and has them planned anew; ``None`` keeps the first plan.
     """
@@ -107,11 +117,13 @@ class ForwardBackward:
         self,
         programs: ProgramCache,
         chunk_placement: ChunkPlacement,
+        offloading: Offloading,
         record: RunRecord | None,
         replanner: Replanner | None = None,
     ):
         self._programs = programs
         self._chunk_placement = chunk_placement
+        self._offloading = offloading
         self._record = record
         self._replanner = replanner
         self._pipelines: dict[dist.ProcessGroup, _Pipeline] = {}
@@ -170,6 +182,8 @@ class ForwardBackward:
             num_microbatches,
             config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None,
         )
+        permanent = permanent_tensors(chunks)
+        self._offloading.device = next((tensor.device for tensor in permanent), torch.device("cpu"))
         if not forward_only:
             self._plan_anew(shape, pipeline, placement, message)
         program, plan = self._programs.compile(
@@ -189,9 +203,10 @@ class ForwardBackward:
             bool(force_all_reduce),
             num_tokens=torch.zeros([], dtype=torch.int, device=torch.cuda.current_device()),
         )
-        observed = StepRecord(None, None) if forward_only else self._observe(chunks, pp_group)
-        if observed.ledger is not None:
-            iterators = watch_batches(iterators, observed.ledger)
+        observed = StepRecord(None, None) if forward_only else self._observe(permanent, pp_group)
+        engine = self._offloading.engine() if program.schedule.offloads else None
+        counters = [counter for counter in (observed.ledger, engine) if counter is not None]
+        iterators = watch_batches(iterators, *counters)
         stages = {
             stage: ChunkStage(
                 step,
@@ -213,8 +228,13 @@ class ForwardBackward:
             transport,
             ledger=observed.ledger,
             trace=observed.trace,
+            offload=engine,
         )
-        with no_gradient_sync(config), torch.no_grad() if forward_only else nullcontext():
+        with ExitStack() as stack:
+            stack.enter_context(no_gradient_sync(config))
+            stack.enter_context(torch.no_grad() if forward_only else nullcontext())
+            if engine is not None:
+                stack.enter_context(engine.step(permanent, observed.on_device))
             if not forward_only:
                 _start_parameter_gather(config, chunks)
             executor.run()
@@ -231,6 +251,7 @@ class ForwardBackward:
         if not forward_only and self._replanner is not None:
             self._replanner.after_step(placement.num_stages, observed.ledger, observed.trace)
         if not forward_only and self._record is not None:
+            observed.offload = None if engine is None else engine.statistics()
             self._record.add_step(plan, program, pipeline.device, pp_group, observed)
         return step.loss_data
 
@@ -249,13 +270,13 @@ class ForwardBackward:
         if news is not None:
             self._programs.renew(news)
 
-    def _observe(self, chunks: list[torch.nn.Module], group: dist.ProcessGroup) -> StepRecord:
+    def _observe(self, permanent: list[torch.Tensor], group: dist.ProcessGroup) -> StepRecord:
         """What must be watched in a training step."""
         replanner = self._replanner
         if self._record is not None:
             dist.barrier(group=group)  # one origin of time for all ranks of the pipeline
         return observe(
-            chunks,
+            permanent,
             count=self._record is not None or (replanner is not None and replanner.wants_bytes),
             time=self._record is not None or (replanner is not None and replanner.wants_seconds),
         )
@@ -271,6 +292,7 @@ class ForwardBackward:
         """Forget everything that steps left for the next one."""
         self._pipelines.clear()
         self._programs.clear()
+        self._offloading.close()
 
 
 def _process_groups(p2p_communicator, pg_collection) -> ProcessGroupCollection:
@@ -336,14 +358,19 @@ def _move_loss_to_last_rank(step: StepContext, pp_group: dist.ProcessGroup, plac
         step.num_tokens.fill_(num_tokens)
 
 
-def observe(chunks: list[torch.nn.Module], count: bool = True, time: bool = True) -> StepRecord:
-    """A ledger, if bytes are to be counted, and a clock, if actions are to be timed, for one step of these chunks."""
+def permanent_tensors(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
+    """What these chunks hold that is no activation: parameters, gradient buffers, module buffers."""
     permanent: list[torch.Tensor] = []
     for chunk in chunks:
         for parameter in chunk.parameters():
             permanent += [parameter, *(g for g in (getattr(parameter, "main_grad", None),) if g is not None)]
         # DDP shadows nn.Module.buffers() by an attribute of its own.
         permanent += torch.nn.Module.buffers(chunk)
+    return permanent
+
+
+def observe(permanent: list[torch.Tensor], count: bool = True, time: bool = True) -> StepRecord:
+    """A ledger, if bytes are to be counted, and a clock, if actions are to be timed, for one step beside these tensors."""
     on_gpu = any(tensor.device.type == "cuda" for tensor in permanent)
     trace = (CudaTrace() if on_gpu else HostTrace()) if time else None
     return StepRecord(ActivationLedger(permanent) if count else None, trace)

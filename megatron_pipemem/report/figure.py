@@ -11,20 +11,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.report.timeline import (
+    COPY_COLOURS,
+    COPY_NAMES,
     IDLE,
     KIND_NAMES,
     Box,
     Bubble,
+    Copy,
     boxes,
     bubbles,
     colour,
+    copies,
     headline,
     held_steps,
     ink,
     legend,
     memory_text,
 )
-from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.action import MEMORY, Kind
 from megatron_pipemem.schedule.simulator import Timeline
 
 if TYPE_CHECKING:
@@ -78,6 +82,15 @@ class _Run:
     @property
     def end(self) -> float:
         return self.timeline.makespan or 1.0
+
+    @cached_property
+    def copies(self) -> tuple[tuple[Copy, ...], ...]:
+        return copies(self.timeline)
+
+    @property
+    def upper(self) -> float:
+        """Where a device's memory begins in its row."""
+        return _UPPER_BELOW_LANE if any(self.copies) else _UPPER
 
     @property
     def in_units(self) -> bool:
@@ -192,6 +205,8 @@ def _title(run: _Run, first: _Run) -> str:
 
 # A device's row, in parts of its height: actions from _TOP to _MIDDLE, memory from _UPPER down to _FLOOR.
 _TOP, _MIDDLE, _UPPER, _FLOOR = 0.05, 0.60, 0.64, 0.96
+# Copies to and from the host lie between the two, where there are any.
+_LANE_TOP, _LANE_FLOOR, _UPPER_BELOW_LANE = 0.615, 0.675, 0.70
 
 
 def _draw_run(run: _Run, panels: Sequence[Axes], windows: tuple[Window, ...], points: float, top: float) -> set[str]:
@@ -204,11 +219,15 @@ def _draw_run(run: _Run, panels: Sequence[Axes], windows: tuple[Window, ...], po
     for panel, (start, end) in zip(panels, windows, strict=True):
         panel.set_xlim(start, end)
         panel.set_ylim(len(run.rows), 0)
-        seen = [[box for box in row if box.end >= start and box.start <= end] for row in run.rows]
+        seen = [
+            [box for box in row if box.end >= start and box.start <= end and box.action.kind not in MEMORY]
+            for row in run.rows
+        ]
         _draw_boxes(panel, run, seen, points)
         if size:
             _draw_numbers(panel, run, seen, size)
         left_out |= _draw_waits(panel, run, (start, end), points, row_points)
+        _draw_copies(panel, run, (start, end))
         _draw_held(panel, run, (start, end), top)
         if run.end < end:
             panel.axvline(run.end, color=_TEXT, linewidth=0.9, linestyle=(0, (4, 3)))
@@ -246,7 +265,7 @@ def _number_size(run: _Run, windows: tuple[Window, ...], points: float, row_poin
         box.action.microbatch or 0
         for row in run.rows
         for box in row
-        if any(box.end >= start and box.start <= end for start, end in windows)
+        if box.action.kind not in MEMORY and any(box.end >= start and box.start <= end for start, end in windows)
     ]
     digits = len(str(max(seen, default=0)))
     size = min(8.0, run.shortest * points / (0.62 * digits + 0.25), 0.8 * (_MIDDLE - _TOP) * row_points)
@@ -292,11 +311,25 @@ def _draw_waits(axes: Axes, run: _Run, window: Window, points: float, row_points
     return left_out
 
 
+def _draw_copies(axes: Axes, run: _Run, window: Window) -> None:
+    from matplotlib.collections import PolyCollection
+
+    for kind, shade in COPY_COLOURS.items():
+        shapes = [
+            [(copy.start, low), (copy.start, high), (copy.end, high), (copy.end, low)]
+            for device, lane in enumerate(run.copies)
+            for copy in lane
+            if copy.action.kind is kind and copy.end >= window[0] and copy.start <= window[1]
+            for low, high in [(device + _LANE_TOP, device + _LANE_FLOOR)]
+        ]
+        axes.add_collection(PolyCollection(shapes, facecolors=shade, linewidths=0))
+
+
 def _draw_held(axes: Axes, run: _Run, window: Window, top: float) -> None:
     """Under every device what it holds over time; all devices on one scale from 0 to ``top``."""
     from matplotlib.collections import LineCollection, PolyCollection
 
-    height = _FLOOR - _UPPER
+    height = _FLOOR - run.upper
     areas, curves = [], []
     for device, row in enumerate(run.rows):
         floor = device + _FLOOR
@@ -394,6 +427,9 @@ def _add_legend(figure: Figure, runs: Sequence[_Run]) -> None:
         for kind, name in KIND_NAMES.items()
         if kind in shades
     }
+    for kind, shade in COPY_COLOURS.items():
+        if any(run.timeline.schedule.offloads and any(run.copies) for run in runs):
+            entries[COPY_NAMES[kind]] = (Patch(facecolor=shade),)
     entries["idle"] = (Patch(facecolor=IDLE, edgecolor="#dadce0"),)
     entries["held activations" if runs[0].in_units else "held memory"] = (
         Patch(facecolor=_HELD, edgecolor=_HELD_EDGE, linewidth=0.7),

@@ -12,11 +12,14 @@ from html import escape
 from importlib.resources import files
 
 from megatron_pipemem.report.timeline import (
+    COPY_COLOURS,
+    COPY_NAMES,
     IDLE,
     KIND_NAMES,
     awaited,
     boxes,
     colour,
+    copies,
     headline,
     ink,
     legend,
@@ -63,6 +66,7 @@ def _run(timeline: Timeline, top: float) -> dict[str, object]:
     rows = boxes(timeline)
     needed = awaited(timeline, rows)
     num_chunks = timeline.schedule.placement.num_chunks
+    lanes = copies(timeline) or ((),) * len(rows)
     pairs = legend(timeline)
     shades = [(colour(kind, chunk, num_chunks), ink(colour(kind, chunk, num_chunks))) for kind, chunk in pairs]
     shade_of = {pair: place for place, pair in enumerate(pairs)}
@@ -83,19 +87,22 @@ def _run(timeline: Timeline, top: float) -> dict[str, object]:
         "shades": shades,
         "legend": [
             (legend_name(kind, chunk, num_chunks), *shade) for (kind, chunk), shade in zip(pairs, shades, strict=True)
-        ],
+        ]
+        + [(name, COPY_COLOURS[kind], ink(COPY_COLOURS[kind])) for kind, name in COPY_NAMES.items() if any(lanes)],
         "rows": [
             {
                 "name": [str(box.action) for box in row],
                 "mb": [box.action.microbatch for box in row],
                 "chunk": [box.chunk for box in row],
-                "shade": [shade_of[box.action.kind, box.chunk] for box in row],
+                # Actions on memory have no width to be coloured.
+                "shade": [shade_of.get((box.action.kind, box.chunk), 0) for box in row],
+                "copies": [(_short(copy.start), _short(copy.end), COPY_COLOURS[copy.action.kind]) for copy in lane],
                 "start": [_short(box.start) for box in row],
                 "end": [_short(box.end) for box in row],
                 "held": [_short(box.held) for box in row],
                 "from": [index[source.action] if (source := needed.get(box.action)) else -1 for box in row],
             }
-            for row in rows
+            for row, lane in zip(rows, lanes, strict=True)
         ],
     }
 

@@ -137,6 +137,7 @@ function drawRows(pen, run, right) {
       drawShares(pen, run, row, top, from, to, right);
       dense = true;
     } else drawBoxes(pen, run, row, top, from, to);
+    drawCopies(pen, run, row, top + ROW - 3);
     drawHeld(pen, run, device, top + ROW + 2, right);
   });
   return dense;
@@ -161,6 +162,15 @@ function drawBoxes(pen, run, row, top, from, to) {
     wait(pen, run, awaited(run, row, i), before, row.start[i], top);
   }
   if (to < row.start.length) wait(pen, run, awaited(run, row, to), to ? row.end[to - 1] : 0, row.start[to], top);
+}
+
+// Copies to the host and back run beside the actions: a strip along their lower edge.
+function drawCopies(pen, run, row, top) {
+  for (const [start, stop, shade] of row.copies) {
+    if (stop < view.start || start > view.end) continue;
+    pen.fillStyle = shade;
+    pen.fillRect(toX(run, start), top, Math.max(1, (stop - start) * scale(run) - .7), 4);
+  }
 }
 
 // In idle time, what it is spent waiting for, in as many words as fit.

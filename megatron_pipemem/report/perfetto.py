@@ -1,7 +1,7 @@
 """Chrome trace events, for ui.perfetto.dev and chrome://tracing.
 
 One process per run; in it a track per device with slices named as torch names them (``PP:2F0``), a counter track
-per device for what it holds, and a flow arrow per message.
+per device for what it holds, a track for its copies to and from the host, and a flow arrow per message.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import json
 from collections.abc import Sequence
 from itertools import count
 
-from megatron_pipemem.report.timeline import KIND_NAMES, boxes, headline, held_steps, messages
+from megatron_pipemem.report.timeline import COPY_NAMES, KIND_NAMES, boxes, copies, headline, held_steps, messages
+from megatron_pipemem.schedule.action import MEMORY
 from megatron_pipemem.schedule.simulator import Timeline
 
 _MICROSECONDS = 1e6
@@ -40,6 +41,8 @@ def _process_events(process: int, timeline: Timeline, flow_ids: count[int]) -> l
         events.append({"ph": "M", "name": "thread_name", **track, "args": {"name": f"device {device}"}})
         events.append({"ph": "M", "name": "thread_sort_index", **track, "args": {"sort_index": device}})
         for box in row:
+            if box.action.kind in MEMORY:
+                continue
             events.append(
                 {
                     "ph": "X",
@@ -59,6 +62,24 @@ def _process_events(process: int, timeline: Timeline, flow_ids: count[int]) -> l
         for time, held in held_steps(row):
             name = f"held by device {device}"
             events.append({"ph": "C", "name": name, **track, "ts": time * _MICROSECONDS, "args": {unit: held}})
+    for device, lane in enumerate(copies(timeline)):
+        if not lane:
+            continue
+        track = {"pid": process, "tid": len(rows) + device}
+        events.append({"ph": "M", "name": "thread_name", **track, "args": {"name": f"copies of device {device}"}})
+        events.append({"ph": "M", "name": "thread_sort_index", **track, "args": {"sort_index": len(rows) + device}})
+        for copy in lane:
+            events.append(
+                {
+                    "ph": "X",
+                    "name": str(copy.action),
+                    "cat": COPY_NAMES[copy.action.kind],
+                    **track,
+                    "ts": copy.start * _MICROSECONDS,
+                    "dur": (copy.end - copy.start) * _MICROSECONDS,
+                    "args": {"stage": copy.action.stage, "microbatch": copy.action.microbatch},
+                }
+            )
     for message, flow in zip(messages(timeline, rows), flow_ids, strict=False):
         for phase, box in (("s", message.producer), ("f", message.consumer)):
             # An arrow belongs to the slice that encloses its time: the middle is inside for certain.

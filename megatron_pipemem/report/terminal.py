@@ -9,7 +9,19 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.style import Style
 from rich.text import Text
 
-from megatron_pipemem.report.timeline import KIND_NAMES, Box, boxes, colour, headline, ink, legend, memory_text
+from megatron_pipemem.report.timeline import (
+    KIND_NAMES,
+    Box,
+    Copy,
+    boxes,
+    colour,
+    copies,
+    headline,
+    ink,
+    legend,
+    memory_text,
+)
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.simulator import Timeline
 
 _MAX_CELL = 4
@@ -33,7 +45,7 @@ class TerminalTimeline:
     beside: Sequence[Timeline] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        timeline, rows = self.timeline, boxes(self.timeline)
+        timeline, rows, lanes = self.timeline, boxes(self.timeline), copies(self.timeline)
         runs = (timeline, *self.beside)
         margin = max(len(f"device {run.schedule.num_devices - 1} ") for run in runs)
         peaks = [f" {memory_text(peak, timeline)}" for peak in timeline.peaks]
@@ -49,6 +61,8 @@ class TerminalTimeline:
             line.append_text(_cells(row, scale, width, timeline.schedule.placement.num_chunks, squeezed))
             line.append("|" + peak)
             yield line
+            if device < len(lanes) and lanes[device]:
+                yield _lane(lanes[device], scale, width, margin)
         end = f"{timeline.makespan:.6g}"
         yield Text(" " * (margin + 1) + "0" + end.rjust(width - 1), style="dim", no_wrap=True, overflow="crop")
         yield _legend(timeline)
@@ -86,6 +100,18 @@ def _cells(row: tuple[Box, ...], scale: float, width: int, num_chunks: int, sque
     return text
 
 
+def _lane(lane: Sequence[Copy], scale: float, width: int, margin: int) -> Text:
+    """Copies to the host and back, under the actions of their device."""
+    signs = {Kind.OFFLOAD: ">", Kind.RELOAD: "<"}
+    cells = [" "] * width
+    for copy in lane:
+        # At least one column, or else short copies would be lost.
+        for column in range(int(copy.start * scale), max(int(copy.start * scale) + 1, round(copy.end * scale))):
+            if column < width:
+                cells[column] = signs[copy.action.kind]
+    return Text("copies".ljust(margin) + "|" + "".join(cells) + "|", style="dim", no_wrap=True, overflow="crop")
+
+
 def _owners(row: tuple[Box, ...], scale: float, width: int) -> list[Box | None]:
     """For every column the box that fills most of it, ``None`` where that is idle time."""
     filled: list[list[tuple[float, Box]]] = [[] for _ in range(width)]
@@ -118,4 +144,6 @@ def _legend(timeline: Timeline) -> Text:
         entries.append(Text(f" {kind} {KIND_NAMES[kind]} ", Style(color=ink(shade), bgcolor=shade)))
     if num_chunks > 1:
         entries.append(Text("lower case: later chunk", style="dim"))
+    if any(timeline.transfers):
+        entries.append(Text("> copy to the host, < copy back", style="dim"))
     return Text("  ").join(entries)

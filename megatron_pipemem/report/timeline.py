@@ -16,17 +16,27 @@ KIND_NAMES = {
     Kind.I: "input gradient",
     Kind.W: "weight gradient",
     Kind.B: "full backward",
+    Kind.R: "recomputed forward",
 }
+COPY_NAMES = {Kind.OFFLOAD: "copy to the host", Kind.RELOAD: "copy back"}
+COPY_COLOURS = {Kind.OFFLOAD: "#6a4c93", Kind.RELOAD: "#8ac926"}
 
 # Far apart in hue and in lightness, also under the three kinds of colour blindness (tests/report/test_timeline.py).
-_BASE = {Kind.F: (38, 98, 168), Kind.I: (244, 162, 52), Kind.W: (58, 163, 143), Kind.B: (196, 60, 78)}
+_BASE = {
+    Kind.F: (38, 98, 168),
+    Kind.I: (244, 162, 52),
+    Kind.W: (58, 163, 143),
+    Kind.B: (196, 60, 78),
+    Kind.R: (16, 20, 24),
+}
 IDLE = "#f1f3f4"
 _PALEST = 0.58
 """How far the last of many chunks is blended towards white."""
 
 
 class Box(NamedTuple):
-    """One action as drawn. Times count from the first start of the run; ``held`` is what the device holds after it."""
+    """One action as drawn. Times count from the first start of the run; ``held`` is what the device holds after it. Actions
+    on memory take no time and have nothing to draw but what they change of it."""
 
     action: Action
     device: int
@@ -38,6 +48,15 @@ class Box(NamedTuple):
     @property
     def seconds(self) -> float:
         return self.end - self.start
+
+
+class Copy(NamedTuple):
+    """Activations on their way between a device and the host. Times count from the first start of the run."""
+
+    action: Action
+    device: int
+    start: float
+    end: float
 
 
 class Message(NamedTuple):
@@ -66,9 +85,10 @@ def boxes(timeline: Timeline) -> tuple[tuple[Box, ...], ...]:
     """One row of boxes per device, in order."""
     schedule, costs = timeline.schedule, timeline.costs
     placement = schedule.placement
-    changes, unit = costs.memory_changes(placement), costs.memory_unit(placement) / schedule.pieces
+    changes = costs.memory_changes(placement, schedule.recomputed)
+    unit = costs.memory_unit(placement) / schedule.pieces
     chunk = {stage: index for stages in placement.stages for index, stage in enumerate(stages)}
-    origin = min((spans[0][0] for spans in timeline.spans if spans), default=0.0)
+    origin = _origin(timeline)
     return tuple(
         tuple(
             Box(action, device, chunk[action.stage], start - origin, end - origin, held * unit)
@@ -76,6 +96,19 @@ def boxes(timeline: Timeline) -> tuple[tuple[Box, ...], ...]:
         )
         for device, (order, spans) in enumerate(zip(schedule.orders, timeline.spans, strict=True))
     )
+
+
+def copies(timeline: Timeline) -> tuple[tuple[Copy, ...], ...]:
+    """Per device its copies that take time, in the order in which they were issued."""
+    origin = _origin(timeline)
+    return tuple(
+        tuple(Copy(action, device, start - origin, end - origin) for action, start, end in transfers if end > start)
+        for device, transfers in enumerate(timeline.transfers)
+    )
+
+
+def _origin(timeline: Timeline) -> float:
+    return min((spans[0][0] for spans in timeline.spans if spans), default=0.0)
 
 
 def held_steps(row: tuple[Box, ...]) -> list[tuple[float, float]]:
@@ -134,7 +167,7 @@ def bubbles(timeline: Timeline, rows: tuple[tuple[Box, ...], ...]) -> tuple[tupl
 
 
 def legend(timeline: Timeline) -> list[tuple[Kind, int]]:
-    """The ``(kind, chunk)`` pairs that occur, kinds in the order F, I, W, B."""
+    """The ``(kind, chunk)`` pairs that occur, kinds in the order F, I, W, B, R."""
     chunk_of = {stage: index for stages in timeline.schedule.placement.stages for index, stage in enumerate(stages)}
     used = {(action.kind, chunk_of[action.stage]) for order in timeline.schedule.orders for action in order}
     return [pair for kind in KIND_NAMES for pair in sorted(pair for pair in used if pair[0] is kind)]

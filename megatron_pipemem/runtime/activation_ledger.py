@@ -25,10 +25,11 @@ CATEGORIES = ("saved", "boundary", "weight_gradients")
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """What is held right after an action, in bytes."""
+    """What is held right after an action, in bytes; ``host_bytes`` are activations that are away on the host."""
 
     action: Action
     bytes_by_category: dict[str, int]
+    host_bytes: int = 0
 
     @property
     def bytes(self) -> int:
@@ -40,19 +41,27 @@ def bytes_per_action(entries: Sequence[LedgerEntry], num_stages: int) -> dict[Ki
 
     Stages of other ranks get 0. One microbatch of every stage is the whole probe: the rest of the step is foretold from it.
     """
+    return _changes([(entry.action, entry.bytes) for entry in entries], num_stages)
+
+
+def host_bytes_per_action(entries: Sequence[LedgerEntry], num_stages: int) -> dict[Kind, tuple[int, ...]]:
+    """The same for what this rank has away on its host."""
+    return _changes([(entry.action, entry.host_bytes) for entry in entries], num_stages)
+
+
+def _changes(held: Sequence[tuple[Action, int]], num_stages: int) -> dict[Kind, tuple[int, ...]]:
     changes: dict[Kind, list[int | None]] = {}
     before = 0
-    for entry in entries:
-        kind, stage, _ = entry.action
+    for (kind, stage, _), nbytes in held:
         per_stage = changes.setdefault(kind, [None] * num_stages)
         if per_stage[stage] is None:
-            per_stage[stage] = entry.bytes - before
-        before = entry.bytes
+            per_stage[stage] = nbytes - before
+        before = nbytes
     return {kind: tuple(change or 0 for change in per_stage) for kind, per_stage in changes.items()}
 
 
 def predict_peak_bytes(actions: Sequence[Action], changes: Mapping[Kind, Sequence[int]]) -> int:
-    """The most bytes a rank holds after any of its actions, messages included."""
+    """The most bytes a rank holds after any of its actions, messages included; of ``changes`` of the host, there."""
     return int(max(held_after(actions, changes), default=0))
 
 
@@ -104,18 +113,23 @@ class ActivationLedger:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
 
-    def record(self, action: Action) -> None:
-        """Note what is held now that ``action`` has ended."""
+    def record(self, action: Action, host_bytes: int = 0) -> None:
+        """Note what is held now that ``action`` has ended, and what is away."""
         self._held = {key: known for key, known in self._held.items() if not known[0].expired()}
         held: Counter[str] = Counter()
         for _, nbytes, category in self._held.values():
             held[category] += nbytes
-        self.entries.append(LedgerEntry(action, {category: held[category] for category in CATEGORIES}))
+        self.entries.append(LedgerEntry(action, {category: held[category] for category in CATEGORIES}, host_bytes))
 
     @property
     def peak(self) -> int:
         """The most bytes held after any action of the step."""
         return max((entry.bytes for entry in self.entries), default=0)
+
+    @property
+    def host_peak(self) -> int:
+        """The most bytes away after any action of the step."""
+        return max((entry.host_bytes for entry in self.entries), default=0)
 
 
 @contextmanager

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Protocol
 
 import torch
 
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
+from megatron_pipemem.runtime.offload import OffloadEngine
 from megatron_pipemem.runtime.trace import Trace
 from megatron_pipemem.runtime.transport import Transport
-from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, collecting
+from megatron_pipemem.runtime.weight_gradients import ImmediateWeightGradients, WeightGradientQueue, collecting
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.schedule import Program
 
@@ -19,8 +20,17 @@ from megatron_pipemem.schedule.schedule import Program
 class StageRunner(Protocol):
     """One stage of the model on this rank."""
 
-    def forward(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
-        """Run the stage. ``input`` is ``None`` on the stage that reads the data; the last stage returns its loss."""
+    def forward(self, microbatch: int, input: torch.Tensor | None, again: bool = False) -> torch.Tensor:
+        """Run the stage. ``input`` is ``None`` on the stage that reads the data; the last stage returns its loss.
+
+        ``again`` says that the stage will ``recompute`` this microbatch: it must be able to run it once more, exactly.
+        """
+
+    def recompute(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
+        """Run the stage as its ``forward`` of this microbatch ran, with the same data and random numbers.
+
+        What a forward reports, it has reported.
+        """
 
     def release_output(self, output: torch.Tensor) -> None:
         """The output has been passed on: its memory may go, its graph stays."""
@@ -49,6 +59,7 @@ class Executor:
         transport: carries its messages.
         ledger: counts held bytes after every action, if given.
         trace: times every compute action, if given.
+        offload: moves activations, for programs that offload any; within its ``step()``.
     """
 
     def __init__(
@@ -59,6 +70,7 @@ class Executor:
         transport: Transport,
         ledger: ActivationLedger | None = None,
         trace: Trace | None = None,
+        offload: OffloadEngine | None = None,
     ):
         self._program = program
         self._placement = program.placement
@@ -67,8 +79,12 @@ class Executor:
         self._transport = transport
         self._ledger = ledger
         self._trace = trace
+        self._offload = offload
         self._actions = program.actions[device]
         self._split = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.I}
+        self._recomputed = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.R}
+        # Whole stages, because its microbatches may share tensors: those leave with the last that is offloaded.
+        self._offloaded = {a.stage for a in self._actions if a.kind is Kind.OFFLOAD}
         self._has_backward = any(a.kind in (Kind.I, Kind.B) for a in self._actions)
         # Keyed by (stage, microbatch) of the stage that uses the tensor next.
         self._inputs: dict[tuple[int, int], torch.Tensor | None] = {}
@@ -79,6 +95,7 @@ class Executor:
         self._outbox: dict[Action, torch.Tensor] = {}
         self._perform = {
             Kind.F: self._forward,
+            Kind.R: self._recompute,
             Kind.I: self._backward,
             Kind.B: self._backward,
             Kind.W: self._weight_gradients,
@@ -87,6 +104,10 @@ class Executor:
             Kind.RECV_F: self._receive,
             Kind.RECV_I: self._receive,
             Kind.REDUCE_GRAD: self._reduce_gradients,
+            Kind.OFFLOAD: lambda action: self._offload.offload(_key(action)),
+            Kind.RELOAD: lambda action: self._offload.reload(_key(action)),
+            Kind.WAIT_OFFLOAD: lambda action: self._offload.wait(_key(action)),
+            Kind.WAIT_RELOAD: lambda action: self._offload.wait(_key(action)),
         }
 
     def run(self) -> None:
@@ -99,7 +120,7 @@ class Executor:
             try:
                 self._perform[action.kind](action)
                 if self._ledger is not None:
-                    self._ledger.record(action)
+                    self._ledger.record(action, self._offload.host_bytes if self._offload is not None else 0)
             except Exception as error:
                 error.add_note(
                     f"device {self._device} failed at position {position}, action {action}, "
@@ -109,7 +130,7 @@ class Executor:
         self._transport.finish()
 
     def _forward(self, action: Action) -> None:
-        stage, key = self._stages[action.stage], (action.stage, action.microbatch)
+        stage, key = self._stages[action.stage], _key(action)
         before, after = self._placement.previous_stage(action.stage), self._placement.next_stage(action.stage)
         input = None
         if before is not None:
@@ -119,25 +140,57 @@ class Executor:
                 else self._transport.wait(Action(Kind.RECV_F, *key))
             )
             input.requires_grad_(self._has_backward and input.is_floating_point())
-        queue = WeightGradientQueue() if key in self._split else None
-        with self._measured(action), collecting(queue), self._watched():
-            output = stage.forward(action.microbatch, input)
-        if self._has_backward:
-            self._inputs[key], self._outputs[key] = input, output
-            if queue is not None:
-                self._queues[key] = queue
+        if key in self._recomputed:
+            with self._measured(action), torch.no_grad():
+                output = stage.forward(action.microbatch, input, again=True)
+            self._inputs[key] = input
+        else:
+            output = self._run_stage(action, stage.forward, input)
         if after is None:
             return
         passed_on = output.detach()
+        if action.stage in self._offloaded:
+            self._offload.stay(key, [passed_on])
         if self._is_local(after):
             self._local_inputs[after, action.microbatch] = self._held(passed_on)
         else:
             self._outbox[Action(Kind.SEND_F, *key)] = passed_on
-        if self._has_backward:
+        if self._has_backward and key not in self._recomputed:
             stage.release_output(output)
 
+    def _recompute(self, action: Action) -> None:
+        stage = self._stages[action.stage]
+        output = self._run_stage(action, stage.recompute, self._inputs.pop(_key(action)))
+        if self._placement.next_stage(action.stage) is not None:
+            stage.release_output(output)
+
+    def _run_stage(
+        self,
+        action: Action,
+        forward: Callable[[int, torch.Tensor | None], torch.Tensor],
+        input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Run a stage, and keep what its backward needs if there is one."""
+        key = _key(action)
+        captured = action.stage in self._offloaded
+        queue = None
+        if key in self._split:
+            queue = WeightGradientQueue()
+        elif captured:
+            # Stock's linear layers hand their weight to autograd beside their input, and it must come back as it is.
+            queue = ImmediateWeightGradients()
+        with self._measured(action), collecting(queue), self._watched(key):
+            output = forward(action.microbatch, input)
+        if captured and input is not None:
+            self._offload.stay(key, [input])
+        if self._has_backward:
+            self._inputs[key], self._outputs[key] = input, output
+        if key in self._split:
+            self._queues[key] = queue
+        return output
+
     def _backward(self, action: Action) -> None:
-        stage, key = self._stages[action.stage], (action.stage, action.microbatch)
+        stage, key = self._stages[action.stage], _key(action)
         before, after = self._placement.previous_stage(action.stage), self._placement.next_stage(action.stage)
         output_gradient = None
         if after is not None:
@@ -166,7 +219,7 @@ class Executor:
             self._outbox[Action(Kind.SEND_I, *key)] = gradient
 
     def _weight_gradients(self, action: Action) -> None:
-        queue = self._queues.pop((action.stage, action.microbatch))
+        queue = self._queues.pop(_key(action))
         if self._ledger is not None:
             # Gone when this action ends, but the threads of a backend that gathers them let go a moment later.
             for tensor in queue.tensors():
@@ -196,7 +249,10 @@ class Executor:
             self._ledger.hold(tensor, "boundary")
         return tensor
 
-    def _watched(self):
+    def _watched(self, key: tuple[int, int]) -> AbstractContextManager:
+        """Hooks for saved tensors do not nest: an engine tells the ledger what it captures."""
+        if key[0] in self._offloaded:
+            return self._offload.capture(key)
         return self._ledger.watch_saved() if self._ledger is not None and self._has_backward else nullcontext()
 
     def _measured(self, action: Action) -> AbstractContextManager:
@@ -210,3 +266,8 @@ class Executor:
         if self._trace is not None:
             stack.enter_context(self._trace.measure(action))
         return stack
+
+
+def _key(action: Action) -> tuple[int, int]:
+    """What belongs to one forward of one stage."""
+    return action.stage, action.microbatch

@@ -75,7 +75,10 @@ def costs_from(medians: Medians, links: Mapping[tuple[int, int], float], placeme
         for destination in range(placement.num_devices)
         if source != destination
     }
-    return Costs(tuple(prices[Kind.F]), tuple(prices[Kind.I]), tuple(prices[Kind.W]), pairs)
+    again = None
+    if any(kind is Kind.R for kind, _ in medians):
+        again = tuple(medians.get((Kind.R, stage), forward) for stage, forward in enumerate(prices[Kind.F]))
+    return Costs(tuple(prices[Kind.F]), tuple(prices[Kind.I]), tuple(prices[Kind.W]), pairs, recompute=again)
 
 
 def drift(planned: Costs, measured: Costs, placement: Placement) -> str | None:

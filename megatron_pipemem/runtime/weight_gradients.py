@@ -47,6 +47,14 @@ class WeightGradientQueue:
                 pending.pop().run()
 
 
+class ImmediateWeightGradients(WeightGradientQueue):
+    """Runs what it is given at once, within the backward: no split, but layers that save nothing but their input."""
+
+    def put(self, work: DeferredWeightGradient) -> None:
+        with torch.no_grad():
+            work.run()
+
+
 # The queue that split layers should feed. Process-wide and not thread-local on purpose: autograd runs recomputed forwards
 # on its own threads. Set only while an action runs.
 _collecting: WeightGradientQueue | None = None

@@ -17,23 +17,37 @@ from megatron_pipemem.errors import ScheduleFormatError
 class Kind(StrEnum):
     """What an action does. Messages carry the stage at their own end, as torch's do: ``2SEND_F0`` sends the
     output of stage 2, ``3RECV_F0`` receives it as the input of stage 3, ``3SEND_I0`` (torch: ``3SEND_B0``) sends the
-    gradient of stage 3's input, ``2RECV_I0`` receives it as the gradient of stage 2's output."""
+    gradient of stage 3's input, ``2RECV_I0`` receives it as the gradient of stage 2's output.
+
+    ``R`` runs a forward again that kept nothing but its input. The actions on memory start and await copies:
+    ``OFFLOAD`` starts the copy of a forward's activations to the host, after ``WAIT_OFFLOAD`` it has ended and the device
+    memory is free; ``RELOAD`` takes device memory and starts the copy back, after ``WAIT_RELOAD`` that has ended and the
+    activations may be used."""
 
     F = "F"
     I = "I"  # noqa: E741 - the field's letter
     W = "W"
     B = "B"
+    R = "R"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_I = "SEND_I"
     RECV_I = "RECV_I"
     REDUCE_GRAD = "REDUCE_GRAD"
+    OFFLOAD = "OFFLOAD"
+    WAIT_OFFLOAD = "WAIT_OFFLOAD"
+    RELOAD = "RELOAD"
+    WAIT_RELOAD = "WAIT_RELOAD"
 
     # Enum hashes in Python code; schedules hash kinds by the hundred thousand.
     __hash__ = str.__hash__
 
 
-COMPUTE = frozenset((Kind.F, Kind.I, Kind.W, Kind.B))
+COMPUTE = frozenset((Kind.F, Kind.I, Kind.W, Kind.B, Kind.R))
+MEMORY = frozenset((Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD))
+"""They take no time of the device but what they wait."""
+ORDERED = COMPUTE | MEMORY
+"""What the orders of a schedule consist of."""
 SENDS = frozenset((Kind.SEND_F, Kind.SEND_I))
 RECEIVES = frozenset((Kind.RECV_F, Kind.RECV_I))
 MESSAGES = SENDS | RECEIVES

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_pipemem.errors import PipememError
@@ -15,8 +15,92 @@ from megatron_pipemem.schedule.placement import Placement
 PerStage = float | Sequence[float]
 
 
+_PRICED = (
+    ("forward", Kind.F),
+    ("backward_input", Kind.I),
+    ("backward_weight", Kind.W),
+    ("recompute", Kind.R),
+)
+
+
 class CostsError(PipememError, ValueError):
     """Costs that do not fit the schedule or cannot be read."""
+
+
+@dataclass(frozen=True)
+class Channel:
+    """What it takes to move activations between a device and the host.
+
+    Every device has one channel, which serves its copies one at a time, in the order in which they are issued.
+
+    Args:
+        offload: seconds to copy activations to the host; as the prices of ``Costs``, one number for a device's whole share
+            of the model, or one per stage.
+        reload: seconds to copy them back; ``None``: as long.
+        duplex: one copy of each direction at a time, rather than one at all.
+        switches: devices that share one channel, for example behind one PCIe switch.
+    """
+
+    offload: PerStage
+    reload: PerStage | None = None
+    duplex: bool = False
+    switches: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("offload", "reload"):
+            price = getattr(self, name)
+            if price is None:
+                price = self.offload
+            price = _checked(f"seconds of {name}", price)
+            if any(seconds < 0 for seconds in _listed(price)):
+                raise CostsError(f"seconds of {name} are negative: {min(_listed(price))}")
+            object.__setattr__(self, name, price)
+        switches = tuple(tuple(map(int, devices)) for devices in self.switches)
+        members = [device for devices in switches for device in devices]
+        if len(members) != len(set(members)):
+            raise CostsError(f"switches {switches} name a device twice; a device is behind one switch")
+        object.__setattr__(self, "switches", switches)
+
+    @classmethod
+    def of_ratio(
+        cls, ratio: float, costs: Costs, duplex: bool = False, switches: tuple[tuple[int, ...], ...] = ()
+    ) -> Channel:
+        """The channel on which activations take ``ratio`` times as long to the host and back as their F, I and W.
+
+        Raises:
+            CostsError: the ratio is no finite number of at least 0, or the costs mix numbers with sequences.
+        """
+        if isinstance(_checked("offload ratio", ratio), tuple) or ratio < 0:
+            raise CostsError(f"offload ratio is {ratio!r}; give one number of at least 0")
+        prices = (costs.forward, costs.backward_input, costs.backward_weight)
+        if len({len(price) if isinstance(price, tuple) else None for price in prices}) > 1:
+            raise CostsError("an offload ratio needs F, I and W all as one number, or all with one per stage")
+        sums = tuple(ratio / 2 * sum(each) for each in zip(*map(_listed, prices), strict=True))
+        return cls(sums if isinstance(costs.forward, tuple) else sums[0], duplex=duplex, switches=switches)
+
+    def seconds(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+        """Seconds of a copy in either direction, one value per stage.
+
+        Raises:
+            CostsError: a sequence has not one value per stage, or a switch has devices that are not there.
+        """
+        if any(not 0 <= device < placement.num_devices for devices in self.switches for device in devices):
+            raise CostsError(
+                f"switches {self.switches} name devices beyond 0 to {placement.num_devices - 1}; leave those out"
+            )
+        return {
+            Kind.OFFLOAD: _per_stage("offload", self.offload, placement),
+            Kind.RELOAD: _per_stage("reload", self.reload, placement),
+        }
+
+    def lane_of(self, device: int, kind: Kind) -> tuple[int, bool]:
+        """What serves copies of a direction one after another: whose channel, and which half of a duplex one."""
+        owner = next((members[0] for members in self.switches if device in members), device)
+        return owner, self.duplex and kind is Kind.RELOAD
+
+    @property
+    def is_shared(self) -> bool:
+        return any(len(devices) > 1 for devices in self.switches)
 
 
 @dataclass(frozen=True)
@@ -36,7 +120,12 @@ class Costs:
         memory: by how much each kind of action changes what its device holds, per kind one number or one per stage.
             Default: activation units, where a stage's forward takes ``1/model_stages`` (the whole model's activations of one
             microbatch are 1.0) and its W or B gives them back. With bytes instead, I gives a part back already; B defaults to
-            I + W, and W to B - I. A single number is a device's whole share here too.
+            I + W, and W to B - I. A single number is a device's whole share here too. What a forward keeps although its
+            stage is recomputed stands under F, what R takes under R; a stage that is not recomputed takes both with F, and
+            without R, recomputed stages keep nothing (activation units: always). WAIT_OFFLOAD gives back what may leave
+            the device, by default all that a forward takes; RELOAD takes it again.
+        recompute: seconds of R; ``None``: those of F.
+        channel: how fast activations move to the host; ``None``: at once.
     """
 
     forward: PerStage = 1.0
@@ -44,9 +133,13 @@ class Costs:
     backward_weight: PerStage = 1.0
     p2p: float | Mapping[tuple[int, int], float] = 0.0
     memory: Mapping[Kind, PerStage] | None = field(default=None)
+    recompute: PerStage | None = None
+    channel: Channel | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("forward", Kind.F), ("backward_input", Kind.I), ("backward_weight", Kind.W)):
+        for name, kind in _PRICED:
+            if name == "recompute" and self.recompute is None:
+                continue
             price = _checked(f"cost of {kind}", getattr(self, name))
             if any(seconds < 0 for seconds in _listed(price)):
                 raise CostsError(f"cost of {kind} is negative: {min(_listed(price))}")
@@ -71,6 +164,7 @@ class Costs:
             Kind.F: _per_stage("forward", self.forward, placement),
             Kind.I: _per_stage("backward_input", self.backward_input, placement),
             Kind.W: _per_stage("backward_weight", self.backward_weight, placement),
+            Kind.R: _per_stage("recompute", self.forward if self.recompute is None else self.recompute, placement),
         }
         prices[Kind.B] = tuple(i + w for i, w in zip(prices[Kind.I], prices[Kind.W], strict=True))
         return prices
@@ -93,11 +187,44 @@ class Costs:
         """
         return 1 / placement.model_stages if self.memory is None else 1.0
 
-    def memory_changes(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+    def copy_seconds(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+        """Seconds of OFFLOAD and RELOAD, one value per stage; 0 without a channel."""
+        if self.channel is None:
+            return dict.fromkeys((Kind.OFFLOAD, Kind.RELOAD), (0.0,) * placement.num_stages)
+        return self.channel.seconds(placement)
+
+    def memory_changes(self, placement: Placement, recomputed: Collection[int] = ()) -> dict[Kind, tuple[float, ...]]:
         """Change of held memory after every kind of action, one value per stage, in ``memory_unit``.
 
         Kinds left out change nothing.
+
+        Args:
+            placement: which device holds which stage.
+            recomputed: the stages whose forwards are run again.
         """
+        changes = self._changes(placement)
+        again = changes.pop(Kind.R, None)
+        forwards = changes.get(Kind.F, (0,) * placement.num_stages)
+        if again is None:
+            kept, again = (0,) * placement.num_stages, forwards
+        else:
+            kept, forwards = forwards, tuple(f + r for f, r in zip(forwards, again, strict=True))
+        if Kind.WAIT_OFFLOAD not in changes:
+            changes[Kind.WAIT_OFFLOAD] = tuple(-takes for takes in forwards)
+        changes.setdefault(Kind.RELOAD, tuple(-gives_back for gives_back in changes[Kind.WAIT_OFFLOAD]))
+        if recomputed:
+            stages = range(placement.num_stages)
+            forwards = tuple(kept[stage] if stage in recomputed else forwards[stage] for stage in stages)
+            changes[Kind.R] = again
+        return {**changes, Kind.F: forwards}
+
+    def host_changes(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+        """Change of the host memory that a device uses, as ``memory_changes``."""
+        leaves = self.memory_changes(placement)[Kind.WAIT_OFFLOAD]
+        return {Kind.OFFLOAD: tuple(-change for change in leaves), Kind.WAIT_RELOAD: leaves}
+
+    def _changes(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+        """What ``memory`` says, or activation units, with the one of B and W that it leaves out."""
         if self.memory is None:
             takes, gives_back = (1,) * placement.num_stages, (-1,) * placement.num_stages
             return {Kind.F: takes, Kind.W: gives_back, Kind.B: gives_back}
@@ -116,7 +243,9 @@ class Costs:
     def from_json(cls, path: str | Path) -> Costs:
         """Read ``{"forward": ..., "backward_input": ..., "backward_weight": ..., "p2p": ..., "memory": {"F": ...}}``.
 
-        ``p2p`` may be one per link, ``{"0-1": ..., "1-0": ...}``.
+        ``p2p`` may be one per link, ``{"0-1": ..., "1-0": ...}``. ``recompute`` is a price like the others, and ``channel``
+        is ``{"offload": ..., "reload": ..., "duplex": false, "switches": [[0, 1]]}``, with ``{"ratio": k}`` in place of
+        the first two where ``k`` is all that is known (``Channel.of_ratio``).
 
         Raises:
             CostsError: the file is missing, is not JSON, or has unknown keys or values of the wrong type.
@@ -125,7 +254,7 @@ class Costs:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CostsError(f"cannot read costs from {path}: {error}") from error
-        known = ("forward", "backward_input", "backward_weight", "p2p", "memory")
+        known = ("forward", "backward_input", "backward_weight", "recompute", "p2p", "memory", "channel")
         if not isinstance(data, dict) or set(data) - set(known):
             raise CostsError(f"{path}: costs are one JSON object with the keys {', '.join(known)}")
         try:
@@ -135,9 +264,24 @@ class Costs:
             p2p = data.pop("p2p", 0.0)
             if isinstance(p2p, dict):
                 p2p = {tuple(map(int, link.split("-"))): float(seconds) for link, seconds in p2p.items()}
-            return cls(**{key: _number_or_tuple(value) for key, value in data.items()}, p2p=p2p, memory=memory)
+            channel = data.pop("channel", None)
+            prices = {key: _number_or_tuple(value) for key, value in data.items()}
+            costs = cls(**prices, p2p=p2p, memory=memory)
+            return costs if channel is None else replace(costs, channel=_channel(channel, costs))
         except (AttributeError, TypeError, ValueError) as error:
             raise CostsError(f"{path}: {error}") from error
+
+
+def _channel(settings: Mapping[str, object], costs: Costs) -> Channel:
+    """Raises:
+    TypeError: a setting is unknown or missing.
+    """
+    settings = dict(settings)
+    switches = tuple(map(tuple, settings.pop("switches", ())))
+    if "ratio" in settings:
+        return Channel.of_ratio(settings.pop("ratio"), costs, switches=switches, **settings)
+    prices = {name: _number_or_tuple(settings.pop(name)) for name in ("offload", "reload") if name in settings}
+    return Channel(**prices, switches=switches, **settings)
 
 
 def _checked(what: str, price: object) -> PerStage:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleFormatError
-from megatron_pipemem.schedule.action import COMPUTE, MESSAGES, Action, Kind
+from megatron_pipemem.schedule.action import MESSAGES, ORDERED, Action, Kind
 from megatron_pipemem.schedule.csv_header import Header, read_header
 from megatron_pipemem.schedule.placement import Placement
 
@@ -58,8 +58,8 @@ class Table:
 
     @property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
-        """The compute actions of every device."""
-        return tuple(tuple(cell.action for cell in row if cell.action.kind in COMPUTE) for row in self.rows)
+        """What a schedule's orders hold: the actions on microbatches that are no messages."""
+        return tuple(tuple(cell.action for cell in row if cell.action.kind in ORDERED) for row in self.rows)
 
     @property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
@@ -70,13 +70,14 @@ class Table:
     def has_messages(self) -> bool:
         return any(cell.action.kind in MESSAGES for row in self.rows for cell in row)
 
-    def require_compute_only(self) -> None:
+    def require_orders_only(self) -> None:
         """Raises ScheduleFormatError at the first message or gradient reduction."""
         for row in self.rows:
             for action, line, column in row:
-                if action.kind not in COMPUTE:
+                if action.kind not in ORDERED:
                     raise ScheduleFormatError(
-                        f"{action} is not a compute action; keep F, I, W and B only, messages are derived from them",
+                        f"{action} is not a compute action; keep F, I, W, B, R and the actions on memory, messages are "
+                        "derived from them",
                         line=line,
                         column=column,
                     )

@@ -43,6 +43,7 @@ class Family:
         needs: what it asks of the number of devices and microbatches, in a few words; it refuses others.
         asynchronous: whether weights change in the middle of a step, so that training differs from synchronous training.
         simulated_only: why it can be built, simulated and drawn, but not run; empty when it runs.
+        offloads: whether activations spend time in host memory.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Family:
     needs: str = ""
     asynchronous: bool = False
     simulated_only: str = ""
+    offloads: bool = False
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -174,9 +176,10 @@ def _fitted_to(chosen: Family, memory_cap: float | None, costs: Costs | None = N
 
 
 def synchronous_schedules(num_devices: int, num_microbatches: int, costs: Costs | None = None) -> Iterator[Schedule]:
-    """The schedule of every family that trains as 1F1B does in one pipeline, where the family takes these arguments."""
+    """The schedule of every family that trains as 1F1B does in one pipeline on the devices alone, where the family takes
+    these arguments."""
     for each in families():
-        if each.simulated_only or each.asynchronous:
+        if each.simulated_only or each.asynchronous or each.offloads:
             continue
         try:
             yield build_schedule(each.name, num_devices=num_devices, num_microbatches=num_microbatches, costs=costs)
@@ -217,6 +220,8 @@ def _check_cap(chosen: Family, schedule: Schedule, memory_cap: float) -> None:
     fitting = []
     for other in families():
         if other.simulated_only and not chosen.simulated_only or other.asynchronous and not chosen.asynchronous:
+            continue
+        if other.offloads and not chosen.offloads:  # what they hold depends on the channel to the host
             continue
         try:
             fitted = _fitted_to(other, memory_cap)

@@ -1,4 +1,4 @@
-"""A schedule: a placement, and for every device the order of its compute actions."""
+"""A schedule: a placement, and for every device the order of its actions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Schedule:
         name: the name it was built under, or ``csv`` for an imported one.
         placement: which device holds which stage.
         num_microbatches: microbatches of one step, or of the window shown of an asynchronous schedule.
-        orders: one tuple of compute actions (F, I, W, B) per device.
+        orders: per device one tuple of compute actions (F, I, W, B, R), with the actions on memory between them.
         pieces: sequence pieces into which every microbatch is cut; each is a unit of its own in ``orders`` (``Action``).
         updates: when weights change within the orders; ``None`` when they only do at the end of the step.
     """
@@ -70,6 +70,16 @@ class Schedule:
         return any(action.kind is Kind.I for order in self.orders for action in order)
 
     @cached_property
+    def recomputed(self) -> frozenset[int]:
+        """The stages whose forwards are run again before their backwards."""
+        return frozenset(action.stage for order in self.orders for action in order if action.kind is Kind.R)
+
+    @cached_property
+    def offloads(self) -> bool:
+        """Whether any activations leave the device."""
+        return any(action.kind is Kind.OFFLOAD for order in self.orders for action in order)
+
+    @cached_property
     def digest(self) -> str:
         """Hash of everything that affects execution. All ranks of a run compare it before the first step."""
         text = repr((self.placement.devices, self.num_microbatches)) + self.to_csv()
@@ -100,19 +110,19 @@ class Schedule:
         Args:
             text: one line per device; empty cells are idle steps and are dropped. A line that starts with ``#`` tells
                 of replicas, pieces and weight updates.
-            dialect: one of ``csv_format.DIALECTS``. ``pipemem`` reads F, I, W, B (full backward) and nothing else. The
+            dialect: one of ``csv_format.DIALECTS``. ``pipemem`` reads what ``orders`` may hold and nothing else. The
                 others also read both generations of torch.distributed.pipelining's letters, drop the messages and
                 sharding actions of its lowered files, because ``lower`` derives our own, and take an ``OVERLAP_F_B``
                 pair for its two actions in turn.
             name: name of the resulting schedule.
 
         Raises:
-            ScheduleFormatError: with the line and the cell, when a cell is not a compute action, or when a stage stands
+            ScheduleFormatError: with the line and the cell, when a cell is no such action, or when a stage stands
                 on two devices or on none.
         """
         table = read_table(text, dialect)
         if dialect == "pipemem":
-            table.require_compute_only()
+            table.require_orders_only()
         header = table.header
         return cls(name, table.placement(), table.num_microbatches(), table.orders, header.pieces, header.updates)
 
@@ -123,8 +133,7 @@ class Program:
 
     Args:
         schedule: the schedule it was lowered from.
-        actions: one tuple per device: the compute actions in the schedule's order, with messages and whole-stage
-            actions between them.
+        actions: one tuple per device: the schedule's order, with messages and whole-stage actions between.
     """
 
     schedule: Schedule

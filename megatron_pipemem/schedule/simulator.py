@@ -5,24 +5,54 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, permutations
+from heapq import heappop, heappush
+from itertools import accumulate, islice, permutations
+from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.action import MEMORY, Action, Kind
+from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Schedule
 from megatron_pipemem.schedule.weights import versions_held
 
+_FOLLOWS = {
+    Kind.R: Kind.F,
+    Kind.OFFLOAD: Kind.F,
+    Kind.WAIT_OFFLOAD: Kind.OFFLOAD,
+    Kind.RELOAD: Kind.WAIT_OFFLOAD,
+    Kind.WAIT_RELOAD: Kind.RELOAD,
+}
+"""What stands before these on the same device, for the same stage and microbatch."""
+
+_AWAITED = {Kind.WAIT_OFFLOAD: Kind.OFFLOAD, Kind.WAIT_RELOAD: Kind.RELOAD}
+
+
+class Transfer(NamedTuple):
+    """A copy of activations between a device and the host: when its channel served it."""
+
+    action: Action
+    start: float
+    end: float
+
+
+class Stall(NamedTuple):
+    """Computing stood still until a copy had ended, also where it would have had nothing else to do."""
+
+    action: Action
+    seconds: float
+
 
 def dependencies(action: Action, placement: Placement, fused: set[Action], pieces: int = 1) -> tuple[Action, ...]:
-    """The compute actions that must end before ``action`` starts.
+    """The actions of a schedule's orders that must end before ``action`` starts.
+
+    What a backward needs besides, of a stage that is recomputed or offloaded, its own device has done before it anyway.
 
     Sequence pieces of one microbatch share the keys and values of attention: a piece runs forward after the piece before
     it, and backward after the piece behind it, which adds to the gradients of its keys and values.
 
     Args:
-        action: a compute action.
+        action: a compute action, or one on memory.
         placement: supplies the neighbours of the stage.
         fused: every B of the schedule; a stage's gradient comes from its neighbour's I or from its B.
         pieces: sequence pieces of a microbatch.
@@ -34,6 +64,8 @@ def dependencies(action: Action, placement: Placement, fused: set[Action], piece
         return (*needed, Action(Kind.F, stage, microbatch - 1)) if microbatch % pieces else needed
     if kind is Kind.W:
         return (Action(Kind.I, stage, microbatch),)
+    if kind in _FOLLOWS:
+        return (Action(_FOLLOWS[kind], stage, microbatch),)
     after = placement.next_stage(stage)
     needed = (Action(Kind.F, stage, microbatch),)
     if after is not None:
@@ -52,9 +84,13 @@ class Timeline:
     Args:
         schedule: what was run.
         costs: what it was priced with.
-        spans: per device, ``(start, end)`` of every action of its order, in order.
+        spans: per device, ``(start, end)`` of every action of its order, in order. Those on memory take no time: they start
+            and end when the device goes on.
         peaks: per device, the most it held after any action.
         messages: number of messages between different devices in one step.
+        transfers: per device, its copies in the order in which it issued them.
+        stalls: per device, its waits for copies that had not ended.
+        host_peaks: per device, the most it held in host memory after any action.
     """
 
     schedule: Schedule
@@ -62,6 +98,9 @@ class Timeline:
     spans: tuple[tuple[tuple[float, float], ...], ...]
     peaks: tuple[float, ...]
     messages: int
+    transfers: tuple[tuple[Transfer, ...], ...] = ()
+    stalls: tuple[tuple[Stall, ...], ...] = ()
+    host_peaks: tuple[float, ...] = ()
 
     @cached_property
     def makespan(self) -> float:
@@ -94,6 +133,15 @@ class Timeline:
     def peak(self) -> float:
         return max(self.peaks)
 
+    @property
+    def host_peak(self) -> float:
+        return max(self.host_peaks, default=0.0)
+
+    @cached_property
+    def stall_seconds(self) -> tuple[float, ...]:
+        """Per device, how long it stood still for copies."""
+        return tuple(sum(stall.seconds for stall in stalls) for stalls in self.stalls)
+
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:
         """Per device, the most versions of the weights of any of its stages that it holds at once; 1 when synchronous."""
@@ -104,7 +152,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Run ``schedule``: every action starts as soon as its device is free and its inputs have arrived.
 
     Messages take ``costs.p2p`` and do not occupy the devices. One of ``n`` sequence pieces costs ``1/n`` of everything:
-    of the seconds, of its messages, and of the memory.
+    of the seconds, of its messages, and of the memory. Copies wait for their channel: whose copy is issued first is served
+    first. A device that waits for a copy does nothing else.
 
     Raises:
         ScheduleError: some action waits for ever; the message names it and what it waits for.
@@ -120,15 +169,18 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         if (after := placement.next_stage(stage)) is not None
         for a, b in permutations((placement.devices[stage], placement.devices[after]))
     }
+    copies = _Copies(schedule, costs)
+    # Where devices share a channel, their actions are taken in order of time, so that copies queue up as they are issued.
+    in_turn = schedule.offloads and costs.channel is not None and costs.channel.is_shared
     ends: dict[Action, float] = {}
     spans: list[list[tuple[float, float]]] = [[] for _ in orders]
     waiting: dict[Action, list[int]] = {}
-    runnable = list(range(len(orders)))
+    runnable = [(0.0, device) for device in range(len(orders))]
     while runnable:
-        device = runnable.pop()
+        _, device = heappop(runnable) if in_turn else runnable.pop()
         order, ran = orders[device], spans[device]
         now = ran[-1][1] if ran else 0.0
-        for action in order[len(ran) :]:
+        for action in islice(order, len(ran), None):
             start = now
             for needed in dependencies(action, placement, fused, pieces):
                 if needed not in ends:
@@ -137,10 +189,20 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
                 source = placement.devices[needed.stage]
                 start = max(start, ends[needed] + (links[source, device] if source != device else 0.0))
             else:
-                now = start + seconds[action.kind][action.stage]
+                if in_turn and runnable and start > runnable[0][0]:
+                    heappush(runnable, (start, device))
+                    break
+                if action.kind in MEMORY:
+                    start = now = copies.run(device, action, start)
+                else:
+                    now = start + seconds[action.kind][action.stage]
                 ran.append((start, now))
                 ends[action] = now
-                runnable.extend(waiting.pop(action, ()))
+                for other in waiting.pop(action, ()):
+                    if in_turn:
+                        heappush(runnable, (now, other))
+                    else:
+                        runnable.append((now, other))
                 continue
             break
     for device, (order, ran) in enumerate(zip(orders, spans, strict=True)):
@@ -159,7 +221,46 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         tuple(map(tuple, spans)),
         peaks(orders, placement, costs, pieces),
         count_messages(schedule),
+        copies.transfers,
+        copies.stalls,
+        host_peaks(orders, placement, costs, pieces),
     )
+
+
+class _Copies:
+    """The channels of all devices while a schedule runs."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        prices = costs.copy_seconds(schedule.placement) if schedule.offloads else {}
+        self._seconds = {kind: tuple(s / schedule.pieces for s in stages) for kind, stages in prices.items()}
+        self._channel = costs.channel or Channel(0.0)
+        self._vacant: dict[tuple[int, bool], float] = {}
+        self._ends: dict[Action, float] = {}
+        self._transfers: list[list[Transfer]] = [[] for _ in schedule.orders]
+        self._stalls: list[list[Stall]] = [[] for _ in schedule.orders]
+
+    def run(self, device: int, action: Action, now: float) -> float:
+        """An action on memory that its device reaches at ``now``; when the device goes on."""
+        awaited = _AWAITED.get(action.kind)
+        if awaited is None:
+            lane = self._channel.lane_of(device, action.kind)
+            start = max(now, self._vacant.get(lane, now))
+            end = start + self._seconds[action.kind][action.stage]
+            self._vacant[lane] = self._ends[action] = end
+            self._transfers[device].append(Transfer(action, start, end))
+            return now
+        end = self._ends[action._replace(kind=awaited)]
+        if end > now:
+            self._stalls[device].append(Stall(action, end - now))
+        return max(now, end)
+
+    @property
+    def transfers(self) -> tuple[tuple[Transfer, ...], ...]:
+        return tuple(map(tuple, self._transfers))
+
+    @property
+    def stalls(self) -> tuple[tuple[Stall, ...], ...]:
+        return tuple(map(tuple, self._stalls))
 
 
 def count_messages(schedule: Schedule) -> int:
@@ -182,5 +283,12 @@ def held_after(actions: Sequence[Action], changes: Mapping[Kind, Sequence[float]
 
 def peaks(orders: Sequence[Order], placement: Placement, costs: Costs, pieces: int = 1) -> tuple[float, ...]:
     """The most every device holds after any of its actions. Depends on the orders alone, not on time."""
-    changes, unit = costs.memory_changes(placement), costs.memory_unit(placement) / pieces
+    recomputed = {action.stage for order in orders for action in order if action.kind is Kind.R}
+    changes, unit = costs.memory_changes(placement, recomputed), costs.memory_unit(placement) / pieces
+    return tuple(max(held_after(order, changes), default=0) * unit for order in orders)
+
+
+def host_peaks(orders: Sequence[Order], placement: Placement, costs: Costs, pieces: int = 1) -> tuple[float, ...]:
+    """The most host memory that every device uses after any of its actions, from the orders alone."""
+    changes, unit = costs.host_changes(placement), costs.memory_unit(placement) / pieces
     return tuple(max(held_after(order, changes), default=0) * unit for order in orders)

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.action import COMPUTE, MESSAGES, RECEIVES, Action, Kind
+from megatron_pipemem.schedule.action import MESSAGES, ORDERED, RECEIVES, Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering.messages import Edge, Message, Router
+from megatron_pipemem.schedule.memory_actions import backward_needs, check_memory_actions
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule
 from megatron_pipemem.schedule.simulator import dependencies, held_after
 from megatron_pipemem.schedule.weights import weight_uses
@@ -23,7 +24,12 @@ Needs = Mapping[Action, Sequence[Action]]
 """What must have happened before an action; nothing for the actions left out."""
 
 
-def validate(schedule: Schedule, costs: Costs | None = None, memory_cap: float | None = None) -> None:
+def validate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    memory_cap: float | None = None,
+    host_budget: float | None = None,
+) -> None:
     """Prove that ``schedule`` computes every microbatch correctly on all devices and ends.
 
     A schedule without any backward is valid when its forwards are: that is what evaluation runs.
@@ -33,6 +39,7 @@ def validate(schedule: Schedule, costs: Costs | None = None, memory_cap: float |
         costs: its ``memory`` is what the cap is compared with; default activation units.
         memory_cap: the most a device may hold after any action, in activation units, or in bytes when
             ``costs.memory`` is in bytes.
+        host_budget: the most host memory that a device may use, in the same unit.
 
     Raises:
         ScheduleError: the first violation found.
@@ -42,14 +49,16 @@ def validate(schedule: Schedule, costs: Costs | None = None, memory_cap: float |
     replica_of = _check_replicas(schedule, places)
     fused = {action for action in places if action.kind is Kind.B}
     needs = {action: dependencies(action, schedule.placement, fused, schedule.pieces) for action in places}
+    backward_needs(schedule, needs)
     _check_local_order(places, needs)
     _check_completeness(schedule, places, replica_of)
+    check_memory_actions(schedule, places)
     _check_microbatch_order(schedule)
     if schedule.updates is not None:
         _check_weight_versions(schedule)
     _check_progress(schedule.orders, places, needs)
-    if memory_cap is not None:
-        _check_memory(schedule, costs or Costs(), memory_cap)
+    if memory_cap is not None or host_budget is not None:
+        _check_memory(schedule, costs or Costs(), memory_cap, host_budget)
 
 
 def validate_program(program: Program) -> None:
@@ -102,8 +111,8 @@ def _problem_of(action: Action, device: int, schedule: Schedule) -> str | None:
     """What is wrong with an action on this device, whatever the other actions are."""
     kind, stage, microbatch = action
     devices = schedule.placement.devices
-    if kind not in COMPUTE:
-        return "is not a compute action; keep F, I, W and B only, lower() derives the rest"
+    if kind not in ORDERED:
+        return "is not a compute action; keep F, I, W, B, R and the actions on memory only, lower() derives the rest"
     if not 0 <= stage < len(devices):
         return f"needs stage {stage}, but the placement holds stages 0 to {len(devices) - 1}; remove or renumber it"
     if microbatch is None or not 0 <= microbatch < schedule.num_units:
@@ -181,7 +190,7 @@ def _or_fused(needed: Action) -> str:
 def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[int, int]) -> None:
     """Every stage runs every microbatch of its replica forward once, and backward once, fused or split, if anything runs
     backward."""
-    backwards = any(action.kind is not Kind.F for action in places)
+    backwards = any(action.kind in (Kind.I, Kind.W, Kind.B) for action in places)
     for stage in range(schedule.num_stages):
         replica = schedule.placement.replica_of(stage)
         for microbatch in range(schedule.num_units):
@@ -226,6 +235,8 @@ def _check_microbatch_order(schedule: Schedule) -> None:
         last: dict[tuple[Kind, int], tuple[int, Action]] = {}
         for position, action in enumerate(order):
             kind, stage, microbatch = action
+            if kind not in (Kind.F, Kind.I, Kind.W, Kind.B):
+                continue
             ranks = rank if kind is Kind.F else backward_rank
             for part in (Kind.I, Kind.W) if kind is Kind.B else (kind,):
                 earlier, before = last.get((part, stage), (position, action))
@@ -262,20 +273,28 @@ def _check_weight_versions(schedule: Schedule) -> None:
         raise ScheduleError(problem, device=device, position=position, action=action)
 
 
-def _check_memory(schedule: Schedule, costs: Costs, cap: float) -> None:
-    changes, unit = costs.memory_changes(schedule.placement), costs.memory_unit(schedule.placement) / schedule.pieces
-    allowed = cap / unit * (1 + 1e-9)  # a cap of 2/3 means 4 of 6 stages, whatever floats make of it
+def _check_memory(schedule: Schedule, costs: Costs, cap: float | None, host_budget: float | None) -> None:
+    placement = schedule.placement
+    unit = costs.memory_unit(placement) / schedule.pieces
     what = "activation units" if costs.memory is None else "bytes"
-    for device, order in enumerate(schedule.orders):
-        for position, held in enumerate(held_after(order, changes)):
-            if held > allowed:
-                raise ScheduleError(
-                    f"the device holds {held * unit:.12g} {what} after it, over the memory cap of {cap:.12g}; run a "
-                    "W or B before it, choose a schedule with a lower peak, or raise the cap",
-                    device=device,
-                    position=position,
-                    action=order[position],
-                )
+    device_mend = "run a W or B before it, choose a schedule with a lower peak, or raise the cap"
+    limits = (
+        (cap, costs.memory_changes(placement, schedule.recomputed), "over the memory cap of", device_mend),
+        (host_budget, costs.host_changes(placement), "in host memory, over its budget of", "offload less, or raise it"),
+    )
+    for limit, changes, over, mend in limits:
+        if limit is None:
+            continue
+        allowed = limit / unit * (1 + 1e-9)  # a cap of 2/3 means 4 of 6 stages, whatever floats make of it
+        for device, order in enumerate(schedule.orders):
+            for position, held in enumerate(held_after(order, changes)):
+                if held > allowed:
+                    raise ScheduleError(
+                        f"the device holds {held * unit:.12g} {what} after it, {over} {limit:.12g}; {mend}",
+                        device=device,
+                        position=position,
+                        action=order[position],
+                    )
 
 
 def _check_progress(actions: Sequence[Order], places: Places, needs: Needs) -> None:
@@ -331,7 +350,7 @@ def _deadlock(stuck: Mapping[int, Action], places: Places, needs: Needs, reached
 
 
 def _check_compute_actions(program: Program) -> None:
-    """The compute actions of a program are the orders of its schedule."""
+    """A program without its messages and reductions is the orders of its schedule."""
     orders = program.schedule.orders
     if len(program.actions) != len(orders):
         raise ScheduleError(
@@ -339,7 +358,7 @@ def _check_compute_actions(program: Program) -> None:
             "lower the schedule again"
         )
     for device, (order, actions) in enumerate(zip(orders, program.actions, strict=True)):
-        computed = [(position, action) for position, action in enumerate(actions) if action.kind in COMPUTE]
+        computed = [(position, action) for position, action in enumerate(actions) if action.kind in ORDERED]
         for wanted, found in zip_longest(order, computed):
             position, action = found or (len(actions), wanted)
             if action != wanted or found is None:

@@ -13,7 +13,7 @@ from megatron_pipemem.schedule.simulator import simulate
 KEYS = [
     "schedule", "devices", "microbatches", "chunks", "makespan", "ideal", "bubble_rate", "device_bubble_rate",
     "peak_activations", "peak_activation", "lower_bound", "search_seconds", "messages", "replicas", "weight_versions",
-    "placement",
+    "placement", "host_peak", "stall_seconds", "transfers", "recomputed",
 ]  # fmt: skip
 NAMES = [family.name for family in families()]
 
@@ -194,7 +194,7 @@ def test_schedules_lists_every_family(pipemem, pipemem_json):
     assert list(rows) == NAMES
     assert set(rows["zbv"]) == {
         "name", "placement", "summary", "peak", "bubble", "source", "splits_backward", "min_devices", "options",
-        "chunks", "needs", "asynchronous", "simulated_only",
+        "chunks", "needs", "asynchronous", "simulated_only", "offloads",
     }  # fmt: skip
     assert rows["zbv"]["placement"] == "v" and rows["zbv"]["splits_backward"] is True
     assert "chunks" in rows["interleaved"]["options"]
@@ -203,3 +203,44 @@ def test_schedules_lists_every_family(pipemem, pipemem_json):
     shown = pipemem("schedules").stdout
     assert all(name in shown for name in NAMES)
     assert shown.count("asynchronous, simulated only") == 2 and "even p" in shown
+
+
+def test_offload_of_any_schedule(pipemem_json):
+    size = ("--devices", 4, "--microbatches", 12)
+    before = pipemem_json("simulate", "zbv", *size)
+    assert (before["host_peak"], before["transfers"], before["stall_seconds"]) == (0, 0, [0, 0, 0, 0])
+    half, full = (
+        pipemem_json("simulate", "zbv", *size, "--offload", select, "--offload-ratio", 0.2)
+        for select in ("half", "full")
+    )
+    assert full["peak_activation"] <= half["peak_activation"] < before["peak_activation"]
+    assert full["transfers"] > half["transfers"] > 0 and full["host_peak"] > 0
+    assert full["makespan"] == half["makespan"] == before["makespan"]
+    capped = pipemem_json(
+        "simulate", "zbv", *size, "--offload", "auto", "--offload-ratio", 0.2, "--memory-cap", 0.875, "--host-memory", 2
+    )
+    assert capped["peak_activation"] <= 0.875 and capped["transfers"] < full["transfers"]
+
+
+def test_search_with_offload_and_recomputation(pipemem_json):
+    found = pipemem_json(
+        "simulate", "auto", "--devices", 4, "--microbatches", 8, "--offload", "auto", "--offload-ratio", 9,
+        "--memory-cap", 0.3, "-o", "recompute=true", "-o", "seconds=1", "-o", "placement=v",
+    )  # fmt: skip
+    assert found["peak_activation"] <= 0.3
+    assert found["recomputed"] and found["placement"] == "v"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--offload", "most"), "cannot offload 'most'; take off, half, full, auto, or a number of chunks"),
+        (("--offload", "full", "--memory-cap", "0.01"), "offload does not bring '1f1b' within the memory cap of 0.01"),
+        (("--offload", "full", "--host-memory", "1GiB"), "is not in the unit of the memory cap"),
+        (("--offload", "full", "--offload-ratio", "-1"), "offload ratio is -1"),
+    ],
+)
+def test_offload_that_cannot_be(pipemem, arguments, message):
+    done = pipemem("simulate", "1f1b", "--devices", 2, "--microbatches", 4, *arguments)
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.split())

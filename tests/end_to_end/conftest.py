@@ -42,6 +42,7 @@ class Run:
         predicted_peaks: bytes per rank; ``None`` for stock, which foretells nothing.
         counted_peaks: bytes per rank.
         plans: of the report; they hold measured times, so equal runs may differ in them.
+        ranks: of the report, for the same reason.
     """
 
     losses: list[float]
@@ -50,6 +51,10 @@ class Run:
     predicted_peaks: list[int | None]
     counted_peaks: list[int]
     plans: list[dict] = field(compare=False)
+    ranks: list[dict] = field(compare=False)
+
+    def of_ranks(self, what: str) -> list:
+        return [rank[what] for rank in self.ranks]
 
 
 @dataclass
@@ -60,20 +65,21 @@ class Trainer:
     folder: Path
     _runs: dict[tuple, Run] = field(default_factory=dict)
 
-    def __call__(self, schedule: str, *flags: str, initialise: bool = True) -> Run:
+    def __call__(self, schedule: str, *flags: str, initialise: bool = True, sabotage: str | None = None) -> Run:
         """A run of ``ITERATIONS`` steps on four ranks, PP4 unless ``flags`` say otherwise.
 
         Args:
             schedule: ``stock`` or a family.
             flags: Megatron's and the plugin's. ``+`` in front of a default takes it away.
             initialise: start from values that do not depend on the placement; ``False`` where a checkpoint is loaded.
+            sabotage: what goes wrong on rank 1, see ``training.SABOTAGE``.
         """
-        key = (schedule, flags, initialise)
+        key = (schedule, flags, initialise, sabotage)
         if key not in self._runs:
             self._runs[key] = self._train(*key)
         return self._runs[key]
 
-    def _train(self, schedule: str, flags: tuple[str, ...], initialise: bool) -> Run:
+    def _train(self, schedule: str, flags: tuple[str, ...], initialise: bool, sabotage: str | None) -> Run:
         taken_away = {flag.removeprefix("+") for flag in flags if flag.startswith("+")}
         given = [flag for flag in flags if not flag.startswith("+")]
         defaults = [
@@ -88,6 +94,7 @@ class Trainer:
             "flags": [*MODEL, *defaults, *given, "--pipemem-schedule", schedule],
             "report": str(report),
             "initialise": initialise,
+            "sabotage": sabotage,
         }
         seen = self.ranks.run(case)
         for rank, result in enumerate(seen):
@@ -103,6 +110,7 @@ class Trainer:
             [rank["predicted_peak_bytes"] for rank in report["ranks"]],
             [rank["counted_peak_bytes"] for rank in report["ranks"]],
             report["plans"],
+            report["ranks"],
         )
 
 

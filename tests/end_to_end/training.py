@@ -7,7 +7,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +21,8 @@ from megatron.training import training
 
 from megatron_pipemem import disable
 from megatron_pipemem.mcore.launch import enable_from_command_line
+from megatron_pipemem.runtime.offload.channel import Direction
+from megatron_pipemem.runtime.offload.host_channel import HostChannel
 
 ENTRY = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 
@@ -41,6 +43,7 @@ def run(case: dict) -> dict:
     Args:
         case: ``flags`` of Megatron and the plugin, ``report`` (a path), and optionally ``initialise``: whether every parameter
             gets a value that depends on its name alone, so that runs with other placements start from the same model.
+            ``sabotage`` names one of ``SABOTAGE`` for rank 1.
 
     Returns:
         The plugin's ``report``, the ``validation`` losses that this rank knows, and the symbols of Megatron that are not
@@ -50,9 +53,10 @@ def run(case: dict) -> dict:
     flags = enable_from_command_line([*case["flags"], "--pipemem-report", case["report"]])
     sys.argv = [str(ENTRY), *flags]
     validation: list[dict[str, float]] = []
+    sabotage = SABOTAGE[case.get("sabotage") if dist.get_rank() == 1 else None]
     chunks: list[torch.nn.Module] = []
     try:
-        with _noted_evaluation(validation), _common_start(chunks, case.get("initialise", True)):
+        with _noted_evaluation(validation), _common_start(chunks, case.get("initialise", True)), sabotage():
             entry.main()
     finally:
         disable()
@@ -69,6 +73,28 @@ def run(case: dict) -> dict:
         "validation": validation,
         "replaced": [".".join(name) for name, original in originals.items() if now.get(name) is not original],
     }
+
+
+@contextmanager
+def _copies_fail() -> Iterator[None]:
+    with mock.patch.object(HostChannel, "pace", side_effect=RuntimeError("the bus is gone")):
+        yield
+
+
+@contextmanager
+def _copies_are_wrong() -> Iterator[None]:
+    carry = HostChannel._carry
+
+    def carry_wrongly(channel: HostChannel, ticket) -> None:
+        carry(channel, ticket)
+        if ticket.direction is Direction.OUT:
+            ticket.copies[0].destination[7] ^= 1
+
+    with mock.patch.object(HostChannel, "_carry", carry_wrongly):
+        yield
+
+
+SABOTAGE = {None: nullcontext, "copies fail": _copies_fail, "copies are wrong": _copies_are_wrong}
 
 
 @contextmanager

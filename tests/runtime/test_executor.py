@@ -14,8 +14,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_pipemem.schedule.action import COMPUTE  # noqa: E402
-from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
+import toy  # noqa: E402
+
+from megatron_pipemem.schedule.action import COMPUTE, Kind  # noqa: E402
+from megatron_pipemem.schedule.registry import families  # noqa: E402
 
 TOY = Path(__file__).with_name("toy.py")
 DEVICES = 4
@@ -26,6 +28,19 @@ CASES = [
         NAMES, [(1, False, False), (3, False, False), (9, False, False), (5, True, False), (6, False, True)]
     )
 ]
+MOVING = [
+    {"schedule": name, "microbatches": 9, "forward_only": False, "variable": False} | extra
+    for name in ("1f1b", "zb-h1", "interleaved", "zbv", "v-half", "gis")
+    for extra in (
+        {"offload": list(range(8))},
+        {"offload": [0, 1, 2, 3], "every": 2},
+        {"recompute": list(range(8))},
+        {"recompute": [0, 2, 3], "offload": [1, 4, 5, 6, 7]},
+        {"offload": list(range(8)), "forward_only": True},
+        {"offload": list(range(8)), "variable": True},
+    )
+]
+CASES += MOVING
 
 
 def launch(tmp_path: Path, cases: list[dict]) -> list[list[dict]]:
@@ -62,8 +77,6 @@ def seen(tmp_path_factory) -> list[list[dict]]:
 
 def alone(case: dict, num_stages: int):
     """The same stages in one process without any pipeline: losses and gradients per stage."""
-    import toy
-
     stages = [toy.Stage(index) for index in range(num_stages)]
     losses = []
     for microbatch in range(case["microbatches"]):
@@ -79,20 +92,21 @@ def alone(case: dict, num_stages: int):
 def case_id(index: int) -> str:
     case = CASES[index]
     flavour = "forward-only" if case["forward_only"] else "variable" if case["variable"] else "train"
-    return f"{case['schedule']}-m{case['microbatches']}-{flavour}"
+    moving = "".join(f"-{what}{len(case[what])}" for what in ("offload", "recompute") if what in case)
+    return f"{case['schedule']}-m{case['microbatches']}-{flavour}{moving}"
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=case_id)
 def test_executes_as_scheduled_and_equals_one_process(seen, index):
     case = CASES[index]
-    schedule = build_schedule(case["schedule"], num_devices=DEVICES, num_microbatches=case["microbatches"])
+    schedule = toy.make_schedule(case, DEVICES)
     if case["forward_only"]:
         schedule = schedule.forward_only()
     losses, gradients = alone(case, schedule.num_stages)
     for device, order in enumerate(schedule.orders):
         here = seen[device][index]
         assert here["actions"] == [str(action) for action in order if action.kind in COMPUTE]
-        assert here["left_bytes"] == 0, "the step left activations behind"
+        assert here["left_bytes"] == here["left_away_bytes"] == 0, "the step left activations behind"
         if device == schedule.placement.device_of(schedule.num_stages - 1):
             assert here["losses"] == losses, "losses are bit-identical"
         if case["forward_only"]:
@@ -101,5 +115,9 @@ def test_executes_as_scheduled_and_equals_one_process(seen, index):
         for stage, found in here["gradients"].items():
             for one, other in zip(found, gradients[int(stage)], strict=True):
                 assert torch.equal(torch.tensor(one), other), f"stage {stage}"
+        moves = {a.stage for a in order if a.kind is Kind.OFFLOAD}
+        assert bool(moves) == (here["bytes_out"] > 0) and here["bytes_in"] == here["bytes_out"]
+        assert here["in_vain"] == 0, "somebody held what was offloaded"
         if not case["variable"]:
             assert here["predicted_peak"] == here["counted_peak"] > 0
+            assert here["predicted_host_peak"] == here["counted_host_peak"] == here["ledger_host_peak"]

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from megatron_pipemem.errors import OffloadError  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.offload import OffloadEngine  # noqa: E402
+from megatron_pipemem.runtime.offload.host_link import measure_host_link  # noqa: E402
 from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, collecting  # noqa: E402
 from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
 
@@ -249,6 +250,41 @@ def test_what_stays(engine):
         for item, tensor in zip(saved, tensors, strict=True):
             assert torch.equal(item.get().to_dense(), tensor.to_dense())
         assert saved[4].get().data_ptr() == kept.data_ptr()
+
+
+def test_what_a_step_says_stays(engine):
+    """Named before it is known when the rest leaves; a batch is forgotten with the tensor that held it."""
+    output, token_ids, moved = torch.randn(90), torch.arange(70), torch.randn(80)
+    engine.exclude([token_ids])
+    with engine.capture(0):
+        saved = [Saved(tensor) for tensor in (output, token_ids, moved)]
+    engine.stay(0, [output.view(9, 10), torch.randn(5)])
+    assert engine.statistics().stayed_bytes["batch"] == token_ids.nbytes
+    away_and_back(engine, 0)
+    assert engine.statistics().bytes_out == moved.nbytes
+    assert saved[0].get().data_ptr() == output.data_ptr() and torch.equal(saved[2].get(), moved)
+    with pytest.raises(OffloadError, match="nothing was captured under 1"):
+        engine.stay(1, [output])
+
+
+def test_a_storage_that_its_owner_has_emptied_is_left_to_it(engine):
+    """As recomputation does that refills its outputs before their backward."""
+    values = torch.randn(100)
+    expected = values.clone()
+    with engine.capture(0):
+        saved = Saved(values)
+    values.untyped_storage().resize_(0)
+    away_and_back(engine, 0)
+    assert engine.statistics().bytes_out == 0
+    values.untyped_storage().resize_(expected.nbytes)
+    values.copy_(expected)
+    assert torch.equal(saved.get(), expected)
+
+
+def test_a_link_is_no_faster_than_it_pretends_to_be():
+    with closing(OffloadEngine.on(torch.device("cpu"), 1 << 20, bandwidth=1e9)) as own:
+        link = measure_host_link(own.channel, 1 << 20)
+    assert 0 < link.out <= 1e9 and 0 < link.back <= 1e9
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

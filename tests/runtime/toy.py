@@ -8,20 +8,28 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from offload_orders import with_offload, with_recompute
 
-from megatron_pipemem.runtime.activation_ledger import ActivationLedger, bytes_per_action, predict_peak_bytes
+from megatron_pipemem.runtime.activation_ledger import (
+    ActivationLedger,
+    bytes_per_action,
+    host_bytes_per_action,
+    predict_peak_bytes,
+)
 from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.runtime.offload import OffloadEngine
 from megatron_pipemem.runtime.trace import HostTrace
 from megatron_pipemem.runtime.transport import MessageFormat, Transport, connect
 from megatron_pipemem.runtime.weight_gradients import current_queue
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.schedule import Program
+from megatron_pipemem.schedule.schedule import Program, Schedule
 from megatron_pipemem.schedule.validator import validate_program
 
 WIDTH, ROWS = 6, 3
@@ -87,32 +95,53 @@ def rows_of(microbatch: int, variable: bool) -> int:
 class Runner:
     """What ``ChunkStage`` is to Megatron, for the toy."""
 
-    def __init__(self, index: int, num_stages: int, variable: bool = False, fail_at: int | None = None):
+    def __init__(
+        self,
+        index: int,
+        num_stages: int,
+        engine: OffloadEngine | None = None,
+        variable: bool = False,
+        fail_at: int | None = None,
+    ):
         self.stage = Stage(index)
         self.is_first, self.is_last = index == 0, index == num_stages - 1
         self.variable, self.fail_at = variable, fail_at
+        self.engine = engine
         self.losses: list[float] = []
         self.reductions = 0
 
-    def forward(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, microbatch: int, input: torch.Tensor | None, again: bool = False) -> torch.Tensor:
+        output = self._run(microbatch, input)
+        if self.is_last:
+            self.losses.append(output.item())
+        return output
+
+    def recompute(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
+        return self._run(microbatch, input)
+
+    def _run(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
         if microbatch == self.fail_at:
             raise RuntimeError("boom")
         x = batch(microbatch, rows_of(microbatch, self.variable)) if self.is_first else input
         if self.is_first:
             x.requires_grad_(torch.is_grad_enabled())
+            if self.engine is not None:
+                self.engine.exclude([x])
         output = self.stage(x)
-        if not self.is_last:
-            return output
-        loss = output.square().sum()
-        self.losses.append(loss.item())
-        return loss
+        return output.square().sum() if self.is_last else output
 
     def release_output(self, output: torch.Tensor) -> None:
         output.data = torch.empty(1)
 
     def backward(self, input, output, output_gradient):
         torch.autograd.Variable._execution_engine.run_backward(
-            (output,), (torch.ones_like(output) if output_gradient is None else output_gradient,), False, False, (), True, True
+            (output,),
+            (torch.ones_like(output) if output_gradient is None else output_gradient,),
+            False,
+            False,
+            (),
+            True,
+            True,
         )
         return None if input is None else input.grad
 
@@ -120,25 +149,32 @@ class Runner:
         self.reductions += 1
 
 
-def run_step(program: Program, device: int, groups, **runner_options):
+def run_step(program: Program, device: int, groups, engine: OffloadEngine | None = None, **runner_options):
     """One step on this rank. Returns the runners, the ledger and the trace."""
     placement = program.placement
     variable = runner_options.get("variable", False)
     runners = {
-        stage: Runner(stage, placement.num_stages, **runner_options) for stage in placement.stages[device]
+        stage: Runner(stage, placement.num_stages, engine, **runner_options) for stage in placement.stages[device]
     }
     message = MessageFormat(None if variable else (ROWS, WIDTH), torch.float32, torch.device("cpu"))
     transport = Transport(device, placement, range(placement.num_devices), groups, message)
     permanent = [p for runner in runners.values() for p in runner.stage.parameters()]
     ledger, trace = ActivationLedger(permanent), HostTrace()
-    Executor(program, device, runners, transport, ledger, trace).run()
+    with engine.step(permanent, lambda tensor: ledger.hold(tensor, "saved")) if engine else nullcontext():
+        Executor(program, device, runners, transport, ledger, trace, engine).run()
     return runners, ledger, trace
 
 
-def run_case(case: dict, device: int, devices: int, connections: dict) -> dict:
+def make_schedule(case: dict, devices: int) -> Schedule:
     schedule = build_schedule(
         case["schedule"], num_devices=devices, num_microbatches=case["microbatches"], **case.get("options", {})
     )
+    schedule = with_recompute(schedule, case.get("recompute", ()))
+    return with_offload(schedule, case.get("offload", ()), case.get("every", 1))
+
+
+def run_case(case: dict, device: int, devices: int, connections: dict, engine: OffloadEngine) -> dict:
+    schedule = make_schedule(case, devices)
     forward_only = case.get("forward_only", False)
     program = lower(schedule.forward_only() if forward_only else schedule)
     validate_program(program)
@@ -146,13 +182,20 @@ def run_case(case: dict, device: int, devices: int, connections: dict) -> dict:
     if groups is None:
         groups = connections[schedule.placement.devices] = connect(schedule.placement, dist.group.WORLD)
     with torch.set_grad_enabled(not forward_only):
-        runners, ledger, trace = run_step(program, device, groups, variable=case.get("variable", False))
+        runners, ledger, trace = run_step(program, device, groups, engine, variable=case.get("variable", False))
+    moved = engine.statistics()
     seen = {
         "losses": [loss for runner in runners.values() for loss in runner.losses],
         "actions": [str(t.action) for t in trace.actions()],
         "reductions": {stage: runner.reductions for stage, runner in runners.items()},
         "left_bytes": ledger.entries[-1].bytes,
         "counted_peak": ledger.peak,
+        "counted_host_peak": moved.host_peak_bytes,
+        "ledger_host_peak": ledger.host_peak,
+        "left_away_bytes": engine.host_bytes,
+        "bytes_out": moved.bytes_out,
+        "bytes_in": moved.bytes_in,
+        "in_vain": moved.held_elsewhere_bytes,
     }
     if not forward_only:
         seen["gradients"] = {
@@ -160,6 +203,8 @@ def run_case(case: dict, device: int, devices: int, connections: dict) -> dict:
         }
         changes = bytes_per_action(ledger.entries, program.placement.num_stages)
         seen["predicted_peak"] = predict_peak_bytes(program.actions[device], changes)
+        host = host_bytes_per_action(ledger.entries, program.placement.num_stages)
+        seen["predicted_host_peak"] = predict_peak_bytes(program.actions[device], host)
     return seen
 
 
@@ -169,7 +214,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, devices = dist.get_rank(), dist.get_world_size()
     connections: dict = {}
-    seen = [run_case(case, rank, devices, connections) for case in cases]
+    engine = OffloadEngine.on(torch.device("cpu"), 1 << 20, min_bytes=1, guard=True)
+    seen = [run_case(case, rank, devices, connections, engine) for case in cases]
+    engine.close()
     (out / f"rank{rank}.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()

@@ -16,7 +16,7 @@ V = Placement.v_shape(2)
 
 def test_one_number_is_a_devices_share() -> None:
     seconds = Costs(4, 6, 2).seconds(V)
-    assert seconds == {Kind.F: (2,) * 4, Kind.I: (3,) * 4, Kind.W: (1,) * 4, Kind.B: (4,) * 4}
+    assert seconds == {Kind.F: (2,) * 4, Kind.I: (3,) * 4, Kind.W: (1,) * 4, Kind.B: (4,) * 4, Kind.R: (2,) * 4}
 
 
 def test_shares_of_devices_with_different_numbers_of_stages() -> None:
@@ -53,7 +53,11 @@ def test_links() -> None:
 
 def test_memory_is_counted_in_whole_stages_by_default() -> None:
     assert Costs().memory_unit(V) == 0.25
-    assert Costs().memory_changes(V) == {Kind.F: (1,) * 4, Kind.W: (-1,) * 4, Kind.B: (-1,) * 4}
+    takes, gives_back = (1,) * 4, (-1,) * 4
+    everywhere = {Kind.W: gives_back, Kind.B: gives_back, Kind.WAIT_OFFLOAD: gives_back, Kind.RELOAD: takes}
+    assert Costs().memory_changes(V) == {Kind.F: takes, **everywhere}
+    recomputed = Costs().memory_changes(V, {1})
+    assert recomputed == {Kind.F: (1, 0, 1, 1), Kind.R: takes, **everywhere}
 
 
 def test_memory_in_bytes() -> None:
@@ -64,12 +68,15 @@ def test_memory_in_bytes() -> None:
         Kind.I: (-30, -30, -30, -20),
         Kind.W: (-20,) * 4,
         Kind.B: (-50, -50, -50, -40),
+        Kind.WAIT_OFFLOAD: (-50,) * 4,
+        Kind.RELOAD: (50,) * 4,
     }
 
 
 def test_the_memory_of_a_full_backward_may_be_given() -> None:
     changes = Costs(memory={Kind.F: 2, Kind.B: -2}).memory_changes(Placement.linear(2))
-    assert changes == {Kind.F: (2, 2), Kind.W: (-2, -2), Kind.B: (-2, -2)}
+    given = {Kind.F: (2, 2), Kind.W: (-2, -2), Kind.B: (-2, -2)}
+    assert changes == {**given, Kind.WAIT_OFFLOAD: (-2, -2), Kind.RELOAD: (2, 2)}
 
 
 def test_costs_from_a_file(tmp_path: Path) -> None:

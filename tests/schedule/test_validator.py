@@ -22,7 +22,7 @@ from megatron_pipemem.schedule.validator import validate, validate_program
 
 Orders = tuple[Order, ...]
 
-ACTION = re.compile(r"\d+(?:F|I|W|B|SEND_F|RECV_F|SEND_I|RECV_I|REDUCE_GRAD)\d*")
+ACTION = re.compile(rf"\d+(?:{'|'.join(Kind)})\d*")
 # What is wrong with an action on its own account, where no other action is unmet.
 IDLE = re.compile(
     r"needs (stage|microbatch|piece) (-?\d+|None),|uses weight version \d+"

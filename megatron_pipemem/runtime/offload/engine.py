@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from weakref import WeakSet, WeakValueDictionary, ref
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -29,7 +29,7 @@ from megatron_pipemem.runtime.offload.channel import Channel, Copy, Direction, T
 from megatron_pipemem.runtime.offload.cuda_channel import CudaChannel
 from megatron_pipemem.runtime.offload.host_channel import HostChannel
 from megatron_pipemem.runtime.offload.host_pool import Block, HostPool
-from megatron_pipemem.runtime.offload.saved import Hold, Place, SavedStorage, SavedView
+from megatron_pipemem.runtime.offload.saved import Capture, Hold, Place, Remains, SavedStorage, SavedView
 from megatron_pipemem.runtime.offload.statistics import OffloadStatistics, Stall
 
 _log = logging.getLogger(__name__)
@@ -54,30 +54,6 @@ class _Transfer:
         return sum(copy.source.numel() for copy in self.copies)
 
 
-class _Capture:
-    """What one forward saved. Nothing here keeps any of it alive."""
-
-    def __init__(self, hold: Hold):
-        self.storages: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
-        self.away = False
-        self._hold = ref(hold)
-
-    def claim(self) -> None:
-        hold = self._hold()
-        for storage in list(self.storages.values()):
-            if hold is not None:
-                storage.holders.add(hold)
-
-    def unclaim(self, staying: Iterable[SavedStorage] = ()) -> None:
-        hold, staying = self._hold(), set(staying)
-        for storage in list(self.storages.values()):
-            if hold is not None and storage not in staying:
-                storage.holders.discard(hold)
-
-    def held_by_others(self, storage: SavedStorage) -> bool:
-        return any(holder is not self._hold() for holder in storage.holders)
-
-
 class OffloadEngine:
     """Captured activations of one device. All methods are called from one thread; backwards may run on others.
 
@@ -97,6 +73,9 @@ class OffloadEngine:
         guard: overwrite device memory with NaN when it is let go, and again when it is allocated for a reload, and compare
             checksums of what left and what returned. Finds users of memory that is away; waits for the device.
         on_device: called with whatever takes device memory: every saved tensor and every reloaded run of bytes.
+
+    Attributes:
+        channel: as given.
     """
 
     def __init__(
@@ -109,17 +88,17 @@ class OffloadEngine:
         guard: bool = False,
         on_device: Callable[[torch.Tensor], None] | None = None,
     ):
-        self._channel = channel
+        self.channel = channel
         self._pool = pool
         self._permanent_tensors = tuple(permanent)
         self._min_bytes = max(1, min_bytes)
         self._guard = guard
-        self._on_device = on_device
-        self._ended: deque[tuple[int, Block | None, Ticket | None]] = deque()
-        self._captures: dict[Hashable, _Capture] = {}
+        self._on_device = self._on_device_always = on_device
+        self._ended: deque[Remains] = deque()
+        self._captures: dict[Hashable, Capture] = {}
         self._by_storage: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
         self._transfers: list[_Transfer] = []
-        self._device_bytes = 0
+        self._device_bytes = self._host_bytes = 0
         self._begin_step()
 
     @classmethod
@@ -141,13 +120,21 @@ class OffloadEngine:
         return cls(channel, HostPool(host_memory, channel.host_memory), **options)
 
     @contextmanager
-    def step(self) -> Iterator[OffloadEngine]:
+    def step(
+        self, permanent: Iterable[torch.Tensor] = (), on_device: Callable[[torch.Tensor], None] | None = None
+    ) -> Iterator[OffloadEngine]:
         """One training step. Whatever happens within, nothing captured survives it, and statistics begin anew.
+
+        Args:
+            permanent: of this step, beside those of the engine.
+            on_device: in this step, in place of the engine's.
 
         Raises:
             OffloadError: a copy failed that nobody had waited for.
         """
         self._begin_step()
+        self._permanent.update(map(_storage_key, permanent))
+        self._on_device = on_device or self._on_device_always
         try:
             yield self
             for transfer in list(self._transfers):
@@ -166,7 +153,7 @@ class OffloadEngine:
         if known is not None and known.storages:
             raise OffloadError(f"activations of {key} are captured twice; their backward has not run yet")
         hold = Hold()
-        captured = self._captures[key] = _Capture(hold)
+        captured = self._captures[key] = Capture(hold)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | SavedView:
             return self._pack(tensor, key, captured, hold)
@@ -179,23 +166,40 @@ class OffloadEngine:
             del self._captures[key]
             raise
 
+    def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These stay for the rest of the step: the batch, which somebody else keeps anyway."""
+        for tensor in tensors:
+            self._excluded[_storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
+
+    def stay(self, key: Hashable, tensors: Iterable[torch.Tensor]) -> None:
+        """Of what ``key`` captured, the storages of these stay wherever the key goes: somebody goes on using them.
+
+        Raises:
+            OffloadError: unknown key.
+        """
+        if key not in self._captures:
+            raise _unknown(key)
+        self._captures[key].staying.update(self._saved(tensors))
+
     def offload(self, key: Hashable, keep: Iterable[torch.Tensor] = ()) -> None:
         """Start moving what ``key`` captured to the host.
 
         Args:
             key: captured and on the device.
-            keep: tensors somebody goes on using, for example the stage's input and an output still to be sent. Their
-                storages stay.
+            keep: as for ``stay``, known this late.
 
         Raises:
             OffloadError: unknown key, or one that is away; or the pool is exhausted, and then nothing has changed.
         """
         captured = self._known(key, away=False)
-        staying = {saved for tensor in keep if (saved := self._by_storage.get(_storage_key(tensor))) is not None}
+        staying = {*captured.staying, *self._saved(keep)}
         leaving = [
             storage
             for storage in list(captured.storages.values())
-            if storage.place is Place.DEVICE and storage not in staying and not captured.held_by_others(storage)
+            if storage.place is Place.DEVICE
+            and storage not in staying
+            and not storage.emptied
+            and not captured.held_by_others(storage)
         ]
         self._collect_ended()
         blocks: list[Block] = []
@@ -216,7 +220,10 @@ class OffloadEngine:
             if self._guard:
                 storage.checksum = _checksum(source)
             storage.place, storage.block = Place.LEAVING, block
+            storage.host_bytes = block.nbytes
+            self._host_bytes += block.nbytes
             copies.append(Copy(block.data, source))
+        self._host_peak = max(self._host_peak, self._host_bytes)
         after = [ticket for block in blocks for ticket in block.after]
         ticket = self._start(key, Direction.OUT, copies, after, leaving)
         for storage in leaving:
@@ -238,8 +245,9 @@ class OffloadEngine:
                 # Nobody has waited for it to be gone, so it never left.
                 self._pool.give(storage.block, (storage.departure,))
                 storage.place, storage.block, storage.transfer = Place.DEVICE, None, None
+                self._returned(storage)
             elif storage.place is Place.HOST:
-                destination = torch.empty(storage.nbytes, dtype=torch.uint8, device=self._channel.device)
+                destination = torch.empty(storage.nbytes, dtype=torch.uint8, device=self.channel.device)
                 if self._guard:
                     destination.fill_(POISON)
                 storage.move_to(destination)
@@ -280,18 +288,21 @@ class OffloadEngine:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of activations in host memory now."""
+        """Bytes that are away now, from their ``offload`` until the ``wait`` for their reload.
+
+        The pool may already have lent a block again while its reload is read from it.
+        """
         self._collect_ended()
-        return self._pool.used_bytes
+        return self._host_bytes
 
     def statistics(self) -> OffloadStatistics:
         """Since the step began. On a GPU the first call after a wait may block until computing has got there."""
-        self._channel.settle_stalls()
+        self.channel.settle_stalls()
         return OffloadStatistics(
             bytes_out=self._bytes_out,
             bytes_in=self._bytes_in,
             device_peak_bytes=self._device_peak,
-            host_peak_bytes=self._pool.peak_bytes,
+            host_peak_bytes=self._host_peak,
             host_reserved_bytes=self._pool.reserved_bytes,
             held_elsewhere_bytes=self._held_elsewhere,
             stayed_bytes=dict(self._stayed),
@@ -301,19 +312,19 @@ class OffloadEngine:
     def close(self) -> None:
         """Drop everything and give up threads and streams."""
         self._drop_everything()
-        self._channel.close()
+        self.channel.close()
 
     def _begin_step(self) -> None:
         self._drop_everything()
-        self._channel.forget_stalls()
-        self._pool.reset_peak()
+        self.channel.forget_stalls()
         self._permanent = {_storage_key(tensor) for tensor in self._permanent_tensors}
+        self._excluded: dict[int, StorageWeakRef] = {}
         self._bytes_out = self._bytes_in = self._held_elsewhere = 0
-        self._device_peak = self._device_bytes
+        self._device_peak, self._host_peak = self._device_bytes, self._host_bytes
         self._stayed: Counter[str] = Counter()
         self._stalls: list[Stall] = []
 
-    def _pack(self, tensor: torch.Tensor, key: Hashable, captured: _Capture, hold: Hold) -> torch.Tensor | SavedView:
+    def _pack(self, tensor: torch.Tensor, key: Hashable, captured: Capture, hold: Hold) -> torch.Tensor | SavedView:
         reason = self._reason_to_stay(tensor)
         if reason is not None:
             if tensor.layout is torch.strided:
@@ -338,13 +349,22 @@ class OffloadEngine:
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
         if not plain or tensor.is_conj() or tensor.is_neg():
             return "unsupported"
-        if tensor.device != self._channel.device:
+        if tensor.device != self.channel.device:
             return "other device"
         if tensor.numel() == 0 or tensor.untyped_storage().nbytes() < self._min_bytes:
             return "small"
-        return "permanent" if _storage_key(tensor) in self._permanent else None
+        key = _storage_key(tensor)
+        if key in self._permanent:
+            return "permanent"
+        excluded = self._excluded.get(key)
+        return "batch" if excluded is not None and not excluded.expired() else None
 
-    def _known(self, key: Hashable, away: bool) -> _Capture:
+    def _saved(self, tensors: Iterable[torch.Tensor]) -> list[SavedStorage]:
+        """Those of the tensors' storages that some capture knows."""
+        known = (self._by_storage.get(_storage_key(tensor)) for tensor in tensors)
+        return [saved for saved in known if saved is not None]
+
+    def _known(self, key: Hashable, away: bool) -> Capture:
         captured = self._captures.get(key)
         if captured is None:
             raise _unknown(key)
@@ -364,7 +384,7 @@ class OffloadEngine:
     ) -> Ticket | None:
         if not copies:
             return None
-        ticket = self._channel.start(direction, copies, after)
+        ticket = self.channel.start(direction, copies, after)
         transfer = _Transfer(key, direction, ticket, tuple(copies), WeakSet(moving))
         for storage in moving:
             storage.transfer = transfer
@@ -381,7 +401,7 @@ class OffloadEngine:
         def stalled(seconds: float) -> None:
             self._stalls.append(Stall(transfer.key, transfer.direction, nbytes, seconds))
 
-        self._channel.join(transfer.ticket, stalled)
+        self.channel.join(transfer.ticket, stalled)
         self._transfers.remove(transfer)
         arrived = [storage for storage in transfer.moving if storage.transfer is transfer]
         transfer.copies = ()
@@ -391,6 +411,7 @@ class OffloadEngine:
                 self._release(storage)
             else:
                 storage.place = Place.DEVICE
+                self._returned(storage)
                 if self._guard and not torch.equal(_checksum(storage.bytes()), storage.checksum):
                     raise OffloadError(
                         f"activations of {storage.key} came back from the host with other bytes than they left with; "
@@ -407,6 +428,10 @@ class OffloadEngine:
             self._held_elsewhere += nbytes
             _log.debug("%d bytes of activations of %s were offloaded while somebody holds them", nbytes, storage.key)
 
+    def _returned(self, storage: SavedStorage) -> None:
+        self._host_bytes -= storage.host_bytes
+        storage.host_bytes = 0
+
     def _arrived(self, tensor: torch.Tensor, nbytes: int) -> None:
         self._device_bytes += nbytes
         self._device_peak = max(self._device_peak, self._device_bytes)
@@ -416,8 +441,9 @@ class OffloadEngine:
     def _collect_ended(self) -> None:
         """Book what saved storages left behind when their graph went."""
         while self._ended:
-            nbytes, block, departure = self._ended.popleft()
+            nbytes, away, block, departure = self._ended.popleft()
             self._device_bytes -= nbytes
+            self._host_bytes -= away
             if block is not None:
                 self._pool.give(block, block.after if departure is None else (departure,))
 
@@ -425,16 +451,17 @@ class OffloadEngine:
         transfers, self._transfers = self._transfers, []
         for transfer in transfers:
             try:
-                self._channel.join(transfer.ticket, lambda seconds: None)
+                self.channel.join(transfer.ticket, lambda seconds: None)
             except OffloadError:
                 _log.warning(
                     "an unfinished %s of %s was dropped", transfer.direction.value, transfer.key, exc_info=True
                 )
         for captured in self._captures.values():
             for storage in list(captured.storages.values()):
-                self._ended.append((storage.device_bytes, storage.block, storage.departure))
+                self._ended.append(storage.remains())
                 storage.drop(Place.LOST)
                 storage.block = storage.transfer = None
+                storage.host_bytes = 0
                 storage.holders.clear()
         self._captures.clear()
         self._by_storage.clear()

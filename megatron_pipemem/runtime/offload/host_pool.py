@@ -57,7 +57,6 @@ class HostPool:
             raise OffloadError(f"the host memory budget is {budget} bytes; activation offload needs a positive one")
         self.budget = budget
         self.used_bytes = 0
-        self.peak_bytes = 0
         self._allocate = allocate
         self._segment = _power_of_two_above(segment)
         self._segments: list[torch.Tensor] = []
@@ -82,7 +81,6 @@ class HostPool:
             self._free.append(_Piece(piece.segment, piece.start + size, piece.size - size, piece.after))
             piece.size = size
         self.used_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         data = self._segments[piece.segment].narrow(0, piece.start, nbytes)
         return Block(data, piece.pending(), piece)
 
@@ -98,9 +96,6 @@ class HostPool:
                 merged.size += other.size
                 merged.after += other.pending()
         self._free.append(merged)
-
-    def reset_peak(self) -> None:
-        self.peak_bytes = self.used_bytes
 
     def _grow(self, size: int, purpose: str) -> _Piece:
         left = self.budget - self.reserved_bytes

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from weakref import WeakSet
+from typing import NamedTuple
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 
@@ -26,6 +27,15 @@ class Place(Enum):
     LOST = "dropped at the end of its step"
 
 
+class Remains(NamedTuple):
+    """What a saved storage leaves behind: bytes that it counted for, and a host block with the transfer that wrote it."""
+
+    device_bytes: int
+    host_bytes: int
+    block: Block | None
+    departure: Ticket | None
+
+
 class Hold:
     """One capture's claim on storages, alive as long as any tensor the capture saved."""
 
@@ -39,12 +49,10 @@ class SavedStorage:
     Args:
         storage: on the device.
         key: the capture that met it first.
-        ended: gets what this object leaves behind: device bytes, and its host block with the transfer that wrote it.
+        ended: gets what this object leaves behind.
     """
 
-    def __init__(
-        self, storage: torch.UntypedStorage, key: Hashable, ended: deque[tuple[int, Block | None, Ticket | None]]
-    ):
+    def __init__(self, storage: torch.UntypedStorage, key: Hashable, ended: deque[Remains]):
         self.place = Place.DEVICE
         self.storage: torch.UntypedStorage | None = storage
         self.key = key
@@ -52,6 +60,7 @@ class SavedStorage:
         self.begin = storage.nbytes()
         self.end = 0
         self.device_bytes = storage.nbytes()
+        self.host_bytes = 0
         self.block: Block | None = None
         self.departure: Ticket | None = None
         self.transfer: object | None = None
@@ -63,6 +72,11 @@ class SavedStorage:
     def nbytes(self) -> int:
         """Bytes that move."""
         return self.end - self.begin
+
+    @property
+    def emptied(self) -> bool:
+        """Whether its owner has taken the memory back, as recomputation does that refills storages in place."""
+        return self.storage is not None and self.storage.nbytes() < self.end - self._origin
 
     def view(self, tensor: torch.Tensor, hold: Hold) -> SavedView:
         """A stand-in for a tensor of this storage; what moves will include it."""
@@ -87,6 +101,9 @@ class SavedStorage:
         """Let go of the device memory."""
         self.storage, self.device_bytes, self.place = None, 0, place
 
+    def remains(self) -> Remains:
+        return Remains(self.device_bytes, self.host_bytes, self.block, self.departure)
+
     def restore(self, view: SavedView) -> torch.Tensor:
         if self.place is not Place.DEVICE:
             raise OffloadError(
@@ -99,7 +116,7 @@ class SavedStorage:
 
     def __del__(self) -> None:
         # Runs on whichever thread drops the graph, hence only appends.
-        self._ended.append((self.device_bytes, self.block, self.departure))
+        self._ended.append(self.remains())
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -120,3 +137,28 @@ class SavedView:
             OffloadError: it is away.
         """
         return self.home.restore(self)
+
+
+class Capture:
+    """What one forward saved. Nothing here keeps any of it alive."""
+
+    def __init__(self, hold: Hold):
+        self.storages: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
+        self.staying: WeakSet[SavedStorage] = WeakSet()
+        self.away = False
+        self._hold = ref(hold)
+
+    def claim(self) -> None:
+        hold = self._hold()
+        for storage in list(self.storages.values()):
+            if hold is not None:
+                storage.holders.add(hold)
+
+    def unclaim(self, staying: Iterable[SavedStorage] = ()) -> None:
+        hold, staying = self._hold(), set(staying)
+        for storage in list(self.storages.values()):
+            if hold is not None and storage not in staying:
+                storage.holders.discard(hold)
+
+    def held_by_others(self, storage: SavedStorage) -> bool:
+        return any(holder is not self._hold() for holder in storage.holders)

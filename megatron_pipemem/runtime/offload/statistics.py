@@ -24,7 +24,8 @@ class OffloadStatistics:
 
     ``device_peak_bytes`` is the most that captured storages took on the device at once, reloads included from the moment
     their memory is allocated. What deferred weight gradients keep longer than the graph is not in it.
-    ``host_peak_bytes`` counts payload, ``host_reserved_bytes`` the host memory behind it, which stays for later steps.
+    ``host_peak_bytes`` counts payload from its offload until its reload was waited for, ``host_reserved_bytes`` the host
+    memory behind it, which stays for later steps and may be less, because a block is lent again while it is being read.
     ``held_elsewhere_bytes`` were moved in vain: somebody else still held the storage when the engine let go of it.
     ``stayed_bytes`` are saved tensors that were never candidates, per reason.
     """

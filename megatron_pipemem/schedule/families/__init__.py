@@ -12,6 +12,7 @@ from megatron_pipemem.schedule.families import (  # noqa: F401 - imported to reg
     zero_bubble_auto,
     gis,
     v_shape,
+    offload,
     one_f_one_b_v,
     dualpipe_v,
     hanayo,

@@ -3,7 +3,7 @@
 NCCL has no tags, so a directed edge (source device -> destination device) is one channel: both ends must post its
 messages in the same order. Ours is the order in which the source produces them. Sends are posted as soon as the
 producer has run. Receives follow the same order, each as late as it allows, one compute action ahead of the consumer
-so that the transfer can hide behind that action.
+so that the transfer can hide behind that action, and behind the waits for activations that stand between the two.
 
 This adds no deadlock. Posts never block, a send is posted before its source waits for anything else, and a receive is
 posted before its destination waits for it or for any later message of the edge. So a message that a device waits for
@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.action import MEMORY, Action, Kind
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order
 
@@ -104,22 +104,27 @@ def add_messages(orders: tuple[Order, ...], placement: Placement) -> tuple[Order
             edges.setdefault(message.edge, []).append(message.receive)
     posted: list[list[list[Action]]] = [[[] for _ in order] for order in orders]
     for (_, destination), receives in sorted(edges.items()):
-        for receive, position in zip(receives, _post_positions([consumers[r] for r in receives]), strict=True):
+        consumed = [consumers[receive] for receive in receives]
+        for receive, position in zip(receives, _post_positions(consumed, orders[destination]), strict=True):
             posted[destination][position].append(receive)
     return tuple(map(_interleave, orders, posted, sends))
 
 
-def _post_positions(consumers: list[int]) -> list[int]:
-    """Before which compute action each receive of an edge is posted.
+def _post_positions(consumers: list[int], order: Order) -> list[int]:
+    """Before which action of its order each receive of an edge is posted.
 
     Args:
         consumers: positions of the consumers of the edge's messages, in sending order.
+        order: of the device that consumes them.
     """
     positions = []
     first = consumers[-1]
     for consumer in reversed(consumers):
         first = min(first, consumer)
-        positions.append(max(first - 1, 0))
+        position = max(first - 1, 0)
+        while position and order[position].kind in MEMORY:
+            position -= 1
+        positions.append(position)
     return positions[::-1]
 
 

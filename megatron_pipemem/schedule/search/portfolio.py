@@ -22,7 +22,12 @@ def family_starts(
     if caps is not None and costs.memory is None:
         given["memory_cap"] = min(caps)
     for each in families():
-        if each.simulated_only or each.placement != placement.name or each.min_devices > placement.num_devices:
+        if (
+            each.simulated_only
+            or each.offloads
+            or each.placement != placement.name
+            or each.min_devices > placement.num_devices
+        ):
             continue
         options = {name: value for name, value in given.items() if name in each.options}
         if each.chunks is None and "chunks" in each.options:

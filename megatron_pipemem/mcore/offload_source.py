@@ -1,0 +1,295 @@
+"""Another source's schedules, with activations that leave the device or are computed again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.agreement import decided_by_rank_zero
+from megatron_pipemem.mcore.offloading import Offloading
+from megatron_pipemem.mcore.sources import Changes, Plan, Shape, Source, with_messages
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.costs import Channel, Costs
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes
+from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload, with_recompute
+from megatron_pipemem.schedule.offload.search import search_offload
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.plain import serial_schedule
+from megatron_pipemem.schedule.schedule import Order, Schedule
+from megatron_pipemem.schedule.simulator import held_after, peaks
+
+logger = logging.getLogger(__name__)
+
+ASSUMED_RATIO = 1.0
+"""Of the round trip of a layer's activations to its F, I and W, until both are measured."""
+
+_HOST_FILL = 0.8  # blocks of many sizes do not fill a pool
+_CAP_TOLERANCE = 1e-9
+_PLANS_FOR_A_CAP = 4
+
+
+class _Planned(NamedTuple):
+    """What world rank 0 tells the others."""
+
+    csv: str
+    notes: str
+    seconds: float | None
+
+
+class OffloadSource(Source):
+    """Plans what leaves the device, when, and what is computed again, for the schedules of another source.
+
+    Unless everything is known beforehand, the first step runs one microbatch after another, each offloaded: that holds
+    least, and shows the bytes of every action. The steps after it assume ``ASSUMED_RATIO`` for the channel until seconds are
+    measured too.
+
+    Args:
+        base: of the schedules.
+        offloading: what is asked for, and the host side.
+        memory_cap: for the plan with its offload, not for ``base``; ``None`` for no limit.
+        search_seconds: search for the order too, for so long, where there is a cap to search for; ``None`` for the orders
+            of ``base``, which always says where stages are.
+    """
+
+    def __init__(
+        self, base: Source, offloading: Offloading, memory_cap: MemoryCap | None, search_seconds: float | None = None
+    ):
+        super().__init__(base.name, base.costs, base.priced_by)
+        self._base = base
+        self._offloading = offloading
+        self._cap = memory_cap
+        searches = memory_cap is not None and offloading.settings.leaves_choice
+        self._search_seconds = search_seconds if searches else None
+        self._changes: Changes | None = None
+        self.may_split = base.may_split
+        self.may_offload = offloading.settings.mode != "off" or base.may_offload
+        self.is_round_robin = base.is_round_robin
+        self.chunks = base.chunks
+
+    @property
+    def needs_bytes(self) -> bool:
+        if self._changes is not None or self.costs.memory is not None:
+            return False
+        in_bytes = self._cap is not None and self._cap.in_bytes
+        settings = self._offloading.settings
+        return in_bytes or (settings.mode != "off" and (self.needs_seconds or settings.host_memory is not None))
+
+    @property
+    def needs_seconds(self) -> bool:
+        """Whether the channel is to be measured, which says little without the seconds of everything else."""
+        settings = self._offloading.settings
+        return settings.mode != "off" and settings.ratio is None and self.costs.channel is None
+
+    def placement(self, num_devices: int, chunks: int | None) -> Placement:
+        return self._base.placement(num_devices, chunks)
+
+    def forwards(self, shape: Shape) -> Schedule:
+        return self._base.forwards(shape)
+
+    def measured(self, costs: Costs | None, changes: Changes | None) -> None:
+        super().measured(costs, changes)
+        self._base.measured(costs, None)
+        if changes is not None:
+            self._changes = changes
+
+    def plan(self, shape: Shape, reason: str, before: Plan | None = None, minimum_gain: float = 0.0) -> Plan:
+        placement = self.placement(shape.num_devices, shape.chunks)
+        if self.needs_bytes:
+            schedule = self._serial(placement, shape.num_microbatches, f"{self.name} (counting bytes)")
+            return Plan(schedule, self.costs, self.priced_by, "one microbatch at a time, to count bytes")
+        costs = self._costs_of(placement)
+        # Asked of every rank before rank 0 decides alone.
+        budget = self._host_budget() if costs.memory is not None else None
+        if self._search_seconds is not None:
+            base = None
+            planned = decided_by_rank_zero(lambda: self._search(placement, shape.num_microbatches, costs, budget))
+        else:
+            base = self._base.plan(shape, reason)
+            planned = decided_by_rank_zero(lambda: self._decide(base.schedule, costs, budget))
+        schedule = Schedule.from_csv(planned.csv, name=self.name if base is None else base.schedule.name)
+        return Plan(schedule, costs, self.priced_by, reason, search_seconds=planned.seconds, notes=planned.notes)
+
+    def _search(self, placement: Placement, num_microbatches: int, costs: Costs, budget: float | None) -> _Planned:
+        """The fastest plan of any order that keeps the cap.
+
+        Raises:
+            UnsupportedError: none does.
+        """
+        settings = self._offloading.settings
+        caps = [self._cap.amount] * placement.num_devices
+        seconds = 0.0
+        for _ in range(_PLANS_FOR_A_CAP):
+            result = search_offload(
+                placement.num_devices,
+                num_microbatches,
+                costs,
+                caps,
+                host_budget=budget,
+                placements=[placement],
+                offload=settings.mode != "off",
+                recompute=settings.recompute != "none",
+                seconds=self._search_seconds,
+            )
+            seconds += result.seconds
+            if not self._excess(result.schedule, costs):
+                return _Planned(result.schedule.to_csv(), f"{result.best.found_by}: {_notes(result.plan)}", seconds)
+            caps = self._tightened(caps, result.plan, costs)
+        serial = self._serial(placement, num_microbatches, self.name)
+        if self._excess(serial, costs):
+            raise UnsupportedError(self._refusal(result.plan, costs))
+        return _Planned(
+            serial.to_csv(), "one microbatch at a time, because nothing else was found to keep the cap", seconds
+        )
+
+    def _serial(self, placement: Placement, num_microbatches: int, name: str) -> Schedule:
+        """One microbatch after another, each offloaded if anything may be: none holds less without recomputation."""
+        schedule = serial_schedule(placement, num_microbatches, name)
+        if self._offloading.settings.mode == "off":
+            return schedule
+        return replace(schedule, orders=tuple(map(_everything_away, schedule.orders)))
+
+    def _decide(self, schedule: Schedule, costs: Costs, budget: float | None) -> _Planned:
+        """The fastest of the plans that keep the cap.
+
+        Raises:
+            UnsupportedError: none does.
+        """
+        plans = []
+        for again in self._recomputations(schedule):
+            plan = self._plan_within_cap(with_recompute(schedule, again), costs, budget)
+            plans.append((self._excess(plan.schedule, costs), plan.makespan, len(plans), plan))
+            if not plans[-1][0] and self._cap is not None:
+                break  # computing again only where nothing else helps
+        excess, _, _, best = min(plans)
+        if excess:
+            raise UnsupportedError(self._refusal(best, costs))
+        return _Planned(best.schedule.to_csv(), _notes(best), None)
+
+    def _recomputations(self, schedule: Schedule) -> Iterator[frozenset[int]]:
+        """The sets of stages to try, fewer before more, of every device those first whose activations live longest."""
+        mode, placement = self._offloading.settings.recompute, schedule.placement
+        if mode != "full":
+            yield frozenset()
+        if mode == "none" or (mode == "auto" and self._cap is None):
+            return
+        for number in range(1 if mode == "auto" else placement.num_chunks, placement.num_chunks + 1):
+            yield frozenset(stage for stages in placement.stages for stage in sorted(stages)[:number])
+
+    def _plan_within_cap(self, schedule: Schedule, costs: Costs, budget: float | None) -> OffloadPlan:
+        """Messages are posted between the actions that a plan knows, so some bytes come on top of what it counts."""
+        select = self._offloading.settings.mode
+        caps = None if self._cap is None else [self._cap.amount] * schedule.num_devices
+        plan = plan_offload(schedule, costs, select, caps, budget)
+        for _ in range(_PLANS_FOR_A_CAP if self._cap is not None and self._cap.in_bytes else 0):
+            if not self._excess(plan.schedule, costs):
+                break
+            caps = self._tightened(caps, plan, costs)
+            plan = plan_offload(schedule, costs, select, caps, budget)
+        return plan
+
+    def _tightened(self, caps: Sequence[float], plan: OffloadPlan, costs: Costs) -> list[float]:
+        """Lower by what the plan's program holds too much, and by a message: another order may post another one."""
+        message = max(self._changes.get(Kind.RECV_F, (0,))) if self._changes is not None else 0
+        held = self._held(plan.schedule, costs)
+        return [
+            max(0.0, cap - (each - self._cap.amount) - message) if each > self._cap.amount else cap
+            for cap, each in zip(caps, held, strict=True)
+        ]
+
+    def _excess(self, schedule: Schedule, costs: Costs) -> float:
+        """By how much the highest peak exceeds the cap."""
+        if self._cap is None:
+            return 0.0
+        excess = max(self._held(schedule, costs)) - self._cap.amount
+        return excess if excess > _CAP_TOLERANCE * self._cap.amount else 0.0
+
+    def _held(self, schedule: Schedule, costs: Costs) -> Sequence[float]:
+        """The most that every device holds, between messages too where their bytes are known."""
+        if self._changes is None:
+            return peaks(schedule.orders, schedule.placement, costs)
+        changes = {
+            **{kind: self._changes[kind] for kind in _MESSAGE_BYTES if kind in self._changes},
+            **replace(costs, memory=self._memory(schedule.placement, {})).memory_changes(
+                schedule.placement, schedule.recomputed
+            ),
+        }
+        return [max(held_after(actions, changes), default=0) for actions in lower(schedule).actions]
+
+    def _refusal(self, plan: OffloadPlan, costs: Costs) -> str:
+        held = max(self._held(plan.schedule, costs))
+        show = format_bytes if self._cap.in_bytes else "{:.4g} activation units".format
+        why = f"; what stays: {plan.binds}" if plan.binds else ""
+        return (
+            f"no plan of {self.name} with offload {self._offloading.settings.mode} keeps a memory cap of "
+            f"{show(self._cap.amount)}: the least found is {show(held)}{why}; raise --pipemem-memory-cap, or try "
+            "--pipemem-offload auto, --pipemem-recompute auto or --pipemem-schedule auto"
+        )
+
+    def _costs_of(self, placement: Placement) -> Costs:
+        """What is known: seconds, the channel, and bytes where they count."""
+        costs = self.costs
+        if self._changes is not None:
+            costs = replace(costs, memory=self._memory(placement, with_messages(self._changes, placement)))
+        return replace(costs, channel=self._channel(placement))
+
+    def _channel(self, placement: Placement) -> Channel | None:
+        settings = self._offloading.settings
+        if settings.mode == "off" or self.costs.channel is not None:
+            return self.costs.channel
+        if settings.ratio is not None:
+            return Channel.of_ratio(settings.ratio, self.costs)
+        if self.priced_by == "unit" or self._changes is None:
+            return Channel.of_ratio(ASSUMED_RATIO, self.costs)
+        links = self._offloading.links(placement.num_devices)
+        moved = [-change for change in self._changes[Kind.WAIT_OFFLOAD]]
+        return Channel(
+            tuple(nbytes / links[device].out for nbytes, device in zip(moved, placement.devices, strict=True)),
+            tuple(nbytes / links[device].back for nbytes, device in zip(moved, placement.devices, strict=True)),
+            duplex=all(link.duplex for link in links),
+        )
+
+    def _memory(self, placement: Placement, with_their_messages: Changes) -> dict[Kind, tuple[float, ...]]:
+        """Bytes of every action. A recomputed forward keeps nothing but an output that it hands on locally."""
+        changes = {**self._changes, **with_their_messages}
+        message = max(self._changes.get(Kind.RECV_F, (0,)))
+        handed_on = []
+        for stage, device in enumerate(placement.devices):
+            after = placement.next_stage(stage)
+            handed_on.append(message if after is not None and placement.devices[after] == device else 0)
+        saved = self._changes[Kind.F]
+        again = tuple(taken - kept for taken, kept in zip(saved, handed_on, strict=True))
+        kept = tuple(whole - part for whole, part in zip(changes[Kind.F], again, strict=True))
+        memory = {Kind.F: kept, Kind.R: again, Kind.I: changes[Kind.I], Kind.W: changes[Kind.W]}
+        return memory | {kind: changes[kind] for kind in (Kind.WAIT_OFFLOAD, Kind.RELOAD) if kind in changes}
+
+    def _host_budget(self) -> float:
+        return _HOST_FILL * self._offloading.budget()
+
+
+_MESSAGE_BYTES = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_I, Kind.RECV_I, Kind.REDUCE_GRAD)
+
+
+def _everything_away(order: Order) -> Order:
+    """Every forward of a serial order leaves at once, and returns right before its backward."""
+    away: list[Action] = []
+    for action in order:
+        if action.kind is Kind.I:
+            away += [action._replace(kind=kind) for kind in (Kind.RELOAD, Kind.WAIT_RELOAD)]
+        away.append(action)
+        if action.kind is Kind.F:
+            away += [action._replace(kind=kind) for kind in (Kind.OFFLOAD, Kind.WAIT_OFFLOAD)]
+    return tuple(away)
+
+
+def _notes(plan: OffloadPlan) -> str:
+    """What moves and why the rest stays, in words."""
+    counts: dict[str, int] = {}
+    for why in plan.kept.values():
+        counts[why] = counts.get(why, 0) + 1
+    stays = "".join(f", {count} stay ({why})" for why, count in sorted(counts.items()))
+    again = f"; recomputed stages {sorted(plan.schedule.recomputed)}" if plan.schedule.recomputed else ""
+    return f"{len(plan.offloaded)} activations are offloaded{stays}{again}"

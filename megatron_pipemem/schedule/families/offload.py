@@ -1,0 +1,124 @@
+"""PipeOffload: uniform repeating with half or all chunks offloaded (arXiv 2503.01328), interleaved or over a V.
+
+In uniform repeating forwards keep the pace of the steady state from the first on, so that activations are made no faster than
+they can leave, and every W follows its I at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.costs import Channel, Costs
+from megatron_pipemem.schedule.families.gis import gis_h
+from megatron_pipemem.schedule.families.v_shape import zbv
+from megatron_pipemem.schedule.offload.planner import plan_offload
+from megatron_pipemem.schedule.offload.weights import with_prompt_weights
+from megatron_pipemem.schedule.passes import check_whole
+from megatron_pipemem.schedule.registry import Family, register_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+
+
+def po_h(
+    num_devices: int,
+    num_microbatches: int,
+    chunks: int = 2,
+    k: float | None = None,
+    placement: str = "interleaved",
+    offload_chunks: int | None = None,
+    costs: Costs | None = None,
+) -> Schedule:
+    """The longer-lived half of every device's chunks goes to the host.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m``; need not be a multiple of anything.
+        chunks: stages per device.
+        k: how long activations take to the host and back, over their F, I and W; default what ``costs`` say, or 1.
+        placement: ``interleaved``, or ``v`` with 2 chunks.
+        offload_chunks: how many of a device's chunks may be offloaded; default ``ceil(chunks/2)``.
+        costs: seconds and bytes; default unit costs.
+
+    Raises:
+        UnsupportedError: an option is out of range.
+    """
+    count = (chunks + 1) // 2 if offload_chunks is None else offload_chunks
+    return _pipe_offload("po-h", num_devices, num_microbatches, chunks, k, placement, count, costs)
+
+
+def po_f(
+    num_devices: int,
+    num_microbatches: int,
+    chunks: int = 2,
+    k: float | None = None,
+    placement: str = "interleaved",
+    offload_chunks: int | None = None,
+    costs: Costs | None = None,
+) -> Schedule:
+    """All chunks go to the host, as far as that lowers the peak.
+
+    Arguments and errors are those of ``po_h``; ``offload_chunks`` is ``chunks`` by default.
+    """
+    count = chunks if offload_chunks is None else offload_chunks
+    return _pipe_offload("po-f", num_devices, num_microbatches, chunks, k, placement, count, costs)
+
+
+def uniform_repeating(
+    num_devices: int, num_microbatches: int, chunks: int = 2, placement: str = "interleaved"
+) -> Schedule:
+    """What PipeOffload offloads from; holds less than interleaved 1F1B, and more than it with offload.
+
+    Raises:
+        UnsupportedError: there is no such placement.
+    """
+    if placement == "interleaved":
+        return gis_h(num_devices, num_microbatches, chunks, group_size=1)
+    if placement != "v" or chunks != 2:
+        raise UnsupportedError(
+            f"uniform repeating over {placement!r} with {chunks} chunks is not known; take interleaved with any number of "
+            "chunks, or v with 2"
+        )
+    return next(with_prompt_weights(zbv(num_devices, num_microbatches), Costs()))
+
+
+def _pipe_offload(
+    name: str, p: int, m: int, v: int, k: float | None, placement: str, offload_chunks: int, costs: Costs | None
+) -> Schedule:
+    check_whole(name, "chunks", v, least=1)
+    check_whole(name, "offload_chunks", offload_chunks, least=0)
+    base = uniform_repeating(p, m, v, placement)
+    costs = costs or Costs()
+    if k is not None or costs.channel is None:
+        costs = replace(costs, channel=Channel.of_ratio(1.0 if k is None else k, costs))
+    # Over a V only a paced warm-up is uniform.
+    plan = plan_offload(base, costs, offload_chunks, pace=placement == "v")
+    return replace(plan.schedule, name=name)
+
+
+_OPTIONS = {
+    "chunks": "stages per device, v (default 2)",
+    "k": "time of activations to the host and back over their F, I and W (default: by the costs, or 1)",
+    "placement": "interleaved (default), or v",
+    "offload_chunks": "how many of a device's chunks may be offloaded",
+    "costs": "given by --costs",
+}
+
+for _name, _build, _summary, _peak in (
+    ("po-h", po_h, "The longer-lived half of the chunks offloaded: about a quarter of the peak.", "about (v+2)/(8v)"),
+    ("po-f", po_f, "All chunks offloaded: a few chunks' activations, however many there are.", "about 4/(pv)"),
+):
+    register_schedule(
+        Family(
+            name=_name,
+            build=_build,
+            placement="interleaved",
+            summary=_summary,
+            peak=_peak,
+            bubble="less than (p-1)(F+I+W)",
+            source="arXiv 2503.01328",
+            splits_backward=True,
+            options=_OPTIONS,
+            chunks=None,
+            offloads=True,
+        )
+    )

@@ -1,0 +1,242 @@
+"""The fastest schedule under a memory cap when activations may be kept, offloaded or recomputed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_pipemem.errors import PipememError, UnsupportedError
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.families.offload import uniform_repeating
+from megatron_pipemem.schedule.offload.planner import OffloadPlan, plan_offload
+from megatron_pipemem.schedule.offload.recompute import with_recompute
+from megatron_pipemem.schedule.offload.weights import with_prompt_weights
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import synchronous_schedules
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.search import search_schedule
+from megatron_pipemem.schedule.simulator import simulate
+
+logger = logging.getLogger(__name__)
+
+NAME = "auto"
+
+# Caps, over the one asked for, of the orders that are searched for: what exceeds it is to leave the device.
+_HIGHER = (1.0, 2.0, 4.0)
+_MOST_CHUNKS = 4
+_UNIFORM = "uniform repeating"
+
+
+class OffloadCandidate(NamedTuple):
+    """An order with what its activations do.
+
+    Args:
+        plan: its round trips.
+        found_by: how the order came about.
+    """
+
+    plan: OffloadPlan
+    found_by: str
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        return tuple(sorted(self.plan.schedule.recomputed))
+
+
+@dataclass(frozen=True)
+class OffloadSearchResult:
+    """The fastest plan found within the cap.
+
+    Args:
+        candidates: all plans that keep the cap and were worked out, the fastest first.
+        seconds: how long the search took.
+    """
+
+    candidates: tuple[OffloadCandidate, ...]
+    seconds: float
+
+    @property
+    def best(self) -> OffloadCandidate:
+        return self.candidates[0]
+
+    @property
+    def plan(self) -> OffloadPlan:
+        return self.best.plan
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.plan.schedule
+
+    @property
+    def makespan(self) -> float:
+        """Seconds."""
+        return self.plan.makespan
+
+
+def search_offload(
+    num_devices: int,
+    num_microbatches: int,
+    costs: Costs,
+    memory_cap: float | Sequence[float],
+    *,
+    host_budget: float | Sequence[float] | None = None,
+    placements: Sequence[Placement] | None = None,
+    offload: bool = True,
+    recompute: bool = False,
+    seconds: float = 20.0,
+    effort: float = 0.3,
+) -> OffloadSearchResult:
+    """Find the fastest order, and for every chunk whether to keep, offload or recompute its activations.
+
+    Orders are those of all families, uniform repeating, and those of searches under higher caps; the fastest ones are tried
+    first, until no other can win. Chunks are recomputed on those devices only that offload alone does not bring within the
+    cap, the longest-lived first.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m`` of one step.
+        costs: with a channel, if anything is to be offloaded at a price.
+        memory_cap: the most a device may hold, one number or one per device, in activation units or the unit of
+            ``costs.memory``.
+        host_budget: the most host memory of a device, likewise.
+        placements: which to consider; default all that come up.
+        offload: whether activations may leave the device.
+        recompute: whether forwards may run again.
+        seconds: stop trying after so long, once something keeps the cap.
+        effort: of the searches for orders, see ``search_schedule``.
+
+    Raises:
+        UnsupportedError: nothing keeps the cap; the message says what is in the way and the least peak that was reached.
+        CostsError: the costs fit no placement.
+    """
+    started = time.perf_counter()
+    search = _Search(num_devices, num_microbatches, costs, memory_cap, host_budget)
+    bases: dict[tuple, tuple[float, str, Schedule]] = {}
+    deadline = started + seconds
+    for name, schedule in search.orders(placements, deadline, effort):
+        makespan = simulate(schedule, costs).makespan
+        bases.setdefault((schedule.placement.devices, schedule.orders), (makespan, name, schedule))
+    if not bases:
+        raise UnsupportedError("no schedule of these placements is known for these costs; give other placements")
+    found: list[OffloadCandidate] = []
+    missed: list[OffloadPlan] = []
+    # Uniform repeating reaches the lowest peaks: what it takes says which of the others are worth a try.
+    ranked = sorted(bases.values(), key=lambda base: (not base[1].startswith(_UNIFORM), base[0]))
+    for slow_down in (False, True):
+        for makespan, name, schedule in ranked:
+            fastest = min((candidate.plan.makespan for candidate in found), default=float("inf"))
+            if found and time.perf_counter() > deadline:
+                break
+            # Nothing makes an order faster than it is.
+            if makespan >= fastest:
+                continue
+            for plan in search.plans(schedule, offload, recompute, slow_down):
+                if plan.keeps_cap:
+                    found.append(OffloadCandidate(plan, name))
+                else:
+                    missed.append(plan)
+        if found:
+            break
+    if not found:
+        raise UnsupportedError(_out_of_reach(missed, memory_cap, costs, recompute))
+    found.sort(key=lambda candidate: (candidate.plan.makespan, len(candidate.plan.offloaded)))
+    result = OffloadSearchResult(tuple(found), time.perf_counter() - started)
+    logger.info("%s in %.2f s", result.best.found_by, result.seconds)
+    return result
+
+
+def _out_of_reach(
+    missed: Sequence[OffloadPlan], memory_cap: float | Sequence[float], costs: Costs, recompute: bool
+) -> str:
+    unit = "activation units" if costs.memory is None else "bytes"
+    least = min(missed, key=lambda plan: max(plan.peaks))
+    binds = least.binds or "one microbatch alone takes it"
+    way_out = "raise the cap or the host's memory, or cut the model into more stages"
+    also = "" if recompute else ", or allow recomputation"
+    return (
+        f"no plan keeps the memory cap of {memory_cap} {unit}: the least peak found is {max(least.peaks):.6g}, and what is "
+        f"in the way is: {binds}; {way_out}{also}"
+    )
+
+
+class _Search(NamedTuple):
+    num_devices: int
+    num_microbatches: int
+    costs: Costs
+    memory_cap: float | Sequence[float]
+    host_budget: float | Sequence[float] | None
+
+    def orders(
+        self, placements: Sequence[Placement] | None, deadline: float, effort: float
+    ) -> Iterator[tuple[str, Schedule]]:
+        """Orders to plan for, by name: those that the costs are for."""
+        for name, schedule in self._all_orders(placements, deadline, effort):
+            if placements is not None and schedule.placement not in placements:
+                continue
+            try:
+                self.costs.seconds(schedule.placement)
+                self.costs.memory_changes(schedule.placement)
+                self.costs.copy_seconds(schedule.placement)
+            except PipememError:
+                continue
+            yield name, schedule
+
+    def _all_orders(
+        self, placements: Sequence[Placement] | None, deadline: float, effort: float
+    ) -> Iterator[tuple[str, Schedule]]:
+        p, m = self.num_devices, self.num_microbatches
+        for schedule in synchronous_schedules(p, m, self.costs):
+            yield schedule.name, schedule
+            if schedule.placement.name == "v":
+                for most, prompt in enumerate(with_prompt_weights(schedule, self.costs)):
+                    yield f"{schedule.name}, at most {most} W waiting", prompt
+        chunks = range(1, _MOST_CHUNKS + 1) if placements is None else {each.num_chunks for each in placements}
+        for v in chunks:
+            yield f"{_UNIFORM}, {v} chunks", uniform_repeating(p, m, v)
+        yield f"{_UNIFORM} over a V", uniform_repeating(p, m, 2, "v")
+        caps = self.memory_cap if hasattr(self.memory_cap, "__len__") else [self.memory_cap] * p
+        for number, factor in enumerate(_HIGHER):
+            left = (deadline - time.perf_counter()) / 2 / (len(_HIGHER) - number)
+            if left <= 0:
+                return
+            try:
+                searched = search_schedule(
+                    num_devices=p,
+                    num_microbatches=m,
+                    costs=self.costs,
+                    memory_cap=[cap * factor for cap in caps],
+                    placements=placements,
+                    seconds=left,
+                    effort=effort,
+                )
+            except PipememError:
+                continue
+            for candidate in searched.candidates:
+                yield f"search under {factor:g} times the cap", candidate.schedule
+
+    def plans(self, base: Schedule, offload: bool, recompute: bool, slow_down: bool) -> Iterator[OffloadPlan]:
+        """With nothing recomputed, and with ever more chunks on the devices that need it."""
+        select = "auto" if offload else "off"
+        counts = [0] * self.num_devices
+        caps = self.memory_cap if hasattr(self.memory_cap, "__len__") else [self.memory_cap] * self.num_devices
+        while True:
+            stages = base.placement.stages
+            again = {stage for held, count in zip(stages, counts, strict=True) for stage in held[:count]}
+            schedule = with_recompute(base, again)
+            plan = plan_offload(schedule, self.costs, select, self.memory_cap, self.host_budget, slow_down=slow_down)
+            yield plan
+            if not recompute or plan.keeps_cap and plan.delay == 0:
+                return
+            free = plan_offload(schedule, self.costs, select, None, self.host_budget)
+            over = [
+                device
+                for device, (peak, cap) in enumerate(zip(free.peaks, caps, strict=True))
+                if peak > cap * (1 + 1e-9) and counts[device] < len(stages[device])
+            ]
+            if not over:
+                return
+            for device in over:
+                counts[device] += 1

@@ -1,0 +1,139 @@
+"""Activations that leave the device, or are computed again, train as stock Megatron does within predicted memory."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import CaseFailed
+
+from megatron_pipemem.schedule.registry import build_schedule
+
+SMALL = ("--pipemem-offload-option", "min_bytes=1KiB")
+KNOWN = (*SMALL, "--pipemem-offload-option", "ratio=0.8")
+FULL = ("--pipemem-offload", "full", *KNOWN)
+RECOMPUTE = ("--pipemem-recompute", "full")
+SELECTIVE = ("--recompute-granularity", "selective")
+BF16 = ("--bf16", *SELECTIVE, "--eval-iters", "2", "--eval-interval", "3", "--split", "50,30,20")
+DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+TP2 = ("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel")
+DP2 = (
+    *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--overlap-grad-reduce"),
+    *("--overlap-param-gather", "--ddp-bucket-size", "20000"),
+)
+
+
+@pytest.fixture
+def moved(assert_same_training):
+    """A run that offloads: as stock in everything but memory, and in that as predicted."""
+
+    def check(run, stock) -> None:
+        assert_same_training(run, stock)
+        assert run.predicted_peaks == run.counted_peaks
+        away = run.of_ranks("counted_host_peak_bytes")
+        assert run.of_ranks("predicted_host_peak_bytes") == away and max(away) > 0
+        assert run.of_ranks("offloaded_bytes") == run.of_ranks("reloaded_bytes") and any(
+            run.of_ranks("offloaded_bytes")
+        )
+        for rank in run.ranks:
+            assert rank["stall_seconds"] == pytest.approx(sum(stall["seconds"] for stall in rank["stalls"]))
+            assert {stall["waited_for"] for stall in rank["stalls"]} <= {"WAIT_OFFLOAD", "WAIT_RELOAD"}
+
+    return check
+
+
+def test_everything_that_fits_leaves_a_v(train, moved):
+    """With a tied embedding, whose two ends are on one rank."""
+    run = train("zbv", *FULL)
+    moved(run, train("stock"))
+    assert max(run.counted_peaks) < 0.75 * max(train("zbv").counted_peaks)
+    (plan,) = run.plans
+    assert plan["step"] == 0 and "activations are offloaded" in plan["notes"]
+
+
+@pytest.mark.parametrize("schedule", ["po-h", "po-f"])
+def test_the_schedules_of_the_paper(train, moved, schedule):
+    run = train(schedule, *SMALL)
+    moved(run, train("stock"))
+    least = train("v-min")
+    assert max(run.counted_peaks) < max(least.counted_peaks)
+
+
+def test_fused_backwards_under_data_parallelism(train, moved):
+    moved(train("interleaved", *DP2, "--pipemem-offload", "half", *KNOWN), train("stock", *DP2))
+
+
+def test_evaluation_leaves_the_engine_alone(train, moved):
+    run = train("v-half", *BF16, *FULL)
+    moved(run, train("stock", *BF16))
+    assert run.validation
+
+
+def test_a_cap_in_bytes_is_kept_from_the_first_step_on(train, moved):
+    """Below what V-Min holds, and faster than it."""
+    stock, least = train("stock"), train("v-min")
+    cap = f"{0.6 * max(stock.counted_peaks) / 2**20:.3f}"
+    run = train(
+        *("auto", "--pipemem-offload", "auto", "--pipemem-memory-cap", f"{cap}MiB", *KNOWN),
+        *("--pipemem-option", "seconds=1", "--pipemem-option", "placement=v"),
+    )
+    moved(run, stock)
+    assert max(run.counted_peaks) <= float(cap) * 2**20
+    assert max(run.counted_peaks) < max(least.counted_peaks)
+    assert [plan["step"] for plan in run.plans] == [0, 1]
+    assert run.plans[1]["planned_makespan"] < least.plans[0]["planned_makespan"]
+
+
+def test_bytes_seconds_and_the_link_are_measured(train, moved):
+    run = train(
+        *("zb-h1", "--pipemem-offload", "half", *SMALL, "--pipemem-offload-option", "bandwidth=1GiB"),
+        *("--pipemem-host-memory", "4MiB", "--train-iters", "7"),
+    )
+    moved(run, train("stock", "--train-iters", "7"))
+    assert max(run.of_ranks("counted_host_peak_bytes")) <= 2**20, "its part of the host's memory"
+    assert [plan["step"] for plan in run.plans] == [0, 1, 4]
+    assert [plan["priced_by"] for plan in run.plans] == ["unit", "unit", "measured"]
+
+
+def test_a_file_with_offload(train, moved, tmp_path):
+    path = tmp_path / "moving.csv"
+    path.write_text(build_schedule("po-h", num_devices=4, num_microbatches=8).to_csv())
+    run = train(str(path), *SMALL)
+    moved(run, train("stock"))
+    assert run.counted_peaks == train("po-h", *SMALL).counted_peaks
+
+
+@pytest.mark.parametrize(("schedule", "flags"), [("1f1b", ()), ("interleaved", TP2)], ids=["1f1b", "interleaved-tp2"])
+def test_recomputation_as_an_action(train, assert_same_training, schedule, flags):
+    run = train(schedule, *flags, *RECOMPUTE)
+    assert_same_training(run, train("stock", *flags))
+    assert run.predicted_peaks == run.counted_peaks
+    assert max(run.counted_peaks) < 0.75 * max(train(schedule, *flags).counted_peaks)
+
+
+def test_recomputation_with_the_same_random_numbers(train):
+    run, plain = train("v-half", *DROPOUT, *RECOMPUTE), train("v-half", *DROPOUT)
+    assert run.losses == plain.losses and run.grad_norms == plain.grad_norms
+    assert plain.losses != train("v-half").losses, "there is dropout"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "sabotage", "flags", "told"),
+    [
+        (
+            "1f1b",
+            "copies fail",
+            FULL,
+            r"the thread that carries every offload of activations failed \(RuntimeError: the bus",
+        ),
+        (
+            "1f1b",
+            "copies are wrong",
+            (*FULL, "--pipemem-offload-option", "guard=1"),
+            "came back from the host with other bytes",
+        ),
+        ("po-f", None, (*SMALL, "--pipemem-host-memory", "512KiB"), "the host pool has no room"),
+    ],
+    ids=["copies-fail", "copies-are-wrong", "no-host-memory"],
+)
+def test_what_goes_wrong_is_told_and_ends_the_run(train, schedule, sabotage, flags, told):
+    with pytest.raises(CaseFailed, match=told):
+        train(schedule, *flags, sabotage=sabotage)

@@ -1,0 +1,206 @@
+"""What users say about offload and recomputation, and the plans made of it. No process group."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore import offloading
+from megatron_pipemem.mcore.offload_source import ASSUMED_RATIO, OffloadSource
+from megatron_pipemem.mcore.offloading import Offloading, OffloadSettings
+from megatron_pipemem.mcore.plugin import Settings, source_for
+from megatron_pipemem.mcore.sources import Shape
+from megatron_pipemem.mcore.stages import Tape, watch_batches
+from megatron_pipemem.runtime.offload.host_link import HostLink
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Channel, Costs
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.validator import validate, validate_program
+
+SHAPE = Shape(4, 2, 8)
+MESSAGE = 3
+
+
+def counted(num_stages: int) -> dict[Kind, tuple[int, ...]]:
+    """What a first step might show: 100 bytes saved by every forward, 94 of them movable."""
+    sizes = {
+        Kind.F: 100,
+        Kind.I: -40,
+        Kind.W: -60 - MESSAGE,
+        Kind.RECV_F: MESSAGE,
+        Kind.RECV_I: MESSAGE,
+        Kind.SEND_I: -MESSAGE,
+        Kind.WAIT_OFFLOAD: -94,
+        Kind.RELOAD: 94,
+    }
+    return {kind: (size,) * num_stages for kind, size in sizes.items()}
+
+
+def source(schedule: str, cap=None, **settings) -> OffloadSource:
+    found, _ = source_for(Settings(schedule, memory_cap=cap, **settings))
+    return found
+
+
+def kinds(schedule) -> set[Kind]:
+    return {action.kind for order in schedule.orders for action in order}
+
+
+def test_settings_as_users_write_them():
+    read = OffloadSettings.of(
+        "half", "auto", "64GiB", {"bandwidth": "2GiB", "min_bytes": 100, "guard": 1, "ratio": "0.5"}
+    )
+    assert read == OffloadSettings("half", "auto", 64 * 2**30, 2 * 2**30, 100, True, 0.5)
+    assert read.plans and not OffloadSettings().plans
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("most", "none", None, {}), "--pipemem-offload 'most' is none of off, half, full, auto"),
+        (("full", "some", None, {}), "--pipemem-recompute 'some'"),
+        (("full", "none", "0.5", {}), "--pipemem-host-memory '0.5' is no number of bytes"),
+        (("full", "none", None, {"speed": 1}), "no option 'speed'; its options: bandwidth"),
+        (("full", "none", None, {"ratio": 0}), "offload option ratio 0 is no positive number"),
+        (("full", "none", None, {"guard": 3}), "neither 0 nor 1"),
+    ],
+)
+def test_wrong_settings_are_refused_in_words(given, told):
+    with pytest.raises(UnsupportedError, match=told):
+        OffloadSettings.of(*given)
+
+
+def test_stocks_own_schedule_is_left_alone():
+    with pytest.raises(UnsupportedError, match="name another one"):
+        source("stock", offload="full")
+
+
+def test_ranks_share_the_memory_of_their_node():
+    nodes = [offloading._Node("a", 800), offloading._Node("a", 900), offloading._Node("b", 1000)]
+    assert offloading._rank_budget(nodes, 600) == 300
+    assert offloading._rank_budget(nodes, None) == 200
+    with pytest.raises(UnsupportedError, match="host a has 800B of memory available, less than .* 900B"):
+        offloading._rank_budget(nodes, 900)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv", "v-half", "gis"])
+@pytest.mark.parametrize("mode", ["half", "full"])
+def test_a_known_ratio_is_planned_for_from_the_first_step_on(schedule, mode):
+    wanted = source(schedule, offload=mode, offload_options={"ratio": 0.5})
+    assert not wanted.needs_bytes and not wanted.needs_seconds and wanted.may_offload
+    plan = wanted.plan(Shape(4, wanted.chunks, 8), "start")
+    validate(plan.schedule)
+    validate_program(lower(plan.schedule))
+    moved = {action.stage for order in plan.schedule.orders for action in order if action.kind is Kind.OFFLOAD}
+    assert moved and plan.notes.split()[0].isdigit()
+    if mode == "half":
+        assert all(len(moved & set(stages)) <= (len(stages) + 1) // 2 for stages in plan.schedule.placement.stages)
+
+
+def test_without_a_ratio_bytes_are_counted_first_and_seconds_then(monkeypatch):
+    wanted = source("v-half", offload="full")
+    assert wanted.needs_bytes and wanted.needs_seconds
+    first = wanted.plan(SHAPE, "start")
+    validate(first.schedule)
+    assert kinds(first.schedule) == {
+        *(Kind.F, Kind.I, Kind.W, Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
+    }
+    moved = [a for order in first.schedule.orders for a in order if a.kind is Kind.OFFLOAD]
+    assert len(moved) == 8 * 8, "all of every microbatch, so that every stage is counted"
+
+    wanted.measured(None, counted(8))
+    second = wanted.plan(SHAPE, "bytes counted", first)
+    assert second.costs.channel == Channel.of_ratio(ASSUMED_RATIO, Costs())
+
+    monkeypatch.setattr(Offloading, "links", lambda self, devices: (HostLink(47.0, 94.0, True),) * devices)
+    wanted.measured(Costs((1.0,) * 8, (1.0,) * 8, (1.0,) * 8), None)
+    third = wanted.plan(SHAPE, "costs measured", second)
+    assert third.priced_by == "measured"
+    assert third.costs.channel == Channel((2.0,) * 8, (1.0,) * 8, duplex=True)
+
+
+def program_peaks(schedule, changes) -> list[int]:
+    """The most every device holds after any action of its program."""
+    peaks = []
+    for actions in lower(schedule).actions:
+        again = schedule.recomputed
+        steps = []
+        for kind, stage, _ in actions:
+            change = changes.get(kind, (0,) * schedule.num_stages)[stage]
+            if kind is Kind.B:
+                change = changes[Kind.I][stage] + changes[Kind.W][stage]
+            if stage in again:
+                after = schedule.placement.next_stage(stage)
+                devices = schedule.placement.devices
+                local = MESSAGE if after is not None and devices[after] == devices[stage] else 0
+                change = {Kind.F: local, Kind.R: 100 - local}.get(kind, change)
+            steps.append(change)
+        peaks.append(max(accumulate(steps)))
+    return peaks
+
+
+@pytest.mark.parametrize(("schedule", "cap"), [("v-half", 460), ("1f1b", 330), ("zbv", 540)])
+@pytest.mark.parametrize("recompute", ["none", "auto"])
+def test_a_cap_in_bytes_is_kept_by_the_whole_program(schedule, cap, recompute):
+    wanted = source(schedule, f"{cap}B", offload="auto", recompute=recompute, offload_options={"ratio": 0.5})
+    assert wanted.needs_bytes and not wanted.needs_seconds
+    shape = Shape(4, wanted.chunks, 8)
+    wanted.plan(shape, "start")
+    wanted.measured(None, counted(4 * wanted.chunks))
+    plan = wanted.plan(shape, "bytes counted")
+    validate_program(lower(plan.schedule))
+    assert max(program_peaks(plan.schedule, counted(4 * wanted.chunks))) <= cap
+    assert not plan.schedule.recomputed, "nothing is computed again where offload is enough"
+
+
+@pytest.mark.parametrize("recompute", ["none", "auto"])
+def test_a_search_chooses_the_order_too(recompute):
+    options = {"placement": "v", "seconds": 1}
+    moving = {"offload": "auto", "recompute": recompute, "offload_options": {"ratio": 0.5}}
+    wanted = source("auto", "330B", options=options, **moving)
+    wanted.plan(SHAPE, "start")
+    wanted.measured(None, counted(8))
+    plan = wanted.plan(SHAPE, "bytes counted")
+    validate_program(lower(plan.schedule))
+    assert max(program_peaks(plan.schedule, counted(8))) <= 330 and plan.search_seconds > 0
+    assert plan.schedule.name == "auto" and plan.schedule.placement.name == "v"
+
+
+def test_recomputation_helps_where_the_channel_does_not():
+    slow = {"ratio": 50.0}
+    with pytest.raises(UnsupportedError, match="keeps a memory cap of 0.3 activation units: the least found is"):
+        source("1f1b", 0.3, offload="auto", offload_options=slow).plan(Shape(4, 1, 8), "start")
+    plan = source("1f1b", 0.3, offload="auto", recompute="auto", offload_options=slow).plan(Shape(4, 1, 8), "start")
+    assert plan.schedule.recomputed and plan.timeline.peak <= 0.3
+
+
+def test_all_stages_are_recomputed_if_asked():
+    plan = source("interleaved", recompute="full").plan(SHAPE, "start")
+    assert plan.schedule.recomputed == frozenset(range(8)) and not plan.schedule.offloads
+    validate_program(lower(plan.schedule))
+
+
+class Counter:
+    def __init__(self):
+        self.excluded = []
+
+    def exclude(self, tensors):
+        self.excluded += tensors
+
+
+def test_a_tape_plays_once_more_what_it_has_seen():
+    torch = pytest.importorskip("torch")
+    batches = [{"tokens": torch.arange(3)}, {"tokens": torch.ones(2)}, {"tokens": torch.zeros(1)}]
+    counters = Counter(), Counter()
+    data = watch_batches(iter(batches), *counters)
+    tape = Tape(data)
+    first = [next(tape).pop("tokens"), next(tape)["tokens"]]
+    tape.rewind()
+    assert [next(tape)["tokens"] is tensor for tensor in first] == [True, True]
+    with pytest.raises(RuntimeError, match="more data"):
+        next(tape)
+    assert next(data) is batches[2], "the iterator itself has not gone on"
+    assert all(len(counter.excluded) == 3 for counter in counters)

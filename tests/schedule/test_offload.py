@@ -1,0 +1,251 @@
+"""Plans of what leaves a device and when, against an oracle that plays them, and against what is published."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import offload_oracle
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_schedules import random_schedules
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.action import COMPUTE, Kind
+from megatron_pipemem.schedule.costs import Channel, Costs
+from megatron_pipemem.schedule.families.offload import uniform_repeating
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload
+from megatron_pipemem.schedule.offload.search import search_offload
+from megatron_pipemem.schedule.offload.weights import with_prompt_weights
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.validator import validate, validate_program
+
+
+def costs_of(ratio: float, duplex: bool = False, switches: tuple[tuple[int, ...], ...] = ()) -> Costs:
+    return replace(Costs(), channel=Channel.of_ratio(ratio, Costs(), duplex, switches))
+
+
+def played(schedule: Schedule, ratio: float) -> offload_oracle.Played:
+    """With unit passes of one chunk."""
+    copy = 1.5 * ratio
+    return offload_oracle.play(schedule, {"F": 1, "I": 1, "W": 1, "B": 2, "OFFLOAD": copy, "RELOAD": copy})
+
+
+def bubble(schedule: Schedule, run: offload_oracle.Played) -> float:
+    """In unit passes of one chunk; ``run`` played them."""
+    return run.makespan - 3 * schedule.placement.num_chunks * schedule.num_microbatches
+
+
+@cache
+def pipe_offload(name: str, p: int, v: int, ratio: float, m: int = 0, placement: str = "interleaved") -> Schedule:
+    return build_schedule(name, num_devices=p, num_microbatches=m or 4 * p, chunks=v, k=ratio, placement=placement)
+
+
+def check(plan: OffloadPlan) -> None:
+    """It computes what its base does, validates, and accounts for every activation."""
+    validate(plan.schedule)
+    assert offload_oracle.mistakes(plan.schedule) == []
+    for order, before in zip(plan.schedule.orders, plan.base.orders, strict=True):
+        assert tuple(action for action in order if action.kind in COMPUTE) == before
+    made = {(a.stage, a.microbatch) for order in plan.base.orders for a in order if a.kind is Kind.F}
+    assert set(plan.offloaded) | set(plan.kept) == made
+    assert not set(plan.offloaded) & set(plan.kept)
+
+
+# ----------------------------------------------------------------------------------- what is published, met or beaten
+
+IN_FLIGHT = {
+    (4, 4): ((5, 5), (4, 4, 4)),
+    (8, 2): ((6, 6), (3, 5, 6)),
+    (8, 3): ((5, 6), (4, 4, 6)),
+    (8, 5): ((7, 8), (4, 4, 6)),
+}
+"""In-flight chunks of PO-H at k = .6 and 1, and of PO-F at k = .6, .9 and 1, of the published scheduler (p, v)."""
+
+
+@pytest.mark.parametrize(("p", "v"), IN_FLIGHT)
+def test_no_more_in_flight_than_published_and_no_slower(p: int, v: int) -> None:
+    half, full = IN_FLIGHT[p, v]
+    base = uniform_repeating(p, 4 * p, v)
+    idle = oracle.makespan(base, v, v, v) - 12 * p * v
+    for name, rows in (("po-h", zip((0.6, 1.0), half, strict=True)), ("po-f", zip((0.6, 0.9, 1.0), full, strict=True))):
+        for ratio, most in rows:
+            schedule = pipe_offload(name, p, v, ratio)
+            run = played(schedule, ratio)
+            assert max(run.device_peaks) <= most, (name, ratio)
+            assert bubble(schedule, run) <= idle + 1e-6 < 3 * v * (p - 1)
+
+
+@pytest.mark.parametrize("placement", ["interleaved", "v"])
+@pytest.mark.parametrize(("ratio", "most"), [(0.6, 3), (0.8, 3), (1.0, 4)])
+def test_a_quarter_of_the_memory_without_a_bubble_in_the_steady_state(placement: str, ratio: float, most: int) -> None:
+    schedule = pipe_offload("po-f", 8, 2, ratio, 32, placement)
+    run = played(schedule, ratio)
+    assert max(run.device_peaks) <= most
+    assert bubble(schedule, run) < 3 * 2 * 7
+    # More microbatches make the step longer by their work and by nothing else.
+    longer = pipe_offload("po-f", 8, 2, ratio, 40, placement)
+    assert bubble(longer, played(longer, ratio)) <= bubble(schedule, run) + 1e-6
+
+
+def test_full_offload_holds_the_same_whatever_the_number_of_stages() -> None:
+    peaks = {
+        (p, v): max(played(pipe_offload("po-f", p, v, 0.9), 0.9).device_peaks)
+        for p, v in ((4, 3), (4, 6), (8, 3), (8, 4))
+    }
+    assert set(peaks.values()) <= {2, 3, 4}
+
+
+@pytest.mark.parametrize(("p", "v"), [(2, 4), (3, 2), (5, 3), (7, 2), (9, 2)])
+def test_everything_can_be_planned(p: int, v: int) -> None:
+    """Odd numbers of devices, every number of chunks, and channels far too slow (the full grid: benchmarks)."""
+    for number in range(v + 1):
+        for ratio in (0.4, 1.6, 3.0):
+            schedule = build_schedule(
+                "po-f", num_devices=p, num_microbatches=p + v, chunks=v, k=ratio, offload_chunks=number
+            )
+            validate_program(lower(schedule))
+            assert offload_oracle.mistakes(schedule) == []
+            base = uniform_repeating(p, p + v, v)
+            run = played(schedule, ratio)
+            assert run.makespan <= oracle.makespan(base, v, v, v) + 1e-6
+            assert max(run.device_peaks) <= max(oracle.peak(base)) * schedule.num_stages
+            stages = {action.stage for order in schedule.orders for action in order if action.kind is Kind.OFFLOAD}
+            assert all(len(stages & set(held)) <= number for held in schedule.placement.stages)
+
+
+# ------------------------------------------------------------------------------------------------------ any schedule
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_schedule_can_be_planned_for(data: st.DataObject) -> None:
+    base = data.draw(random_schedules())
+    ratio = data.draw(st.sampled_from([0.0, 0.3, 1.0, 2.5, 40.0]))
+    shared = (tuple(range(base.num_devices)),) if data.draw(st.booleans()) else ()
+    costs = costs_of(ratio, data.draw(st.booleans()), shared)
+    budget = data.draw(st.sampled_from([None, 0.0, 0.4, 1.0]))
+    plan = plan_offload(base, costs, host_budget=budget)
+    check(plan)
+    validate(plan.schedule, host_budget=budget)
+    assert max(plan.peaks) <= max(plan.base_timeline.peaks) + 1e-9
+    if not shared:
+        assert plan.delay <= 1e-6 * plan.makespan
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_cap_is_kept_with_no_more_than_it_needs(data: st.DataObject) -> None:
+    base = data.draw(random_schedules())
+    costs = costs_of(data.draw(st.sampled_from([0.0, 0.5, 1.0, 2.0])))
+    share = data.draw(st.sampled_from([0.3, 0.6, 0.9, 1.0]))
+    cap = max(plan_offload(base, costs).base_timeline.peaks) * share
+    plan = plan_offload(base, costs, memory_cap=cap)
+    check(plan)
+    if plan.keeps_cap:
+        validate(plan.schedule, memory_cap=cap)
+        assert plan.binds == ""
+    if share == 1.0:
+        assert plan.offloaded == () and set(plan.kept.values()) == {"not needed"}
+
+
+def test_without_a_price_everything_leaves_that_has_time_to() -> None:
+    base = build_schedule("zbv", num_devices=4, num_microbatches=12)
+    plan = plan_offload(base, costs_of(0.0))
+    for order in base.orders:
+        for at, action in enumerate(order):
+            if action.kind is Kind.F:
+                used = order.index(action._replace(kind=Kind.I))
+                assert ((action.stage, action.microbatch) in plan.offloaded) == (used > at + 1)
+    assert plan.delay == 0
+
+
+@pytest.mark.parametrize("base", [("gis-h", {"group_size": 1}), ("zbv", {}), ("1f1b", {}), ("v-half", {})])
+def test_a_faster_channel_or_more_room_is_never_worse(base: tuple[str, dict[str, object]]) -> None:
+    name, options = base
+    schedule = build_schedule(name, num_devices=4, num_microbatches=12, **options)
+    peaks = [max(plan_offload(schedule, costs_of(ratio)).peaks) for ratio in (0.0, 0.4, 0.7, 1.0, 1.5, 2.5, 5.0)]
+    assert peaks == sorted(peaks)
+    whole = max(plan_offload(schedule, costs_of(0.7)).host_peaks)
+    rooms = [
+        max(plan_offload(schedule, costs_of(0.7), host_budget=whole * share).peaks) for share in (0, 0.25, 0.5, 0.75, 1)
+    ]
+    assert rooms == sorted(rooms, reverse=True)
+    least = plan_offload(schedule, costs_of(0.7), memory_cap=peaks[3])
+    more = plan_offload(schedule, costs_of(0.7), memory_cap=peaks[3] * 1.5)
+    assert len(more.offloaded) <= len(least.offloaded) and more.delay <= least.delay + 1e-9
+
+
+def test_reasons_are_told() -> None:
+    schedule = build_schedule("1f1b", num_devices=4, num_microbatches=12)
+    assert set(plan_offload(schedule, costs_of(0.5), "off").kept.values()) == {"not needed"}
+    slow = plan_offload(schedule, costs_of(100.0))
+    assert slow.offloaded == () and set(slow.kept.values()) == {"lifespan too short"}
+    assert slow.binds == "lifespan too short (12 activations)", slow.kept
+    poor = plan_offload(schedule, costs_of(0.5), host_budget=0.0)
+    assert "host memory" in poor.kept.values() and poor.host_peaks == (0,) * 4
+    crowded = plan_offload(schedule, costs_of(2.0), memory_cap=0.01)
+    assert not crowded.keeps_cap and crowded.binds
+
+
+def test_stages_may_be_named() -> None:
+    schedule = build_schedule("interleaved", num_devices=2, num_microbatches=8)
+    plan = plan_offload(schedule, costs_of(0.2), [1])
+    assert {stage for stage, _ in plan.offloaded} == {1}
+    assert {stage for stage, _ in plan_offload(schedule, costs_of(0.2), "half").offloaded} == {0, 1}
+    for select in ("most", -1, True, [7]):
+        with pytest.raises(UnsupportedError, match="cannot offload"):
+            plan_offload(schedule, costs_of(0.2), select)
+    with pytest.raises(UnsupportedError, match="memory caps"):
+        plan_offload(schedule, costs_of(0.2), memory_cap=[1.0])
+
+
+def test_prompt_weights_keep_everything_else() -> None:
+    schedule = build_schedule("zbv", num_devices=4, num_microbatches=9)
+    variants = list(with_prompt_weights(schedule, Costs()))
+    for most, variant in enumerate(variants):
+        assert oracle.check(variant) == [] and oracle.disordered_weight_gradients(variant) == []
+        for order in variant.orders:
+            waiting = 0
+            for action in order:
+                waiting += (action.kind is Kind.I) - (action.kind is Kind.W)
+                assert waiting <= most + 1
+    assert list(with_prompt_weights(build_schedule("1f1b", num_devices=2, num_microbatches=4), Costs())) == []
+
+
+@pytest.mark.parametrize(
+    "options", [{"chunks": 0}, {"offload_chunks": -1}, {"placement": "linear"}, {"placement": "v", "chunks": 3}]
+)
+@pytest.mark.parametrize("name", ["po-h", "po-f"])
+def test_impossible_options_are_refused(name: str, options: dict[str, object]) -> None:
+    with pytest.raises(UnsupportedError):
+        build_schedule(name, num_devices=4, num_microbatches=8, **options)
+
+
+# -------------------------------------------------------------------------------------------------------- the search
+
+
+def test_search_keeps_the_cap_and_beats_what_keeps_it_without() -> None:
+    costs = costs_of(1.0)
+    found = search_offload(4, 12, costs, 3 / 8, seconds=2, effort=0.02)
+    validate(found.schedule, memory_cap=3 / 8)
+    assert found.plan.keeps_cap
+    v_min = build_schedule("v-min", num_devices=4, num_microbatches=12)
+    assert max(oracle.peak(v_min)) >= 3 / 8 and found.makespan < oracle.makespan(v_min, 1, 1, 1)
+    with pytest.raises(UnsupportedError, match=r"least peak found is 0\.\d+, and what is in the way is"):
+        search_offload(4, 12, costs, 0.01, seconds=0.5, effort=0.02, placements=[Placement.v_shape(4)])
+
+
+def test_search_recomputes_where_the_channel_is_too_slow() -> None:
+    """Recomputing everything holds next to nothing in activation units; a free channel makes it superfluous."""
+    placements = [Placement.linear(4)]
+    slow = search_offload(4, 8, costs_of(50.0), 0.5, placements=placements, recompute=True, seconds=1, effort=0.02)
+    validate(slow.schedule, memory_cap=0.5)
+    assert slow.best.recomputed and 3 not in slow.best.recomputed
+    free = search_offload(4, 8, costs_of(0.0), 0.5, placements=placements, recompute=True, seconds=1, effort=0.02)
+    assert not free.best.recomputed and free.makespan < slow.makespan
