@@ -12,12 +12,19 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_pipemem", "megatron_pipemem.*"]),
-    package_data={"megatron_pipemem.report": ["page.*"]},
-    install_requires=["matplotlib>=3.8", "numpy>=1.26", "rich>=13", "typer>=0.12"],
+    package_data={"megatron_pipemem.report": ["page.*"], "megatron_pipemem.configs": ["*/*.yaml"]},
+    install_requires=["matplotlib>=3.8", "numpy>=1.26", "omegaconf>=2.4", "rich>=13", "typer>=0.12"],
     extras_require={
         "megatron": ["torch>=2.6", "megatron-core[training]>=0.19,<0.21", "psutil>=5.9"],
         "gpu": ["transformer-engine[pytorch]"],
-        "test": ["hypothesis>=6.100", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "ruff>=0.6", "selenium>=4.20"],
+        "test": [
+            "hypothesis>=6.100",
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
+            "ruff>=0.6",
+            "selenium>=4.20",
+        ],
     },
     entry_points={"console_scripts": ["pipemem=megatron_pipemem.cli.app:main"]},
 )

@@ -76,3 +76,20 @@ class VocabularyError(PipememError, ValueError):
 
 class OffloadError(PipememError, RuntimeError):
     """Activations could not be moved, or were used while they were away."""
+
+
+class ConfigError(PipememError, ValueError):
+    """A configuration that cannot be read or makes no sense.
+
+    Args:
+        message: what is wrong and what would be right.
+        key: dotted path of the key at fault, if one is.
+        file: where it is from, if from a file.
+    """
+
+    def __init__(self, message: str, *, key: str | None = None, file: object | None = None):
+        self.message = message
+        self.key = key
+        self.file = None if file is None else str(file)
+        place = ", ".join(part for part in (self.file, None if key is None else f"key {key}") if part)
+        super().__init__(f"{place}: {message}" if place else message)

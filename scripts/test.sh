@@ -7,7 +7,7 @@ if [ $# -gt 0 ]; then
     exec .venv/bin/python -m pytest "$@"
 fi
 # Tests that start processes of their own run one after another; the others share the cores.
-alone="tests/end_to_end tests/runtime tests/benchmarks tests/scripts tests/cpu"
+alone="tests/end_to_end tests/runtime tests/benchmarks tests/scripts tests/cpu tests/slurm"
 failed=0
 # shellcheck disable=SC2086
 OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto $(printf -- '--ignore=%s ' $alone) tests || failed=1

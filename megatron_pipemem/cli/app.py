@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from megatron_pipemem import __version__
-from megatron_pipemem.cli import check, convert, pareto, schedules, show, simulate
+from megatron_pipemem.cli import check, convert, grid, launch, pareto, plan, profile, report, schedules, show, simulate
 from megatron_pipemem.cli.common import fail
 from megatron_pipemem.errors import PipememError
 
@@ -39,6 +39,13 @@ app.command("show")(show.show)
 app.command("pareto")(pareto.pareto)
 app.command("check")(check.check)
 app.command("convert")(convert.convert)
+app.command("plan")(plan.plan_command)
+app.command("profile")(profile.profile)
+app.command("launch")(launch.launch)
+app.command("unfinished", hidden=True)(launch.unfinished)
+app.command("grid")(grid.grid)
+app.command("grid-result", hidden=True)(grid.grid_result)
+app.command("report")(report.report)
 
 
 def _print_version(wanted: bool) -> None:

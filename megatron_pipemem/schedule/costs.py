@@ -245,7 +245,8 @@ class Costs:
 
         ``p2p`` may be one per link, ``{"0-1": ..., "1-0": ...}``. ``recompute`` is a price like the others, and ``channel``
         is ``{"offload": ..., "reload": ..., "duplex": false, "switches": [[0, 1]]}``, with ``{"ratio": k}`` in place of
-        the first two where ``k`` is all that is known (``Channel.of_ratio``).
+        the first two where ``k`` is all that is known (``Channel.of_ratio``). What ``profile`` says is
+        for readers of ``pipemem profile``.
 
         Raises:
             CostsError: the file is missing, is not JSON, or has unknown keys or values of the wrong type.
@@ -254,9 +255,10 @@ class Costs:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CostsError(f"cannot read costs from {path}: {error}") from error
-        known = ("forward", "backward_input", "backward_weight", "recompute", "p2p", "memory", "channel")
+        known = ("forward", "backward_input", "backward_weight", "recompute", "p2p", "memory", "channel", "profile")
         if not isinstance(data, dict) or set(data) - set(known):
             raise CostsError(f"{path}: costs are one JSON object with the keys {', '.join(known)}")
+        data.pop("profile", None)
         try:
             memory = data.pop("memory", None)
             if memory is not None:

@@ -1,0 +1,264 @@
+"""What the papers concluded on their machines, beside what the planner says of the same setups.
+
+Claim: with one set of efficiencies, that of ``configs/clusters/a100-80g.yaml``, the planner ranks schedules and cuts as the
+papers' measurements do. Nothing is fitted per row; where planner and paper differ, the table shows it.
+
+    python benchmarks/papers.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from megatron_pipemem.planner.cluster import GIB, Cluster
+from megatron_pipemem.planner.loading import load
+from megatron_pipemem.planner.model import Model
+from megatron_pipemem.planner.offload_ratio import CHEAP
+from megatron_pipemem.planner.runs import Parallelism, Run, ScheduleChoice
+from megatron_pipemem.planner.search import layout
+from megatron_pipemem.planner.search.planning import Plan, plan
+from megatron_pipemem.planner.search.space import Limits
+from megatron_pipemem.planner.search.step import mfu, price
+from megatron_pipemem.planner.search.variants import variants
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import simulate
+
+MACHINE = "a100-80g"
+DEVICES_PER_NODE = 8
+
+# arXiv 2405.15362, table 3: best MFU of a grid search over 40 devices; paper's name, family, recompute.
+GRID_SEARCH = {
+    (1024, 160): (49.81, 37.15, 54.52, 52.60, 48.02, 57.58),
+    (3072, 640): (57.25, 45.81, 56.55, 60.34, 55.51, 56.89),
+}
+GRID_ROWS = (
+    ("1F1B", "1f1b", "none"),
+    ("1F1B-R", "1f1b", "full"),
+    ("ZB-1P", "zb-h1", "none"),
+    ("V-Half", "v-half", "none"),
+    ("V-Min", "v-min", "none"),
+    ("V-ZB", "zbv", "none"),
+)
+
+# arXiv 2503.01328, figure 11: pure pipelines with offload against TP8 x PP4 interleaved, 12 to 19 % faster; batch 256.
+OFFLOADED = (("po-42.9b", 16384), ("po-66.6b", 16384), ("po-83.8b", 8192))
+OFFLOAD = "offload"
+OFFLOAD_GAIN = "12 to 19 % faster"
+
+# arXiv 2411.05288, table 5: model, devices, sequence -> per method MFU with vocabularies of 32k, 64k, 128k and 256k.
+VOCABULARIES = (32768, 65536, 131072, 262144)
+VOCABULARY = {
+    ("vocab-4b", 8, 2048): {
+        "baseline": (46.16, 40.48, 33.11, 25.23),
+        "redistributed": (46.01, 46.37, 44.22, 38.91),
+        "vocabulary-1": (50.42, 50.28, 49.93, 50.12),
+        "vocabulary-2": (50.23, 50.18, 49.82, 49.69),
+    },
+    ("vocab-10b", 16, 2048): {
+        "baseline": (45.66, 40.09, 32.44, 24.21),
+        "redistributed": (45.56, 42.82, 38.65, 36.98),
+        "vocabulary-1": (49.02, 50.62, 50.54, 50.66),
+        "vocabulary-2": (48.90, 50.49, 50.46, 50.46),
+    },
+    ("vocab-21b", 32, 2048): {
+        "baseline": (42.81, 37.28, 28.97, 20.86),
+        "redistributed": (43.48, 37.29, 36.32, 29.16),
+        "vocabulary-1": (45.85, 45.92, 45.90, 46.11),
+        "vocabulary-2": (45.54, 45.86, 45.86, 46.16),
+    },
+    ("vocab-4b", 8, 4096): {
+        "baseline": (47.05, 41.87, 35.00, 26.75),
+        "redistributed": (46.93, 46.78, 47.44, 43.01),
+        "vocabulary-1": (50.98, 50.98, 50.83, 50.66),
+        "vocabulary-2": (50.93, 50.75, 50.56, 50.40),
+    },
+    ("vocab-10b", 16, 4096): {
+        "baseline": (47.56, 41.21, 33.88, 25.33),
+        "redistributed": (47.41, 43.07, 43.15, 40.15),
+        "vocabulary-1": (50.93, 50.97, 50.71, 51.22),
+        "vocabulary-2": (50.97, 50.80, 50.68, 50.90),
+    },
+    ("vocab-21b", 32, 4096): {
+        "baseline": (43.68, 38.11, 30.05, 21.63),
+        "redistributed": (44.01, 38.12, 37.87, 31.03),
+        "vocabulary-1": (46.41, 46.44, 46.68, 46.83),
+        "vocabulary-2": (46.23, 46.35, 46.55, 46.84),
+    },
+}
+VOCABULARY_MICROBATCHES = 128
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison.
+
+    Args:
+        setup: what was run.
+        paper: what the paper measured, in its unit; ``None`` where it gives a range or nothing.
+        planner: what the planner says; ``None`` where it cannot.
+        relative_paper: to the baseline of the setup.
+        relative_planner: likewise.
+        note: cut, memory, or why the planner cannot say.
+    """
+
+    setup: str
+    paper: float | None
+    planner: float | None
+    relative_paper: float | None
+    relative_planner: float | None
+    note: str = ""
+
+
+def machine(devices: int) -> Cluster:
+    return replace(load(MACHINE, Cluster), nodes=devices // DEVICES_PER_NODE)
+
+
+def grid_search() -> dict[str, list[Row]]:
+    """The best plan of every schedule, whatever its cut."""
+    tables = {}
+    for (sequence, batch), paper in GRID_SEARCH.items():
+        model = replace(load("cm-98.5b", Model), sequence=sequence)
+        run = Run(model, machine(40), Parallelism(global_batch=batch))
+        found = [
+            _best(run, schedule=(family,), recompute=(recompute,))
+            for _, family, recompute in track(GRID_ROWS, f"98.5B at {sequence}", transient=True)
+        ]
+        base = found[0]
+        tables[f"arXiv 2405.15362, table 3: 98.5B on 40 devices, sequence {sequence}, batch {batch}: MFU %"] = [
+            Row(
+                name,
+                mfu_of_paper,
+                None if each is None else 100 * each.mfu,
+                mfu_of_paper / paper[0],
+                each.mfu / base.mfu if each and base else None,
+                _cut(each),
+            )
+            for (name, _, _), mfu_of_paper, each in zip(GRID_ROWS, paper, found, strict=True)
+        ]
+    return tables
+
+
+def offloaded() -> dict[str, list[Row]]:
+    """Pure pipelines with offload against tensor parallelism."""
+    known = {variant.name for variant in variants()}
+    rows = []
+    for name, sequence in track(OFFLOADED, "offload", transient=True):
+        run = Run(replace(load(name, Model), sequence=sequence), machine(32), Parallelism(global_batch=256))
+        # The paper recomputes norms, activation and dropout masks wherever it offloads.
+        cheap = replace(run, schedule=ScheduleChoice(recompute="selective", recompute_modules=CHEAP))
+        base = _best(run, schedule=("interleaved",), tp=(8,), pp=(4,), recompute=("none",))
+        pure = {"tp": (1,), "pp": (32,), "micro_batch": (1,)}
+        plain = _best(run, **pure)
+        setup = f"{name} at {sequence // 1024}k"
+        rows.append(Row(f"{setup}: TP8 x PP4 interleaved", None, base and 100 * base.mfu, 1.0, 1.0, _cut(base)))
+        rows.append(_against(base, f"{setup}: PP32, best without offload", plain))
+        if OFFLOAD in known:
+            offload = _best(
+                cheap, **pure, schedule=("gis-h",), chunks=(2,), recompute=("selective",), variant=(OFFLOAD,)
+            )
+            rows.append(_against(base, f"{setup}: PP32, offload", offload))
+        else:
+            rows.append(Row(f"{setup}: PP32, offload", None, None, None, None, "no offload in this version"))
+    return {f"arXiv 2503.01328, figure 11: 32 devices, batch 256 (PO-F or PO-H is {OFFLOAD_GAIN}): MFU %": rows}
+
+
+def _against(base: Plan | None, setup: str, found: Plan | None) -> Row:
+    gain = found.mfu / base.mfu if found and base else None
+    return Row(setup, None, found and 100 * found.mfu, None, gain, _cut(found))
+
+
+def vocabulary() -> dict[str, list[Row]]:
+    """1F1B in pure pipelines; what a head on the last stage costs, layers moved away from it, and the head cut up."""
+    known = {variant.name: variant for variant in variants()}
+    tables = {}
+    for (name, devices, sequence), methods in track(VOCABULARY.items(), "vocabulary", transient=True):
+        rows = []
+        base = 0.0
+        for method, paper in methods.items():
+            for size, measured in zip(VOCABULARIES, paper, strict=True):
+                model = replace(load(name, Model), sequence=sequence, vocabulary=size)
+                cut = Parallelism(pp=devices, global_batch=VOCABULARY_MICROBATCHES)
+                run = Run(model, machine(devices), cut)
+                setup = f"{method}, {size // 1024}k"
+                if method.startswith("vocabulary-") and method not in known:
+                    rows.append(Row(setup, measured, None, None, None, "no such variant in this version"))
+                    continue
+                found = _vocabulary(run, method, known)
+                base = found if method == "baseline" and size == VOCABULARIES[0] else base
+                relative = measured / methods["baseline"][0]
+                rows.append(Row(setup, measured, 100 * found, relative, found / base))
+        tables[f"arXiv 2411.05288, table 5: {name} on {devices} devices, sequence {sequence}, 1F1B: MFU %"] = rows
+    return tables
+
+
+def _vocabulary(run: Run, method: str, known: dict) -> float:
+    cut = run.parallelism
+    schedule = build_schedule("1f1b", num_devices=cut.pp, num_microbatches=cut.microbatches)
+    even = layout.even(run.model.layers, cut.pp) if method == "baseline" else None
+    step = price(run, Placement.linear(cut.pp), even)
+    if method in known:
+        step = known[method].prepare(run, Placement.linear(cut.pp), None)
+        schedule = known[method].apply(schedule, step, step.room(run.cluster.memory_bytes))
+    return mfu(run, simulate(schedule, step.costs).makespan + step.outside)
+
+
+def _best(run: Run, **allowed: Iterable[object]) -> Plan | None:
+    limits = Limits({key: tuple(values) for key, values in allowed.items()})
+    plans = plan(run, limits=limits, top=1, search_seconds=0).plans
+    return plans[0] if plans else None
+
+
+def _cut(found: Plan | None) -> str:
+    if found is None:
+        return "nothing fits"
+    cut = found.run.parallelism
+    text = f"TP{cut.tp} PP{cut.pp} DP{cut.dp}, microbatch {cut.micro_batch}"
+    return f"{text}{'' if cut.chunks is None else f', v={cut.chunks}'}, {found.peak / GIB:.0f} GiB"
+
+
+def table(title: str, rows: Sequence[Row]) -> Table:
+    result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for column in ("setup", "paper", "planner", "paper / base", "planner / base", "off", "note"):
+        result.add_column(column, justify="left" if column in ("setup", "note") else "right")
+    for row in rows:
+        ratios = (row.relative_paper, row.relative_planner)
+        result.add_row(
+            row.setup,
+            *("" if value is None else f"{value:.2f}" for value in (row.paper, row.planner)),
+            *("" if value is None else f"{value:.3f}" for value in ratios),
+            "" if None in ratios else f"{100 * (ratios[1] / ratios[0] - 1):+.1f}%",
+            row.note,
+        )
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("grid", "offload", "vocabulary"), help="one of the papers")
+    parser.add_argument("--output", type=Path, default=Path("out/benchmarks/papers.json"))
+    arguments = parser.parse_args()
+    console = Console(width=150, highlight=False)
+    results = {}
+    for name, compare in (("grid", grid_search), ("offload", offloaded), ("vocabulary", vocabulary)):
+        if arguments.only in (None, name):
+            tables = compare()
+            for title, rows in tables.items():
+                console.print(table(title, rows))
+            results |= {title: [asdict(row) for row in rows] for title, rows in tables.items()}
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    console.print(f"written to {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

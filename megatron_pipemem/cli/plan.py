@@ -1,0 +1,176 @@
+"""``pipemem plan``: the fastest ways to run a model on a cluster within its memory."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megatron_pipemem.cli.common import Json, console, fail, print_json
+from megatron_pipemem.cli.launch import Set
+from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.planner.cluster import GIB
+from megatron_pipemem.planner.loading import load
+from megatron_pipemem.planner.profile import Profile
+from megatron_pipemem.planner.runs import Run
+from megatron_pipemem.planner.search.output import facts, write_run
+from megatron_pipemem.planner.search.planning import Answer, Plan, plan
+from megatron_pipemem.planner.search.prices import Pace
+from megatron_pipemem.planner.search.space import KEYS, Limits
+from megatron_pipemem.planner.search.variants import PLAIN
+from megatron_pipemem.schedule.memory_cap import parse_cap
+
+_REASONS = 12
+
+
+def plan_command(
+    run_file: Annotated[
+        Path, typer.Argument(metavar="RUN.yaml", help="Model, cluster and global batch; see configs/runs.")
+    ],
+    overrides: Set = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory", metavar="XGiB", help="Of a device, for everything; by default all that the cluster leaves."
+        ),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="KEY=A,B", help=f"Leave less to the planner; keys: {', '.join(KEYS)}. Repeatable."
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            "--profile", metavar="FILE", help="What `pipemem profile` measured of this model on such a device."
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="How many to list.")] = 10,
+    search_seconds: Annotated[
+        float, typer.Option("--search-seconds", min=0, help="For each of three searches of a better order; 0 for none.")
+    ] = 5.0,
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE.yaml", help="Write the best as a run for `pipemem launch`.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Choose tensor, pipeline and data parallelism, microbatch, schedule and recompute for a run, and rank what fits.
+
+    Context and expert parallelism, the global batch and all flags stay as the run has them.
+    """
+    run = load(run_file, Run, overrides or ())
+    limits, nbytes = _limits(only or ()), None if memory is None else _bytes(memory)
+    pace = None if profile is None else _pace(profile, run)
+    with _progress() as tell:
+        answer = plan(run, nbytes, limits, top, search_seconds, tell, pace)
+    written = write_run(answer.plans[0], output) if output is not None and answer.plans else []
+    if as_json:
+        print_json(
+            {
+                "plans": [facts(each) for each in answer.plans],
+                "rejected": dict(answer.rejected.most_common()),
+                "considered": answer.considered,
+                "seconds": answer.seconds,
+                "output": [str(path) for path in written],
+            }
+        )
+    else:
+        _print(answer, written)
+    if not answer.plans:
+        fail(UnsupportedError(f"{run_file}: nothing fits; {_advice(answer.rejected)}"))
+
+
+def _limits(texts: Sequence[str]) -> Limits:
+    allowed: dict[str, list[object]] = {}
+    for text in texts:
+        key, equals, values = text.partition("=")
+        if not equals or not values:
+            raise ConfigError(f"--only {text!r}: write KEY=A,B as in tp=4,8")
+        allowed.setdefault(key, []).extend(yaml.safe_load(value) for value in values.split(","))
+    return Limits(allowed)
+
+
+def _pace(path: Path, run: Run) -> Pace:
+    profile = Profile.from_json(path)
+    if replace(profile.model, source=run.model.source) != run.model:
+        raise ConfigError("is of another model than the run's; profile that one", file=path)
+    try:
+        return Pace.of(profile, run.cluster)
+    except ConfigError as error:
+        raise ConfigError(error.message, file=path) from error
+
+
+def _bytes(text: str) -> float:
+    cap = parse_cap(text)
+    if not cap.in_bytes:
+        raise UnsupportedError(f"--memory {text!r}: give bytes, as in 60GiB")
+    return cap.amount
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """One line on stderr, where that is a terminal."""
+    with Console(stderr=True).status("planning") as status:
+        shown = 0.0
+
+        def tell(what: str) -> None:
+            nonlocal shown
+            if time.monotonic() - shown > 0.1:
+                status.update(what)
+                shown = time.monotonic()
+
+        yield tell
+
+
+def _print(answer: Answer, written: Sequence[Path]) -> None:
+    out = console()
+    if answer.plans:
+        out.print(_table(answer.plans))
+    reasons = Table("rejected", "reason", box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    common = answer.rejected.most_common()
+    for reason, count in common[:_REASONS]:
+        reasons.add_row(str(count), reason)
+    if len(common) > _REASONS:
+        reasons.add_row(str(sum(count for _, count in common[_REASONS:])), "other reasons; --json lists all")
+    out.print(reasons)
+    out.print(f"{answer.considered} ways considered in {answer.seconds:.1f} s", soft_wrap=True)
+    for path in written:
+        out.print(str(path), soft_wrap=True, markup=False)
+
+
+def _table(plans: Sequence[Plan]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    columns = ("schedule", "tp", "pp", "dp", "mb", "recompute", "s/step", "MFU", "peak GiB", "bubble", "binds")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("schedule", "recompute", "binds") else "right")
+    for each in plans:
+        cut = each.run.parallelism
+        name = each.schedule if cut.chunks is None else f"{each.schedule} v={cut.chunks}"
+        table.add_row(
+            name if each.variant == PLAIN else f"{name} + {each.variant}",
+            *map(str, (cut.tp, cut.pp, cut.dp, cut.micro_batch)),
+            each.run.schedule.recompute,
+            f"{each.seconds:.4g}",
+            f"{each.mfu:.1%}",
+            f"{each.peak / GIB:.1f}",
+            f"{each.bubble_rate:.1%}",
+            each.binds,
+        )
+    return table
+
+
+def _advice(rejected: Counter[str]) -> str:
+    if not rejected:
+        return "the limits leave no way to fill the cluster's devices"
+    return f"most often because: {rejected.most_common(1)[0][0]}"

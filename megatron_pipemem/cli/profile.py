@@ -1,0 +1,185 @@
+"""``pipemem profile``: what the parts of a model take and keep."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from megatron_pipemem.cli.common import Json, console, print_json, report_note
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.planner.cluster import Cluster
+from megatron_pipemem.planner.loading import load, typed
+from megatron_pipemem.planner.model import Execution, Model
+from megatron_pipemem.planner.offload_ratio import cheap_recompute, cluster_offload_ratio, offload_ratio
+from megatron_pipemem.planner.profile import Bandwidths, Part, Profile, even_layers, from_formulas
+from megatron_pipemem.planner.runs import AUTO, STOCK, Run
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule
+
+MIB = 1 << 20
+DEFAULT_CLUSTER = "a100-80g"
+
+
+def profile(
+    run: Annotated[Path | None, typer.Argument(help="A run configuration; it says model, cluster and cut.")] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="A model by name or YAML file, instead of a run.")
+    ] = None,
+    cluster: Annotated[str | None, typer.Option("--cluster", help="A cluster by name or YAML file.")] = None,
+    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")] = 1,
+    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Split norms over them too.")] = False,
+    cp: Annotated[int, typer.Option("--cp", help="Context-parallel ranks.")] = 1,
+    ep: Annotated[int, typer.Option("--ep", help="Expert-parallel ranks.")] = 1,
+    stages: Annotated[
+        int | None, typer.Option("--stages", min=1, help="Stages of the pipeline: ranks times chunks.")
+    ] = None,
+    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Sequences per microbatch.")] = 1,
+    sequence: Annotated[int | None, typer.Option("--sequence", help="Tokens per sequence, if not the model's.")] = None,
+    recompute: Annotated[str, typer.Option("--recompute", metavar="none|selective|full")] = "none",
+    attention: Annotated[str, typer.Option("--attention", metavar="flash|unfused")] = "flash",
+    precision: Annotated[str, typer.Option("--precision", metavar="bf16|fp16|fp32")] = "bf16",
+    fake: Annotated[bool, typer.Option("--fake", help="Count bytes with fake tensors; seconds from FLOPs.")] = False,
+    formulas: Annotated[bool, typer.Option("--formulas", help="Nothing is run, and Megatron is not needed.")] = False,
+    offload: Annotated[bool, typer.Option("--offload", help="Measure the way to the host and back, too.")] = False,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Microbatches that are timed.")] = 5,
+    output: Annotated[Path | None, typer.Option("--output", help="JSON for --pipemem-costs and the planner.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What one layer, the embedding and the head take and keep, and what the stages made of them cost."""
+    placement: Placement | None = None
+    if (run is None) == (model is None):
+        raise UnsupportedError("what is to be profiled? give a run configuration, or --model NAME")
+    if fake and formulas:
+        raise UnsupportedError("--fake runs Megatron's modules and --formulas runs nothing; give one of them")
+    if run is not None:
+        asked = load(run, Run)
+        shape, execution = asked.model, asked.execution
+        machine = load(cluster, Cluster) if cluster else asked.cluster
+        placement = _placement(asked) if stages is None else None
+        stages = placement.num_stages if placement else stages or asked.parallelism.pp * (asked.parallelism.chunks or 1)
+    else:
+        shape, machine = load(model, Model), load(cluster or DEFAULT_CLUSTER, Cluster)
+        asked = {
+            "micro_batch": micro_batch, "tp": tp, "sequence_parallel": sequence_parallel, "cp": cp, "ep": ep,
+            "recompute": recompute, "attention": attention, "precision": precision,
+        }  # fmt: skip
+        execution = typed(asked, Execution)
+    if sequence is not None:
+        shape = replace(shape, sequence=sequence)
+    execution.check(shape)
+    found = from_formulas(shape, execution, machine) if formulas else _run(shape, execution, machine, fake, repeats)
+    if offload:
+        found = replace(found, bandwidths=_bandwidths())
+    layers = even_layers(shape.layers, stages or 1)
+    result = found.to_json(layers, machine.inter_node if machine.nodes > 1 else machine.intra_node, placement)
+    result["profile"]["offload_ratio"] = _ratios(found, machine)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(result, indent=2), encoding="utf-8")
+    if as_json:
+        print_json(result)
+    else:
+        _print(found, layers, result["profile"]["offload_ratio"], run or model)
+
+
+def _placement(run: Run) -> Placement | None:
+    """Which device holds which stage, where the run's configuration says so."""
+    cut, name = run.parallelism, run.schedule.name
+    if name in (STOCK, AUTO) or name.endswith(".csv"):
+        return None
+    options = {**run.schedule.options, **({} if cut.chunks is None else {"chunks": cut.chunks})}
+    return build_schedule(name, num_devices=cut.pp, num_microbatches=cut.microbatches, **options).placement
+
+
+def _run(model: Model, execution: Execution, cluster: Cluster, fake: bool, repeats: int) -> Profile:
+    from megatron_pipemem.mcore import is_installed
+
+    if not is_installed():
+        raise UnsupportedError(
+            "Megatron-Core is not installed here; pip install 'megatron-pipemem[megatron]', or --formulas"
+        )
+    import torch
+
+    if fake or not torch.cuda.is_available():
+        from megatron_pipemem.cpu import activate
+
+        activate()
+        if not fake:
+            report_note("no GPU here: seconds are this CPU's, and its kernels keep other bytes than a GPU's")
+    from megatron_pipemem.mcore.profiling import profile as profile_stages
+
+    return profile_stages(model, execution, cluster if fake else None, repeats)
+
+
+def _bandwidths() -> Bandwidths | None:
+    import torch
+
+    from megatron_pipemem.cpu import is_active
+
+    if is_active() or not torch.cuda.is_available():
+        report_note("no GPU here, so no way from one to its host was measured; k is that of the cluster file")
+        return None
+    from megatron_pipemem.runtime.offload.bandwidth import measure_bandwidths
+    from megatron_pipemem.runtime.offload.cuda_channel import CudaChannel
+
+    measured = measure_bandwidths(CudaChannel(torch.device("cuda"), timed=False))
+    return Bandwidths(**{name: rate / 1e9 for name, rate in measured.items()})
+
+
+def _ratios(found: Profile, cluster: Cluster) -> dict[str, float]:
+    """k as the layer runs, and with what is cheap recomputed: by the cluster file, or by what was measured."""
+    cheap = cheap_recompute(found.execution)
+    measured = found.bandwidths
+    if measured is None:
+        as_is, recomputed = (cluster_offload_ratio(found.model, each, cluster) for each in (found.execution, cheap))
+    else:
+        channel = replace(cluster.host, d2h_gb_per_s=measured.d2h_computing, h2d_gb_per_s=measured.h2d_computing)
+        as_is, recomputed = (
+            offload_ratio(found.model, each, cluster.flops, channel, seconds=found.layer.seconds.total)
+            for each in (found.execution, cheap)
+        )
+    return {"as_is": as_is, "cheap_recomputed": recomputed}
+
+
+def _print(found: Profile, layers: list[int], ratios: dict[str, float], name: object) -> None:
+    table = Table(title=f"{name}: per microbatch and rank, {found.source}", title_justify="left")
+    for heading in ("", "F ms", "I ms", "W ms", "saved MiB", "released at I", "parameters"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    rows: list[tuple[str, Part]] = [
+        ("layer", found.layer),
+        ("embedding", found.first - found.middle),
+        ("head and loss", found.last - found.middle),
+    ]
+    for label, part in rows:
+        times = (part.seconds.forward, part.seconds.input, part.seconds.weight)
+        saved = part.saved + sum(change for kind, change in part.memory.items() if kind == "RECV_F")
+        table.add_row(
+            label,
+            *(f"{1e3 * seconds:.3f}" for seconds in times),
+            f"{saved / MIB:.2f}",
+            f"{part.released_at_input / MIB:.2f}",
+            f"{part.parameters:,}",
+        )
+    console().print(table)
+    seconds = "of this device" if found.source == "measured" else "from FLOPs at"
+    lines = [
+        f"seconds {seconds} {found.device}",
+        f"message between two stages: {found.message_bytes / MIB:.2f} MiB; optimizer: "
+        f"{found.optimizer_seconds * 1e9:.3f} ns per parameter",
+        f"k of a layer (arXiv 2503.01328): {ratios['as_is']:.2f}, {ratios['cheap_recomputed']:.2f} with norms and activation "
+        "recomputed; up to 1, computing hides all offload",
+        f"layers of the stages: {' '.join(map(str, layers))}",
+    ]
+    if found.bandwidths is not None:
+        rates = found.bandwidths
+        lines.append(
+            f"host link, GB/s: D2H {rates.d2h:.1f}, H2D {rates.h2d:.1f}, both {rates.both:.1f} each way; while computing "
+            f"{rates.d2h_computing:.1f}, {rates.h2d_computing:.1f}, {rates.both_computing:.1f}"
+        )
+    for line in lines:
+        console().print(line, soft_wrap=True)

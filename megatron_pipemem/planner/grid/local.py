@@ -1,0 +1,111 @@
+"""Starts points on this machine, several at a time. What a killed grid left running is ended before its point starts again."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import IO
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.planner.grid.results import Result
+from megatron_pipemem.planner.grid.store import Store, try_lock
+from megatron_pipemem.planner.launching import Command, command
+
+_PATIENCE_SECONDS = 60.0
+
+Event = Callable[[int, Result | None], object]
+"""Told a point's number when it starts, and again with its result when it has ended."""
+
+
+class LocalRunner:
+    """Trains points of a grid, each under a launcher process of its own.
+
+    Args:
+        store: the grid.
+        on_event: called from several threads.
+        command_of: what starts a point; by default torchrun on this node.
+    """
+
+    def __init__(self, store: Store, on_event: Event, command_of: Callable[[Store, int], Command] | None = None):
+        self._store = store
+        self._on_event = on_event
+        self._command_of = command_of or (lambda store, index: command(store.run(index)))
+        self._stopping = threading.Event()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._guard = threading.Lock()
+
+    def train(self, indices: Sequence[int], max_parallel: int) -> None:
+        """Returns when all points have a result. Whatever ends it early, an interrupt for example, ends the points too."""
+        with ThreadPoolExecutor(max_parallel, "grid") as pool:
+            futures = [pool.submit(self._train, index) for index in indices]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+            except BaseException:
+                self._stopping.set()
+                with self._guard:
+                    for process in self._running:
+                        process.terminate()
+                raise
+
+    def _train(self, index: int) -> None:
+        if self._stopping.is_set():
+            return
+        place = self._store.place(index)
+        with (place / ".running").open("a+", encoding="utf-8") as lock:
+            if not try_lock(lock):
+                _end_left_over(lock, place)
+            self._on_event(index, None)
+            code = self._wait(self._command_of(self._store, index), self._store.log(index), lock)
+        if not self._stopping.is_set():
+            self._on_event(index, self._store.finish(index, code))
+
+    def _wait(self, started: Command, log: Path, lock: IO[str]) -> int:
+        """The exit code. The child inherits the lock and keeps it should this process be killed."""
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **started.environment}
+        with log.open("ab") as output, self._guard:
+            process = subprocess.Popen(
+                started.words,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                pass_fds=[lock.fileno()],
+            )
+            self._running.add(process)
+        lock.truncate(0)
+        json.dump({"pid": process.pid, "host": platform.node()}, lock)
+        lock.flush()
+        code = process.wait()
+        with self._guard:
+            self._running.discard(process)
+        return code
+
+
+def _end_left_over(lock: IO[str], place: Path) -> None:
+    """End what still trains a point after its grid was killed, and take the lock over.
+
+    Raises:
+        UnsupportedError: it is on another machine, or does not end.
+    """
+    lock.seek(0)
+    try:
+        holder = json.load(lock)
+    except ValueError:
+        holder = {}
+    if holder.get("host") == platform.node():
+        os.kill(holder["pid"], signal.SIGTERM)  # it holds the lock, so the number is not yet another process's
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not try_lock(lock):
+        if time.monotonic() > deadline:
+            raise UnsupportedError(f"{place} is still being trained: {holder or 'no process known'}; end that first")
+        time.sleep(0.1)

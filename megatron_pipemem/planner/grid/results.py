@@ -1,0 +1,145 @@
+"""What came of one point: read from the log and the report of its run, kept as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_pipemem.planner.runs import Run
+
+Status = Literal["done", "failed", "infeasible"]
+
+_ITERATION = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
+_FAILURE = re.compile(r"rank \d+ failed: .*")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A point's result.
+
+    Args:
+        index: number of the point.
+        settings: what it changed.
+        status: ``infeasible`` points were never started.
+        reason: why it is not ``done``.
+        exit_code: of its training.
+        devices: ranks it ran on.
+        seconds_per_step: median of all steps but the first of a start, by the training script's clock.
+        tokens_per_second: over all devices.
+        predicted_peak_bytes: of activations, one for each rank; ``None`` where the schedule is not ours.
+        counted_peak_bytes: likewise, as autograd held them.
+        predicted_bubble_rate: of each rank.
+        measured_bubble_rate: of each rank.
+        losses: of every step since the last start.
+    """
+
+    index: int
+    settings: dict[str, Any]
+    status: Status
+    reason: str | None = None
+    exit_code: int | None = None
+    devices: int | None = None
+    seconds_per_step: float | None = None
+    tokens_per_second: float | None = None
+    predicted_peak_bytes: tuple[int | None, ...] = ()
+    counted_peak_bytes: tuple[int | None, ...] = ()
+    predicted_bubble_rate: tuple[float | None, ...] = ()
+    measured_bubble_rate: tuple[float | None, ...] = ()
+    losses: tuple[float, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of the rank that holds most."""
+        return max((peak for peak in self.counted_peak_bytes if peak is not None), default=None)
+
+    @property
+    def predicted_peak(self) -> int | None:
+        """Of the rank that was to hold most."""
+        return max((peak for peak in self.predicted_peak_bytes if peak is not None), default=None)
+
+    @property
+    def peaks_agree(self) -> bool | None:
+        """Whether every rank held what was predicted; ``None`` where nothing was."""
+        pairs = list(zip(self.predicted_peak_bytes, self.counted_peak_bytes, strict=True))
+        known = [predicted == counted for predicted, counted in pairs if predicted is not None]
+        return all(known) if known else None
+
+
+def collect(index: int, settings: dict[str, Any], run: Run, log: Path, exit_code: int) -> Result:
+    """The result of a point whose training has ended.
+
+    Args:
+        index: of the point.
+        settings: of the point.
+        run: with the folder its report is in.
+        log: of all its starts.
+        exit_code: of the last one.
+    """
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    report = _read_json(Path(run.output) / "report.json")
+    if exit_code or report is None:
+        reason = _why(text, exit_code)
+        return Result(index, settings, "failed", reason, exit_code, run.parallelism.ranks)
+    seconds = step_seconds(text)
+    tokens = run.parallelism.global_batch * run.model.sequence
+    keys = ("predicted_peak_bytes", "counted_peak_bytes", "predicted_bubble_rate", "measured_bubble_rate")
+    return Result(
+        index,
+        settings,
+        "done",
+        None,
+        exit_code,
+        run.parallelism.ranks,
+        seconds,
+        None if not seconds else tokens / seconds,
+        losses=tuple(report["losses"]),
+        **{key: tuple(rank[key] for rank in report["ranks"]) for key in keys},
+    )
+
+
+def step_seconds(log: str) -> float | None:
+    """Median time of a step; the first after every start opens channels and is left out where there are others."""
+    steps = [(int(number), float(milliseconds)) for number, milliseconds in _ITERATION.findall(log)]
+    later = [time for (before, _), (number, time) in zip(steps, steps[1:], strict=False) if number == before + 1]
+    times = later or [time for _, time in steps]
+    return statistics.median(times) / 1e3 if times else None
+
+
+def write_result(result: Result, path: Path) -> None:
+    """All of the file or nothing: whoever reads it meanwhile, and whatever ends this process."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as file:
+        json.dump(asdict(result), file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def read_result(path: Path) -> Result | None:
+    """``None`` where there is none."""
+    raw = _read_json(path)
+    if raw is None:
+        return None
+    return Result(**{key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()})
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+
+
+def _why(log: str, exit_code: int) -> str:
+    """The end of a log in a sentence."""
+    if told := _FAILURE.findall(log):
+        return told[-1]
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    last = f"; the log ends: {lines[-1]}" if lines else ""
+    return f"exit code {exit_code}{last}" if exit_code else f"it ended without a report{last}"

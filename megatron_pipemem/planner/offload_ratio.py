@@ -1,0 +1,67 @@
+"""k: the time a layer's activations take to the host and back, over the time of the layer's F, I and W.
+
+The paper (arXiv 2503.01328) has ``k = 10 / (3 (6h + s)) * C / B`` for GPT-3's layer in 16 bits with norms, activation and
+dropout recomputed (``20bsh`` bytes, ``12bsh(6h + s)`` FLOPs), ``C`` the achieved FLOP/s and ``B`` the bytes per second of
+one direction. Here bytes and FLOPs are those of any model, cut up and recomputed in any way. Where
+``k <= 1`` computing hides all transfers of a channel that carries one direction at a time; otherwise a part ``1/k``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_pipemem.planner.activations import moved_bytes
+from megatron_pipemem.planner.cluster import Cluster, HostChannel
+from megatron_pipemem.planner.model import Execution, Model, layer_flops
+
+CHEAP = ("layernorm", "activation")
+"""What is cheaper to compute again than to move."""
+
+
+def offload_ratio(
+    model: Model,
+    execution: Execution,
+    flops: float,
+    channel: HostChannel,
+    sharing: int = 1,
+    experts: bool | None = None,
+    seconds: float | None = None,
+) -> float:
+    """k of one layer.
+
+    Args:
+        model: the shape.
+        execution: how it runs; what it recomputes does not move, and takes its time.
+        flops: per second that the device achieves.
+        channel: between device and host.
+        sharing: devices that use the channel at the same time.
+        experts: whether the layer is a mixture of experts.
+        seconds: of the layer's F, I and W where they were measured; otherwise they follow from ``flops``.
+    """
+    if seconds is None:
+        seconds = layer_flops(model, execution, experts).total / flops
+    moved = moved_bytes(model, execution, experts)
+    return channel.round_trip_seconds(moved, sharing) / seconds
+
+
+def cluster_offload_ratio(model: Model, execution: Execution, cluster: Cluster, device: int = 0) -> float:
+    """k of one layer on a device of a cluster, with the devices that share its switch moving as much."""
+    return offload_ratio(model, execution, cluster.flops, cluster.host, cluster.sharing(device))
+
+
+def cheap_recompute(execution: Execution) -> Execution:
+    """The same with norms, activation and dropout masks recomputed, as offload assumes."""
+    if execution.recompute == "full":
+        return execution
+    modules = execution.recompute_modules if execution.recompute == "selective" else ()
+    return replace(execution, recompute="selective", recompute_modules=tuple(dict.fromkeys((*modules, *CHEAP))))
+
+
+def offloadable_fraction(ratio: float, duplex: float = 0.5) -> float:
+    """The part of all activations that transfers can carry while computing.
+
+    Args:
+        ratio: k.
+        duplex: what each direction keeps of its speed while both run; 0.5 is one direction at a time.
+    """
+    return 1.0 if ratio <= 0 else min(1.0, 2 * duplex / ratio)

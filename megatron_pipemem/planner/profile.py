@@ -1,0 +1,272 @@
+"""What the parts of a model cost on one rank, and the costs of stages made of them.
+
+A stage is its layers and its *frame*: what it has besides, by its place in the pipeline. The first holds the embedding, the
+last final norm, head and loss. Seconds, bytes and parameters of a stage are the sums of theirs, so one profile prices
+every way to cut the model. Profiles come from formulas (`from_formulas`), or from running stages of Megatron's modules
+(``mcore.profiling``), for real or with fake tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.planner.activations import Kept, embedding_bytes, head_bytes, layer_bytes, message_bytes
+from megatron_pipemem.planner.cluster import Cluster, Link
+from megatron_pipemem.planner.model import (
+    Execution,
+    Model,
+    Passes,
+    embedding_parameters,
+    head_flops,
+    head_parameters,
+    layer_flops,
+    layer_parameters,
+)
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
+
+Source = Literal["formulas", "fake tensors", "measured"]
+
+# Read and written per parameter by a mixed-precision Adam: fp32 gradient, master copy and two moments, 16-bit parameter.
+_ADAM_BYTES = 4 + 3 * 2 * 4 + 2
+
+
+@dataclass(frozen=True)
+class Part:
+    """A layer or a frame, per microbatch and on one rank.
+
+    Args:
+        seconds: of F, I and W.
+        memory: by how many bytes every kind of action changes what the rank holds, as the activation ledger counts.
+        parameters: on the rank.
+    """
+
+    seconds: Passes = field(default_factory=Passes)
+    memory: Mapping[Kind, float] = field(default_factory=dict)
+    parameters: int = 0
+
+    @property
+    def saved(self) -> float:
+        """Bytes from F to I."""
+        return self.memory.get(Kind.F, 0.0)
+
+    @property
+    def released_at_input(self) -> float:
+        """Bytes that I gives back."""
+        return -self.memory.get(Kind.I, 0.0)
+
+    def __add__(self, other: Part) -> Part:
+        kinds = [*self.memory, *(kind for kind in other.memory if kind not in self.memory)]
+        memory = {kind: self.memory.get(kind, 0.0) + other.memory.get(kind, 0.0) for kind in kinds}
+        return Part(self.seconds + other.seconds, memory, self.parameters + other.parameters)
+
+    def __mul__(self, count: int) -> Part:
+        memory = {kind: change * count for kind, change in self.memory.items()}
+        return Part(self.seconds * count, memory, self.parameters * count)
+
+    def __sub__(self, other: Part) -> Part:
+        return self + other * -1
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """Measured 10^9 bytes per second between device and host; ``both`` is each way, ``computing`` beside matrix products."""
+
+    d2h: float
+    h2d: float
+    both: float
+    d2h_computing: float
+    h2d_computing: float
+    both_computing: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Of one model, cut and run in one way.
+
+    Args:
+        model: its shape.
+        execution: how a microbatch of it runs.
+        source: where bytes and parameters are from; seconds of ``fake tensors`` are from formulas.
+        device: what was measured, or the speed that formulas were given.
+        layer: one layer.
+        first: the frame of the stage with the embedding.
+        middle: of a stage in between.
+        last: of the stage with the head.
+        message_bytes: of one microbatch between two stages.
+        optimizer_seconds: of one step, per parameter.
+        bandwidths: to the host, where they were measured.
+        end_layer: a layer of the first and the last stage, where it is another: there unfused attention gets its mask from the
+            batch, elsewhere every layer makes and keeps one.
+    """
+
+    model: Model
+    execution: Execution
+    source: Source
+    device: str
+    layer: Part
+    first: Part
+    middle: Part
+    last: Part
+    message_bytes: float
+    optimizer_seconds: float
+    bandwidths: Bandwidths | None = None
+    end_layer: Part | None = None
+
+    def stage(self, index: int, num_stages: int, layers: int) -> Part:
+        """A stage with that many layers."""
+        if num_stages == 1:
+            frame = self.first + self.last - self.middle
+            frame = Part(frame.seconds, {k: v for k, v in frame.memory.items() if k in _COMPUTED}, frame.parameters)
+        else:
+            frame = self.first if index == 0 else self.last if index == num_stages - 1 else self.middle
+        at_end = index in (0, num_stages - 1)
+        return frame + (self.end_layer if at_end and self.end_layer else self.layer) * layers
+
+    def costs(self, layers: Sequence[int], link: Link | None = None, placement: Placement | None = None) -> Costs:
+        """Seconds and bytes of a pipeline, for its simulator, searches and ``--pipemem-costs``.
+
+        Args:
+            layers: of every stage, in model order.
+            link: between two devices; messages take no time without one.
+            placement: which device holds which stage. Stages that follow each other on one device hand tensors over, and no
+                message; without a placement none do.
+
+        Raises:
+            ConfigError: they are not the model's layers.
+        """
+        if sum(layers) != self.model.layers or min(layers) < 0:
+            raise ConfigError(f"stages of {list(layers)} layers are not the {self.model.layers} of the model")
+        stages = [self.stage(index, len(layers), count) for index, count in enumerate(layers)]
+        for index in range(1, len(stages) if placement is not None else 0):
+            if placement.devices[index - 1] == placement.devices[index]:
+                stages[index - 1 : index + 1] = _handing_over(*stages[index - 1 : index + 1])
+        kinds = dict.fromkeys(kind for stage in stages for kind in stage.memory)
+        return Costs(
+            tuple(stage.seconds.forward for stage in stages),
+            tuple(stage.seconds.input for stage in stages),
+            tuple(stage.seconds.weight for stage in stages),
+            0.0 if link is None else link.seconds(self.message_bytes),
+            {kind: tuple(stage.memory.get(kind, 0.0) for stage in stages) for kind in kinds},
+        )
+
+    def to_json(
+        self, layers: Sequence[int], link: Link | None = None, placement: Placement | None = None
+    ) -> dict[str, Any]:
+        """What ``--pipemem-costs FILE`` reads, with this profile under the key ``profile``."""
+        costs = self.costs(layers, link, placement)
+        return {
+            "forward": list(costs.forward),
+            "backward_input": list(costs.backward_input),
+            "backward_weight": list(costs.backward_weight),
+            "p2p": costs.p2p,
+            "memory": {str(kind): list(changes) for kind, changes in costs.memory.items()},
+            "profile": {**asdict(self), "layers_per_stage": list(layers)},
+        }
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Profile:
+        """Read the file that ``pipemem profile --output`` wrote.
+
+        Raises:
+            ConfigError: it cannot be read, or holds no profile.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))["profile"]
+            for derived in ("layers_per_stage", "offload_ratio"):
+                data.pop(derived, None)
+            data["execution"]["recompute_modules"] = tuple(data["execution"]["recompute_modules"])
+            bandwidths = data.pop("bandwidths")
+            parts = {name: _part(data.pop(name)) for name in ("layer", "first", "middle", "last")}
+            end_layer = data.pop("end_layer")
+            return cls(
+                model=Model(**data.pop("model")),
+                execution=Execution(**data.pop("execution")),
+                bandwidths=None if bandwidths is None else Bandwidths(**bandwidths),
+                end_layer=None if end_layer is None else _part(end_layer),
+                **parts,
+                **data,
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot be read: {error.strerror or error}", file=path) from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"holds no profile of `pipemem profile`: {error!r}", file=path) from error
+
+
+_COMPUTED = frozenset((Kind.F, Kind.I, Kind.W))  # a stage alone exchanges no messages
+
+
+def from_formulas(model: Model, execution: Execution, cluster: Cluster, experts: bool | None = None) -> Profile:
+    """A profile of which nothing was run.
+
+    Args:
+        model: the shape.
+        execution: how it runs.
+        cluster: its ``achieved`` speed makes seconds of FLOPs.
+        experts: whether layers are mixtures of experts; by default as the model's first.
+    """
+    message = message_bytes(model, execution)
+    # The ledger counts a layer's input as the message it came as, and so does the frame of the first stage.
+    layer = _modelled(layer_flops(model, execution, experts), layer_bytes(model, execution, experts), cluster)
+    receives = {Kind.RECV_F: message, Kind.F: -message}
+    sends = {Kind.RECV_I: message, Kind.I: -message}
+    between = Part(memory=receives) + Part(memory=sends)
+    embedding = _modelled(Passes(), embedding_bytes(model, execution), cluster)
+    head = _modelled(head_flops(model, execution), head_bytes(model, execution), cluster)
+    return Profile(
+        model=model,
+        execution=execution,
+        source="formulas",
+        device=speed(cluster),
+        layer=layer + Part(parameters=layer_parameters(model, execution, experts)),
+        first=embedding + Part(memory=sends, parameters=embedding_parameters(model, execution)),
+        middle=between,
+        last=head + Part(memory=receives, parameters=head_parameters(model, execution)),
+        message_bytes=message,
+        optimizer_seconds=adam_seconds(cluster),
+    )
+
+
+def speed(cluster: Cluster) -> str:
+    """How fast formulas take a device to be, in words."""
+    return f"{cluster.tflops:g} TFLOP/s peak, {cluster.achieved:.0%} of it achieved"
+
+
+def adam_seconds(cluster: Cluster) -> float:
+    """Of one optimizer step, per parameter: bound by the device's memory."""
+    return _ADAM_BYTES / (cluster.memory_gb_per_s * 1e9)
+
+
+def modelled_seconds(flops: Passes, cluster: Cluster) -> Passes:
+    """FLOPs at the speed that a cluster achieves."""
+    return flops * (1 / cluster.flops)
+
+
+def even_layers(layers: int, num_stages: int) -> list[int]:
+    """As many layers on every stage, one fewer on the last ones where they do not come out even."""
+    whole, rest = divmod(layers, num_stages)
+    return [whole + (stage < rest) for stage in range(num_stages)]
+
+
+def _handing_over(before: Part, after: Part) -> tuple[Part, Part]:
+    """Two stages of one device: what would be received is there as soon as the neighbour has made it."""
+    changed, gave = dict(before.memory), dict(after.memory)
+    changed[Kind.F] += gave.pop(Kind.RECV_F, 0.0)
+    gave[Kind.I] += changed.pop(Kind.RECV_I, 0.0)
+    return replace(before, memory=changed), replace(after, memory=gave)
+
+
+def _modelled(flops: Passes, kept: Kept, cluster: Cluster) -> Part:
+    memory = {Kind.F: kept.saved, Kind.I: kept.after_input - kept.saved, Kind.W: -kept.after_input}
+    return Part(modelled_seconds(flops, cluster), memory)
+
+
+def _part(data: Mapping[str, Any]) -> Part:
+    memory = {Kind(kind): change for kind, change in data["memory"].items()}
+    return Part(Passes(**data["seconds"]), memory, data["parameters"])

@@ -1,0 +1,278 @@
+"""A run: a model on a cluster, cut up in a given way, under a schedule, with the rest of its flags.
+
+model: llama3-8b
+cluster: h100-80g
+parallelism: {tp: 4, pp: 4, dp: 2, micro_batch: 1, global_batch: 64}
+schedule: {name: v-half}
+training: {iterations: 1000, save_interval: 100}
+megatron: {lr: 3.0e-4, bf16: true}
+output: out/runs/mine
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from megatron_pipemem.errors import ConfigError, PipememError
+from megatron_pipemem.planner.cluster import Cluster
+from megatron_pipemem.planner.model import Execution, Model, Recompute
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.memory_cap import parse_cap
+from megatron_pipemem.schedule.registry import build_schedule, family
+from megatron_pipemem.schedule.validator import validate
+
+STOCK, AUTO = "stock", "auto"
+OFFLOAD = ("off", "half", "full", "auto")
+VOCABULARY = ("off", "1", "2")
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How a model is cut up.
+
+    Args:
+        tp: tensor-parallel ranks.
+        pp: pipeline ranks.
+        dp: data-parallel ranks.
+        cp: context-parallel ranks.
+        ep: expert-parallel ranks, of the data-parallel ones.
+        chunks: stages per pipeline rank, where the schedule leaves a choice.
+        micro_batch: sequences of a microbatch.
+        global_batch: sequences of a step, over all data-parallel ranks.
+        sequence_parallel: shard what lies between tensor-parallel layers along the sequence.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    chunks: int | None = None
+    micro_batch: int = 1
+    global_batch: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("tp", "pp", "dp", "cp", "ep", "micro_batch", "global_batch"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"is {getattr(self, key)}; give a whole number of at least 1", key=key)
+
+    @property
+    def ranks(self) -> int:
+        """Devices of the whole run."""
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a pipeline in a step."""
+        return self.global_batch // (self.micro_batch * self.dp)
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """Which schedule, and what it does beside computing.
+
+    Args:
+        name: a family of ``pipemem schedules``, a schedule file (``.csv``), ``auto`` for a search, or ``stock`` for
+            Megatron's own.
+        memory_cap: the most a rank may hold: activation units (``"0.5"``) or, with ``auto``, bytes (``"6GiB"``).
+        costs: ``unit``, ``profile`` or a JSON file.
+        options: of the family.
+        offload: which activations wait on the host: ``off``, ``half``, ``full`` or ``auto``.
+        vocab_parallel: ``off``, or the number of barriers (``1``, ``2``) of the vocabulary layers' passes.
+        recompute: which forwards run again before their backward, see ``Execution``.
+        recompute_modules: what ``selective`` runs again.
+    """
+
+    name: str = STOCK
+    memory_cap: str | None = None
+    costs: str = "unit"
+    options: dict[str, Any] = field(default_factory=dict)
+    offload: Any = "off"
+    vocab_parallel: Any = "off"
+    recompute: Recompute = "none"
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+
+    def __post_init__(self) -> None:
+        for key, allowed in (("offload", OFFLOAD), ("vocab_parallel", VOCABULARY)):
+            value = getattr(self, key)
+            text = "off" if value is False else str(value)  # YAML reads off as false
+            if text not in allowed:
+                raise ConfigError(f"is {text!r}; give {', '.join(allowed[:-1])} or {allowed[-1]}", key=key)
+            object.__setattr__(self, key, text)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How long, on what, and what is kept.
+
+    Args:
+        iterations: training steps in all, over all restarts.
+        save_interval: steps between checkpoints; 0 for none. Checkpoints are resumed from when the run starts again.
+        load: folder of a checkpoint to start from, where the run has none of its own yet.
+        data: prefix of a Megatron dataset (files ``.bin`` and ``.idx``), several as ``weight prefix weight prefix``, or
+            ``mock`` for made-up tokens.
+        cache: folder of the datasets' index files.
+    """
+
+    iterations: int = 10
+    save_interval: int = 0
+    load: str | None = None
+    data: str = "mock"
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        for key, least in (("iterations", 1), ("save_interval", 0)):
+            if getattr(self, key) < least:
+                raise ConfigError(f"is {getattr(self, key)}; give a whole number of at least {least}", key=key)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that starts a training run.
+
+    Args:
+        model: its shape.
+        cluster: where it runs.
+        parallelism: how it is cut up.
+        schedule: in which order.
+        training: how long, on what.
+        precision: of parameters and activations.
+        megatron: every other flag of the training script: ``lr: 1e-4`` is ``--lr 1e-4``, ``true`` gives a bare flag,
+            ``false`` and ``null`` leave it out, a list gives several values.
+        environment: variables of every rank.
+        output: folder of the run's report, timelines and checkpoints, from the working directory.
+        trace: whether timelines of plan and run are drawn.
+        script: the training script; by default ``scripts/pretrain_gpt.py`` of this repository.
+    """
+
+    config_folder: ClassVar[str] = "runs"
+
+    model: Model
+    cluster: Cluster
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    schedule: ScheduleChoice = field(default_factory=ScheduleChoice)
+    training: Training = field(default_factory=Training)
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    megatron: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    output: str = "out/runs/run"
+    trace: bool = False
+    script: str | None = None
+
+    @property
+    def checkpoints(self) -> str:
+        """The folder of its checkpoints, where it saves any."""
+        return f"{self.output}/checkpoints"
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether its last checkpoint is of a step before the last: starting the run again goes on from there."""
+        try:
+            saved = int((Path(self.checkpoints) / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return self.training.save_interval > 0 and saved < self.training.iterations
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.cluster.backend == "gloo"
+
+    @property
+    def execution(self) -> Execution:
+        """What the costs of a microbatch depend on."""
+        cut, choice = self.parallelism, self.schedule
+        return Execution(
+            micro_batch=cut.micro_batch,
+            tp=cut.tp,
+            sequence_parallel=cut.sequence_parallel,
+            cp=cut.cp,
+            ep=cut.ep,
+            recompute=choice.recompute,
+            recompute_modules=choice.recompute_modules,
+            attention="unfused" if self.on_cpu else "flash",
+            precision=self.precision,
+        )
+
+
+def feasible(run: Run) -> str | None:
+    """Why a run cannot work, in one sentence, or ``None``. Looks at everything that can be known without a device."""
+    return next((reason for check in _CHECKS if (reason := check(run)) is not None), None)
+
+
+def _divides(run: Run) -> str | None:
+    cut = run.parallelism
+    batch = cut.micro_batch * cut.dp
+    if cut.global_batch % batch:
+        return f"global_batch {cut.global_batch} is no multiple of micro_batch x dp = {cut.micro_batch} x {cut.dp}"
+    if (cut.dp * cut.cp) % cut.ep:
+        return f"dp x cp = {cut.dp * cut.cp} is no multiple of ep {cut.ep}"
+    try:
+        run.execution.check(run.model)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _fits_on_cluster(run: Run) -> str | None:
+    there = run.cluster.num_devices
+    if run.parallelism.ranks > there:
+        return f"tp x pp x dp x cp = {run.parallelism.ranks} devices, the cluster has {there}"
+    return None
+
+
+def _schedules(run: Run) -> str | None:
+    name, cut = run.schedule.name, run.parallelism
+    if name in (STOCK, AUTO) or name.endswith(".csv"):
+        return _stages_hold_layers(run, cut.chunks or 1) if name == STOCK else None
+    try:
+        reason = family(name).simulated_only
+        if reason:
+            return f"schedule {name} can be simulated but not run, because {reason}"
+        cap = None if run.schedule.memory_cap is None else parse_cap(run.schedule.memory_cap)
+        schedule = build_schedule(
+            name,
+            num_devices=cut.pp,
+            num_microbatches=cut.microbatches,
+            memory_cap=None if cap is None or cap.in_bytes else cap.amount,
+            **run.schedule.options,
+            **({} if cut.chunks is None else {"chunks": cut.chunks}),
+        )
+        validate(schedule, Costs())
+    except PipememError as error:
+        return str(error)
+    return _stages_hold_layers(run, schedule.placement.num_chunks)
+
+
+def _fits_in_memory(run: Run) -> str | None:
+    from megatron_pipemem.planner.search.memory import too_large  # which is about runs itself
+
+    return too_large(run)
+
+
+def _stages_hold_layers(run: Run, chunks: int) -> str | None:
+    stages = run.parallelism.pp * chunks
+    if run.model.layers % stages and not _CUTS.intersection(key.replace("_", "-") for key in run.megatron):
+        return (
+            f"{run.model.layers} layers cannot be split evenly over {stages} stages (pp {run.parallelism.pp} x {chunks} "
+            "chunks); say how by pipeline-model-parallel-layout under the training script's flags"
+        )
+    return None
+
+
+_CUTS = {"pipeline-model-parallel-layout", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"}
+_CHECKS = (_divides, _fits_on_cluster, _schedules, _fits_in_memory)
+
+
+def resolve_script(run: Run) -> Path:
+    """The training script of a run.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = Path(run.script) if run.script is not None else Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
+    if not path.is_file():
+        raise ConfigError(f"there is no training script {path}; give the path of one", key="script")
+    return path

@@ -1,0 +1,78 @@
+"""A plan as a run's configuration that ``pipemem launch`` takes, and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_pipemem.planner.cluster import GIB
+from megatron_pipemem.planner.runs import Run
+from megatron_pipemem.planner.search.planning import Plan
+
+
+def write_run(plan: Plan, path: Path) -> list[Path]:
+    """Write a plan's run; an order that has no name goes beside it as a schedule file.
+
+    Returns:
+        What was written.
+    """
+    run, written = plan.run, [path]
+    if plan.order is not None:
+        order = path.with_suffix(".csv")
+        order.parent.mkdir(parents=True, exist_ok=True)
+        order.write_text(plan.order.to_csv(), encoding="utf-8")
+        run = replace(run, schedule=replace(run.schedule, name=str(order)))
+        written.append(order)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{_heading(plan)}{yaml.safe_dump(settings(run), sort_keys=False)}", encoding="utf-8")
+    return written
+
+
+def settings(run: Run) -> dict[str, Any]:
+    """Everything in which a run differs from a default; complete without any other file."""
+    return _settings(run)
+
+
+def facts(plan: Plan) -> dict[str, Any]:
+    """For JSON: seconds, bytes."""
+    cut = plan.run.parallelism
+    return {
+        "schedule": plan.schedule,
+        "variant": plan.variant,
+        "recompute": plan.run.schedule.recompute,
+        **{key: getattr(cut, key) for key in ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch", "microbatches")},
+        "layers": list(plan.step.layers),
+        "seconds": plan.seconds,
+        "mfu": plan.mfu,
+        "bubble_rate": plan.bubble_rate,
+        "peak_bytes": list(plan.peaks),
+        "losses_seconds": plan.losses,
+        "binds": plan.binds,
+        "run": settings(plan.run),
+    }
+
+
+def _heading(plan: Plan) -> str:
+    return (
+        f"# Planned: {plan.seconds:.4g} s a step, {plan.mfu:.1%} MFU, bubble {plan.bubble_rate:.1%}, at most "
+        f"{plan.peak / GIB:.1f} GiB a rank; binds: {plan.binds}.\n"
+    )
+
+
+def _settings(value: Any) -> Any:
+    if is_dataclass(value):
+        changed = {}
+        for each in fields(value):
+            default = each.default_factory() if each.default_factory is not MISSING else each.default
+            held = getattr(value, each.name)
+            if held != default:
+                changed[each.name] = _settings(held)
+        return changed
+    if isinstance(value, (list, tuple)):
+        return [_settings(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _settings(each) for key, each in value.items()}
+    return value

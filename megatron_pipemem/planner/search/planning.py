@@ -1,0 +1,358 @@
+"""The fastest ways to run a model on a cluster within its memory.
+
+A best-first search. Every cut of the model first stands with a bound that takes a few sums: all its work, evenly shared. The
+most promising is priced stage by stage and then stands with the certified bound of its placement within the memory left
+for activations, then its schedules with what they really take. Whatever comes out of the queue with its real time is the
+next best of all; what is never looked at cannot beat what is listed. At the end a search for better orders starts from the
+cuts that have room for one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_pipemem.errors import PipememError
+from megatron_pipemem.planner.runs import Run
+from megatron_pipemem.planner.search import layout
+from megatron_pipemem.planner.search.prices import Pace
+from megatron_pipemem.planner.search.replay import measured, replay
+from megatron_pipemem.planner.search.space import Limits, Order, cuts, orders
+from megatron_pipemem.planner.search.step import Step, least_seconds, least_static, mfu, price
+from megatron_pipemem.planner.search.variants import PLAIN, Variant, variants
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.registry import build_schedule, family
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.search import search_schedule
+from megatron_pipemem.schedule.simulator import simulate
+
+logger = logging.getLogger(__name__)
+
+SEARCHED = "search"
+TOO_MUCH_STATIC = "parameters, gradients and optimizer alone exceed the memory"
+TOO_MUCH_KEPT = "one microbatch's activations exceed the memory left"
+TOO_HIGH = "the schedule's peak exceeds the memory left"
+SLOWER = "slower than those listed, by a bound or by their time"
+_LARGEST_SEARCH = 60_000  # passes of a step that is worth searching
+_SEARCHES = 3
+_WORTH_SEARCHING = 0.005  # of the time: what a better order could save at least
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way to run, and what comes of it.
+
+    Args:
+        run: what `pipemem launch` takes, but for ``schedule.name`` of a searched order, which is a file still to be written.
+        schedule: name of its order.
+        variant: what else it does; ``plain`` for nothing.
+        order: the passes, where no family's name stands for them.
+        step: stages, bytes, costs.
+        makespan: seconds of the schedule alone.
+        peaks: bytes per pipeline rank, everything included.
+        capacity: bytes of a device for all that.
+        memory_seconds: what the least time of this cut would lose without its limit of memory.
+    """
+
+    run: Run
+    schedule: str
+    variant: str
+    order: Schedule | None
+    step: Step
+    makespan: float
+    peaks: tuple[float, ...]
+    capacity: float
+    memory_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.makespan + self.step.outside
+
+    @property
+    def peak(self) -> float:
+        return max(self.peaks)
+
+    @property
+    def mfu(self) -> float:
+        return mfu(self.run, self.seconds)
+
+    @property
+    def work(self) -> float:
+        """Seconds the busiest rank computes."""
+        return self.run.parallelism.microbatches * max(self.step.work)
+
+    @property
+    def bubble_rate(self) -> float:
+        """Part of the makespan that the busiest rank idles."""
+        return max(0.0, 1 - self.work / self.makespan)
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Seconds of a step that are not the model's own computing, by cause, the largest first."""
+        m, step = self.run.parallelism.microbatches, self.step
+        busiest = step.work.index(max(step.work))
+        found = {
+            "bubble": self.makespan - self.work,
+            "uneven stages": self.work - m * sum(step.work) / len(step.work),
+            "messages within layers": m * step.communication[busiest],
+            "recompute": m * step.again[busiest],
+            "gradient reduction": step.reduction,
+            "optimizer": step.optimizer,
+        }
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @property
+    def binds(self) -> str:
+        """What takes most of the time beside computing, and whether more memory would help."""
+        cause, seconds = next(iter(self.losses.items()))
+        text = f"{cause} {seconds / self.seconds:.1%}"
+        gained = self.memory_seconds / self.seconds
+        return f"{text}; memory {gained:.1%}" if gained >= 0.01 else text
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the planner found.
+
+    Args:
+        plans: the fastest first.
+        rejected: how many ways there were besides, by reason.
+        considered: ways in all.
+        seconds: it took.
+    """
+
+    plans: tuple[Plan, ...]
+    rejected: Counter[str]
+    considered: int
+    seconds: float
+
+
+def plan(
+    run: Run,
+    memory: float | None = None,
+    limits: Limits | None = None,
+    top: int = 10,
+    search_seconds: float = 5.0,
+    progress: Progress | None = None,
+    pace: Pace | None = None,
+) -> Answer:
+    """Rank the ways to run a model.
+
+    Args:
+        run: model, cluster, global batch, context and expert parallelism; the rest is chosen.
+        memory: bytes of a device that may be used; by default all that its cluster leaves to the model.
+        limits: what may be chosen.
+        top: how many plans.
+        search_seconds: for each search of an order, of at most three; 0 for none.
+        progress: told what is looked at.
+        pace: what was measured of the model; by default all takes what the formulas say.
+
+    Returns:
+        No plans where nothing fits.
+    """
+    started = time.perf_counter()
+    planner = _Planner(run, run.cluster.memory_bytes if memory is None else memory, limits or Limits(), progress, pace)
+    plans = [exact(each) for each in planner.best(top)]
+    if search_seconds > 0 and planner.limits.admits(schedule=SEARCHED):
+        plans += planner.search(plans, search_seconds)
+    plans = sorted(plans, key=lambda each: each.seconds)[:top]
+    rejected = planner.rejected + Counter({SLOWER: planner.waiting})
+    return Answer(tuple(plans), rejected, rejected.total() + len(plans), time.perf_counter() - started)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A cut with a placement, and the schedules for it."""
+
+    run: Run
+    step: Step
+    orders: tuple[Order, ...]
+    variant: Variant | None
+    bound: float
+    memory_seconds: float
+
+
+class _Planner:
+    def __init__(self, run: Run, memory: float, limits: Limits, progress: Progress | None, pace: Pace | None) -> None:
+        self._pace = pace
+        self._memory, self.limits, self._progress = memory, limits, progress or logger.debug
+        self.rejected: Counter[str] = Counter()
+        self._groups: list[_Group] = []
+        self._serial = itertools.count()
+        self._queue: list[tuple[float, int, Run | _Group | Plan]] = []
+        for cut in cuts(run, limits, self.rejected):
+            if least_static(cut) > memory:
+                self.rejected[TOO_MUCH_STATIC] += 1
+            else:
+                self._put(least_seconds(cut, pace), cut)
+
+    @property
+    def waiting(self) -> int:
+        """What was never looked at, or comes later."""
+        return sum(len(entry.orders) if isinstance(entry, _Group) else 1 for _, _, entry in self._queue)
+
+    def best(self, count: int) -> list[Plan]:
+        """The next of all."""
+        found: list[Plan] = []
+        while self._queue and len(found) < count:
+            bound, _, entry = heapq.heappop(self._queue)
+            if isinstance(entry, Plan):
+                found.append(entry)
+                continue
+            self._progress(f"{len(found)} of {count} found, {len(self._queue)} waiting, {bound:.4g} s at least")
+            if isinstance(entry, _Group):
+                self._run_orders(entry)
+            else:
+                self._price(entry)
+        return found
+
+    def search(self, plans: list[Plan], seconds: float) -> Iterator[Plan]:
+        """Better orders for the most promising groups, if a bound leaves hope."""
+        slowest = plans[-1].seconds if plans else float("inf")
+        reached: dict[int, float] = {}
+        for each in plans:
+            reached[id(each.step)] = min(each.seconds, reached.get(id(each.step), float("inf")))
+        hopeful = [
+            group
+            for group in sorted(self._groups, key=lambda group: group.bound)
+            if group.variant is None
+            and group.bound < min(slowest, reached.get(id(group.step), slowest)) * (1 - _WORTH_SEARCHING)
+            and 3 * group.run.parallelism.microbatches * group.step.placement.num_stages <= _LARGEST_SEARCH
+        ]
+        for group in hopeful[:_SEARCHES]:
+            p, m = group.run.parallelism.pp, group.run.parallelism.microbatches
+            self._progress(f"searching an order for p = {p}, m = {m}, {group.step.placement.name}")
+            try:
+                found = search_schedule(
+                    num_devices=p,
+                    num_microbatches=m,
+                    costs=group.step.costs,
+                    memory_cap=group.step.room(self._memory),
+                    placements=[group.step.placement],
+                    seconds=seconds,
+                )
+            except PipememError as error:
+                logger.info("no order found: %s", error)
+                continue
+            if (made := self._found(group, Order(SEARCHED), found.schedule)) is not None:
+                yield made
+
+    def _put(self, seconds: float, entry: Run | _Group | Plan) -> None:
+        heapq.heappush(self._queue, (seconds, next(self._serial), entry))
+
+    def _price(self, run: Run) -> None:
+        for placement, found in orders(run, self.limits, self.rejected).items():
+            step = price(run, placement, pace=self._pace)
+            if self.limits.admits(variant=PLAIN):
+                self._bound(run, step, found, None)
+            for variant in variants():
+                if self.limits.admits(variant=variant.name):
+                    self._bound(run, variant.prepare(run, placement, self._pace), found, variant)
+
+    def _bound(self, run: Run, step: Step, found: list[Order], variant: Variant | None) -> None:
+        room = step.room(self._memory)
+        if min(room) <= 0:
+            self.rejected[TOO_MUCH_STATIC] += len(found)
+            return
+        m = run.parallelism.microbatches
+        free = lower_bound(step.placement, m, step.costs)
+        bound = free
+        if variant is None:
+            try:
+                bound = lower_bound(step.placement, m, step.costs, room)
+            except PipememError:
+                self.rejected[TOO_MUCH_KEPT] += len(found)
+                return
+        group = _Group(run, step, tuple(found), variant, bound + step.outside, bound - free)
+        self._groups.append(group)
+        self._put(group.bound, group)
+
+    def _run_orders(self, group: _Group) -> None:
+        for order in group.orders:
+            try:
+                made = self._run_order(group, order)
+            except PipememError:
+                self.rejected[f"{order.name} does not take so many pipeline ranks or microbatches"] += 1
+                continue
+            if made is None:
+                self.rejected[TOO_HIGH] += 1
+            else:
+                self._put(made.seconds, made)
+
+    def _run_order(self, group: _Group, order: Order) -> Plan | None:
+        """``None`` where it does not fit."""
+        if group.variant is not None:
+            return self._with_variant(group, group.variant, order)
+        cut, costs = group.run.parallelism, group.step.costs
+        size = {"num_devices": cut.pp, "num_microbatches": cut.microbatches}
+        if order.chunks is not None:
+            size["chunks"] = order.chunks
+        if "costs" in family(order.name).options:
+            return self._found(group, order, build_schedule(order.name, **size, costs=costs))
+        seconds, peaks = measured(order.name, cut.pp, cut.microbatches, order.chunks, costs)
+        if self._fits(group, peaks):
+            return self._plan(group, order, None, seconds, peaks)
+        return None
+
+    def _with_variant(self, group: _Group, variant: Variant, order: Order) -> Plan | None:
+        cut = group.run.parallelism
+        options = {} if order.chunks is None else {"chunks": order.chunks}
+        base = build_schedule(order.name, num_devices=cut.pp, num_microbatches=cut.microbatches, **options)
+        return self._found(group, order, variant.apply(base, group.step, group.step.room(self._memory)))
+
+    def _found(self, group: _Group, order: Order, schedule: Schedule) -> Plan | None:
+        """A plan for an order that no family's name stands for, if it fits."""
+        timeline = simulate(schedule, group.step.costs)
+        if self._fits(group, timeline.peaks):
+            return self._plan(group, order, schedule, timeline.makespan, timeline.peaks)
+        return None
+
+    def _fits(self, group: _Group, peaks: Sequence[float]) -> bool:
+        return all(peak <= room for peak, room in zip(peaks, group.step.room(self._memory), strict=True))
+
+    def _plan(
+        self, group: _Group, order: Order, schedule: Schedule | None, makespan: float, peaks: Sequence[float]
+    ) -> Plan:
+        step = group.step
+        return Plan(
+            run=_configured(group, order),
+            schedule=order.name,
+            variant=PLAIN if group.variant is None else group.variant.name,
+            order=schedule,
+            step=step,
+            makespan=makespan,
+            peaks=tuple(a + b + c for a, b, c in zip(peaks, step.static, step.buffers, strict=True)),
+            capacity=self._memory,
+            memory_seconds=group.memory_seconds,
+        )
+
+
+def _configured(group: _Group, order: Order) -> Run:
+    """The run with this schedule and, where layers are not shared evenly, its layout."""
+    choice = replace(group.run.schedule, name=order.name)
+    if group.variant is not None:
+        choice = group.variant.choice(choice)
+    flags = {key: value for key, value in group.run.megatron.items() if key.replace("_", "-") not in layout.FLAGS}
+    stages = group.step.placement.num_stages
+    if group.step.layers != layout.even(group.run.model.layers, stages):
+        flags[layout.FLAG] = layout.written(group.step.layers)
+    cut = replace(group.run.parallelism, chunks=order.chunks)
+    return replace(group.run, parallelism=cut, schedule=choice, megatron=flags)
+
+
+def exact(plan: Plan) -> Plan:
+    """With every microbatch run, where a long step was extended from shorter ones."""
+    if plan.order is not None:
+        return plan
+    cut, step = plan.run.parallelism, plan.step
+    whole = replay(plan.schedule, cut.pp, cut.microbatches, cut.chunks)
+    peaks = zip(whole.peaks(step.costs), step.static, step.buffers, strict=True)
+    return replace(plan, makespan=whole.makespan(step.costs), peaks=tuple(map(sum, peaks)))

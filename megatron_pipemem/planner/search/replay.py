@@ -1,0 +1,109 @@
+"""The makespan of one order under many costs.
+
+A planner prices the same order again and again: other tensor parallelism, other microbatches, the same sequence of passes. What
+every pass waits for is worked out once; a replay is then one sweep over the passes and agrees with ``simulate``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import dependencies, peaks, simulate
+
+_LONG = 4  # a step of more microbatches per device than this is two shorter ones, extended
+_Pass = tuple[int, int, tuple[tuple[int, int], ...]]  # device, price, (pass, link) that it waits for
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A schedule, ready to be priced.
+
+    Args:
+        schedule: F, I, W and B of whole microbatches.
+    """
+
+    schedule: Schedule
+
+    def __post_init__(self) -> None:
+        schedule, placement = self.schedule, self.schedule.placement
+        devices, stages = placement.devices, placement.num_stages
+        fused = {action for order in schedule.orders for action in order if action.kind is Kind.B}
+        spans = simulate(schedule).spans
+        # In order of their starts, as every pass takes a while, passes come after all that they wait for.
+        timed = sorted(
+            (start, device, action)
+            for device, (order, ran) in enumerate(zip(schedule.orders, spans, strict=True))
+            for action, (start, _) in zip(order, ran, strict=True)
+        )
+        index = {action: number for number, (_, _, action) in enumerate(timed)}
+        passes: list[_Pass] = []
+        for _, device, action in timed:
+            needed = tuple(
+                (index[each], devices[each.stage] * placement.num_devices + device)
+                for each in dependencies(action, placement, fused)
+                if devices[each.stage] != device  # a device's own order sees to the others
+            )
+            passes.append((device, _KINDS.index(action.kind) * stages + action.stage, needed))
+        object.__setattr__(self, "_passes", passes)
+
+    def makespan(self, costs: Costs) -> float:
+        """Seconds."""
+        placement, p = self.schedule.placement, self.schedule.num_devices
+        seconds = costs.seconds(placement)
+        prices = [price for kind in _KINDS for price in seconds[kind]]
+        neighbours = {tuple(placement.devices[s : s + 2]) for s in range(placement.num_stages - 1)}
+        links = {}
+        for a, b in neighbours:
+            links |= {a * p + b: costs.link_seconds(a, b), b * p + a: costs.link_seconds(b, a)}
+        free, ends = [0.0] * p, []
+        for device, price, needed in self._passes:
+            start = free[device]
+            for other, link in needed:
+                if (arrived := ends[other] + links[link]) > start:
+                    start = arrived
+            free[device] = end = start + prices[price]
+            ends.append(end)
+        return max(free)
+
+    def peaks(self, costs: Costs) -> tuple[float, ...]:
+        """Per device, the most it holds."""
+        return peaks(self.schedule.orders, self.schedule.placement, costs)
+
+
+@lru_cache(maxsize=256)
+def replay(name: str, num_devices: int, num_microbatches: int, chunks: int | None) -> Replay:
+    """Of a family's schedule.
+
+    Raises:
+        PipememError: the family cannot be built so.
+    """
+    options = {} if chunks is None else {"chunks": chunks}
+    return Replay(build_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches, **options))
+
+
+def measured(
+    name: str, num_devices: int, num_microbatches: int, chunks: int | None, costs: Costs
+) -> tuple[float, tuple[float, ...]]:
+    """Seconds and peaks of a family's step.
+
+    Of a long step, two shorter ones are run, and seconds and peaks extended by what the microbatches between them add.
+    """
+    whole = num_devices * _LONG
+    if num_microbatches <= whole + 3 * num_devices:
+        one = replay(name, num_devices, num_microbatches, chunks)
+        return one.makespan(costs), one.peaks(costs)
+    longer = whole + num_microbatches % num_devices
+    shorter = longer - num_devices
+    a, b = (replay(name, num_devices, count, chunks) for count in (shorter, longer))
+    more = (num_microbatches - longer) / (longer - shorter)
+    seconds = b.makespan(costs)
+    held = zip(a.peaks(costs), b.peaks(costs), strict=True)
+    return seconds + more * (seconds - a.makespan(costs)), tuple(y + more * (y - x) for x, y in held)
+
+
+_KINDS = (Kind.F, Kind.I, Kind.W, Kind.B)

@@ -1,0 +1,69 @@
+"""What a run can do beside computing in another order: a table that offload and vocabulary parallelism add themselves to.
+
+A variant changes what the stages cost, or adds actions to an order, or both, and says what the run's configuration then is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.planner.runs import Run, ScheduleChoice
+from megatron_pipemem.planner.search.prices import Pace
+from megatron_pipemem.planner.search.step import Step
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way.
+
+    Args:
+        name: what ``--only variant=NAME`` and tables call it.
+        choice: the schedule's part of a run's configuration, from that without the variant.
+        prepare: the step with other costs and bytes, from placement and pace. Its costs must be a lower bound for
+            what ``apply`` makes of an order, so that the planner may leave out what is slower even so.
+        apply: the order with further actions, within so many bytes per device. May raise PipememError where it cannot be
+            had.
+    """
+
+    name: str
+    choice: Callable[[ScheduleChoice], ScheduleChoice]
+    prepare: Callable[[Run, Placement, Pace | None], Step]
+    apply: Callable[[Schedule, Step, tuple[float, ...]], Schedule]
+
+
+_OURS = {
+    "megatron_pipemem.schedule.vocabulary": "megatron_pipemem.planner.search.vocabulary",
+    "megatron_pipemem.schedule.offload": "megatron_pipemem.planner.search.offload",
+}
+"""What a variant needs of the schedules -> the module that registers it."""
+_VARIANTS: dict[str, Variant] = {}
+
+
+def register_variant(variant: Variant) -> Variant:
+    """Add a variant to what the planner enumerates.
+
+    Raises:
+        UnsupportedError: there is one of that name.
+    """
+    if variant.name in _VARIANTS or variant.name == PLAIN:
+        raise UnsupportedError(f"variant {variant.name!r} is registered already; pick another name")
+    _VARIANTS[variant.name] = variant
+    return variant
+
+
+def variants() -> tuple[Variant, ...]:
+    """All but the plain one: those of this package that its schedules can express, and what others registered."""
+    for needed, module in _OURS.items():
+        if find_spec(needed) is not None:
+            import_module(module)
+    return tuple(_VARIANTS.values())
+
+
+PLAIN = "plain"
+"""The name of a run without any variant."""

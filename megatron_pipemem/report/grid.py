@@ -1,0 +1,172 @@
+"""Runs side by side: throughput against peak memory, in the terminal and as PNG or SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.table import Table
+
+from megatron_pipemem.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SUFFIXES = (".png", ".svg")
+_MIB = 1 << 20
+_AGREEMENT = {True: "=", False: "≠", None: " "}
+
+
+@dataclass(frozen=True)
+class RunPoint:
+    """One run that has ended well.
+
+    Args:
+        number: its number in table and picture.
+        settings: what tells it from the others, column -> text.
+        tokens_per_second: over all devices.
+        seconds_per_step: of a training step.
+        peak_bytes: activations of the rank that held most.
+        predicted_peak_bytes: likewise, before the run; ``None`` where nothing was predicted.
+        peaks_agree: whether every rank held what was predicted; ``None`` likewise.
+        predicted_bubble_rate: of the rank that idled least, planned.
+        measured_bubble_rate: likewise, measured.
+    """
+
+    number: int
+    settings: Mapping[str, str]
+    tokens_per_second: float
+    seconds_per_step: float
+    peak_bytes: int
+    predicted_peak_bytes: int | None = None
+    peaks_agree: bool | None = None
+    predicted_bubble_rate: float | None = None
+    measured_bubble_rate: float | None = None
+
+
+def front(points: Sequence[RunPoint]) -> list[RunPoint]:
+    """The runs that no other beats in one of throughput and peak without being worse in the other, by peak."""
+    best: list[RunPoint] = []
+    for point in sorted(points, key=lambda point: (point.peak_bytes, -point.tokens_per_second, point.number)):
+        twin = best and (best[-1].peak_bytes, best[-1].tokens_per_second) == (point.peak_bytes, point.tokens_per_second)
+        if not best or twin or point.tokens_per_second > best[-1].tokens_per_second:
+            best.append(point)
+    return best
+
+
+def table(points: Sequence[RunPoint]) -> Table:
+    """The runs, fastest first, a rich renderable; those on the front are marked."""
+    chosen = {point.number for point in front(points)}
+    columns = list(dict.fromkeys(key for point in points for key in point.settings))
+    rows = Table(
+        box=box.SIMPLE_HEAD,
+        header_style="bold",
+        pad_edge=False,
+        padding=0,
+        caption="Peaks: activation MiB of the fullest rank, counted in the run; = where every rank held to the byte what was "
+        "predicted.\nBubble: of the rank that idles least, planned and measured. *: no other run is faster with less.",
+        caption_justify="left",
+    )
+    rows.add_column("#", no_wrap=True)
+    for column in columns:
+        rows.add_column(column.rpartition(".")[2].replace("_", " "), no_wrap=True)
+    headings = ("tokens/s", "s/step", "predicted\npeak", "counted\npeak", "planned\nbubble", "measured\nbubble")
+    for heading in headings:
+        rows.add_column(heading, justify="right", no_wrap=True)
+    for point in sorted(points, key=lambda point: (-point.tokens_per_second, point.number)):
+        rows.add_row(
+            f"{point.number} *" if point.number in chosen else str(point.number),
+            *(point.settings.get(column, "") for column in columns),
+            f"{point.tokens_per_second:,.0f}",
+            f"{point.seconds_per_step:.4g}",
+            "-" if point.predicted_peak_bytes is None else f"{point.predicted_peak_bytes / _MIB:.4g}",
+            f"{point.peak_bytes / _MIB:.4g} {_AGREEMENT[point.peaks_agree]}",
+            *(
+                "-" if rate is None else f"{rate:.1%}"
+                for rate in (point.predicted_bubble_rate, point.measured_bubble_rate)
+            ),
+            style=None if point.number in chosen else "dim",
+        )
+    return rows
+
+
+def save_picture(points: Sequence[RunPoint], path: str | Path, title: str = "") -> Path:
+    """Draw the runs with their front; the suffix of ``path`` chooses PNG or SVG. Folders are made as needed.
+
+    Raises:
+        UnsupportedError: the suffix is neither, there are no runs, the file cannot be written, or matplotlib is missing.
+    """
+    path = Path(path)
+    if path.suffix not in _SUFFIXES:
+        raise UnsupportedError(f"cannot draw runs as {path.name!r}: end it in {' or '.join(_SUFFIXES)}")
+    if not points:
+        raise UnsupportedError("no run has ended well; there is nothing to draw")
+    try:
+        from megatron_pipemem.report import figure
+
+        with figure.style():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.save(draw(points, title), path)
+    except OSError as error:
+        raise UnsupportedError(f"cannot write {path}: {error.strerror or error}") from error
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(f"a {path.suffix} picture needs {error.name}: pip install {error.name}") from error
+    return path
+
+
+def draw(points: Sequence[RunPoint], title: str = "") -> Figure:
+    """Throughput (up) against peak (right). The front is filled, numbered and named; others are hollow and numbered."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(9.6, 5.4), facecolor="white", layout="constrained")
+    axes = drawn.add_subplot()
+    best = front(points)
+    numbers = {point.number for point in best}
+    others = [point for point in points if point.number not in numbers]
+    axes.step(
+        [point.peak_bytes / _MIB for point in best],
+        [point.tokens_per_second for point in best],
+        where="post",
+        color="#202124",
+        linewidth=1.0,
+        alpha=0.6,
+    )
+    for group, face, size in ((others, "white", 40), (best, "#2662a8", 60)):
+        axes.scatter(
+            [point.peak_bytes / _MIB for point in group],
+            [point.tokens_per_second for point in group],
+            s=size,
+            facecolors=face,
+            edgecolors="#2662a8",
+            linewidths=1.3,
+            zorder=3,
+        )
+    for point in points:
+        axes.annotate(
+            str(point.number),
+            (point.peak_bytes / _MIB, point.tokens_per_second),
+            xytext=(5, 4),
+            textcoords="offset points",
+            fontsize=8.5,
+            fontweight="bold" if point.number in numbers else "normal",
+            color="#202124" if point.number in numbers else "#6f757b",
+        )
+    legend = "\n".join(f"{point.number}: {_settings(point)}" for point in best)
+    axes.text(1.02, 1.0, f"front\n{legend}", transform=axes.transAxes, fontsize=8.5, va="top", clip_on=False)
+    axes.set_xlabel("peak activations of the fullest rank (MiB)")
+    axes.set_ylabel("tokens per second, all devices")
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.12)
+    axes.grid(color="#e8eaed", linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
+    return drawn
+
+
+def _settings(point: RunPoint) -> str:
+    return ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in point.settings.items())

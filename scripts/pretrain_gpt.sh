@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Trains the run that a file describes: starts this node's ranks under torchrun and ends with its exit code.
+#
+#     scripts/pretrain_gpt.sh configs/runs/tiny-cpu.yaml [--set key=value ...]
+#
+# For several nodes, start it once on every node, with the same arguments and:
+#     NNODES        number of nodes
+#     NODE_RANK     number of this node, from 0 (under srun: SLURM_NODEID)
+#     MASTER_ADDR   name or address of node 0
+#     MASTER_PORT   a free port there (default 29500)
+# PYTHON is the interpreter; by default that of scripts/setup.sh, or else python3.
+#
+# Every flag of the training script comes from the file. If the file has a training.save_interval, the run goes on from
+# its last checkpoint when it is started again, and SIGUSR1 makes its ranks save one and end.
+set -euo pipefail
+scripts=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+export NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+command=$("$scripts/pipemem.sh" launch "$@" --print)
+[ "$NODE_RANK" -ne 0 ] || printf '%s\n' "$command"
+
+# torchrun, and ranks that are still starting, would die of this signal; ranks that train have a handler.
+trap '' USR1
+eval "exec $command"

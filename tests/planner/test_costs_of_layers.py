@@ -1,0 +1,168 @@
+"""FLOPs, bytes and k against what the papers print."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.planner.activations import head_bytes, layer_bytes, layer_tensors, moved_bytes
+from megatron_pipemem.planner.cluster import Cluster, HostChannel
+from megatron_pipemem.planner.loading import load
+from megatron_pipemem.planner.model import (
+    Execution,
+    Model,
+    head_flops,
+    head_parameters,
+    layer_flops,
+    layer_parameters,
+    model_flops,
+)
+from megatron_pipemem.planner.offload_ratio import (
+    cheap_recompute,
+    cluster_offload_ratio,
+    offload_ratio,
+    offloadable_fraction,
+)
+
+ONE = Execution()
+# PipeOffload's table of k, the column "from the formula": hidden size, then sequences of 4k, 8k, 16k and 32k.
+PRINTED_K = {
+    4096: (1.71, 1.49, 1.19, 0.85),
+    5120: (1.40, 1.26, 1.04, 0.77),
+    6144: (1.19, 1.09, 0.92, 0.70),
+    7168: (1.04, 0.95, 0.82, 0.65),
+    8192: (0.92, 0.85, 0.75, 0.60),
+    10240: (0.75, 0.70, 0.63, 0.52),
+}
+
+
+def gpt(hidden: int = 4096, sequence: int = 4096, **changes) -> Model:
+    shape = {"layers": 8, "hidden": hidden, "heads": hidden // 128, "vocabulary": 51200, "sequence": sequence}
+    return Model(**(shape | changes))
+
+
+def test_flops_of_the_papers():
+    b, s, h = 3, 2048, 5120
+    flops = layer_flops(gpt(h, s), Execution(micro_batch=b))
+    assert flops.forward == b * s * h * (24 * h + 4 * s)
+    assert flops.input == b * s * h * (24 * h + 8 * s)
+    assert flops.weight == b * 24 * s * h * h
+    assert flops.total == b * s * h * (72 * h + 12 * s)
+    assert head_flops(gpt(h, s), Execution(micro_batch=b)).total == 6 * b * s * h * 51200
+    assert model_flops(gpt(h, s)) == 8 * flops.total / b + 6 * s * h * 51200
+
+
+@pytest.mark.parametrize(
+    ("model", "layers_of_compute"), [("llama3-8b", 1.7), ("qwen2.5-7b", 1.9), ("gemma2-9b", 3.5), ("llama3-70b", 0.95)]
+)
+def test_heads_weigh_as_many_layers_as_estimated_for_real_shapes(model, layers_of_compute):
+    shape = replace(load(model, Model), sequence=4096, kv_heads=None)  # as the estimate does
+    ratio = head_flops(shape, ONE).total / layer_flops(shape, ONE).total
+    assert ratio == pytest.approx(layers_of_compute, rel=0.2)
+
+
+def test_vocabulary_papers_example_is_a_head_of_six_layers():
+    shape = gpt(3072, 2048, vocabulary=262144)
+    assert head_flops(shape, ONE).total / layer_flops(shape, ONE).total == pytest.approx(6.4, abs=0.2)
+    assert head_parameters(shape) / layer_parameters(shape) == pytest.approx(7.1, abs=0.2)
+
+
+def test_recomputation_takes_its_time_in_the_input_gradient():
+    shape = gpt()
+    plain, full = layer_flops(shape, ONE), layer_flops(shape, replace(ONE, recompute="full"))
+    assert full.input == plain.input + plain.forward and full.weight == plain.weight
+    core = layer_flops(shape, replace(ONE, recompute="selective"))
+    assert core.input == plain.input + 4 * 4096**3
+
+
+@pytest.mark.parametrize(
+    ("dropout", "execution", "per_element"),
+    [(0.0, ONE, 32), (0.1, ONE, 34), (0.1, cheap_recompute(ONE), 20), (0.0, replace(ONE, recompute="full"), 2)],
+)
+def test_bytes_per_element_of_the_papers(dropout, execution, per_element):
+    shape = gpt(dropout=dropout)
+    statistics = sum(each.nbytes for each in layer_tensors(shape, execution) if each.statistic)
+    assert 0 <= layer_bytes(shape, execution).saved / 4096**2 - per_element <= statistics / 4096**2
+    assert moved_bytes(shape, execution) == per_element * 4096**2
+
+
+@pytest.mark.parametrize("hidden", PRINTED_K)
+def test_k_of_the_paper(hidden):
+    channel = HostChannel(15, 15)
+    for sequence, printed in zip((4096, 8192, 16384, 32768), PRINTED_K[hidden], strict=True):
+        k = offload_ratio(gpt(hidden, sequence), cheap_recompute(ONE), 220e12, channel)
+        assert k == pytest.approx(10 / (3 * (6 * hidden + sequence)) * 220e12 / 15e9, rel=1e-9)
+        assert abs(k - printed) <= 0.006
+    assert round(offload_ratio(gpt(), cheap_recompute(ONE), 220e12, channel), 3) == 1.705
+
+
+def test_k_on_the_a100_cluster_is_the_papers_where_two_devices_take_turns():
+    cluster = load("a100-80g", Cluster)
+    k = cluster_offload_ratio(gpt(), cheap_recompute(ONE), cluster)
+    assert k == pytest.approx(1.705, rel=0.01)
+    alone = cluster_offload_ratio(gpt(), cheap_recompute(ONE), replace(cluster, switches=()))
+    assert alone == pytest.approx(0.7 * k)
+
+
+def test_k_of_other_shapes():
+    """Every generalisation moves k the way that its bytes and FLOPs say."""
+
+    def k(execution: Execution = ONE, **changes) -> float:
+        return offload_ratio(gpt(**changes), cheap_recompute(execution), 220e12, HostChannel(15, 15))
+
+    assert k(Execution(tp=4, sequence_parallel=True)) == pytest.approx(k())
+    assert k(Execution(tp=4)) > k()  # what lies between the tensor-parallel parts is on every rank
+    assert k(Execution(micro_batch=4)) == pytest.approx(k())
+    assert k(Execution(cp=2)) == pytest.approx(k())
+    assert k(kv_heads=8) > k() * 0.9  # fewer keys and values to move, less to compute, and queries are copied
+    assert k(ffn=16 * 4096) < k() < k(ffn=4096)
+    assert k(activation="swiglu", ffn=4 * 4096) > k() * 0.9
+    assert k(Execution(recompute="full")) < 0.1 * k()
+    dense, sparse = gpt(), gpt(experts=8, experts_per_token=2)
+    assert layer_flops(sparse, ONE, False) == layer_flops(dense, ONE)
+    assert moved_bytes(sparse, ONE, True) > moved_bytes(dense, ONE)
+
+
+@given(st.floats(0.01, 10), st.sampled_from([0.5, 0.7, 1.0]))
+def test_what_the_channel_can_carry(ratio, duplex):
+    fraction = offloadable_fraction(ratio, duplex)
+    assert 0 < fraction <= 1 and fraction * ratio <= 2 * duplex + 1e-9
+    assert offloadable_fraction(ratio, 0.5) == pytest.approx(min(1, 1 / ratio))
+
+
+@given(
+    tp=st.sampled_from([1, 2, 4, 8]),
+    cp=st.sampled_from([1, 2]),
+    micro_batch=st.integers(1, 4),
+    sequence_parallel=st.booleans(),
+    activation=st.sampled_from(["gelu", "swiglu"]),
+)
+def test_ranks_together_compute_what_one_alone_does(tp, cp, micro_batch, sequence_parallel, activation):
+    shape = gpt(2048, 1024, activation=activation)
+    cut = Execution(micro_batch=micro_batch, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
+    whole = Execution(micro_batch=micro_batch)
+    assert layer_flops(shape, cut).total * tp * cp == pytest.approx(layer_flops(shape, whole).total)
+    assert layer_bytes(shape, cut).saved * tp * cp >= layer_bytes(shape, whole).saved * (1 - 1e-9)
+    if sequence_parallel or tp == 1:
+        assert layer_bytes(shape, cut).saved * tp * cp == pytest.approx(layer_bytes(shape, whole).saved)
+    assert head_bytes(shape, cut).saved < head_bytes(shape, whole).saved * 1.001
+
+
+@pytest.mark.parametrize(
+    ("changes", "execution", "key"),
+    [
+        ({}, Execution(tp=3), "tp"),
+        ({"kv_heads": 8}, Execution(tp=3), "tp"),
+        ({"sequence": 1001}, Execution(cp=2), "cp"),
+        ({}, Execution(ep=2), "ep"),
+        ({"experts": 6}, Execution(ep=4), "ep"),
+    ],
+)
+def test_ranks_that_do_not_divide_are_refused(changes, execution, key):
+    with pytest.raises(ConfigError) as caught:
+        execution.check(gpt(**changes))
+    assert caught.value.key == key

@@ -1,0 +1,130 @@
+"""YAML into dataclasses: names, bases, overrides, and errors that say where and what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.planner.cluster import Cluster
+from megatron_pipemem.planner.loading import load, names
+from megatron_pipemem.planner.model import Model, model_parameters
+
+
+@dataclass(frozen=True)
+class Engine:
+    config_folder: ClassVar[str] = "engines"
+
+    power: int
+    fuel: Literal["wood", "coal"] = "coal"
+    shape: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.power < 1:
+            raise ConfigError("has to be positive", key="power")
+
+
+@dataclass(frozen=True)
+class Train:
+    engine: Engine
+    spare: Engine | None = None
+    flags: dict[str, Any] = field(default_factory=dict)
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    write("engines/small.yaml", "power: 4\nshape: [[1, 2], [3]]")
+    write("engines/broken.yaml", "power: strong")
+    return write
+
+
+def test_names_bases_and_overrides(write):
+    write("engines/medium.yaml", "base: small\npower: 6")
+    path = write("trains/local.yaml", "engine: small\nspare: {base: medium, fuel: wood}\nflags: {a: 1, b: [x]}")
+    train = load(path, Train, ["engine.power=5", "flags.c={d: 1e3}"])
+    assert train.engine == Engine(5, shape=((1, 2), (3,)))
+    assert train.spare == Engine(6, "wood", ((1, 2), (3,)))
+    assert train.flags == {"a": 1, "b": ["x"], "c": {"d": 1000.0}}
+
+
+def test_a_file_changes_parts_of_its_base(write):
+    write("trains/first.yaml", "engine: {base: small, fuel: wood}\nflags: {a: 1}")
+    path = write("trains/second.yaml", "base: first.yaml\nengine: {power: 9}\nflags: {b: 2}")
+    train = load(path, Train)
+    assert train.engine == Engine(9, "wood", ((1, 2), (3,))) and train.flags == {"a": 1, "b": 2}
+    replaced = write("trains/third.yaml", "base: first.yaml\nengine: small")
+    assert load(replaced, Train).engine.fuel == "coal"
+
+
+@pytest.mark.parametrize(
+    ("text", "file", "key", "says"),
+    [
+        ("engine: smal", "trains/t.yaml", "engine", "did you mean 'small'"),
+        ("engine: broken", "engines/broken.yaml", "power", "could not be converted to Integer"),
+        ("engine: {powr: 3}", "trains/t.yaml", "engine.powr", "did you mean 'power'"),
+        ("engine: {power: 0}", "trains/t.yaml", "engine.power", "has to be positive"),
+        ("engine: {power: 1, fuel: oil}", "trains/t.yaml", "engine.fuel", "expected one of ['wood', 'coal']"),
+        ("engine: {power: 1}\nspare: 3", "trains/t.yaml", "spare", "give a name"),
+        ("flags: {}", "trains/t.yaml", "engine", "is missing"),
+        ("engine: {fuel: wood}", "trains/t.yaml", "engine.power", "is missing"),
+        ("engine: no/such.yaml", "trains/t.yaml", "engine", "there is no file"),
+        ("engine: {base: [1]}", "trains/t.yaml", "engine.base", "give the name of a file"),
+        ("base: t.yaml", "trains/t.yaml", "base", "based on itself"),
+        ("- engine", "trains/t.yaml", None, "no mapping"),
+        ("engine: [", "trains/t.yaml", None, "is no YAML"),
+        ("engine: small\nengine: small", "trains/t.yaml", None, "duplicate"),
+    ],
+)
+def test_errors_name_file_key_and_what_would_fit(write, tmp_path, text, file, key, says):
+    with pytest.raises(ConfigError) as caught:
+        load(write("trains/t.yaml", text), Train)
+    assert Path(caught.value.file) == tmp_path / file
+    assert caught.value.key == key and says in str(caught.value)
+    assert str(caught.value).startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize("override", ["engine", "=3", "engine.=3", "engine=[1"])
+def test_bad_overrides_are_named(write, override):
+    with pytest.raises(ConfigError, match="override"):
+        load(write("trains/t.yaml", "engine: small"), Train, [override])
+
+
+@pytest.mark.parametrize("kind", [Model, Cluster])
+def test_shipped_files_load_and_name_their_sources(kind):
+    assert len(names(kind)) >= 6
+    for name in names(kind):
+        loaded = load(name, kind)
+        assert loaded.source if kind is Model else loaded.sources
+
+
+# Billions of parameters as the papers and model cards name them. Papers round, and count the vocabulary in different ways.
+SIZES = {
+    "zb-1.5b": 1.5, "zb-6.2b": 6.2, "zb-14.6b": 14.6, "zb-28.3b": 28.3,
+    "cm-9.6b": 9.6, "cm-21b": 21, "cm-38.5b": 38.5, "cm-98.5b": 98.5,
+    "po-5.8b": 5.8, "po-10.5b": 10.5, "po-18.1b": 18.1, "po-42.9b": 42.9, "po-66.6b": 66.6, "po-83.8b": 83.8,
+    "vocab-4b": 4, "vocab-10b": 10, "vocab-21b": 21, "vocab-7b": 7, "vocab-16b": 16, "vocab-30b": 30,
+}  # fmt: skip
+EXACT = {
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "qwen2.5-7b": 7_615_616_512,
+    "mixtral-8x7b": 46_702_792_704,
+}
+
+
+def test_shapes_have_the_parameters_they_are_named_after():
+    for name, billions in SIZES.items():
+        assert model_parameters(load(name, Model)) / 1e9 == pytest.approx(billions, rel=0.12), name
+    for name, count in EXACT.items():
+        assert model_parameters(load(name, Model)) == count, name
+    # Gemma has a second pair of norms per layer, which Megatron's layer has not.
+    assert model_parameters(load("gemma2-9b", Model)) == 9_241_705_984 - 42 * 2 * 3584

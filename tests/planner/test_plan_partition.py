@@ -1,0 +1,92 @@
+"""Layers over stages against every way there is to cut a small model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.planner.search.partition import Loads, partition
+from megatron_pipemem.schedule.placement import Placement
+
+SECONDS = st.floats(0.1, 5).map(lambda value: round(value, 2))
+
+
+def compositions(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
+    if stages == 1:
+        yield (layers,)
+        return
+    for first in range(layers + 1):
+        for rest in compositions(layers - first, stages - 1):
+            yield (first, *rest)
+
+
+def devices(loads: Loads, placement: Placement, counts: tuple[int, ...]) -> list[float]:
+    """Seconds of every device, added up one layer at a time."""
+    found, layer = [0.0] * placement.num_devices, 0
+    for stage, count in enumerate(counts):
+        for _ in range(count):
+            found[placement.devices[stage]] += loads.seconds[layer]
+            layer += 1
+    found[placement.devices[0]] += loads.first
+    found[placement.devices[-1]] += loads.last
+    return found
+
+
+@settings(deadline=None)
+@given(st.lists(SECONDS, min_size=1, max_size=7), SECONDS, SECONDS, st.integers(1, 4))
+def test_unequal_layers_one_stage_per_device(seconds, first, last, stages):
+    loads, placement = Loads(seconds, first, last), Placement.linear(stages)
+    found = partition(loads, placement)
+    best = min(max(devices(loads, placement, counts)) for counts in compositions(len(seconds), stages))
+    assert sum(found) == len(seconds)
+    assert max(devices(loads, placement, found)) == pytest.approx(best)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 7),
+    st.sampled_from((0.0, 0.3, 1.0, 2.5)),
+    st.sampled_from((0.0, 0.4, 1.7, 6.0)),
+    st.sampled_from((Placement.v_shape(2), Placement.v_shape(3), Placement.interleaved(2, 2), Placement.wave(2, 3))),
+)
+def test_equal_layers_several_stages_per_device(layers, first, last, placement):
+    loads = Loads([1.0] * layers, first, last)
+    found = partition(loads, placement)
+    best = min(max(devices(loads, placement, counts)) for counts in compositions(layers, placement.num_stages))
+    assert sum(found) == layers
+    assert max(devices(loads, placement, found)) == pytest.approx(best)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=4, max_size=6), st.integers(2, 3))
+def test_of_equally_fast_cuts_the_fullest_stage_is_least(static, stages):
+    loads, placement = Loads([1.0] * len(static), static=static), Placement.linear(stages)
+
+    def fullest(counts: tuple[int, ...]) -> int:
+        edges = [sum(counts[:stage]) for stage in range(stages + 1)]
+        return max(sum(static[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+
+    every = list(compositions(len(static), stages))
+    fastest = min(max(counts) for counts in every)
+    found = partition(loads, placement)
+    assert max(found) == fastest
+    assert fullest(found) == min(fullest(counts) for counts in every if max(counts) == fastest)
+
+
+def test_activations_weigh_more_where_more_microbatches_wait():
+    # Three layers on two devices: the second holds one microbatch, the first two.
+    assert partition(Loads([1.0] * 3, kept=[1.0] * 3), Placement.linear(2)) == (1, 2)
+
+
+def test_the_head_pushes_layers_away():
+    assert partition(Loads([1.0] * 7, last=3.0), Placement.linear(2)) == (5, 2)
+    assert partition(Loads([1.0] * 8, last=8.0), Placement.linear(2)) == (8, 0)
+
+
+def test_nothing_to_cut():
+    with pytest.raises(UnsupportedError, match="0 layers"):
+        partition(Loads([]), Placement.linear(2))

@@ -1,0 +1,231 @@
+"""Profiles: stages made of parts, the file that --pipemem-costs reads, and Megatron's own modules against the formulas."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_pipemem.cli.app import app
+from megatron_pipemem.cpu import activate
+from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.planner.cluster import Cluster, Link
+from megatron_pipemem.planner.loading import load
+from megatron_pipemem.planner.model import Execution, Model, layer_flops, model_parameters
+from megatron_pipemem.planner.profile import Profile, even_layers, from_formulas
+from megatron_pipemem.runtime.offload.bandwidth import measure_bandwidths
+from megatron_pipemem.runtime.offload.host_channel import HostChannel
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import held_after, simulate
+
+GPT = Model(layers=6, hidden=256, heads=4, vocabulary=1500, sequence=128)
+LLAMA = replace(GPT, kv_heads=2, ffn=704, activation="swiglu", norm="rmsnorm", position="rope", bias="none")
+A100 = load("a100-80g", Cluster)
+
+
+def pipemem(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="pipemem")
+
+
+def test_stages_add_up_to_the_model():
+    profile = from_formulas(GPT, Execution(), A100)
+    whole = profile.stage(0, 1, GPT.layers)
+    for layers in ([6], [3, 3], [1, 2, 3], [0, 6, 0, 0]):
+        stages = [profile.stage(index, len(layers), count) for index, count in enumerate(layers)]
+        assert sum(stage.seconds.total for stage in stages) == pytest.approx(whole.seconds.total)
+        assert sum(stage.parameters for stage in stages) == whole.parameters
+        for stage in stages:
+            assert sum(stage.memory.values()) == pytest.approx(0)  # nothing is left when W has ended
+    assert whole.parameters == pytest.approx(model_parameters(GPT), rel=0.03)  # but for the padded vocabulary
+    assert even_layers(7, 3) == [3, 2, 2]
+    with pytest.raises(ConfigError, match="not the 6 of the model"):
+        profile.costs([3, 2])
+
+
+def test_the_file_is_costs_and_profile(tmp_path: Path):
+    path = tmp_path / "costs.json"
+    done = pipemem(
+        "profile", "--model", "llama3-8b", "--tp", 4, "--stages", 8, "--formulas", "--output", path, "--json"
+    )
+    assert done.exit_code == 0, done.output
+    assert json.loads(path.read_text()) == json.loads(done.stdout)
+    profile = Profile.from_json(path)
+    assert profile == from_formulas(load("llama3-8b", Model), Execution(tp=4), A100)
+    costs = Costs.from_json(path)
+    assert costs == profile.costs([4] * 8, A100.inter_node)
+    timeline = simulate(build_schedule("v-half", num_devices=4, num_microbatches=8), costs)
+    flops = 32 * layer_flops(profile.model, profile.execution).total
+    assert timeline.makespan > 8 * flops / 4 / A100.flops
+    with pytest.raises(ConfigError, match="no profile"):
+        tmp_path.joinpath("other.json").write_text('{"forward": 1}')
+        Profile.from_json(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "give a run configuration, or --model"),
+        (("--model", "lama3-8b"), "did you mean 'llama3-8b'"),
+        (("--model", "llama3-8b", "--fake", "--formulas"), "one of them"),
+        (("--model", "llama3-8b", "--tp", 5, "--formulas"), "does not divide"),
+        (("--model", "llama3-8b", "--recompute", "some", "--formulas"), "recompute"),
+        (("--model", "llama3-8b", "--cluster", "a100", "--formulas"), "did you mean 'a100-80g'"),
+    ],
+)
+def test_errors_are_one_sentence(arguments, says):
+    done = pipemem("profile", *arguments)
+    assert done.exit_code == 2 and says in " ".join(done.output.split()), done.output
+    assert "Traceback" not in done.output
+
+
+@pytest.fixture(scope="module")
+def lane() -> Iterator[Callable]:
+    """Calls a function where Megatron runs on the CPU."""
+    pytest.importorskip("megatron.core")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=activate) as process:
+        yield lambda function, *arguments: process.submit(function, *arguments).result(timeout=300)
+
+
+def profiled(model: Model, execution: Execution, cluster: Cluster | None) -> Profile:
+    from megatron_pipemem.mcore.profiling import profile
+
+    return profile(model, execution, cluster, 1)
+
+
+def ledger_of(model: Model, execution: Execution, position: int, layers: int) -> dict[str, int]:
+    """Bytes by which real passes of a real stage changed what the activation ledger counts."""
+    from megatron_pipemem.mcore import profiling
+
+    with profiling._quiet(), profiling.lone_rank(execution, fake=False):
+        stage = profiling.build_stage(model, execution, position, layers)
+        entries = profiling.run_stage(stage, model, execution, position, 2).entries
+    changes, before = {}, 0
+    for entry in entries:
+        if entry.action.microbatch == 1:
+            changes[str(entry.action.kind)] = entry.bytes - before
+        before = entry.bytes
+    return changes
+
+
+CPU = load("cpu", Cluster)
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    "execution",
+    [
+        Execution(precision="fp32", attention="unfused", fused=False),
+        Execution(micro_batch=2, tp=2, sequence_parallel=True),
+        Execution(recompute="full"),
+    ],
+    ids=["fp32", "tp2-sp", "recompute"],
+)
+def test_fake_bytes_are_what_the_ledger_of_real_stages_counts(lane, model, execution):
+    """To the byte, for stages of other sizes than were profiled, in the second microbatch of a step."""
+    profile = lane(profiled, model, execution, CPU)
+    assert profile.source == "fake tensors"
+    for position, layers in ((0, 3), (1, 4), (2, 3)):
+        foretold = profile.stage(position, 3, layers).memory
+        counted = lane(ledger_of, model, execution, position, layers)
+        assert {kind: foretold.get(Kind(kind), 0) for kind in counted} | {"REDUCE_GRAD": 0} == counted | {
+            "REDUCE_GRAD": 0
+        }
+
+
+def test_measured_profile_has_the_same_bytes_and_real_seconds(lane):
+    execution = Execution(precision="fp32")
+    fake, measured = lane(profiled, GPT, execution, CPU), lane(profiled, GPT, execution, None)
+    for name in ("layer", "first", "middle", "last"):
+        assert getattr(fake, name).memory == getattr(measured, name).memory
+        assert getattr(fake, name).parameters == getattr(measured, name).parameters
+    assert measured.source == "measured" and measured.optimizer_seconds > 0
+    assert min(measured.layer.seconds.forward, measured.layer.seconds.input, measured.layer.seconds.weight) > 0
+
+
+EXECUTIONS = {
+    "plain": Execution(),
+    "tp2": Execution(micro_batch=3, tp=2),
+    "tp2-sp": Execution(tp=2, sequence_parallel=True),
+    "cp2": Execution(cp=2),
+    "unfused": Execution(fused=False),
+    "scores": Execution(attention="unfused"),
+    "core": Execution(attention="unfused", recompute="selective"),
+    "full": Execution(recompute="full"),
+}
+SHAPES = {
+    "llama": LLAMA,
+    "grouped": replace(GPT, kv_heads=2),
+    "rotary": replace(GPT, position="rope"),
+    "geglu": replace(GPT, activation="geglu"),
+}
+CROSSED = {
+    **{f"gpt {name}": (GPT, execution) for name, execution in EXECUTIONS.items()},
+    **{f"llama {name}": (LLAMA, EXECUTIONS[name]) for name in ("tp2-sp", "unfused", "scores")},
+    **{f"{name} tp2": (shape, EXECUTIONS["tp2"]) for name, shape in SHAPES.items()},
+    "grouped scores": (SHAPES["grouped"], EXECUTIONS["scores"]),
+}
+
+
+@pytest.mark.parametrize(("model", "execution"), CROSSED.values(), ids=CROSSED)
+def test_formulas_agree_with_megatrons_modules(lane, model, execution):
+    """Within what statistics of norms differ between devices, a few bytes per token."""
+    seen, formulas = lane(profiled, model, execution, A100), from_formulas(model, execution, A100)
+    assert formulas.layer.parameters == seen.layer.parameters
+    assert formulas.first.parameters == seen.first.parameters and formulas.last.parameters == seen.last.parameters
+    assert formulas.message_bytes == seen.message_bytes
+    for part in ("layer", "last"):
+        expected, found = getattr(seen, part).memory, getattr(formulas, part).memory
+        assert found[Kind.F] == pytest.approx(expected[Kind.F], rel=0.004)
+        assert found[Kind.W] == pytest.approx(expected[Kind.W])
+    assert formulas.layer.seconds == seen.layer.seconds
+
+
+def test_what_cannot_be_profiled_is_refused(lane):
+    for model, execution, says in (
+        (GPT, Execution(cp=2, attention="unfused"), "cp 1"),
+        (GPT, Execution(recompute="selective", recompute_modules=("mlp",)), "never ends"),
+        (GPT, Execution(recompute="selective", recompute_modules=("activation",)), "no flag"),
+        (replace(GPT, experts=4), Execution(), "--formulas"),
+        (GPT, Execution(tp=8), "does not divide"),
+    ):
+        with pytest.raises((UnsupportedError, ConfigError), match=says):
+            lane(profiled, model, execution, CPU)
+
+
+def test_bandwidths_are_measured_through_a_channel():
+    """Here through the one that pretends one; a GPU's has the same interface."""
+    channel = HostChannel(bandwidth=200e6)
+    try:
+        found = measure_bandwidths(channel, nbytes=1 << 20, repeats=1, matrix=16)
+    finally:
+        channel.close()
+    assert set(found) == {"d2h", "h2d", "both", "d2h_computing", "h2d_computing", "both_computing"}
+    assert all(0 < rate <= 210e6 for rate in found.values())
+
+
+def test_peaks_of_a_pipeline_follow_from_the_file():
+    """Device 0 of 1F1B holds p microbatches of its stage."""
+    profile = from_formulas(GPT, Execution(), A100)
+    schedule = build_schedule("1f1b", num_devices=3, num_microbatches=6)
+    changes = profile.costs([2, 2, 2], Link(20)).memory_changes(schedule.placement)
+    held = max(held_after(lower(schedule).actions[0], changes))
+    assert 3 * 2 * profile.layer.saved <= held <= 3 * 2 * profile.layer.saved + 3 * profile.message_bytes
+
+
+def test_stages_of_one_device_hand_over_instead_of_sending():
+    """In a V the last device holds both middle stages: their tensors take memory as soon as they are made."""
+    profile = from_formulas(replace(GPT, layers=4), Execution(), A100)
+    placement = build_schedule("v-half", num_devices=2, num_microbatches=4).placement
+    sent, handed = (profile.costs([1, 1, 1, 1], None, each).memory for each in (None, placement))
+    message = profile.message_bytes
+    assert handed[Kind.F][1] == sent[Kind.F][1] + message and handed[Kind.RECV_F] == (0, message, 0, message)
+    assert handed[Kind.I][2] == sent[Kind.I][2] + message and handed[Kind.RECV_I] == (message, 0, message, 0)

@@ -1,0 +1,58 @@
+"""Throughput against peak memory: which runs are on the front, and how they are told."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.report.grid import RunPoint, draw, front, save_picture, table
+
+runs = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12).map(
+    lambda pairs: [
+        RunPoint(i, {"name": f"run {i}"}, float(speed), 1 / speed, peak << 20) for i, (speed, peak) in enumerate(pairs)
+    ]
+)
+
+
+@given(runs)
+def test_the_front_is_what_nothing_dominates(points):
+    def dominated(point: RunPoint) -> bool:
+        return any(
+            other.tokens_per_second >= point.tokens_per_second
+            and other.peak_bytes <= point.peak_bytes
+            and (other.tokens_per_second, other.peak_bytes) != (point.tokens_per_second, point.peak_bytes)
+            for other in points
+        )
+
+    assert {point.number for point in front(points)} == {point.number for point in points if not dominated(point)}
+
+
+def test_the_table_is_sorted_and_tells_where_the_prediction_missed():
+    points = [
+        RunPoint(0, {"parallelism.pp": "2"}, 100.0, 1.0, 2 << 20, 2 << 20, True, 0.1, 0.2),
+        RunPoint(1, {"schedule.memory_cap": "0.5"}, 200.0, 0.5, 3 << 20, 1 << 20, False, 0.1, 0.2),
+        RunPoint(2, {}, 50.0, 2.0, 4 << 20),
+    ]
+    text = io.StringIO()
+    Console(file=text, width=80).print(table(points))
+    rows = [line for line in text.getvalue().splitlines() if line.strip()[:1] in ("0", "1", "2")]
+    assert "memory cap" in text.getvalue()
+    assert rows[0].split()[:3] == ["1", "*", "0.5"] and "3 ≠" in rows[0]
+    assert rows[1].split()[:3] == ["0", "*", "2"] and "2 =" in rows[1]
+    assert rows[2].split()[:2] == ["2", "50"]
+
+
+def test_pictures(tmp_path):
+    points = [RunPoint(i, {"name": f"n{i}"}, 100.0 + i, 1.0, (i + 1) << 20) for i in range(3)]
+    assert save_picture(points, tmp_path / "a" / "b.png").read_bytes().startswith(b"\x89PNG")
+    written = save_picture(points, tmp_path / "b.svg", "title").read_text()
+    assert "n2" in written and "title" in written
+    assert len(draw(points).axes[0].collections) == 2
+    for wrong, reason in (((points, "x.pdf"), "end it in"), (([], "x.png"), "no run")):
+        with pytest.raises(UnsupportedError, match=reason):
+            save_picture(*wrong)

@@ -1,0 +1,290 @@
+"""From a run's file to the command that starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_pipemem.cli.app import app
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.planner.launching import Nodes, command, model_flags, script_flags, words
+from megatron_pipemem.planner.loading import load, names
+from megatron_pipemem.planner.model import Model
+from megatron_pipemem.planner.runs import Run, feasible
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "configs" / "runs" / "tiny-cpu.yaml"
+
+
+def tiny(*overrides: str) -> Run:
+    return load(TINY, Run, overrides)
+
+
+def flags(run: Run) -> dict[str, list[str]]:
+    """Every flag with its values; a flag that comes twice is an error."""
+    found: dict[str, list[str]] = {}
+    for word in script_flags(run):
+        if word.startswith("--"):
+            assert word not in found
+            found[word] = []
+        else:
+            found[list(found)[-1]].append(word)
+    return found
+
+
+def pipemem(*arguments: object, env: dict[str, str] | None = None):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="pipemem", env=env)
+
+
+def test_every_shipped_run_is_feasible_and_has_a_command():
+    files = sorted((ROOT / "configs" / "runs").glob("*.yaml"))
+    assert TINY in files
+    for file in files:
+        run = load(file, Run)
+        assert feasible(run) is None, file
+        assert command(run, Nodes(1 + (run.parallelism.ranks - 1) // run.cluster.devices_per_node, 0, "host")).words
+
+
+def test_parallelism_and_schedule_become_flags():
+    found = flags(
+        tiny(
+            "parallelism={tp: 2, pp: 2, dp: 3, micro_batch: 2, global_batch: 24, sequence_parallel: true}",
+            "schedule={name: interleaved, memory_cap: 0.9, costs: profile, offload: half, vocab_parallel: 2}",
+            "parallelism.chunks=2",
+        )
+    )
+    for flag, values in {
+        "--tensor-model-parallel-size": ["2"],
+        "--pipeline-model-parallel-size": ["2"],
+        "--micro-batch-size": ["2"],
+        "--global-batch-size": ["24"],
+        "--sequence-parallel": [],
+        "--pipemem-schedule": ["interleaved"],
+        "--pipemem-memory-cap": ["0.9"],
+        "--pipemem-costs": ["profile"],
+        "--pipemem-offload": ["half"],
+        "--pipemem-vocab-parallel": ["2"],
+        "--pipemem-option=chunks=2": [],
+    }.items():
+        assert found[flag] == values, flag
+    assert "--num-virtual-stages-per-pipeline-rank" not in found
+
+
+@pytest.mark.parametrize("off", ["off", "'off'", "false"])
+def test_off_is_off_however_yaml_reads_it(off):
+    found = flags(tiny(f"schedule.offload={off}", f"schedule.vocab_parallel={off}"))
+    assert "--pipemem-offload" not in found and "--pipemem-vocab-parallel" not in found
+
+
+def test_stock_chunks_are_the_training_scripts_own_flag():
+    found = flags(tiny("schedule.name=stock", "parallelism.chunks=2"))
+    assert found["--num-virtual-stages-per-pipeline-rank"] == ["2"]
+    assert "--pipemem-option=chunks=2" not in found and found["--pipemem-schedule"] == ["stock"]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "expected"),
+    [
+        ("none", {}),
+        ("selective", {"--recompute-granularity": ["selective"], "--recompute-modules": ["core_attn", "layernorm"]}),
+        (
+            "full",
+            {
+                "--recompute-granularity": ["full"],
+                "--recompute-method": ["uniform"],
+                "--recompute-num-layers": ["1"],
+            },
+        ),
+    ],
+)
+def test_recompute(recompute, expected):
+    found = flags(tiny(f"schedule.recompute={recompute}", "schedule.recompute_modules=[core_attn, layernorm]"))
+    assert {flag: values for flag, values in found.items() if flag.startswith("--recompute")} == expected
+
+
+def test_precision_and_platform():
+    assert "--bf16" in flags(tiny("precision=bf16")) and "--bf16" not in flags(tiny())
+    assert "--cpu" in command(tiny()).words
+    on_gpu = tiny("cluster.backend=nccl", "precision=bf16")
+    assert "--cpu" not in command(on_gpu).words and "--transformer-impl" not in flags(on_gpu)
+
+
+def test_checkpoints_are_resumed_from_and_a_signal_saves_one():
+    found = flags(tiny("training.save_interval=5", "training.load=pretrained", "output=here"))
+    assert found["--save"] == found["--load"] == ["here/checkpoints"]
+    assert found["--pretrained-checkpoint"] == ["pretrained"]
+    assert "--exit-signal-handler" in found and found["--exit-signal"] == ["SIGUSR1"]
+    without = flags(tiny("training.load=pretrained"))
+    assert without["--load"] == ["pretrained"] and "--save" not in without and "--exit-signal" not in without
+
+
+def test_a_run_is_unfinished_while_its_last_checkpoint_is_of_an_earlier_step(tmp_path):
+    def code(*changes: str) -> int:
+        sets = ["training.iterations=10", "training.save_interval=5", f"output={tmp_path}", *changes]
+        return pipemem("unfinished", TINY, *(word for change in sets for word in ("--set", change))).exit_code
+
+    tracker = tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt"
+    assert code() == 1
+    tracker.parent.mkdir()
+    for written, expected in (("5", 0), ("10", 1), ("release", 1)):
+        tracker.write_text(written)
+        assert code() == expected
+    tracker.write_text("5")
+    assert code("training.save_interval=0") == 1, "it would not load the checkpoint"
+
+
+def test_data():
+    found = flags(tiny("training.data='0.3 a 0.7 b'", "training.cache=cache"))
+    assert found["--data-path"] == ["0.3", "a", "0.7", "b"] and "--mock-data" not in found
+    assert found["--data-cache-path"] == ["cache"]
+
+
+def test_own_flags_come_before_defaults_and_take_any_value():
+    found = flags(tiny("megatron={lr: 0.5, eval_iters: 3, log-throughput: true, seed: null, split: [1, 2]}"))
+    assert found["--lr"] == ["0.5"] and found["--eval-iters"] == ["3"]
+    assert found["--log-throughput"] == [] and found["--split"] == ["1", "2"]
+    assert words({"a": False, "b": None, "c": True, "d": -1.5}) == ["--c", "--d", "-1.5"]
+
+
+@pytest.mark.parametrize("key", ["num-layers", "global_batch_size", "pipemem-schedule", "train-iters", "bf16"])
+def test_a_flag_that_another_key_sets_is_refused(key):
+    with pytest.raises(ConfigError, match=r"is set by the run's key '(model|parallelism|schedule|training|precision)'"):
+        script_flags(tiny(f"megatron.{key}=1", "precision=bf16"))
+
+
+@pytest.mark.parametrize("name", names(Model))
+def test_every_shipped_model_has_flags_or_a_reason(name):
+    model = load(name, Model)
+    if model.activation == "geglu":
+        with pytest.raises(ConfigError, match="geglu"):
+            model_flags(model)
+        return
+    found = model_flags(model)
+    assert found["num-layers"] == model.layers and found["vocab-size"] == model.vocabulary
+    assert found["group-query-attention"] is (found["num-query-groups"] is not None)
+
+
+def test_nodes_have_given_ranks():
+    run = tiny("cluster.devices_per_node=2", "cluster.nodes=2")
+    text = " ".join(command(run, Nodes(2, 1, "first", 4321)).words)
+    assert "--nnodes 2 --node-rank 1 --nproc-per-node 2 --master-addr first --master-port 4321" in text
+    alone = " ".join(command(tiny()).words)
+    assert "--standalone" in alone and "--nproc-per-node 4" in alone and "--master-addr" not in alone
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--nodes", 3, "--master-addr", "x"], "4 ranks cannot be shared evenly by 3 nodes"),
+        (["--nodes", 2], "--master-addr"),
+        (["--nodes", 2, "--node-rank", 2, "--master-addr", "x"], "nodes 0 to 1"),
+        (["--set", "parallelism.pp=3"], "8 layers cannot be split evenly over 6 stages"),
+        (["--set", "parallelism.dp=3"], "global_batch 8 is no multiple"),
+        (["--set", "parallelism.dp=4"], "16 devices, the cluster has 8"),
+        (["--set", "parallelism.tp=3"], "3 does not divide 4 heads"),
+        (["--set", "schedule.name=v-hlf"], "did you mean 'v-half'"),
+        (["--set", "schedule.memory_cap=0.1"], "above the memory cap"),
+        (["--set", "schedule.offload=some"], "schedule.offload"),
+        (["--set", "schedul.name=x"], "did you mean 'schedule'"),
+        (["--set", "script=nowhere.py"], "nowhere.py"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_line(arguments, reason):
+    result = pipemem("launch", TINY, *arguments, "--print")
+    assert result.exit_code == 2 and result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and reason in line
+
+
+def test_printed_commands_are_what_a_shell_runs():
+    changes = ["--set", "environment={GREETING: it's me}", "--set", "output=a folder"]
+    printed = pipemem("launch", TINY, "--print", *changes).stdout
+    told = json.loads(pipemem("launch", TINY, "--json", *changes).stdout)
+    assert shlex.split(printed.replace("\\\n", "")) == ["env", "GREETING=it's me", *told["command"]]
+    assert told["environment"] == {"GREETING": "it's me"}
+
+
+def test_surroundings_say_which_node_this_is():
+    env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first", "MASTER_PORT": "4321"}
+    printed = pipemem("launch", TINY, "--print", env=env).stdout.split()
+    for flag, value in (("--nnodes", "2"), ("--node-rank", "1"), ("--master-addr", "first"), ("--master-port", "4321")):
+        assert printed[printed.index(flag) + 1] == value
+
+
+def script_run(tmp_path: Path, program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``pretrain_gpt.sh`` with a command of ours in the place of torchrun's, through an interpreter that prints it."""
+    fake = tmp_path / "python"
+    fake.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\necho {shlex.quote(program)}\n')
+    fake.chmod(0o755)
+    words = [str(ROOT / "scripts" / "pretrain_gpt.sh"), "run.yaml", "--set", "a=b c"]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "NODE_RANK"))}
+    return subprocess.run(
+        words, env=inherited | {"PYTHON": str(fake)} | environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_the_script_runs_what_is_printed_and_passes_the_exit_code_on(tmp_path):
+    done = script_run(tmp_path, 'sh -c "kill -USR1 \\$\\$; echo still here: $NODE_RANK; exit 7"', SLURM_NODEID="0")
+    assert done.returncode == 7 and "still here: 0" in done.stdout
+    assert (tmp_path / "asked").read_text() == "-m megatron_pipemem launch run.yaml --set a=b c --print\n"
+    quiet = script_run(tmp_path, "true", SLURM_NODEID="1")
+    assert (quiet.returncode, quiet.stdout) == (0, "")
+
+
+def test_a_wrong_file_ends_the_script():
+    done = subprocess.run(
+        [ROOT / "scripts" / "pretrain_gpt.sh", "nowhere.yaml"],
+        env=os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and "nowhere.yaml" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing():
+    scripts = ROOT / "scripts"
+    files = [scripts / "pretrain_gpt.sh", scripts / "pipemem.sh", *(scripts / "slurm").iterdir()]
+    done = subprocess.run(["shellcheck", *map(str, files)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_training_script_knows_every_flag():
+    """All shipped models, and every key that becomes a flag, through Megatron's own parser."""
+    pytest.importorskip("megatron.core")
+    gpu = ("cluster=h100-80g", "precision=bf16", "training.save_interval=1", "training.load=x", "parallelism.ep=1")
+    lines = [
+        script_flags(tiny(f"model={name}", *gpu)) for name in names(Model) if load(name, Model).activation != "geglu"
+    ]
+    lines += [
+        script_flags(tiny("schedule.recompute=full", "parallelism={sequence_parallel: true, tp: 2, cp: 2}")),
+        script_flags(tiny("schedule.recompute=selective", "schedule.name=stock", "parallelism.chunks=2")),
+        script_flags(tiny("training.data='1 a 1 b'", "training.cache=c", "precision=fp16")),
+    ]
+    code = """
+        import argparse, json, sys
+        from megatron.training.arguments import add_megatron_arguments
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        add_megatron_arguments(parser)
+        print(json.dumps([parser.parse_known_args(line)[1] for line in json.load(sys.stdin)]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        input=json.dumps(lines),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    unknown = {flag for line in json.loads(done.stdout) for flag in line if flag.startswith("--")}
+    assert len(lines) > 10 and {flag for flag in unknown if not flag.startswith("--pipemem-")} == set()

@@ -1,0 +1,371 @@
+"""Grids: what their files stand for, what is kept of a point, and that neither failures nor kills lose anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from megatron_pipemem.cli.app import app
+from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.planner.grid import slurm
+from megatron_pipemem.planner.grid.config import flat, label, load_points
+from megatron_pipemem.planner.grid.local import LocalRunner
+from megatron_pipemem.planner.grid.results import Result, collect, read_result, step_seconds, write_result
+from megatron_pipemem.planner.grid.store import Store, store_of_point
+from megatron_pipemem.planner.launching import Command
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "configs" / "runs" / "tiny-cpu.yaml"
+
+# Stands for a training run: logs two steps, writes a report unless told to fail, and counts its starts.
+TRAINING = """
+import json, os, sys, time
+from pathlib import Path
+place, name = Path(sys.argv[1]), sys.argv[2]
+with (place / "starts").open("a") as starts:
+    starts.write(f"{os.getpid()}\\n")
+print("iteration        1/  2 | elapsed time per iteration (ms): 900.0 | lm loss: 3.0", flush=True)
+if (wait := place.parents[1] / "wait").exists():
+    time.sleep(float(wait.read_text()))
+if name == "1f1b":
+    sys.exit("rank 3 failed: SomeError: because")
+print("iteration        2/  2 | elapsed time per iteration (ms): 500.0 | lm loss: 2.5", flush=True)
+rank = {"rank": 0, "predicted_peak_bytes": 64, "counted_peak_bytes": 64}
+rank |= {"predicted_bubble_rate": 0.25, "measured_bubble_rate": 0.5}
+(place / "report.json").write_text(json.dumps({"losses": [3.0, 2.5], "ranks": [rank]}))
+"""
+
+
+def training(store: Store, index: int) -> Command:
+    words = (sys.executable, "-c", TRAINING, str(store.place(index)), store.run(index).schedule.name)
+    return Command(words, {})
+
+
+@pytest.fixture
+def write_grid(tmp_path):
+    def write(**keys) -> Path:
+        file = tmp_path / "grid.yaml"
+        file.write_text(yaml.safe_dump({"run": str(TINY), **keys}, sort_keys=False))
+        return file
+
+    return write
+
+
+@pytest.fixture
+def store(tmp_path, write_grid) -> Store:
+    """Four points, of which the second fails and the last is infeasible."""
+    names = ["stock", "1f1b", "v-half", "1f1b-v", "no-such"]
+    points = load_points(write_grid(product={"schedule.name": names}))
+    made = Store(tmp_path / "grid")
+    made.create(tmp_path / "grid.yaml", points)
+    return made
+
+
+def settings(points) -> list[dict]:
+    return [point.settings for point in points]
+
+
+def test_points_times_product(write_grid):
+    points = load_points(
+        write_grid(
+            points=[{"parallelism": {"pp": 4}}, {"parallelism": {"pp": 2, "dp": 2}}],
+            product={"schedule.name": ["stock", "v-half"], "megatron.lr": [0.1, 0.2]},
+            set={"training.iterations": 3},
+        )
+    )
+    expected = [
+        {**cut, "schedule.name": name, "megatron.lr": rate}
+        for cut in ({"parallelism.pp": 4}, {"parallelism.pp": 2, "parallelism.dp": 2})
+        for name in ("stock", "v-half")
+        for rate in (0.1, 0.2)
+    ]
+    assert settings(points) == expected
+    assert [point.index for point in points] == list(range(8))
+    for point in points:
+        assert point.run.training.iterations == 3
+        assert point.run.parallelism.pp == point.settings["parallelism.pp"]
+        assert point.run.parallelism.dp == point.settings.get("parallelism.dp", 1)
+        assert point.run.megatron["lr"] == point.settings["megatron.lr"]
+        assert point.run.megatron["seed"] == 1234, "keys beside the changed one stay"
+
+
+def test_filters_look_at_the_whole_run(write_grid):
+    product = {"schedule.name": ["stock", "v-half", "zbv"], "parallelism.pp": [2, 4]}
+    excluded = load_points(
+        write_grid(product=product, exclude=[{"schedule.name": ["v-half", "zbv"], "parallelism": {"pp": 2}}])
+    )
+    assert {(p.settings["schedule.name"], p.settings["parallelism.pp"]) for p in excluded} == {
+        ("stock", 2),
+        ("stock", 4),
+        ("v-half", 4),
+        ("zbv", 4),
+    }
+    only = load_points(write_grid(product=product, only=[{"schedule.name": "zbv"}, {"parallelism.pp": 2}]))
+    assert len(only) == 4 and [point.index for point in only] == [0, 1, 2, 3]
+    assert len(load_points(write_grid(product=product, exclude=[{"model.layers": 9}]))) == 6
+    for pattern, reason in (({"model.layers": 8}, "leave no point"), ({"model.layer": 8}, "did you mean 'layers'")):
+        with pytest.raises(ConfigError, match=reason):
+            load_points(write_grid(product=product, exclude=[pattern]))
+
+
+def test_infeasible_points_say_why(write_grid):
+    points = load_points(
+        write_grid(
+            points=[
+                {"parallelism.pp": 3},
+                {"parallelism.dp": 64, "parallelism.global_batch": 64},
+                {"schedule.name": "gis"},
+                {"parallelism.tp": "many"},
+                {"schedule.memory_cap": 0.55},
+            ]
+        )
+    )
+    reasons = [point.reason for point in points]
+    assert "8 layers" in reasons[0] and "256 devices, the cluster has 8" in reasons[1]
+    assert reasons[2] is not None and "parallelism.tp" in reasons[3] and reasons[4] is None or "cap" in reasons[4]
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"product": {"schedule.name": "stock"}}, "product.schedule.name"),
+        ({"product": {"schedule.name": []}}, "give a list of values"),
+        ({"points": ["v-half"]}, "mappings of keys"),
+        ({"run": "nowhere"}, "nowhere"),
+        ({"pints": []}, "did you mean 'points'"),
+    ],
+)
+def test_a_wrong_file_is_refused(write_grid, keys, reason):
+    with pytest.raises(ConfigError, match=reason):
+        load_points(write_grid(**keys))
+
+
+def test_every_shipped_grid_has_points_that_can_run():
+    files = sorted((ROOT / "configs" / "grids").glob("*.yaml"))
+    assert files
+    for file in files:
+        points = load_points(file)
+        assert len(points) >= 8
+        assert [point.reason for point in points if point.reason] == []
+
+
+def test_one_failing_point_does_not_stop_the_others(store):
+    events = []
+    LocalRunner(store, lambda index, result: events.append((index, result and result.status)), training).train(
+        [0, 1, 2], 2
+    )
+    assert sorted(events, key=str) == sorted(
+        [(0, None), (0, "done"), (1, None), (1, "failed"), (2, None), (2, "done")], key=str
+    )
+    stock, failed, half, unstarted, infeasible = store.results()
+    assert stock.status == half.status == "done"
+    assert half.settings == {"schedule.name": "v-half"} and half.peaks_agree is True
+    assert (failed.reason, failed.exit_code) == ("rank 3 failed: SomeError: because", 1)
+    assert unstarted is None
+    assert infeasible.status == "infeasible" and "no-such" in infeasible.reason
+    assert store.open_points() == [1, 3]
+
+
+def test_a_result_says_how_fast(store):
+    LocalRunner(store, lambda *_: None, training).train([2], 1)
+    result = store.results()[2]
+    run = store.run(2)
+    assert result.seconds_per_step == 0.5, "the first step of a start does not count"
+    assert result.tokens_per_second == run.parallelism.global_batch * run.model.sequence / 0.5
+    assert result.losses == (3.0, 2.5) and result.devices == 4
+
+
+def test_steps_after_a_restart():
+    line = "iteration {:8}/ 9 | elapsed time per iteration (ms): {} |"
+    log = "\n".join(line.format(*step) for step in [(1, 900), (2, 100), (3, 110), (3, 800), (4, 120)])
+    assert step_seconds(log) == 0.11
+    assert step_seconds(line.format(1, 900)) == 0.9
+    assert step_seconds("") is None
+
+
+def test_a_run_that_ends_well_but_without_a_report_failed(store):
+    store.log(0).write_text("starting\nall is well\n\n")
+    result = collect(0, {}, store.run(0), store.log(0), 0)
+    assert result.status == "failed" and "without a report" in result.reason and "all is well" in result.reason
+
+
+def test_points_do_not_depend_on_files_that_change_later(store):
+    assert store.run(2).schedule.name == "v-half"
+    assert "base" not in store.run_file(2).read_text()
+    assert store.run(2).output == str(store.place(2))
+
+
+def test_results_are_whole_or_not_there(tmp_path, monkeypatch):
+    path = tmp_path / "result.json"
+    write_result(Result(0, {"a": 1}, "done", losses=(1.0,)), path)
+
+    def dies(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", dies)
+    with pytest.raises(KeyboardInterrupt):
+        write_result(Result(1, {}, "failed"), path)
+    assert read_result(path) == Result(0, {"a": 1}, "done", losses=(1.0,))
+    assert read_result(tmp_path / "none.json") is None
+
+
+# The grid's own process, with training replaced by the program above.
+GRID = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from megatron_pipemem.planner.grid.local import LocalRunner
+from megatron_pipemem.planner.grid.store import Store
+from test_launch_grid import training
+store = Store(Path({folder!r}))
+with store.claimed():
+    LocalRunner(store, lambda *_: None, training).train(store.open_points(), 1)
+"""
+
+
+def grid_process(store: Store) -> subprocess.Popen:
+    code = textwrap.dedent(GRID).format(tests=str(Path(__file__).parent), folder=str(store.folder))
+    return subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+def until(holds, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def starts(store: Store, index: int) -> list[int]:
+    file = store.place(index) / "starts"
+    return [int(pid) for pid in file.read_text().split()] if file.exists() else []
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="looks at processes as Linux shows them")
+def test_a_killed_grid_goes_on_where_it_was(store):
+    """kill -9 in the middle of the third point, whose training goes on alone: it is ended and started again, and no other
+    point is."""
+    wait = store.folder / "wait"
+    first = grid_process(store)
+    until(lambda: store.results()[1] is not None)
+    wait.write_text("300")
+    try:
+        until(lambda: starts(store, 3) or store.results()[2] is None and starts(store, 2))
+        killed = 3 if starts(store, 3) else 2
+        first.send_signal(signal.SIGKILL)
+        first.wait(10)
+        (left,) = starts(store, killed)
+        assert alive(left) and store.results()[killed] is None
+        wait.unlink()
+        second = grid_process(store)
+        assert second.wait(60) == 0
+    finally:
+        first.kill()
+    assert not alive(left)
+    assert len(starts(store, killed)) == 2
+    assert [len(starts(store, index)) for index in (0, 1)] == [1, 2], "the failed point is tried again"
+    assert [result.status for result in store.results()] == ["done", "failed", "done", "done", "infeasible"]
+
+
+def test_two_grids_do_not_share_a_folder(store):
+    with store.claimed(), pytest.raises(UnsupportedError, match="another pipemem grid"), store.claimed():
+        pass
+
+
+def test_the_folder_of_another_grid_is_refused(store, write_grid):
+    store.check_same(
+        load_points(write_grid(product={"schedule.name": ["stock", "1f1b", "v-half", "1f1b-v", "no-such"]}))
+    )
+    with pytest.raises(UnsupportedError, match="other points"):
+        store.check_same(load_points(write_grid(product={"schedule.name": ["stock"]})))
+    with pytest.raises(ConfigError, match="no folder of a grid's point"):
+        store_of_point(store.folder)
+    assert store_of_point(store.place(3))[1] == 3
+
+
+def fake_slurm(tmp_path, monkeypatch, queue: str = "") -> Path:
+    """Programs named like Slurm's that note how they are called."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, says in (("sbatch", "41;cluster"), ("squeue", queue)):
+        (folder / name).write_text(f"#!/bin/sh\necho {name} \"$@\" >> {tmp_path}/called\nprintf '{says}\\n'\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return tmp_path / "called"
+
+
+def test_an_array_job_for_every_number_of_nodes(tmp_path, write_grid, monkeypatch):
+    called = fake_slurm(tmp_path, monkeypatch, r"41 0\n40 2\n41 N/A")
+    cuts = [{"parallelism.pp": 4}, {"parallelism.pp": 2}, {"parallelism": {"pp": 2, "dp": 2}}]
+    common = {"cluster.devices_per_node": 2, "cluster.nodes": 2, "cluster.backend": "nccl"}
+    store = Store(tmp_path / "grid")
+    store.create(tmp_path / "grid.yaml", load_points(write_grid(points=cuts, set=common)))
+    script = ROOT / "scripts" / "slurm" / "grid.sbatch"
+    assert slurm.queued(store) == set(), "nothing was submitted yet"
+    assert slurm.submit(store, [0, 1, 2], 5, script, ["--partition=big"]) == ["41", "41"]
+    two, one = called.read_text().splitlines()
+    assert "--array=0,2%5 --nodes=2 --gpus-per-node=2" in two and "--array=1%5 --nodes=1 --gpus-per-node=2" in one
+    assert two.endswith(f"--partition=big {script} {store.folder}")
+    assert slurm.queued(store) == {0}, "only elements of jobs of this grid count"
+
+
+def test_without_slurm_it_says_so(store, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UnsupportedError, match="there is no sbatch here"):
+        slurm.submit(store, [0], 1, ROOT / "scripts" / "slurm" / "grid.sbatch")
+    with pytest.raises(UnsupportedError, match=r"there is no .*nowhere"):
+        slurm.submit(store, [0], 1, tmp_path / "nowhere")
+
+
+def pipemem(*arguments: object):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="pipemem")
+
+
+def test_commands_are_printed_and_nothing_is_written(write_grid, tmp_path):
+    file = write_grid(product={"schedule.name": ["v-half", "no-such"]}, set={"megatron.split": [1, 2]})
+    result = pipemem("grid", file, "--launcher", "print", "--output", tmp_path / "out")
+    good, bad = result.stdout.splitlines()
+    assert good.startswith(
+        f"pipemem launch {TINY} --set 'megatron.split=[1, 2]' --set schedule.name=v-half --set output="
+    )
+    assert bad.startswith("# ") and "no-such" in bad
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_report_groups_what_did_not_run_and_marks_the_front(store):
+    LocalRunner(store, lambda *_: None, training).train([0, 1, 2], 1)
+    told = json.loads(pipemem("report", store.folder, "--json").stdout)
+    assert [row["status"] for row in told["results"]] == ["done", "failed", "done", "infeasible"]
+    assert [row["front"] for row in told["results"]] == [True, False, True, False]
+    assert told["missing"] == [3] and Path(told["picture"]).stat().st_size > 0
+    text = pipemem("report", store.folder).stdout
+    assert "rank 3 failed" in text and "infeasible: name=no-such" in text and "without a result: name=1f1b-v" in text
+
+
+def test_a_folder_is_not_overwritten(store):
+    result = pipemem("grid", store.folder.parent / "grid.yaml", "--output", store.folder)
+    assert result.exit_code == 2 and "--resume" in result.stderr
+    result = pipemem("report", store.folder.parent)
+    assert result.exit_code == 2 and "holds no grid" in result.stderr
+
+
+def test_names():
+    assert flat({"a": {"b": {"c": 1}, "d": {}}, "e.f": [2]}) == {"a.b.c": 1, "a.d": {}, "e.f": [2]}
+    assert label({"parallelism.pp": 4, "schedule.name": "v-half"}) == "pp=4, name=v-half"
+    assert label({}) == "the run itself"

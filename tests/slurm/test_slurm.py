@@ -1,0 +1,135 @@
+"""Our batch files under a real Slurm: two nodes with two ranks each, over gloo."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+STEPS = 24
+TWO_NODES = {"base": "cpu", "nodes": 2, "devices_per_node": 2}
+TRAINING = {"training": {"iterations": STEPS, "save_interval": 4}, "cluster": TWO_NODES}
+STAND_IN = str(Path(__file__).parent / "stand_in.py")
+
+
+def losses(log: str) -> list[tuple[int, str]]:
+    """Every step that a log tells of."""
+    return [(int(step), loss) for step, loss in re.findall(r"iteration +(\d+)/.*lm loss: (\S+)", log)]
+
+
+class GridRun:
+    """``pipemem grid --launcher slurm`` as a process of its own.
+
+    Args:
+        words: the command without its folder.
+        folder: of the grid.
+        environment: of the process.
+    """
+
+    def __init__(self, words: list[str], folder: Path, environment: dict[str, str]):
+        self.folder = folder
+        self._words = [*words, "--output", str(folder)]
+        self._environment = environment
+        self._output = folder.with_suffix(".out")
+        self._process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        with self._output.open("w") as output:
+            self._process = subprocess.Popen(
+                self._words, env=self._environment, cwd=self.folder.parent, stdout=output, stderr=subprocess.DEVNULL
+            )
+
+    def wait(self) -> tuple[int, dict]:
+        """Its exit code and what it printed."""
+        if self._process is None:
+            self.start()
+        code = self._process.wait(240)
+        return code, json.loads(self._output.read_text())
+
+    def point(self, index: int) -> Path:
+        return self.folder / "points" / f"{index:03}"
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def grid(slurm, workplace):
+    """An array job with two points, the second of which fails, and one that is never started."""
+    base = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
+    points = [{"schedule.name": "v-half"}, {"script": STAND_IN, "megatron.behaviour": "fail"}, {"parallelism.pp": 64}]
+    common = {"training.iterations": STEPS, "cluster.devices_per_node": 2, "cluster.nodes": 4}
+    file = workplace / "grid.yaml"
+    file.write_text(yaml.safe_dump({"run": str(base), "set": common, "points": points}))
+    words = [sys.executable, "-m", "megatron_pipemem", "grid", str(file), "--launcher", "slurm", "--json"]
+    run = GridRun(words, workplace / "grid", slurm.environment)
+    yield run
+    run.stop()
+
+
+def test_a_crashed_node_costs_the_steps_since_the_last_checkpoint(slurm, submit, grid):
+    job, log = submit("train", TRAINING)
+    slurm.until_log(job, log, lambda text: len(losses(text)) >= 5, 180)
+    second = slurm.job(job)["NodeList"]
+    node = slurm.call("scontrol", "show", "hostnames", second).split()[1]
+    slurm.crash(node, job)
+    grid.start()  # meanwhile, on the other nodes: Slurm takes half a minute to notice
+    found = slurm.ended(job, 240)
+    slurm.start_node(node)
+    text = log.read_text()
+    assert (found["JobState"], found["Restarts"]) == ("COMPLETED", "1"), text
+    steps = losses(text)
+    numbers = [step for step, _ in steps]
+    restart = next(i for i in range(1, len(numbers)) if numbers[i] <= numbers[i - 1])
+    resumed = numbers[restart]
+    assert resumed > 4 and resumed % 4 == 1, "it goes on after a checkpoint"
+    assert numbers[restart:] == list(range(resumed, STEPS + 1))
+    grid.wait()
+    uninterrupted = (grid.point(0) / "log.txt").read_text()
+    assert set(steps) == set(losses(uninterrupted))
+    report = json.loads((log.parent / "train" / "report.json").read_text())
+    whole = json.loads((grid.point(0) / "report.json").read_text())
+    assert report["losses"] == whole["losses"][resumed - 1 :]
+
+
+def test_a_grid_runs_as_an_array_job(grid):
+    code, printed = grid.wait()
+    assert code == 1, printed
+    good, failed, impossible = printed["results"]
+    assert good["status"] == "done" and len(good["losses"]) == STEPS
+    assert good["peaks_agree"] is True and good["front"] is True
+    assert failed["status"] == "failed" and failed["exit_code"] != 0
+    assert impossible["status"] == "infeasible" and "64" in impossible["reason"]
+    assert not (grid.point(2) / "log.txt").exists()
+    assert (grid.folder / "report.png").stat().st_size > 0
+
+
+def test_ranks_are_in_the_order_of_nodes_and_a_failing_one_ends_the_job(slurm, submit):
+    job, log = submit("fail", {**TRAINING, "script": STAND_IN, "megatron": {"behaviour": "fail"}})
+    found = slurm.ended(job, 120)
+    text = log.read_text()
+    assert found["JobState"] == "FAILED" and found["ExitCode"] != "0:0", text
+    assert found["Restarts"] == "0"
+    nodes = slurm.call("scontrol", "show", "hostnames", found["NodeList"]).split()
+    where = dict(re.findall(r"rank (\d) of 4 on (\S+)", text))
+    assert where == {"0": nodes[0], "1": nodes[0], "2": nodes[1], "3": nodes[1]}
+    slurm.until(lambda: not slurm.processes(job), "none of its processes is left", 20)
+
+
+def test_the_signal_before_the_time_limit_saves_and_requeues_and_scancel_ends_all(slurm, submit):
+    job, log = submit("save", {**TRAINING, "script": STAND_IN, "megatron": {"behaviour": "save"}})
+    slurm.until_log(job, log, lambda text: text.count("is ready") == 4, 120)
+    slurm.call("scancel", "--batch", "--signal=USR1", job)
+    slurm.until_log(job, log, lambda text: text.count("is ready") == 8, 120)
+    assert log.read_text().count("goes on") == 4
+    assert slurm.job(job)["Restarts"] == "1"
+    slurm.call("scancel", job)
+    assert slurm.ended(job, 30)["JobState"] == "CANCELLED"
+    slurm.until(lambda: not slurm.processes(job), "none of its processes is left", 20)
