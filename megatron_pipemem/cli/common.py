@@ -269,7 +269,10 @@ def read_schedule(path: Path, dialect: Dialect, microbatches: int | None = None)
     table = read_table(read_text(path), dialect)
     count = table.num_microbatches() if microbatches is None else microbatches
     header = table.header
-    return table, Schedule(path.stem, table.placement(), count, table.orders, header.pieces, header.updates)
+    schedule = Schedule(
+        path.stem, table.placement(), count, table.orders, header.pieces, header.updates, header.vocabulary
+    )
+    return table, schedule
 
 
 def is_file(name: str) -> bool:

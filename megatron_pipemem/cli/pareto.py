@@ -9,11 +9,13 @@ from typing import Annotated
 import typer
 
 from megatron_pipemem.cli.common import P2P, CostsText, Json, check_size, console, parse_costs, print_json
+from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, priced_head
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report import pareto as picture
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.pareto import Choice, bound_line, choices, trades, useful_caps
+from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM
 
 
 def pareto(
@@ -27,17 +29,33 @@ def pareto(
     ] = None,
     seconds: Annotated[float, typer.Option("--seconds", help="Time of each search at most.")] = 10.0,
     show_all: Annotated[bool, typer.Option("--all", help="List the dominated schedules too.")] = False,
+    vocab_parallel: VocabParallel = "off",
+    head_cost: HeadCost = None,
+    layers: Layers = None,
     output: Annotated[Path | None, typer.Option("--output", help="Picture: .png or .svg.")] = None,
     as_json: Json = False,
 ) -> None:
     """Compare bubble and peak memory of all families and of searched schedules; only the front is a choice.
 
-    Asynchronous families and those with two replicas of the weights are left out: they train, or hold, something else.
+    With ``--vocab-parallel auto`` all of them stand there three times: with the head on the last stage, and cut over all
+    devices by either algorithm. Asynchronous families and those with two replicas of the weights are left out: they
+    train, or hold, something else.
     """
     check_size(devices, microbatches)
     prices = replace(parse_costs(costs, p2p), memory=None)
     wanted = useful_caps(devices) if caps is None else _parse_caps(caps)
-    found = choices(devices, microbatches, prices, wanted, seconds, ResultCache())
+    head = Head(vocab_parallel, head_cost, layers)
+    barriers = {"off": (0,), "auto": (0, 1, 2)}.get(vocab_parallel) or (BARRIERS_OF_ALGORITHM[int(vocab_parallel)],)
+    found = choices(
+        devices,
+        microbatches,
+        prices,
+        wanted,
+        seconds,
+        ResultCache(),
+        barriers,
+        lambda schedule: priced_head(head, prices, schedule, schedule.vocabulary),
+    )
     front = [choice for choice in found if not choice.dominated]
     cheap = trades(front)
     if output is not None:
@@ -75,7 +93,9 @@ def _parse_caps(text: str) -> list[float]:
 
 
 def _name(choice: Choice) -> str:
-    return choice.schedule.name if choice.cap is None else f"{choice.schedule.name} {choice.cap:.4g}"
+    barriers = choice.schedule.vocabulary
+    passes = f", {barriers} barrier{'s' if barriers > 1 else ''}" if barriers else ""
+    return (choice.schedule.name if choice.cap is None else f"{choice.schedule.name} {choice.cap:.4g}") + passes
 
 
 def _point(choice: Choice) -> picture.Point:
@@ -93,6 +113,7 @@ def _facts(choice: Choice) -> dict[str, object]:
     return {
         "schedule": choice.schedule.name,
         "memory_cap": choice.cap,
+        "vocabulary_barriers": choice.schedule.vocabulary,
         "placement": choice.schedule.placement.name,
         "peak_activation": choice.peak,
         "makespan": choice.makespan,

@@ -25,8 +25,10 @@ from megatron_pipemem.cli.common import (
     load_schedule,
     parse_costs,
     print_json,
+    report_note,
     with_channel,
 )
+from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, apply_head
 from megatron_pipemem.report import check_suffix, save_comparison, terminal_timeline
 from megatron_pipemem.report.timeline import boxes
 from megatron_pipemem.schedule.simulator import Timeline
@@ -45,6 +47,9 @@ def show(
     offload_ratio: OffloadRatio = None,
     host_memory: HostMemory = None,
     options: Options = None,
+    vocab_parallel: VocabParallel = "off",
+    head_cost: HeadCost = None,
+    layers: Layers = None,
     output: Annotated[
         Path | None, typer.Option("--output", help=".png, .svg, .html, or .json for ui.perfetto.dev.")
     ] = None,
@@ -55,15 +60,13 @@ def show(
         check_suffix(output)
     prices = with_channel(parse_costs(costs, p2p), offload_ratio)
     choice = OffloadChoice(offload, host_memory)
-    timelines = [
-        run_simulator(
-            load_schedule(
-                name, devices, microbatches, chunks, memory_cap, options, costs=prices, offload=choice
-            ).schedule,
-            prices,
-        )
-        for name in names
-    ]
+    timelines = []
+    for name in names:
+        loaded = load_schedule(name, devices, microbatches, chunks, memory_cap, options, costs=prices, offload=choice)
+        loaded, priced, reason = apply_head(loaded, prices, Head(vocab_parallel, head_cost, layers))
+        if reason and not as_json:
+            report_note(f"{name}: {reason}")
+        timelines.append(run_simulator(loaded.schedule, priced))
     if output is not None:
         save_comparison(timelines, output)
     if as_json:

@@ -30,6 +30,7 @@ from megatron_pipemem.cli.common import (
     print_json,
     with_channel,
 )
+from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, apply_head
 from megatron_pipemem.report.timeline import memory_text
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
@@ -51,6 +52,9 @@ def simulate(
     offload_ratio: OffloadRatio = None,
     host_memory: HostMemory = None,
     options: Options = None,
+    vocab_parallel: VocabParallel = "off",
+    head_cost: HeadCost = None,
+    layers: Layers = None,
     as_json: Json = False,
 ) -> None:
     """Run a schedule in the simulator: makespan, bubble, peak memory, messages, and how fast any could be.
@@ -58,13 +62,18 @@ def simulate(
     Costs are for one device's whole share of the model and one microbatch, whatever the number of chunks, so makespans
     of different placements compare. The lower bound holds for every order of the same placement within the memory cap,
     or, without one, within this schedule's own peak; with several replicas or sequence pieces it is the busiest device's
-    work.
+    work, as it is with the vocabulary passes of ``--vocab-parallel``.
     """
     prices = with_channel(parse_costs(costs, p2p), offload_ratio)
     choice = OffloadChoice(offload, host_memory)
     loaded = load_schedule(name, devices, microbatches, chunks, memory_cap, options, costs=prices, offload=choice)
+    loaded, prices, reason = apply_head(loaded, prices, Head(vocab_parallel, head_cost, layers))
     timeline = run_simulator(loaded.schedule, prices)
     facts = _facts(timeline, loaded)
+    if loaded.schedule.vocabulary or vocab_parallel != "off":
+        facts["vocabulary_barriers"] = loaded.schedule.vocabulary
+    if reason:
+        facts["vocabulary_reason"] = reason
     if as_json:
         print_json(facts)
         return
@@ -136,6 +145,7 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
     if (
         schedule.placement.replicas > 1
         or schedule.pieces > 1
+        or schedule.vocabulary
         or all(action.kind is Kind.F for order in schedule.orders for action in order)
     ):
         return timeline.ideal

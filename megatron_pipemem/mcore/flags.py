@@ -7,6 +7,7 @@ import argparse
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.offloading import DEFAULT_HOST_SHARE, OFFLOAD_MODES, RECOMPUTE_MODES
 from megatron_pipemem.mcore.plugin import STOCK, Settings, source_for
+from megatron_pipemem.mcore.vocabulary.source import CHOICES, OFF
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,6 +66,14 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
     parser.add_argument("--pipemem-trace", metavar="DIR", help="write timelines of plan and run")
     parser.add_argument("--pipemem-report", metavar="FILE", help="write predicted and counted bytes, bubbles, losses")
     parser.add_argument(
+        "--pipemem-vocab-parallel",
+        metavar="|".join(CHOICES),
+        default=OFF,
+        help="cut embedding and LM head over the pipeline's ranks, by Algorithm 1 (two barriers, two microbatches more in "
+        "flight) or Algorithm 2 (one barrier, one microbatch more) of arXiv 2411.05288; auto: whichever of the three the "
+        "model's sizes call for",
+    )
+    parser.add_argument(
         "--pipemem-option", metavar="KEY=VALUE", action="append", default=[], help="option of the schedule"
     )
     found, others = parser.parse_known_args(arguments)
@@ -86,6 +95,7 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         host_memory=found.pipemem_host_memory,
         recompute=found.pipemem_recompute,
         offload_options=dict(_option("offload-option", text, parser) for text in found.pipemem_offload_option),
+        vocab_parallel=found.pipemem_vocab_parallel,
     )
     source_for(settings)
     return settings, others

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.errors import UnsupportedError
@@ -50,11 +51,18 @@ class ChunkPlacement:
     Args:
         find: ``find(num_devices, num_chunks)`` gives the placement; ``num_chunks`` is ``None`` where nobody knows it yet.
         is_round_robin: the placement can be no other than Megatron's own, and nothing has to be answered differently.
+        cut: ``cut(chunks, placement, pg_collection)``, called for a rank's chunks when they have been built, or ``None``.
     """
 
-    def __init__(self, find: Callable[[int, int | None], Placement], is_round_robin: bool):
+    def __init__(
+        self,
+        find: Callable[[int, int | None], Placement],
+        is_round_robin: bool,
+        cut: Callable[[list[torch.nn.Module], Placement, ProcessGroupCollection], None] | None = None,
+    ):
         self._find = find
         self.is_round_robin = is_round_robin
+        self._cut = cut
         self._found: dict[tuple[int, int | None], Placement] = {}
         self._rank_now: int | None = None
 
@@ -103,7 +111,7 @@ class ChunkPlacement:
 
     def training_replacements(self) -> list[tuple[Symbol, Callable[[Callable], Callable]]]:
         """What to rebind in ``megatron.training``, which not every program uses."""
-        if self.is_round_robin:
+        if self.is_round_robin and self._cut is None:
             return []
         return [(BUILD_STAGES, self._wrap_build_stages), (GET_MODEL, self._wrap_get_model)]
 
@@ -141,6 +149,8 @@ class ChunkPlacement:
             with torch.no_grad():
                 for embedding, head in _tied_weights(chunks):
                     head.data.copy_(embedding.data)
+        if self._cut is not None:
+            self._cut(chunks, placement, pg_collection)
         return chunks
 
     def check_built(self, chunks: list[torch.nn.Module], placement: Placement, device: int) -> None:
@@ -184,7 +194,7 @@ class ChunkPlacement:
         def build_virtual_pipeline_stages(build_model_func, pg_collection, vp_size, model_type=None):
             placement = self.placement(pg_collection.pp.size(), vp_size or 1)
             _require_chunks(vp_size, placement)
-            if _is_round_robin(placement):
+            if _is_round_robin(placement) and self._cut is None:
                 return original(build_model_func, pg_collection, vp_size, model_type)
             chunks = self.build_chunks(
                 lambda pg_collection, **kwargs: build_model_func(pg_collection, **kwargs), pg_collection
@@ -203,7 +213,7 @@ class ChunkPlacement:
             size = parallel_state.get_pipeline_model_parallel_world_size() if groups is None else groups.pp.size()
             placement = self.placement(size, vp_size or 1)
             _require_chunks(vp_size, placement)
-            if _is_round_robin(placement):
+            if _is_round_robin(placement) and self._cut is None:
                 return original(model_provider_func, *args, **kwargs)
 
             def provider(*, vp_stage: int | None = None, pg_collection=None, **ignored):
@@ -212,7 +222,7 @@ class ChunkPlacement:
                     built.extend(
                         self.build_chunks(lambda **own: model_provider_func(**passed_on, **own), pg_collection)
                     )
-                return built[vp_stage]
+                return built[vp_stage or 0]
 
             return original(provider, *args, **kwargs)
 
@@ -259,8 +269,8 @@ def _tied_weights(chunks: list[torch.nn.Module]) -> list[tuple[torch.nn.Paramete
                     ends[end] = model
     if len(ends) < 2:
         return []
-    first, last = ends["pre_process"], ends["post_process"]
-    return [(first.shared_embedding_or_output_weight(), last.shared_embedding_or_output_weight())]
+    embedding, head = (ends[end].shared_embedding_or_output_weight() for end in ("pre_process", "post_process"))
+    return [] if head is None else [(embedding, head)]  # a cut vocabulary has one copy, elsewhere
 
 
 def _sum_tied_gradients(model: list[torch.nn.Module]) -> None:

@@ -21,6 +21,7 @@ from megatron_pipemem.mcore.run_record import RunRecord
 from megatron_pipemem.mcore.search_source import PROFILE, prices_of, source_of
 from megatron_pipemem.mcore.sources import Source
 from megatron_pipemem.mcore.step import USED, WITH_INTERLEAVING, WITHOUT_INTERLEAVING, ForwardBackward
+from megatron_pipemem.mcore.vocabulary.source import OFF, check_vocab_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,9 @@ class Settings:
         host_memory: bytes per node for that (``"64GiB"``), shared by its ranks.
         recompute: ``none``, ``full`` or ``auto``: which stages run their forwards again before their backwards.
         offload_options: see ``OffloadSettings.of``.
+        vocab_parallel: cut the embedding and the LM head over the pipeline's ranks: ``off``, the algorithm of arXiv
+            2411.05288, ``1`` (two barriers) or ``2`` (one barrier, one microbatch less in flight), or ``auto`` to choose by the
+            model's sizes.
     """
 
     schedule: str
@@ -63,6 +67,7 @@ class Settings:
     host_memory: str | None = None
     recompute: str = "none"
     offload_options: Mapping[str, object] = field(default_factory=dict)
+    vocab_parallel: str = OFF
 
 
 def source_for(settings: Settings) -> tuple[Source | None, Offloading]:
@@ -74,14 +79,22 @@ def source_for(settings: Settings) -> tuple[Source | None, Offloading]:
     offloading = Offloading(
         OffloadSettings.of(settings.offload, settings.recompute, settings.host_memory, settings.offload_options)
     )
+    check_vocab_parallel(settings.vocab_parallel)
     if settings.schedule == STOCK:
         if offloading.settings.plans:
             raise UnsupportedError(
                 "Megatron's own schedule has no place for offload or recomputation of ours; name another one, for example "
                 "--pipemem-schedule 1f1b, or use Megatron's own flags"
             )
+        if settings.vocab_parallel != OFF:
+            raise UnsupportedError(
+                "Megatron's own schedules have no passes for a cut vocabulary; take a schedule of this package, or pass "
+                "--pipemem-vocab-parallel off"
+            )
         return None, offloading
-    source = source_of(settings.schedule, settings.memory_cap, settings.costs, settings.options, offloading)
+    source = source_of(
+        settings.schedule, settings.memory_cap, settings.costs, settings.options, offloading, settings.vocab_parallel
+    )
     return source, offloading
 
 
@@ -129,7 +142,7 @@ def enable(schedule: str, **settings) -> None:
     if source is None:
         replacements = observer.replacements(record, *prices_of(wanted.costs))
     else:
-        chunk_placement = ChunkPlacement(source.placement, source.is_round_robin)
+        chunk_placement = ChunkPlacement(source.placement, source.is_round_robin, getattr(source, "cut", None))
         profiles = wanted.costs == PROFILE or source.needs_seconds
         replanner = Replanner(source, profiles) if profiles or source.needs_bytes else None
         forward_backward = ForwardBackward(ProgramCache(source), chunk_placement, offloading, record, replanner)

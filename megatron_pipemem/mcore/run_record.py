@@ -209,6 +209,7 @@ class RunRecord:
             "schedule": plan.schedule.name,
             "placement": plan.schedule.placement.name,
             "microbatches": plan.schedule.num_microbatches,
+            "vocabulary_barriers": plan.schedule.vocabulary,
             "priced_by": plan.priced_by,
             "costs": _costs(plan),
             "planned_makespan": plan.timeline.makespan,

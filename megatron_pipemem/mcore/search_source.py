@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
-
-from megatron.core import num_microbatches_calculator
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero
@@ -21,9 +20,11 @@ from megatron_pipemem.mcore.sources import (
     Plan,
     Shape,
     Source,
+    microbatches_of_the_run,
     with_messages,
 )
-from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.mcore.vocabulary.source import OFF, VocabularySource, check_vocab_parallel
+from megatron_pipemem.schedule.action import VOCABULARY, Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
@@ -34,6 +35,8 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search import SearchResult, search_schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.simulator import held_after, peaks
+from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.vocabulary.search import search_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +152,7 @@ class SearchSource(Source):
         self._check_cap(candidates["v"])
 
         def fastest() -> str:
-            m = _microbatches_of_the_run() or 4 * num_devices
+            m = microbatches_of_the_run() or 4 * num_devices
             result = self._search_within(self._cap and self._cap.amount, list(candidates.values()), m)
             best = result.best.schedule
             if not self._in_bytes:
@@ -184,7 +187,8 @@ class SearchSource(Source):
     def _search_within(
         self, memory_cap: float | Sequence[float] | None, placements: Sequence[Placement], num_microbatches: int
     ) -> SearchResult:
-        return search_schedule(
+        search = partial(search_vocabulary, barriers=self.barriers) if self.barriers else search_schedule
+        return search(
             num_devices=placements[0].num_devices,
             num_microbatches=num_microbatches,
             costs=self._search_costs(placements[0]),
@@ -201,10 +205,15 @@ class SearchSource(Source):
             return replace(self.costs, memory=None)
         if self._changes is None:
             return self.costs
-        return replace(self.costs, memory=with_messages(self._changes, placement))
+        memory = with_messages(self._changes, placement)
+        # Of the vocabulary's passes and collectives every device has its own.
+        memory |= {kind: self._changes[kind][: placement.num_devices] for kind in VOCABULARY & set(self._changes)}
+        return replace(self.costs, memory=memory)
 
     def _program_peaks(self, schedule: Schedule) -> list[float]:
         """The most bytes every device holds, between messages too."""
+        if self.barriers and not schedule.vocabulary:
+            schedule = with_vocabulary(schedule, self.barriers, self.costs)
         changes = self._changes
         if changes is None:
             changes = self.costs.memory_changes(schedule.placement)
@@ -242,6 +251,7 @@ def source_of(
     costs: str,
     options: Mapping[str, object],
     offloading: Offloading | None = None,
+    vocab_parallel: str = OFF,
 ) -> Source:
     """The source that settings of ``plugin.Settings`` ask for.
 
@@ -251,12 +261,39 @@ def source_of(
         costs: prices.
         options: of the schedule.
         offloading: what is to leave the device or to be computed again; ``None`` for nothing but what the schedule says.
+        vocab_parallel: see ``plugin.Settings``.
 
     Raises:
         UnknownScheduleError: no such family.
         UnsupportedError: a cap, an option or a file that does not go with the schedule.
         CostsError: a file of costs that cannot be read.
     """
+    check_vocab_parallel(vocab_parallel)
+    if vocab_parallel != OFF and offloading is not None and offloading.settings.plans:
+        raise UnsupportedError(
+            "offload and recomputation are not planned together with vocabulary passes; pass --pipemem-vocab-parallel off, or "
+            "--pipemem-offload off and --pipemem-recompute none with Megatron's own --recompute-* flags"
+        )
+    source = _source_without_vocabulary(schedule, memory_cap, costs, options, offloading)
+    if vocab_parallel != OFF:
+        # What a search finds keeps its cap already.
+        units = None if memory_cap is None or schedule == AUTO else parse_cap(memory_cap).amount
+        return VocabularySource(source, vocab_parallel, units)
+    if source.barriers:
+        raise UnsupportedError(
+            f"{schedule} is a schedule for a vocabulary cut over the pipeline; pass --pipemem-vocab-parallel "
+            f"{3 - source.barriers}"
+        )
+    return source
+
+
+def _source_without_vocabulary(
+    schedule: str,
+    memory_cap: float | str | None,
+    costs: str,
+    options: Mapping[str, object],
+    offloading: Offloading | None,
+) -> Source:
     cap = None if memory_cap is None else parse_cap(memory_cap)
     if offloading is None or not offloading.settings.plans:
         return _source_of(schedule, cap, costs, options)
@@ -301,11 +338,3 @@ def _number(options: Mapping[str, object], name: str, default: float, kind: type
     if value < 0 or (name != "seed" and value == 0):
         raise UnsupportedError(f"option {name}={options[name]!r} of schedule 'auto' is no positive number")
     return value
-
-
-def _microbatches_of_the_run() -> int | None:
-    """What Megatron's own calculator says, where a training loop has set it up."""
-    try:
-        return num_microbatches_calculator.get_num_microbatches()
-    except AttributeError:
-        return None

@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.core import num_microbatches_calculator
+
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.refusals import check_runs
 from megatron_pipemem.schedule.action import Kind
@@ -86,6 +88,8 @@ class Source(ABC):
     """Whether Megatron's own placement is all that can come."""
     chunks: int
     """Model chunks per rank to ask Megatron for when the user does not say how the model is cut."""
+    barriers = 0
+    """Of vocabulary parallelism, to plan for; with 0, embedding and head are parts of the first and the last stage."""
     needs_bytes = False
     """Whether it cannot plan before somebody has counted what actions take and give back."""
     needs_seconds = False
@@ -246,6 +250,7 @@ class FileSource(Source):
         self._schedule = Schedule.from_csv(text, name=Path(path).name)
         check_runs(path, self._schedule.simulated_only)
         validate(self._schedule, memory_cap=memory_cap)
+        self.barriers = self._schedule.vocabulary
         placement = self._schedule.placement
         self.may_split = self._schedule.splits_backward
         self.may_offload = self._schedule.offloads
@@ -271,3 +276,11 @@ class FileSource(Source):
                 f"{own} without ramp-up, or give a file for {shape.num_microbatches} microbatches"
             )
         return Plan(self._schedule, self.costs, self.priced_by, reason)
+
+
+def microbatches_of_the_run() -> int | None:
+    """What Megatron's own calculator says, where a training loop has set it up."""
+    try:
+        return num_microbatches_calculator.get_num_microbatches()
+    except AttributeError:
+        return None

@@ -101,7 +101,7 @@ class ChunkStage:
         self, microbatch: int, input: torch.Tensor | None, data: Iterator | None, loss_data: list
     ) -> tuple[torch.Tensor, torch.Tensor]:
         step = self.step
-        with self._as_chunk():
+        with self.as_chunk():
             result = schedules.forward_step(
                 step.forward_step_func,
                 data,
@@ -129,7 +129,7 @@ class ChunkStage:
     def backward(
         self, input: torch.Tensor | None, output: torch.Tensor, output_gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        with self._as_chunk():
+        with self.as_chunk():
             gradient = schedules.backward_step(input, output, output_gradient, self.step.config)
         if self.delayed:
             work, queue = DelayedModules(self.delayed), current_queue()
@@ -149,7 +149,8 @@ class ChunkStage:
             function = functions[self.chunk] if isinstance(functions, list) else functions
             function(self.model.parameters())
 
-    def _as_chunk(self):
+    def as_chunk(self):
+        """Within this, Megatron answers questions about ranks for this chunk."""
         return self.placement.chunk(self.chunk)
 
 

@@ -33,6 +33,7 @@ from megatron_pipemem.mcore.stages import (
     watch_batches,
 )
 from megatron_pipemem.mcore.transformer_engine import delayed_modules
+from megatron_pipemem.mcore.vocabulary.step import VocabularySteps
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.links import measure_links
@@ -126,6 +127,7 @@ class ForwardBackward:
         self._offloading = offloading
         self._record = record
         self._replanner = replanner
+        self._vocabulary = VocabularySteps()
         self._pipelines: dict[dist.ProcessGroup, _Pipeline] = {}
         self.hooked: list[torch.nn.Parameter] = []
 
@@ -221,6 +223,10 @@ class ForwardBackward:
             for chunk, stage in enumerate(placement.stages[pipeline.device])
         }
         transport = Transport(pipeline.device, placement, pipeline.ranks, pipeline.channels, message)
+        passes = None
+        if program.schedule.vocabulary:
+            tokens = (micro_batch_size, (decoder_seq_length or seq_length) // groups.cp.size())
+            passes = self._vocabulary.begin(step, stages, placement, groups, pp_group, tokens, observed.ledger)
         executor = Executor(
             program,
             pipeline.device,
@@ -229,6 +235,7 @@ class ForwardBackward:
             ledger=observed.ledger,
             trace=observed.trace,
             offload=engine,
+            vocabulary=passes,
         )
         with ExitStack() as stack:
             stack.enter_context(no_gradient_sync(config))
@@ -290,6 +297,7 @@ class ForwardBackward:
 
     def close(self) -> None:
         """Forget everything that steps left for the next one."""
+        self._vocabulary.close()
         self._pipelines.clear()
         self._programs.clear()
         self._offloading.close()

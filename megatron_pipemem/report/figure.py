@@ -28,7 +28,7 @@ from megatron_pipemem.report.timeline import (
     legend,
     memory_text,
 )
-from megatron_pipemem.schedule.action import MEMORY, Kind
+from megatron_pipemem.schedule.action import MEMORY, VOCABULARY, Kind
 from megatron_pipemem.schedule.simulator import Timeline
 
 if TYPE_CHECKING:
@@ -421,7 +421,8 @@ def _add_legend(figure: Figure, runs: Sequence[_Run]) -> None:
     for run in sorted(runs, key=lambda run: -run.timeline.schedule.placement.num_chunks):
         num_chunks = run.timeline.schedule.placement.num_chunks
         for kind in dict(legend(run.timeline)):
-            shades.setdefault(kind, [colour(kind, chunk, num_chunks) for chunk in range(num_chunks)])
+            chunks = range(1 if kind in VOCABULARY else num_chunks)
+            shades.setdefault(kind, [colour(kind, chunk, num_chunks) for chunk in chunks])
     entries: dict[str, object] = {
         f"{kind} {name}": tuple(Patch(facecolor=shade) for shade in shades[kind])
         for kind, name in KIND_NAMES.items()

@@ -80,6 +80,17 @@ def _process_events(process: int, timeline: Timeline, flow_ids: count[int]) -> l
                     "args": {"stage": copy.action.stage, "microbatch": copy.action.microbatch},
                 }
             )
+    if timeline.collectives:
+        track = {"pid": process, "tid": 2 * len(rows)}
+        events.append({"ph": "M", "name": "thread_name", **track, "args": {"name": "collectives"}})
+        events.append({"ph": "M", "name": "thread_sort_index", **track, "args": {"sort_index": 2 * len(rows)}})
+        origin = min(spans[0][0] for spans in timeline.spans if spans)
+        for kind, microbatch, start, end in timeline.collectives:
+            times = {"ts": (start - origin) * _MICROSECONDS, "dur": (end - start) * _MICROSECONDS}
+            name = f"PP:{kind}{microbatch}"
+            events.append(
+                {"ph": "X", "name": name, "cat": "collective", **track, **times, "args": {"microbatch": microbatch}}
+            )
     for message, flow in zip(messages(timeline, rows), flow_ids, strict=False):
         for phase, box in (("s", message.producer), ("f", message.consumer)):
             # An arrow belongs to the slice that encloses its time: the middle is inside for certain.

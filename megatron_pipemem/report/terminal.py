@@ -131,9 +131,9 @@ def _owners(row: tuple[Box, ...], scale: float, width: int) -> list[Box | None]:
 def _label(box: Box, width: int, squeezed: bool) -> str:
     letter = box.action.kind.value if box.chunk == 0 else box.action.kind.value.lower()
     if squeezed:
-        return letter * width
+        return letter[0] * width
     full = f"{letter}{box.action.microbatch}"
-    return (full if len(full) <= width else letter).ljust(width, "-")
+    return (full if len(full) <= width else letter[:width]).ljust(width, "-")
 
 
 def _legend(timeline: Timeline) -> Text:

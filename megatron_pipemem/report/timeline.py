@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.action import VOCABULARY, Action, Kind
+from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, dependencies, held_after
 
 KIND_NAMES = {
@@ -17,6 +18,11 @@ KIND_NAMES = {
     Kind.W: "weight gradient",
     Kind.B: "full backward",
     Kind.R: "recomputed forward",
+    Kind.IF: "embedding forward",
+    Kind.S: "head scores",
+    Kind.LOSS: "loss",
+    Kind.T: "head gradients",
+    Kind.IB: "embedding gradient",
 }
 COPY_NAMES = {Kind.OFFLOAD: "copy to the host", Kind.RELOAD: "copy back"}
 COPY_COLOURS = {Kind.OFFLOAD: "#6a4c93", Kind.RELOAD: "#8ac926"}
@@ -28,6 +34,11 @@ _BASE = {
     Kind.W: (58, 163, 143),
     Kind.B: (196, 60, 78),
     Kind.R: (16, 20, 24),
+    Kind.IF: (184, 225, 173),
+    Kind.S: (166, 41, 245),
+    Kind.LOSS: (100, 48, 77),
+    Kind.T: (244, 191, 230),
+    Kind.IB: (37, 15, 146),
 }
 IDLE = "#f1f3f4"
 _PALEST = 0.58
@@ -82,17 +93,23 @@ class Bubble(NamedTuple):
 
 
 def boxes(timeline: Timeline) -> tuple[tuple[Box, ...], ...]:
-    """One row of boxes per device, in order."""
+    """One row of boxes per device, in order. What vocabulary parallelism does in no time has none; what it takes or gives
+    back shows in the box that follows."""
     schedule, costs = timeline.schedule, timeline.costs
     placement = schedule.placement
     changes = costs.memory_changes(placement, schedule.recomputed)
     unit = costs.memory_unit(placement) / schedule.pieces
     chunk = {stage: index for stages in placement.stages for index, stage in enumerate(stages)}
     origin = _origin(timeline)
+
+    def chunk_of(action: Action) -> int:
+        return 0 if action.kind in VOCABULARY else chunk[action.stage]
+
     return tuple(
         tuple(
-            Box(action, device, chunk[action.stage], start - origin, end - origin, held * unit)
+            Box(action, device, chunk_of(action), start - origin, end - origin, held * unit)
             for action, (start, end), held in zip(order, spans, held_after(order, changes), strict=True)
+            if end > start or action.kind not in VOCABULARY
         )
         for device, (order, spans) in enumerate(zip(schedule.orders, timeline.spans, strict=True))
     )
@@ -128,11 +145,13 @@ def held_steps(row: tuple[Box, ...]) -> list[tuple[float, float]]:
 
 
 def messages(timeline: Timeline, rows: tuple[tuple[Box, ...], ...]) -> Iterator[Message]:
-    """Every message between two devices, by its consumer's place in ``rows`` (of ``boxes``)."""
+    """Every message between two devices, collectives left out, by its consumer's place in ``rows`` (of ``boxes``)."""
     placement = timeline.schedule.placement
     by_action = {box.action: box for row in rows for box in row}
     fused = {action for action in by_action if action.kind is Kind.B}
     for consumer in by_action.values():
+        if consumer.action.kind in VOCABULARY:
+            continue
         for needed in dependencies(consumer.action, placement, fused, timeline.schedule.pieces):
             producer = by_action[needed]
             if producer.device != consumer.device:
@@ -167,15 +186,21 @@ def bubbles(timeline: Timeline, rows: tuple[tuple[Box, ...], ...]) -> tuple[tupl
 
 
 def legend(timeline: Timeline) -> list[tuple[Kind, int]]:
-    """The ``(kind, chunk)`` pairs that occur, kinds in the order F, I, W, B, R."""
+    """The ``(kind, chunk)`` pairs that occur, kinds in the order of ``KIND_NAMES``."""
     chunk_of = {stage: index for stages in timeline.schedule.placement.stages for index, stage in enumerate(stages)}
-    used = {(action.kind, chunk_of[action.stage]) for order in timeline.schedule.orders for action in order}
+    used = {
+        (action.kind, 0 if action.kind in VOCABULARY else chunk_of[action.stage])
+        for order, spans in zip(timeline.schedule.orders, timeline.spans, strict=True)
+        for action, (start, end) in zip(order, spans, strict=True)
+        if end > start or action.kind not in VOCABULARY
+    }
     return [pair for kind in KIND_NAMES for pair in sorted(pair for pair in used if pair[0] is kind)]
 
 
 def legend_name(kind: Kind, chunk: int, num_chunks: int) -> str:
     """For example ``F forward, chunk 1``."""
-    return f"{kind} {KIND_NAMES[kind]}" + (f", chunk {chunk}" if num_chunks > 1 else "")
+    has_chunks = num_chunks > 1 and kind not in VOCABULARY
+    return f"{kind} {KIND_NAMES[kind]}" + (f", chunk {chunk}" if has_chunks else "")
 
 
 def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
@@ -194,9 +219,14 @@ def headline(timeline: Timeline) -> str:
     """For example ``v-half: p=8, m=33, bubble 7.9%, peak 0.625``."""
     schedule = timeline.schedule
     return (
-        f"{schedule.name}: p={schedule.num_devices}, m={schedule.num_microbatches}, "
+        f"{schedule.name}{_vocabulary(schedule)}: p={schedule.num_devices}, m={schedule.num_microbatches}, "
         f"bubble {timeline.bubble_rate:.1%}, peak {memory_text(timeline.peak, timeline)}"
     )
+
+
+def _vocabulary(schedule: Schedule) -> str:
+    barriers = schedule.vocabulary
+    return f" with vocabulary passes ({barriers} barrier{'s' if barriers > 1 else ''})" if barriers else ""
 
 
 def memory_text(held: float, timeline: Timeline) -> str:

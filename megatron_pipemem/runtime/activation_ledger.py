@@ -1,8 +1,9 @@
 """Counts the bytes that one rank holds between its actions.
 
-Counted are unique storages, in three categories: ``saved`` (kept by autograd for the backward), ``boundary`` (received
-inputs and gradients, and tensors handed to a neighbouring stage on the same device) and ``weight_gradients`` (what a
-deferred weight gradient keeps beyond the saved activations). A storage belongs to the category that met it first.
+Counted are unique storages, in three categories: ``saved`` (kept for the backward, by autograd or by a shard of the LM
+head), ``boundary`` (received inputs and gradients, and tensors handed to a neighbouring stage on the same device or to a
+collective) and ``weight_gradients`` (what a deferred weight gradient keeps beyond the saved activations). A storage
+belongs to the category that met it first.
 Not counted: parameters and their gradients, the batch itself, temporaries within one action, and outgoing messages, which
 belong to the transport from the moment they are posted.
 """

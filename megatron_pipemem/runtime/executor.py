@@ -12,8 +12,9 @@ from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.offload import OffloadEngine
 from megatron_pipemem.runtime.trace import Trace
 from megatron_pipemem.runtime.transport import Transport
+from megatron_pipemem.runtime.vocabulary.passes import VocabularyPasses
 from megatron_pipemem.runtime.weight_gradients import ImmediateWeightGradients, WeightGradientQueue, collecting
-from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.action import VOCABULARY, VOCABULARY_COMPUTE, Action, Kind
 from megatron_pipemem.schedule.schedule import Program
 
 
@@ -23,6 +24,7 @@ class StageRunner(Protocol):
     def forward(self, microbatch: int, input: torch.Tensor | None, again: bool = False) -> torch.Tensor:
         """Run the stage. ``input`` is ``None`` on the stage that reads the data; the last stage returns its loss.
 
+        With vocabulary passes, the first stage gets the embedding's output, and the last one returns the head's input.
         ``again`` says that the stage will ``recompute`` this microbatch: it must be able to run it once more, exactly.
         """
 
@@ -60,6 +62,7 @@ class Executor:
         ledger: counts held bytes after every action, if given.
         trace: times every compute action, if given.
         offload: moves activations, for programs that offload any; within its ``step()``.
+        vocabulary: performs the vocabulary passes of a program that has them.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Executor:
         ledger: ActivationLedger | None = None,
         trace: Trace | None = None,
         offload: OffloadEngine | None = None,
+        vocabulary: VocabularyPasses | None = None,
     ):
         self._program = program
         self._placement = program.placement
@@ -80,6 +84,7 @@ class Executor:
         self._ledger = ledger
         self._trace = trace
         self._offload = offload
+        self._vocabulary = vocabulary
         self._actions = program.actions[device]
         self._split = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.I}
         self._recomputed = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.R}
@@ -108,6 +113,7 @@ class Executor:
             Kind.RELOAD: lambda action: self._offload.reload(_key(action)),
             Kind.WAIT_OFFLOAD: lambda action: self._offload.wait(_key(action)),
             Kind.WAIT_RELOAD: lambda action: self._offload.wait(_key(action)),
+            **dict.fromkeys(VOCABULARY, self._vocabulary_pass),
         }
 
     def run(self) -> None:
@@ -128,6 +134,8 @@ class Executor:
                 )
                 raise
         self._transport.finish()
+        if self._vocabulary is not None:
+            self._vocabulary.finish()
 
     def _forward(self, action: Action) -> None:
         stage, key = self._stages[action.stage], _key(action)
@@ -139,6 +147,9 @@ class Executor:
                 if self._is_local(before)
                 else self._transport.wait(Action(Kind.RECV_F, *key))
             )
+        elif self._vocabulary is not None:
+            input = self._vocabulary.embedded(action.microbatch)
+        if input is not None:
             input.requires_grad_(self._has_backward and input.is_floating_point())
         if key in self._recomputed:
             with self._measured(action), torch.no_grad():
@@ -146,12 +157,14 @@ class Executor:
             self._inputs[key] = input
         else:
             output = self._run_stage(action, stage.forward, input)
-        if after is None:
+        if after is None and self._vocabulary is None:
             return
         passed_on = output.detach()
         if action.stage in self._offloaded:
             self._offload.stay(key, [passed_on])
-        if self._is_local(after):
+        if after is None:
+            self._vocabulary.take_head_input(action.microbatch, passed_on)
+        elif self._is_local(after):
             self._local_inputs[after, action.microbatch] = self._held(passed_on)
         else:
             self._outbox[Action(Kind.SEND_F, *key)] = passed_on
@@ -200,20 +213,24 @@ class Executor:
                 else self._transport.wait(Action(Kind.RECV_I, *key))
             )
             self._transport.settle(Action(Kind.SEND_F, *key))
+        elif self._vocabulary is not None:
+            output_gradient = self._vocabulary.head_gradient(action.microbatch)
         queue = self._queues.get(key)
         with self._measured(action), collecting(queue):
             gradient = stage.backward(self._inputs.pop(key), self._outputs.pop(key), output_gradient)
         if queue is not None and self._ledger is not None:
             for tensor in queue.tensors():
                 self._ledger.hold(tensor, "weight_gradients")
-        if before is None:
+        if before is None and self._vocabulary is None:
             return
         if gradient is None:
             raise RuntimeError(
                 f"stage {action.stage} gave no gradient for its input; a frozen stage or one that ignores its input "
                 "cannot stand behind a stage that trains"
             )
-        if self._is_local(before):
+        if before is None:
+            self._vocabulary.take_embedding_gradient(action.microbatch, gradient)
+        elif self._is_local(before):
             self._local_gradients[before, action.microbatch] = self._held(gradient)
         else:
             self._outbox[Action(Kind.SEND_I, *key)] = gradient
@@ -240,6 +257,11 @@ class Executor:
 
     def _reduce_gradients(self, action: Action) -> None:
         self._stages[action.stage].reduce_gradients()
+
+    def _vocabulary_pass(self, action: Action) -> None:
+        self._vocabulary.wait_for(action)
+        with self._measured(action) if action.kind in VOCABULARY_COMPUTE else nullcontext():
+            self._vocabulary.perform(action)
 
     def _is_local(self, stage: int) -> bool:
         return self._placement.devices[stage] == self._device

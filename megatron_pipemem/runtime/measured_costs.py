@@ -10,6 +10,7 @@ from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts
 
 Medians = dict[tuple[Kind, int], float]
 """Seconds of a kind of action on a stage."""
@@ -78,7 +79,24 @@ def costs_from(medians: Medians, links: Mapping[tuple[int, int], float], placeme
     again = None
     if any(kind is Kind.R for kind, _ in medians):
         again = tuple(medians.get((Kind.R, stage), forward) for stage, forward in enumerate(prices[Kind.F]))
-    return Costs(tuple(prices[Kind.F]), tuple(prices[Kind.I]), tuple(prices[Kind.W]), pairs, recompute=again)
+    return Costs(
+        *(tuple(prices[kind]) for kind in (Kind.F, Kind.I, Kind.W)),
+        pairs,
+        recompute=again,
+        vocabulary=_passes(medians, placement, before),
+    )
+
+
+def _passes(medians: Medians, placement: Placement, before: Costs) -> VocabularyCosts | None:
+    """Of the vocabulary passes, if any have run. Their collectives are not timed."""
+    if (Kind.S, 0) not in medians:
+        return before.vocabulary
+    score, gradient, embed, embed_gradient = (
+        tuple(medians.get((kind, device), 0.0) for device in range(placement.num_devices))
+        for kind in (Kind.S, Kind.T, Kind.IF, Kind.IB)
+    )
+    loss = medians.get((Kind.LOSS, placement.devices[-1]), 0.0)
+    return VocabularyCosts(score, gradient, embed, embed_gradient, loss)
 
 
 def drift(planned: Costs, measured: Costs, placement: Placement) -> str | None:

@@ -39,15 +39,35 @@ class Kind(StrEnum):
     RELOAD = "RELOAD"
     WAIT_RELOAD = "WAIT_RELOAD"
 
+    # Vocabulary parallelism: shard k of head and embedding stands on device k, and so in the place of the stage stands
+    # the number of the shard, which is the device's own.
+    IF = "IF"  # look up this shard's rows of the tokens
+    S = "S"  # logits of this shard, and their statistics
+    LOSS = "LOSS"  # losses, training loss and its gradient g, on the device of the last stage only
+    T = "T"  # gradients of the head's shard
+    IB = "IB"  # gradient of the embedding's shard
+    REDUCE_E = "REDUCE_E"  # embedding output, to the device of the first stage
+    BCAST_X = "BCAST_X"  # input of the head, from the device of the last stage
+    STATS = "STATS"  # maxima, sums and label logits, from all to all
+    BCAST_G = "BCAST_G"  # gradient g of the loss per token, from the device of the last stage
+    REDUCE_X = "REDUCE_X"  # gradient of the head's input, to the device of the last stage
+    BCAST_E = "BCAST_E"  # gradient of the embedding output, from the device of the first stage
+
     # Enum hashes in Python code; schedules hash kinds by the hundred thousand.
     __hash__ = str.__hash__
 
 
-COMPUTE = frozenset((Kind.F, Kind.I, Kind.W, Kind.B, Kind.R))
 MEMORY = frozenset((Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD))
 """They take no time of the device but what they wait."""
-ORDERED = COMPUTE | MEMORY
-"""What the orders of a schedule consist of."""
+VOCABULARY_COMPUTE = frozenset((Kind.IF, Kind.S, Kind.LOSS, Kind.T, Kind.IB))
+COLLECTIVES = frozenset((Kind.REDUCE_E, Kind.BCAST_X, Kind.STATS, Kind.BCAST_G, Kind.REDUCE_X, Kind.BCAST_E))
+"""Posted by every device, all in one order, on a channel of their own; posting takes no time and waits for nobody."""
+VOCABULARY = VOCABULARY_COMPUTE | COLLECTIVES
+COMPUTE = frozenset((Kind.F, Kind.I, Kind.W, Kind.B, Kind.R)) | VOCABULARY_COMPUTE
+ORDERED = COMPUTE | MEMORY | COLLECTIVES
+"""What stands in the orders of a schedule; ``lower`` adds the rest."""
+FORWARD = frozenset((Kind.F, Kind.IF, Kind.REDUCE_E, Kind.BCAST_X, Kind.S, Kind.STATS, Kind.LOSS))
+"""What evaluation runs of a schedule."""
 SENDS = frozenset((Kind.SEND_F, Kind.SEND_I))
 RECEIVES = frozenset((Kind.RECV_F, Kind.RECV_I))
 MESSAGES = SENDS | RECEIVES

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_pipemem.errors import PipememError
-from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.action import VOCABULARY, Kind
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts, per_device
 
 PerStage = float | Sequence[float]
 
@@ -123,9 +124,12 @@ class Costs:
             I + W, and W to B - I. A single number is a device's whole share here too. What a forward keeps although its
             stage is recomputed stands under F, what R takes under R; a stage that is not recomputed takes both with F, and
             without R, recomputed stages keep nothing (activation units: always). WAIT_OFFLOAD gives back what may leave
-            the device, by default all that a forward takes; RELOAD takes it again.
+            the device, by default all that a forward takes; RELOAD takes it again. Of the passes and collectives of
+            vocabulary parallelism, which change nothing by default, it is every device's, and a sequence has one per device.
         recompute: seconds of R; ``None``: those of F.
         channel: how fast activations move to the host; ``None``: at once.
+        vocabulary: seconds of the passes and collectives of vocabulary parallelism. Default: the whole head takes as long
+            as one device's share of the layers (their average), the embedding and the collectives take no time.
     """
 
     forward: PerStage = 1.0
@@ -135,6 +139,7 @@ class Costs:
     memory: Mapping[Kind, PerStage] | None = field(default=None)
     recompute: PerStage | None = None
     channel: Channel | None = None
+    vocabulary: VocabularyCosts | None = None
 
     def __post_init__(self) -> None:
         for name, kind in _PRICED:
@@ -168,6 +173,14 @@ class Costs:
         }
         prices[Kind.B] = tuple(i + w for i, w in zip(prices[Kind.I], prices[Kind.W], strict=True))
         return prices
+
+    def vocabulary_costs(self, placement: Placement, barriers: int) -> VocabularyCosts:
+        """Of a schedule with so many barriers."""
+        if self.vocabulary is not None:
+            return self.vocabulary
+        seconds = self.seconds(placement)
+        model = sum(map(sum, (seconds[Kind.F], seconds[Kind.B]))) / placement.replicas
+        return VocabularyCosts.of_head(model / placement.num_devices, placement.num_devices, barriers)
 
     def link_seconds(self, source: int, destination: int) -> float:
         """Seconds a message from one device to another takes; 0 within a device."""
@@ -229,7 +242,10 @@ class Costs:
             takes, gives_back = (1,) * placement.num_stages, (-1,) * placement.num_stages
             return {Kind.F: takes, Kind.W: gives_back, Kind.B: gives_back}
         changes = {
-            Kind(kind): _per_stage(f"memory of {kind}", values, placement) for kind, values in self.memory.items()
+            kind: per_device(f"memory of {kind}", values, placement.num_devices)
+            if kind in VOCABULARY
+            else _per_stage(f"memory of {kind}", values, placement)
+            for kind, values in self.memory.items()
         }
         zero = (0.0,) * placement.num_stages
         at_input = changes.get(Kind.I, zero)
@@ -245,8 +261,8 @@ class Costs:
 
         ``p2p`` may be one per link, ``{"0-1": ..., "1-0": ...}``. ``recompute`` is a price like the others, and ``channel``
         is ``{"offload": ..., "reload": ..., "duplex": false, "switches": [[0, 1]]}``, with ``{"ratio": k}`` in place of
-        the first two where ``k`` is all that is known (``Channel.of_ratio``). What ``profile`` says is
-        for readers of ``pipemem profile``.
+        the first two where ``k`` is all that is known (``Channel.of_ratio``). ``vocabulary`` holds ``{"score": ...,
+        "gradient": ...}``, the fields of ``VocabularyCosts``. What ``profile`` says is for readers of ``pipemem profile``.
 
         Raises:
             CostsError: the file is missing, is not JSON, or has unknown keys or values of the wrong type.
@@ -255,7 +271,9 @@ class Costs:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CostsError(f"cannot read costs from {path}: {error}") from error
-        known = ("forward", "backward_input", "backward_weight", "recompute", "p2p", "memory", "channel", "profile")
+        known = (
+            "forward", "backward_input", "backward_weight", "recompute", "p2p", "memory", "channel", "vocabulary", "profile"
+        )  # fmt: skip
         if not isinstance(data, dict) or set(data) - set(known):
             raise CostsError(f"{path}: costs are one JSON object with the keys {', '.join(known)}")
         data.pop("profile", None)
@@ -267,8 +285,11 @@ class Costs:
             if isinstance(p2p, dict):
                 p2p = {tuple(map(int, link.split("-"))): float(seconds) for link, seconds in p2p.items()}
             channel = data.pop("channel", None)
+            vocabulary = data.pop("vocabulary", None)
+            if vocabulary is not None:
+                vocabulary = VocabularyCosts(**vocabulary)
             prices = {key: _number_or_tuple(value) for key, value in data.items()}
-            costs = cls(**prices, p2p=p2p, memory=memory)
+            costs = cls(**prices, p2p=p2p, memory=memory, vocabulary=vocabulary)
             return costs if channel is None else replace(costs, channel=_channel(channel, costs))
         except (AttributeError, TypeError, ValueError) as error:
             raise CostsError(f"{path}: {error}") from error

@@ -58,7 +58,7 @@ class Table:
 
     @property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
-        """What a schedule's orders hold: the actions on microbatches that are no messages."""
+        """What a schedule's orders hold: the actions without messages and gradient reductions."""
         return tuple(tuple(cell.action for cell in row if cell.action.kind in ORDERED) for row in self.rows)
 
     @property

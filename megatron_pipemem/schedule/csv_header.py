@@ -1,8 +1,8 @@
 """The first line of a CSV file: what a table of actions cannot say about a schedule.
 
-``# replicas=2 devices=0-1-1-0`` (the device of every stage, for stages that run nothing), ``# pieces=4``, or
-``# update_every=4 versions_kept=2 update_delay=1``. Schedules that need none of it have no such line, so that other readers
-of the format take their files too.
+``# replicas=2 devices=0-1-1-0`` (the device of every stage, for stages that run nothing), ``# pieces=4``,
+``# vocabulary=1`` (barriers), or ``# update_every=4 versions_kept=2 update_delay=1``. Schedules that need none of it have
+no such line, so that other readers of the format take their files too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,15 @@ from megatron_pipemem.schedule.weights import WeightUpdates
 if TYPE_CHECKING:
     from megatron_pipemem.schedule.schedule import Schedule
 
-_LEAST = {"replicas": 1, "pieces": 1, "update_every": 1, "update_delay": 0, "versions_kept": 1, "devices": 0}
+_LEAST = {
+    "replicas": 1,
+    "pieces": 1,
+    "update_every": 1,
+    "update_delay": 0,
+    "versions_kept": 1,
+    "devices": 0,
+    "vocabulary": 1,
+}
 
 
 class Header(NamedTuple):
@@ -25,6 +33,7 @@ class Header(NamedTuple):
     pieces: int = 1
     updates: WeightUpdates | None = None
     devices: tuple[int, ...] = ()
+    vocabulary: int = 0
 
 
 def write_header(schedule: Schedule) -> str:
@@ -35,6 +44,8 @@ def write_header(schedule: Schedule) -> str:
         settings |= {"replicas": placement.replicas, "devices": "-".join(map(str, placement.devices))}
     if schedule.pieces > 1:
         settings["pieces"] = schedule.pieces
+    if schedule.vocabulary:
+        settings["vocabulary"] = schedule.vocabulary
     if schedule.updates is not None:
         every, kept, delay = schedule.updates
         settings |= {"update_every": every, "versions_kept": kept, "update_delay": delay}
@@ -72,7 +83,8 @@ def read_header(text: str) -> tuple[Header, str]:
             updates = WeightUpdates(settings["update_every"][0], settings["versions_kept"][0], delay)
         except KeyError as missing:
             raise ScheduleFormatError(f"weight updates need {missing.args[0]} too; add it", line=first + 1) from None
-    return Header(replicas, settings.get("pieces", (1,))[0], updates, devices), "\n".join(lines)
+    pieces, vocabulary = settings.get("pieces", (1,))[0], settings.get("vocabulary", (0,))[0]
+    return Header(replicas, pieces, updates, devices, vocabulary), "\n".join(lines)
 
 
 def _parse(line: str, number: int) -> dict[str, tuple[int, ...]]:

@@ -124,9 +124,8 @@ def _cell(table: Table, error: ScheduleError) -> Cell | None:
 
 def _schedule_cycle(table: Table, schedule: Schedule) -> tuple[Wait, ...]:
     fused = {action for order in schedule.orders for action in order if action.kind is Kind.B}
-    return _cycle(
-        table, schedule.orders, lambda action: dependencies(action, schedule.placement, fused, schedule.pieces)
-    )
+    placement, pieces, barriers = schedule.placement, schedule.pieces, schedule.vocabulary
+    return _cycle(table, schedule.orders, lambda action: dependencies(action, placement, fused, pieces, barriers))
 
 
 def _program_cycle(table: Table, schedule: Schedule) -> tuple[Wait, ...]:

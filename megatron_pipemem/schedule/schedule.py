@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.action import FORWARD, Action, Kind
 from megatron_pipemem.schedule.csv_format import read_table, write_table
 from megatron_pipemem.schedule.csv_header import write_header
 from megatron_pipemem.schedule.placement import Placement
@@ -30,9 +30,11 @@ class Schedule:
         name: the name it was built under, or ``csv`` for an imported one.
         placement: which device holds which stage.
         num_microbatches: microbatches of one step, or of the window shown of an asynchronous schedule.
-        orders: per device one tuple of compute actions (F, I, W, B, R), with the actions on memory between them.
+        orders: one tuple of actions (``action.ORDERED``) per device.
         pieces: sequence pieces into which every microbatch is cut; each is a unit of its own in ``orders`` (``Action``).
         updates: when weights change within the orders; ``None`` when they only do at the end of the step.
+        vocabulary: barriers between the last stage's forward and backward when head and embedding are cut over the
+            devices: 1 (Algorithm 2 of arXiv 2411.05288) or 2 (its Algorithm 1). 0: they are part of the end stages.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Schedule:
     orders: tuple[Order, ...]
     pieces: int = 1
     updates: WeightUpdates | None = None
+    vocabulary: int = 0
 
     @property
     def num_devices(self) -> int:
@@ -86,18 +89,19 @@ class Schedule:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def forward_only(self) -> Schedule:
-        """The same schedule with nothing but its forwards, for evaluation."""
+        """The same schedule with nothing but its forwards, and the losses where they stand in it, for evaluation."""
         return replace(
             self,
             name=f"{self.name} (forward only)",
-            orders=tuple(tuple(a for a in order if a.kind is Kind.F) for order in self.orders),
+            orders=tuple(tuple(a for a in order if a.kind in FORWARD) for order in self.orders),
             updates=None,
         )
 
     def to_csv(self) -> str:
         """One line per device, one action per cell, as torch's ``_dump_csv`` writes compute-only schedules.
 
-        What those cannot say, replicas, pieces and weight updates, stands in a first line that starts with ``#``.
+        What those cannot say, replicas, pieces, weight updates and vocabulary parallelism, stands in a first line that
+        starts with ``#``.
         """
         return write_header(self) + write_table(self.orders)
 
@@ -109,8 +113,8 @@ class Schedule:
 
         Args:
             text: one line per device; empty cells are idle steps and are dropped. A line that starts with ``#`` tells
-                of replicas, pieces and weight updates.
-            dialect: one of ``csv_format.DIALECTS``. ``pipemem`` reads what ``orders`` may hold and nothing else. The
+                of replicas, pieces, weight updates and vocabulary parallelism.
+            dialect: one of ``csv_format.DIALECTS``. ``pipemem`` reads what ``to_csv`` writes and nothing else. The
                 others also read both generations of torch.distributed.pipelining's letters, drop the messages and
                 sharding actions of its lowered files, because ``lower`` derives our own, and take an ``OVERLAP_F_B``
                 pair for its two actions in turn.
@@ -124,7 +128,15 @@ class Schedule:
         if dialect == "pipemem":
             table.require_orders_only()
         header = table.header
-        return cls(name, table.placement(), table.num_microbatches(), table.orders, header.pieces, header.updates)
+        return cls(
+            name,
+            table.placement(),
+            table.num_microbatches(),
+            table.orders,
+            header.pieces,
+            header.updates,
+            header.vocabulary,
+        )
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,12 @@ from itertools import accumulate, islice, permutations
 from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.action import MEMORY, Action, Kind
+from megatron_pipemem.schedule.action import COLLECTIVES, MEMORY, VOCABULARY, Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Schedule
+from megatron_pipemem.schedule.vocabulary.channel import CollectiveChannel, CollectiveTransfer
+from megatron_pipemem.schedule.vocabulary.needs import vocabulary_needs
 from megatron_pipemem.schedule.weights import versions_held
 
 _FOLLOWS = {
@@ -43,7 +45,9 @@ class Stall(NamedTuple):
     seconds: float
 
 
-def dependencies(action: Action, placement: Placement, fused: set[Action], pieces: int = 1) -> tuple[Action, ...]:
+def dependencies(
+    action: Action, placement: Placement, fused: set[Action], pieces: int = 1, vocabulary: int = 0
+) -> tuple[Action, ...]:
     """The actions of a schedule's orders that must end before ``action`` starts.
 
     What a backward needs besides, of a stage that is recomputed or offloaded, its own device has done before it anyway.
@@ -52,12 +56,19 @@ def dependencies(action: Action, placement: Placement, fused: set[Action], piece
     it, and backward after the piece behind it, which adds to the gradients of its keys and values.
 
     Args:
-        action: a compute action, or one on memory.
+        action: an action of an order.
         placement: supplies the neighbours of the stage.
         fused: every B of the schedule; a stage's gradient comes from its neighbour's I or from its B.
         pieces: sequence pieces of a microbatch.
+        vocabulary: as ``Schedule`` has it.
     """
     kind, stage, microbatch = action
+    if vocabulary:
+        is_full = Action(Kind.B, 0, microbatch) in fused
+        further = vocabulary_needs(action, placement, vocabulary, is_full)
+        if kind in VOCABULARY:
+            return further
+        return (*dependencies(action, placement, fused, pieces), *further)
     if kind is Kind.F:
         before = placement.previous_stage(stage)
         needed = () if before is None else (Action(Kind.F, before, microbatch),)
@@ -91,6 +102,7 @@ class Timeline:
         transfers: per device, its copies in the order in which it issued them.
         stalls: per device, its waits for copies that had not ended.
         host_peaks: per device, the most it held in host memory after any action.
+        collectives: of vocabulary parallelism, in the order of their channel.
     """
 
     schedule: Schedule
@@ -101,6 +113,7 @@ class Timeline:
     transfers: tuple[tuple[Transfer, ...], ...] = ()
     stalls: tuple[tuple[Stall, ...], ...] = ()
     host_peaks: tuple[float, ...] = ()
+    collectives: tuple[CollectiveTransfer, ...] = ()
 
     @cached_property
     def makespan(self) -> float:
@@ -151,7 +164,8 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Run ``schedule``: every action starts as soon as its device is free and its inputs have arrived.
 
-    Messages take ``costs.p2p`` and do not occupy the devices. One of ``n`` sequence pieces costs ``1/n`` of everything:
+    Messages take ``costs.p2p`` and do not occupy the devices; nor do collectives, which run one after the other, each when
+    all devices have posted it and have ready what they bring. One of ``n`` sequence pieces costs ``1/n`` of everything:
     of the seconds, of its messages, and of the memory. Copies wait for their channel: whose copy is issued first is served
     first. A device that waits for a copy does nothing else.
 
@@ -162,6 +176,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = costs or Costs()
     placement, orders, pieces = schedule.placement, schedule.orders, schedule.pieces
     seconds = {kind: tuple(s / pieces for s in prices) for kind, prices in costs.seconds(placement).items()}
+    vocabulary = costs.vocabulary_costs(placement, schedule.vocabulary) if schedule.vocabulary else None
+    collectives = CollectiveChannel(placement.num_devices, vocabulary.collective_seconds() if vocabulary else {})
+    seconds |= vocabulary.seconds(placement.num_devices) if vocabulary else {}
     fused = {action for order in orders for action in order if action.kind is Kind.B}
     links = {
         (a, b): costs.link_seconds(a, b) / pieces
@@ -176,39 +193,52 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     spans: list[list[tuple[float, float]]] = [[] for _ in orders]
     waiting: dict[Action, list[int]] = {}
     runnable = [(0.0, device) for device in range(len(orders))]
+
+    def wake(ended: Action, time: float) -> None:
+        for other in waiting.pop(ended, ()):
+            if in_turn:
+                heappush(runnable, (time, other))
+            else:
+                runnable.append((time, other))
+
     while runnable:
         _, device = heappop(runnable) if in_turn else runnable.pop()
         order, ran = orders[device], spans[device]
         now = ran[-1][1] if ran else 0.0
         for action in islice(order, len(ran), None):
             start = now
-            for needed in dependencies(action, placement, fused, pieces):
+            for needed in dependencies(action, placement, fused, pieces, schedule.vocabulary):
                 if needed not in ends:
                     waiting.setdefault(needed, []).append(device)
                     break
-                source = placement.devices[needed.stage]
+                source = device if needed.kind in VOCABULARY else placement.devices[needed.stage]
                 start = max(start, ends[needed] + (links[source, device] if source != device else 0.0))
             else:
                 if in_turn and runnable and start > runnable[0][0]:
                     heappush(runnable, (start, device))
                     break
+                if action.kind in COLLECTIVES:
+                    ran.append((now, now))
+                    if transfer := collectives.post(action, start):
+                        for each in range(len(orders)):
+                            post = Action(action.kind, each, action.microbatch)
+                            ends[post] = transfer.end
+                            wake(post, transfer.end)
+                    continue
                 if action.kind in MEMORY:
                     start = now = copies.run(device, action, start)
                 else:
                     now = start + seconds[action.kind][action.stage]
                 ran.append((start, now))
                 ends[action] = now
-                for other in waiting.pop(action, ()):
-                    if in_turn:
-                        heappush(runnable, (now, other))
-                    else:
-                        runnable.append((now, other))
+                wake(action, now)
                 continue
             break
     for device, (order, ran) in enumerate(zip(orders, spans, strict=True)):
         if len(ran) < len(order):
             action = order[len(ran)]
-            unmet = [str(a) for a in dependencies(action, placement, fused, pieces) if a not in ends]
+            needs = dependencies(action, placement, fused, pieces, schedule.vocabulary)
+            unmet = [str(needed) for needed in needs if needed not in ends]
             raise ScheduleError(
                 f"waits for ever for {', '.join(unmet)}; validate() shows why",
                 device=device,
@@ -224,6 +254,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         copies.transfers,
         copies.stalls,
         host_peaks(orders, placement, costs, pieces),
+        tuple(collectives.transfers),
     )
 
 

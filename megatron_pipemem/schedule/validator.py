@@ -9,12 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.action import MESSAGES, ORDERED, RECEIVES, Action, Kind
+from megatron_pipemem.schedule.action import MESSAGES, ORDERED, RECEIVES, VOCABULARY, Action, Kind
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.lowering.gradients import COMPLETING
 from megatron_pipemem.schedule.lowering.messages import Edge, Message, Router
 from megatron_pipemem.schedule.memory_actions import backward_needs, check_memory_actions
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule
 from megatron_pipemem.schedule.simulator import dependencies, held_after
+from megatron_pipemem.schedule.vocabulary.checks import check_passes, check_switch
+from megatron_pipemem.schedule.vocabulary.needs import vocabulary_needs
+from megatron_pipemem.schedule.vocabulary.queues import check_queues
 from megatron_pipemem.schedule.weights import weight_uses
 
 Places = dict[Action, tuple[int, int]]
@@ -45,15 +49,21 @@ def validate(
         ScheduleError: the first violation found.
         CostsError: ``costs`` do not fit the placement.
     """
+    check_switch(schedule)
     places = _place_all(schedule)
     replica_of = _check_replicas(schedule, places)
     fused = {action for action in places if action.kind is Kind.B}
-    needs = {action: dependencies(action, schedule.placement, fused, schedule.pieces) for action in places}
+    needs = {
+        action: dependencies(action, schedule.placement, fused, schedule.pieces, schedule.vocabulary)
+        for action in places
+    }
     backward_needs(schedule, needs)
     _check_local_order(places, needs)
     _check_completeness(schedule, places, replica_of)
     check_memory_actions(schedule, places)
     _check_microbatch_order(schedule)
+    if schedule.vocabulary:
+        check_passes(schedule, places)
     if schedule.updates is not None:
         _check_weight_versions(schedule)
     _check_progress(schedule.orders, places, needs)
@@ -86,7 +96,16 @@ def validate_program(program: Program) -> None:
     # Both ends of an edge post the same sequence, posts never block, and a consumer stands behind its own receive: so
     # its message, and all before it on the edge, have moved as soon as the source has posted the send.
     sends = {message.receive: message.send for message in messages.values()}
-    _check_progress(program.actions, places, {action: (sends[receive],) for action, receive in receives.items()})
+    needs = {action: (sends[receive],) for action, receive in receives.items()}
+    if program.schedule.vocabulary:
+        fused = {action for action in computed if action.kind is Kind.B}
+        for action in computed:
+            is_full = Action(Kind.B, 0, action.microbatch) in fused
+            further = vocabulary_needs(action, program.placement, program.schedule.vocabulary, is_full)
+            needs[action] = (*needs.get(action, ()), *further)
+    _check_progress(program.actions, places, needs)
+    if program.schedule.vocabulary:
+        check_queues(program, needs)
 
 
 def _place_all(schedule: Schedule) -> Places:
@@ -113,7 +132,9 @@ def _problem_of(action: Action, device: int, schedule: Schedule) -> str | None:
     devices = schedule.placement.devices
     if kind not in ORDERED:
         return "is not a compute action; keep F, I, W, B, R and the actions on memory only, lower() derives the rest"
-    if not 0 <= stage < len(devices):
+    if kind in VOCABULARY and stage != device:
+        return f"is of the shard on device {stage}; move it there, or number it after its own device"
+    if kind not in VOCABULARY and not 0 <= stage < len(devices):
         return f"needs stage {stage}, but the placement holds stages 0 to {len(devices) - 1}; remove or renumber it"
     if microbatch is None or not 0 <= microbatch < schedule.num_units:
         what = "microbatch" if schedule.pieces == 1 else "piece"
@@ -121,7 +142,7 @@ def _problem_of(action: Action, device: int, schedule: Schedule) -> str | None:
             f"needs {what} {microbatch}, but the step has {_plural(what)} 0 to {schedule.num_units - 1}; remove or "
             "renumber it, or change the number of microbatches"
         )
-    if devices[stage] != device:
+    if kind not in VOCABULARY and devices[stage] != device:
         return f"needs stage {stage}, which device {devices[stage]} holds; move it there"
     return None
 
@@ -350,7 +371,7 @@ def _deadlock(stuck: Mapping[int, Action], places: Places, needs: Needs, reached
 
 
 def _check_compute_actions(program: Program) -> None:
-    """A program without its messages and reductions is the orders of its schedule."""
+    """A program without its messages and gradient reductions is the orders of its schedule."""
     orders = program.schedule.orders
     if len(program.actions) != len(orders):
         raise ScheduleError(
@@ -428,7 +449,7 @@ def _check_reductions(program: Program, places: Places) -> None:
         Action(Kind.REDUCE_GRAD, action.stage): (device, position, action)
         for device, actions in enumerate(program.actions)
         for position, action in enumerate(actions)
-        if action.kind in (Kind.W, Kind.B)
+        if action.kind in COMPLETING
     }
     for reduction, (device, position, action) in last.items():
         if reduction not in places:

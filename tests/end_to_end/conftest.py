@@ -41,6 +41,7 @@ class Run:
         validation: losses of every evaluation, exact.
         predicted_peaks: bytes per rank; ``None`` for stock, which foretells nothing.
         counted_peaks: bytes per rank.
+        vocabulary_rows: of embedding and head, per rank.
         plans: of the report; they hold measured times, so equal runs may differ in them.
         ranks: of the report, for the same reason.
     """
@@ -50,6 +51,7 @@ class Run:
     validation: list[dict[str, float]]
     predicted_peaks: list[int | None]
     counted_peaks: list[int]
+    vocabulary_rows: list[list[int]] = field(compare=False)
     plans: list[dict] = field(compare=False)
     ranks: list[dict] = field(compare=False)
 
@@ -109,6 +111,7 @@ class Trainer:
             validation,
             [rank["predicted_peak_bytes"] for rank in report["ranks"]],
             [rank["counted_peak_bytes"] for rank in report["ranks"]],
+            [each["vocabulary_rows"] for each in seen],
             report["plans"],
             report["ranks"],
         )

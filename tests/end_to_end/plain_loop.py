@@ -6,6 +6,7 @@ import sys
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -14,21 +15,23 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.pipeline_parallel import get_forward_backward_func as imported_first
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlock
 
 import megatron_pipemem
 
-DEVICES, MICROBATCHES, STEPS, SEQUENCE, VOCABULARY = 4, 6, 3, 16, 64
+MICROBATCHES, STEPS, SEQUENCE, VOCABULARY = 6, 3, 16, 64
 
 
 def make_config(chunks: int, ddp: bool) -> TransformerConfig:
     return TransformerConfig(
-        num_layers=8,
+        num_layers=2 * dist.get_world_size(),
         hidden_size=32,
         num_attention_heads=2,
-        pipeline_model_parallel_size=DEVICES,
+        pipeline_model_parallel_size=dist.get_world_size(),
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         pipeline_dtype=torch.float32,
         hidden_dropout=0.0,
@@ -43,17 +46,27 @@ def make_config(chunks: int, ddp: bool) -> TransformerConfig:
     )
 
 
-def build_chunk(config, *, pre_process, post_process, vp_stage, pg_collection) -> GPTModel:
-    model = GPTModel(
-        config,
-        get_gpt_layer_local_spec(),
-        VOCABULARY,
-        SEQUENCE,
-        pre_process=pre_process,
-        post_process=post_process,
-        vp_stage=vp_stage,
-        pg_collection=pg_collection,
-    )
+class _LocalStack(TransformerBlock):
+    """Layers for a hybrid model; Megatron's own need Transformer Engine."""
+
+    def __init__(self, config, *, layer_type_list, pp_layer_offset, dtype, name, **keywords):
+        super().__init__(config, get_gpt_layer_local_spec(), **keywords)
+
+
+def build_chunk(config, hybrid: bool, **ends) -> GPTModel | HybridModel:
+    if hybrid:
+        pattern = "|".join(["**"] * dist.get_world_size())
+        model = HybridModel(
+            config,
+            ModuleSpec(_LocalStack),
+            VOCABULARY,
+            SEQUENCE,
+            hybrid_layer_pattern=pattern,
+            position_embedding_type="learned_absolute",
+            **ends,
+        )
+    else:
+        model = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, SEQUENCE, **ends)
     # Values that depend on the global layer alone, so that every placement starts from the same model.
     for name, parameter in model.named_parameters():
         key = name
@@ -79,23 +92,32 @@ def forward_step(data, model):
     return output, partial(lambda output: (output.mean(), {"loss": output.mean().detach()}))
 
 
+def inspection_step(data, model):
+    """Asks for logits instead of losses."""
+    tokens, _ = next(data)
+    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+    output = model(tokens, torch.arange(SEQUENCE).expand_as(tokens), mask)
+    return output, lambda output, non_loss_data: output
+
+
 def run(case: dict) -> dict:
-    """Losses of every microbatch, exact, on the last pipeline rank; empty elsewhere."""
+    """Losses of every microbatch, exact, and logits after training, on the last pipeline rank; nothing elsewhere."""
     schedule, ddp, chunks = case["schedule"], case["ddp"], case["chunks"]
     if schedule != "stock":
-        megatron_pipemem.enable(schedule)
+        megatron_pipemem.enable(schedule, vocab_parallel=case.get("vocab_parallel", "off"))
+    devices = dist.get_world_size()
     get_forward_backward_func = imported_first
     if case["import_after"]:
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=DEVICES, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
+        pipeline_model_parallel_size=devices, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     config = make_config(chunks, ddp)
-    build = partial(build_chunk, config)
+    build = partial(build_chunk, config, case.get("hybrid", False))
     if schedule == "stock":
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        ends = {"pre_process": groups.pp.rank() == 0, "post_process": groups.pp.rank() == DEVICES - 1}
+        ends = {"pre_process": groups.pp.rank() == 0, "post_process": groups.pp.rank() == devices - 1}
         models = [build(**ends, vp_stage=None, pg_collection=groups)]
     else:
         models = megatron_pipemem.build_model_chunks(build)
@@ -126,7 +148,18 @@ def run(case: dict) -> dict:
             for model in models:
                 for parameter in model.parameters():
                     parameter -= 0.1 * (parameter.main_grad if ddp else parameter.grad)
+    data = [batches(STEPS) for _ in models]
+    logits = get_forward_backward_func()(
+        forward_step_func=inspection_step,
+        data_iterator=data if chunks > 1 else data[0],
+        model=models if chunks > 1 else models[0],
+        num_microbatches=2,
+        seq_length=SEQUENCE,
+        micro_batch_size=2,
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
     megatron_pipemem.disable()
     parallel_state.destroy_model_parallel()
     assert not any(name.startswith("megatron.training") for name in sys.modules)
-    return {"losses": losses}
+    return {"losses": losses, "logits": [each.tolist() for each in logits]}

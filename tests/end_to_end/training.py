@@ -46,17 +46,19 @@ def run(case: dict) -> dict:
             ``sabotage`` names one of ``SABOTAGE`` for rank 1.
 
     Returns:
-        The plugin's ``report``, the ``validation`` losses that this rank knows, and the symbols of Megatron that are not
+        The plugin's ``report``, the ``validation`` losses that this rank knows, the ``vocabulary_rows`` of every shard that it
+        has of embedding and head, and the symbols of Megatron that are not
         the ``original`` ones afterwards.
     """
     originals = _symbols()
+    rows: list[int] = []
     flags = enable_from_command_line([*case["flags"], "--pipemem-report", case["report"]])
     sys.argv = [str(ENTRY), *flags]
     validation: list[dict[str, float]] = []
     sabotage = SABOTAGE[case.get("sabotage") if dist.get_rank() == 1 else None]
     chunks: list[torch.nn.Module] = []
     try:
-        with _noted_evaluation(validation), _common_start(chunks, case.get("initialise", True)), sabotage():
+        with _noted_evaluation(validation), _common_start(chunks, case.get("initialise", True), rows), sabotage():
             entry.main()
     finally:
         disable()
@@ -71,6 +73,7 @@ def run(case: dict) -> dict:
     return {
         "report": json.loads(Path(case["report"]).read_text()),
         "validation": validation,
+        "vocabulary_rows": rows,
         "replaced": [".".join(name) for name, original in originals.items() if now.get(name) is not original],
     }
 
@@ -111,14 +114,21 @@ def _noted_evaluation(noted: list[dict[str, float]]) -> Iterator[None]:
 
 
 @contextmanager
-def _common_start(built: list[torch.nn.Module], initialise: bool) -> Iterator[None]:
-    """Megatron seeds each pipeline rank's initial values differently; runs with other placements could not be compared."""
+def _common_start(built: list[torch.nn.Module], initialise: bool, rows: list[int]) -> Iterator[None]:
+    """Megatron seeds each pipeline rank's initial values differently; runs with other placements could not be compared.
+
+    Args:
+        built: the chunks are noted here.
+        initialise: give all parameters values that depend on their names only.
+        rows: those of embedding and head are noted here.
+    """
     get_megatron_optimizer = training.get_megatron_optimizer
 
     def after_initialising(config, chunks, *args, **kwargs):
         built.extend(chunks)
-        if initialise:
-            for chunk in unwrap_model(chunks):
+        for chunk in unwrap_model(chunks):
+            rows.extend(p.size(0) for p in chunk.parameters() if getattr(p, "is_embedding_or_output_parameter", False))
+            if initialise:
                 _initialise(chunk.sharded_state_dict())
         return get_megatron_optimizer(config, chunks, *args, **kwargs)
 
@@ -128,16 +138,15 @@ def _common_start(built: list[torch.nn.Module], initialise: bool) -> Iterator[No
 
 @torch.no_grad()
 def _initialise(entries) -> None:
-    """Fill the matrices of a sharded state dict, each shard by its own name and place in the whole."""
+    """Fill the matrices of a sharded state dict, each shard by its name and its place in the whole matrix."""
     for entry in entries.values() if isinstance(entries, dict) else entries:
         if isinstance(entry, (dict, list)):
             _initialise(entry)
         elif isinstance(entry, ShardedTensorFactory):
             _initialise(entry.build())
         elif isinstance(entry, ShardedTensor) and entry.data.dim() > 1:
-            seed = sha256(f"{entry.key} {entry.global_offset}".encode()).digest()[:8]
-            generator = torch.Generator().manual_seed(int.from_bytes(seed))
-            entry.data.copy_(0.05 * torch.randn(entry.data.shape, generator=generator))
+            generator = torch.Generator().manual_seed(int.from_bytes(sha256(entry.key.encode()).digest()[:8]))
+            entry.data.copy_(0.05 * torch.randn(entry.global_shape, generator=generator)[entry.global_slice()])
 
 
 def _symbols() -> dict[tuple[str, ...], Callable]:

@@ -230,6 +230,8 @@ def test_runs_that_do_not_fit_are_refused_with_the_rank():
     assert feasible(run) is None
     reason = feasible(replace(run, cluster=replace(CLUSTER, memory_gib=3.0)))
     assert reason is not None and reason.startswith("pipeline rank 0 needs") and "of 3.0 GiB" in reason
+    offloading = replace(run, schedule=replace(run.schedule, offload="full"))
+    assert rank_bytes(offloading) is None and rank_bytes(run) is not None
 
 
 def test_a_search_starts_where_families_leave_time(tmp_path):

@@ -68,6 +68,14 @@ def test_a_fused_backward_is_split_as_it_was_split_before():
     assert found.backward_weight == (2, 2, 2, 5)
 
 
+def test_vocabulary_passes_are_priced_per_device():
+    medians = {(kind, device): 10 * n + device for n, kind in enumerate((Kind.S, Kind.T, Kind.IF)) for device in (0, 1)}
+    prices = costs_from(medians | {(Kind.LOSS, 0): 0.5}, {}, V2, Costs()).vocabulary
+    assert (prices.score, prices.gradient, prices.embed) == ((0, 1), (10, 11), (20, 21))
+    assert (prices.embed_gradient, prices.loss) == ((0, 0), 0.5)
+    assert costs_from({}, {}, V2, Costs()).vocabulary is None
+
+
 @pytest.mark.parametrize(
     ("now", "words"),
     [

@@ -33,19 +33,10 @@ def heads_of(case: Case, weight: torch.Tensor) -> list[VocabularyHead]:
     return heads
 
 
-def reduce(buffers: list[torch.Tensor], reduction) -> None:
-    """What an in-place all-reduce does."""
-    result = reduction(torch.stack(buffers))
-    for buffer in buffers:
-        buffer.copy_(result)
-
-
 def losses_of(heads: list[VocabularyHead], x: torch.Tensor, labels: torch.Tensor, **options) -> list:
     scored = [head.score(x, labels, **options) for head in heads]
-    reduce([each.maximum for each in scored], lambda all: all.amax(0))
-    rescaled = [each.rescale() for each in scored]
-    reduce([each.sums for each in rescaled], lambda all: all.sum(0))
-    return [each.normalise() for each in rescaled]
+    gathered = torch.stack([each.statistics for each in scored])
+    return [each.combine(gathered) for each in scored]
 
 
 def gradients_of(case: Case, heads: list[VocabularyHead], done: list) -> tuple[torch.Tensor, list]:

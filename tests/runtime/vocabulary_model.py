@@ -142,10 +142,8 @@ def run_rank(case: Case, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
         sent = collectives.broadcast(sent, last, group).wait()
 
         scored = head.score(sent, labels)
-        collectives.all_reduce_max(scored.maximum, group).wait()
-        rescaled = scored.rescale()
-        collectives.all_reduce_sum(rescaled.sums, group).wait()
-        done = rescaled.normalise()
+        everyones = torch.empty(group.size(), *scored.statistics.shape)
+        done = scored.combine(collectives.gather_statistics(scored.statistics, everyones, group).wait())
         if isinstance(done, OneBarrier):
             under_way = collectives.reduce_sum(done.input_gradient(), last, group)
         g = differentiate(done.losses, case.loss)[1] if rank == last else torch.empty(case.shape)

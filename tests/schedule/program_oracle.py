@@ -21,7 +21,9 @@ def check(program: Program) -> list[str]:
 def _other_compute(program: Program) -> list[str]:
     found = []
     for device, actions in enumerate(program.actions):
-        computed = tuple(a for a in actions if a.kind.value in ("F", "I", "W", "B"))
+        computed = tuple(
+            a for a in actions if not a.kind.value.startswith(("SEND", "RECV")) and a.kind.value != "REDUCE_GRAD"
+        )
         if computed != program.schedule.orders[device]:
             found.append(f"device {device} computes something else than its order")
     return found
@@ -37,7 +39,7 @@ def _misreduced(program: Program) -> list[str]:
         for position, action in enumerate(actions):
             if action.kind.value == "REDUCE_GRAD":
                 reduced[action.stage] += 1
-                early = any((letter, action.stage) in names[position:] for letter in "WB")
+                early = any((letter, action.stage) in names[position:] for letter in ("W", "B", "T", "IB"))
                 local = action.stage in program.placement.stages[device]
                 if early or not local or action.microbatch is not None:
                     found.append(f"{action} is misplaced on device {device}")

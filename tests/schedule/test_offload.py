@@ -63,7 +63,6 @@ IN_FLIGHT = {
     (4, 4): ((5, 5), (4, 4, 4)),
     (8, 2): ((6, 6), (3, 5, 6)),
     (8, 3): ((5, 6), (4, 4, 6)),
-    (8, 5): ((7, 8), (4, 4, 6)),
 }
 """In-flight chunks of PO-H at k = .6 and 1, and of PO-F at k = .6, .9 and 1, of the published scheduler (p, v)."""
 
@@ -122,7 +121,7 @@ def test_everything_can_be_planned(p: int, v: int) -> None:
 # ------------------------------------------------------------------------------------------------------ any schedule
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_schedule_can_be_planned_for(data: st.DataObject) -> None:
     base = data.draw(random_schedules())
@@ -232,13 +231,13 @@ def test_impossible_options_are_refused(name: str, options: dict[str, object]) -
 
 def test_search_keeps_the_cap_and_beats_what_keeps_it_without() -> None:
     costs = costs_of(1.0)
-    found = search_offload(4, 12, costs, 3 / 8, seconds=2, effort=0.02)
+    found = search_offload(4, 12, costs, 3 / 8, seconds=1, effort=0.02)
     validate(found.schedule, memory_cap=3 / 8)
     assert found.plan.keeps_cap
     v_min = build_schedule("v-min", num_devices=4, num_microbatches=12)
     assert max(oracle.peak(v_min)) >= 3 / 8 and found.makespan < oracle.makespan(v_min, 1, 1, 1)
     with pytest.raises(UnsupportedError, match=r"least peak found is 0\.\d+, and what is in the way is"):
-        search_offload(4, 12, costs, 0.01, seconds=0.5, effort=0.02, placements=[Placement.v_shape(4)])
+        search_offload(3, 4, costs, 0.01, seconds=0.5, effort=0.02, placements=[Placement.v_shape(3)])
 
 
 def test_search_recomputes_where_the_channel_is_too_slow() -> None:

@@ -15,8 +15,14 @@ def flag(name: str) -> str:
 
 rank = int(os.environ["RANK"])
 print(f"rank {rank} of {os.environ['WORLD_SIZE']} on {os.environ['SLURMD_NODENAME']}", flush=True)
-if flag("--behaviour") == "fail" and rank == 3:
-    sys.exit(7)
+if flag("--behaviour") == "fail":
+    started = Path(flag("--save"))
+    started.mkdir(parents=True, exist_ok=True)
+    (started / f"rank-{rank}").touch()
+    while len(list(started.glob("rank-*"))) < 4:
+        time.sleep(0.1)
+    if rank == 3:
+        sys.exit(7)
 if flag("--behaviour") == "save":
     saved = Path(flag("--save")) / "latest_checkpointed_iteration.txt"
     if saved.exists():

@@ -19,11 +19,13 @@ from megatron_pipemem.schedule.simulator import peaks
 def rank_bytes(run: Run) -> tuple[float, ...] | None:
     """The most that every pipeline rank holds, in bytes, everything included; of a search, the least it could find.
 
-    ``None`` where the run leaves the layers of the stages to Megatron.
+    ``None`` where the run leaves the layers of the stages to Megatron, or adds offload or vocabulary passes to its schedule.
 
     Raises:
         PipememError: there is no such schedule.
     """
+    if run.schedule.offload != "off" or run.schedule.vocab_parallel != "off":
+        return None
     if run.schedule.name == AUTO:
         chunks = run.parallelism.chunks or 2
         placement = Placement.interleaved(run.parallelism.pp, chunks)

@@ -27,6 +27,14 @@ class Pending[Result]:
         self._work.wait()
         return self._result()
 
+    def settle(self) -> None:
+        """Wait without taking the result."""
+        self._work.wait()
+
+    def is_completed(self) -> bool:
+        """Whether its buffers are free; never blocks."""
+        return self._work.is_completed()
+
 
 def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
     """Copy ``tensor`` of rank ``source`` of the group into ``tensor`` of all others: the head's input, gradients."""
@@ -34,16 +42,10 @@ def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Pe
     return Pending(work, lambda: tensor)
 
 
-def all_reduce_max(tensor: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
-    """The maximum over the ranks, in place: ``Scored.maximum``."""
-    work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
-    return Pending(work, lambda: tensor)
-
-
-def all_reduce_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
-    """The sum over the ranks, in place: ``Rescaled.sums``."""
-    work = dist.all_reduce(tensor, dist.ReduceOp.SUM, group=group, async_op=True)
-    return Pending(work, lambda: tensor)
+def gather_statistics(tensor: torch.Tensor, everyones: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
+    """``Scored.statistics`` of all ranks, into ``everyones``, ``[ranks, 3, tokens]``: one message, not three reductions."""
+    work = dist.all_gather_into_tensor(everyones.flatten(0, 1), tensor, group=group, async_op=True)
+    return Pending(work, lambda: everyones)
 
 
 def reduce_sum(tensor: torch.Tensor, destination: int, group: dist.ProcessGroup) -> Pending[torch.Tensor | None]:

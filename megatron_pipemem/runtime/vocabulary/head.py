@@ -1,12 +1,10 @@
 """The LM head and its cross entropy: what comes before the loss. ``head_gradients`` has what comes after.
 
-One microbatch goes through a chain of objects, one per phase; each has the buffer that the next collective reduces in place:
+One microbatch goes through a chain of objects, one per phase:
 
-    scored = head.score(x, labels)          # S: local logits and their statistics
-    all_reduce_max(scored.maximum)
-    rescaled = scored.rescale()
-    all_reduce_sum(rescaled.sums)
-    done = rescaled.normalise()             # done.losses, then the gradients
+    scored = head.score(x, labels)                          # S: local logits and their statistics
+    gathered = gather_statistics(scored.statistics).wait()
+    done = scored.combine(gathered)                         # done.losses, then the gradients
 
 Nothing here communicates, and nothing is recorded by autograd.
 """
@@ -120,8 +118,7 @@ class VocabularyHead:
         valid = ((labels >= 0) & (labels < self.shard.partition.vocab_size)).reshape(-1)
         tokens = x.size(0)
         statistics = torch.empty(3, tokens, dtype=torch.float32, device=x.device)
-        maximum, own_sum, target = statistics.unbind()
-        batch = HeadMicrobatch(self, x, labels.shape, local, owned, valid, maximum, own_sum, target, for_backward)
+        batch = HeadMicrobatch(self, x, labels.shape, local, owned, valid, statistics, for_backward)
         if for_backward and options.keep_logits:
             batch.logits = x.new_empty(tokens, weight.size(0))
         if for_backward and options.barriers == 1:
@@ -156,33 +153,28 @@ class VocabularyHead:
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """After S. ``maximum`` (fp32, one per token) is the buffer to reduce with MAX over the ranks, in place."""
+    """After S. ``statistics`` (fp32, three per token) is what every rank must get of every other."""
 
     batch: HeadMicrobatch
-    maximum: torch.Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "maximum", self.batch.own_maximum.clone())
+    @property
+    def statistics(self) -> torch.Tensor:
+        """``[3, tokens]``: the largest logit, the sum of exponentials relative to it, and the label's logit where owned."""
+        return self.batch.statistics
 
     @torch.no_grad()
-    def rescale(self) -> Rescaled:
-        """Express this rank's statistics relative to the maximum of all ranks, which ``maximum`` now holds."""
+    def combine(self, gathered: torch.Tensor) -> Normalised:
+        """The losses, and the way to the gradients: a ``OneBarrier`` or a ``TwoBarriers``, as the options say.
+
+        Args:
+            gathered: the ``statistics`` of all ranks, ``[ranks, 3, tokens]``, in the same order on every rank.
+        """
         batch = self.batch
-        batch.own_sum.mul_(torch.exp(batch.own_maximum - self.maximum))
-        target = torch.where(batch.owned, batch.target_logit - self.maximum, 0.0)
-        return Rescaled(batch, self.maximum, torch.stack((batch.own_sum, target)))
-
-
-@dataclass(frozen=True, eq=False)
-class Rescaled:
-    """Before the second reduction. ``sums`` (fp32, two per token) is the buffer to reduce with SUM over the ranks, in place."""
-
-    batch: HeadMicrobatch
-    maximum: torch.Tensor
-    sums: torch.Tensor
-
-    @torch.no_grad()
-    def normalise(self) -> Normalised:
-        """The losses, and the way to the gradients: a ``OneBarrier`` or a ``TwoBarriers``, as the options say."""
-        kind = OneBarrier if self.batch.head.options.barriers == 1 else TwoBarriers
-        return kind(self.batch, self.maximum, *self.sums.unbind())
+        maxima, sums, labels = gathered.unbind(1)
+        maximum = maxima.amax(0)
+        others = (sums * torch.exp(maxima - maximum)).sum(0)
+        # One rank owns a token's label, the others say 0; nobody owns a label outside the vocabulary.
+        label = torch.where(batch.valid, labels.sum(0) - maximum, 0.0)
+        batch.own_sum.mul_(torch.exp(batch.own_maximum - maximum))
+        kind = OneBarrier if batch.head.options.barriers == 1 else TwoBarriers
+        return kind(batch, maximum, others, label)

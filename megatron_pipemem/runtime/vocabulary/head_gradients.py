@@ -81,6 +81,10 @@ class Normalised:
     def pieces(self) -> Iterator[slice]:
         return self.options.pieces(self._batch.x.size(0))
 
+    def without_ignored(self, loss_gradient: torch.Tensor) -> torch.Tensor:
+        """The loss gradient with zeros for ignored tokens, fp32, in the labels' shape."""
+        return self._flat(loss_gradient).view(self._batch.shape)
+
     def _message(self) -> torch.Tensor:
         x = self._batch.x
         return torch.empty(x.shape, dtype=self.options.message_dtype, device=x.device)
@@ -159,8 +163,7 @@ class OneBarrier(Normalised):
             total: sum of all ranks' ``input_gradient``.
             loss_gradient: gradient of the training loss by ``losses``, the loss scale included.
         """
-        g = self._flat(loss_gradient).view(*self._batch.shape, 1)
-        return (total * g).to(self._batch.x.dtype)
+        return (total * self.without_ignored(loss_gradient).unsqueeze(-1)).to(self._batch.x.dtype)
 
     def weight_gradient(self, loss_gradient: torch.Tensor) -> HeadWeightGradient:
         """T: the weight gradient, to run now or later; nothing depends on it but the optimizer."""

@@ -29,10 +29,9 @@ class HeadMicrobatch:
         local: the label's row within this shard, 0 where it is another's.
         owned: whether the label's row is in this shard.
         valid: whether the label is in the vocabulary at all.
-        own_maximum: largest logit of this shard, fp32.
-        own_sum: sum of the exponentials of this shard's logits but the label's, relative to ``own_maximum`` and later to the
-            maximum of all ranks.
-        target_logit: the label's logit where ``owned``, fp32.
+        statistics: fp32, ``[3, tokens]``: the largest logit of this shard (``own_maximum``), the sum of the exponentials of its
+            logits but the label's (``own_sum``), relative to ``own_maximum`` and later to the maximum of all ranks, and the
+            label's logit where ``owned``, else 0 (``target_logit``).
         for_backward: whether gradients will be asked for.
         logits: what the matrix product gave, ``[tokens, rows]``; its gradient once that has been taken. ``None`` if not kept.
         average: rows of the weights averaged by the local softmax (times ``SOFTMAX_SUM``), the label's row left out,
@@ -45,9 +44,7 @@ class HeadMicrobatch:
     local: torch.Tensor
     owned: torch.Tensor
     valid: torch.Tensor
-    own_maximum: torch.Tensor
-    own_sum: torch.Tensor
-    target_logit: torch.Tensor
+    statistics: torch.Tensor
     for_backward: bool
     logits: torch.Tensor | None = None
     average: torch.Tensor | None = None
@@ -55,11 +52,20 @@ class HeadMicrobatch:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What is kept, for the activation ledger."""
-        kept = (
-            *(self.x, self.local, self.owned, self.valid, self.own_maximum, self.own_sum, self.target_logit),
-            *(self.logits, self.average),
-        )
+        kept = (self.x, self.local, self.owned, self.valid, self.statistics, self.logits, self.average)
         return tuple(tensor for tensor in kept if tensor is not None)
+
+    @property
+    def own_maximum(self) -> torch.Tensor:
+        return self.statistics[0]
+
+    @property
+    def own_sum(self) -> torch.Tensor:
+        return self.statistics[1]
+
+    @property
+    def target_logit(self) -> torch.Tensor:
+        return self.statistics[2]
 
     @property
     def no_rows(self) -> bool:
@@ -79,7 +85,8 @@ class HeadMicrobatch:
         # The clamp keeps a row of nothing but -inf from becoming -inf - -inf.
         maximum = logits.amax(dim=1).clamp_(min=torch.finfo(torch.float32).min)
         self.own_maximum[piece] = maximum
-        self.target_logit[piece] = logits.gather(1, self.local[piece, None]).squeeze(1)
+        label = logits.gather(1, self.local[piece, None]).squeeze(1)
+        self.target_logit[piece] = torch.where(self.owned[piece], label, 0.0)
         slope = options.slope(logits) if self.average is not None else 1.0
         exponentials = logits.sub_(maximum[:, None]).exp_()
         # The label joins in fp32 when its probability is known: of one that is almost certain, sums and averages that

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_pipemem.schedule.lowering.collectives import add_messages_in_sequence
 from megatron_pipemem.schedule.lowering.gradients import add_gradient_reductions
 from megatron_pipemem.schedule.lowering.messages import add_messages
 from megatron_pipemem.schedule.schedule import Program, Schedule
@@ -15,5 +16,8 @@ def lower(schedule: Schedule) -> Program:
     Raises:
         ScheduleError: the schedule is incomplete; ``validate`` says what is missing.
     """
-    with_messages = add_messages(schedule.orders, schedule.placement)
+    if schedule.vocabulary:
+        with_messages = add_messages_in_sequence(schedule)
+    else:
+        with_messages = add_messages(schedule.orders, schedule.placement)
     return Program(schedule, tuple(map(add_gradient_reductions, with_messages)))

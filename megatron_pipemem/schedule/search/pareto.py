@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_pipemem.errors import PipememError
@@ -14,6 +14,8 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.search import search_schedule
 from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.vocabulary.search import search_vocabulary
 
 _TOLERANCE = 1e-9
 
@@ -78,35 +80,26 @@ def choices(
     caps: Sequence[float] = (),
     seconds: float = 10.0,
     cache: ResultCache | None = None,
+    barriers: Sequence[int] = (0,),
+    priced: Callable[[Schedule], Costs] | None = None,
 ) -> list[Choice]:
     """Every synchronous family that runs in one pipeline, and the search under every cap, by peak.
 
     Args:
         num_devices: ``p``.
         num_microbatches: ``m``.
-        costs: what actions take and hold.
+        costs: what actions take and hold, where orders are fitted to it.
         caps: for the search, in the unit of the costs' memory; those that no schedule fits are left out.
         seconds: for each search.
         cache: of searches.
+        barriers: each gives schedules with that many barriers of vocabulary parallelism; 0 those without.
+        priced: what the actions of a found schedule take and hold, where that is more than ``costs`` (a head).
     """
     costs = costs or Costs()
-    found: list[tuple[Schedule, float | None]] = [
-        (schedule, None) for schedule in synchronous_schedules(num_devices, num_microbatches, costs)
+    found = [
+        each for count in barriers for each in _found(num_devices, num_microbatches, costs, caps, seconds, cache, count)
     ]
-    for cap in caps:
-        try:
-            result = search_schedule(
-                num_devices=num_devices,
-                num_microbatches=num_microbatches,
-                costs=costs,
-                memory_cap=cap,
-                seconds=seconds,
-                cache=cache,
-            )
-        except PipememError:
-            continue
-        found.append((result.schedule, cap))
-    timelines = [simulate(schedule, costs) for schedule, _ in found]
+    timelines = [simulate(schedule, priced(schedule) if priced else costs) for schedule, _ in found]
     rows = [(t.peak, t.makespan) for t in timelines]
     return sorted(
         (
@@ -126,6 +119,36 @@ def _dominated(index: int, rows: Sequence[tuple[float, float]]) -> bool:
         if no_worse and (better or other < index):
             return True
     return False
+
+
+def _found(
+    num_devices: int,
+    num_microbatches: int,
+    costs: Costs,
+    caps: Sequence[float],
+    seconds: float,
+    cache: ResultCache | None,
+    barriers: int,
+) -> Iterator[tuple[Schedule, float | None]]:
+    """Schedules with so many barriers, and the cap that a search had."""
+    for schedule in synchronous_schedules(num_devices, num_microbatches, costs):
+        yield with_vocabulary(schedule, barriers, costs) if barriers else schedule, None
+    arguments = {
+        "num_devices": num_devices,
+        "num_microbatches": num_microbatches,
+        "costs": costs,
+        "seconds": seconds,
+        "cache": cache,
+    }
+    for cap in caps:
+        try:
+            if barriers:
+                result = search_vocabulary(barriers=barriers, memory_cap=cap, **arguments)
+            else:
+                result = search_schedule(memory_cap=cap, **arguments)
+        except PipememError:
+            continue
+        yield result.schedule, cap
 
 
 def trades(front: Sequence[Choice], least: float = 0.03) -> list[Trade]:

@@ -1,0 +1,130 @@
+"""What the commands do about the LM head: on the last stage, or cut over all devices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Literal, NamedTuple
+
+import typer
+
+from megatron_pipemem.cli.common import Loaded
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.search.cache import ResultCache
+from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.schedule.vocabulary.baselines import head_on_last_stage
+from megatron_pipemem.schedule.vocabulary.choice import OFF, REDISTRIBUTE, choose_vocabulary
+from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts
+from megatron_pipemem.schedule.vocabulary.search import search_vocabulary
+
+Switch = Literal["off", "1", "2", "auto"]
+VocabParallel = Annotated[
+    Switch,
+    typer.Option(
+        "--vocab-parallel",
+        help="Cut the LM head over all devices: by Algorithm 1 (two barriers) or 2 (one barrier) of arXiv 2411.05288, or "
+        "whatever is best for --head-cost.",
+    ),
+]
+HeadCost = Annotated[
+    str | None,
+    typer.Option(
+        "--head-cost",
+        metavar="X|Xlayers",
+        help="Forward and backward of the whole LM head: seconds as in --costs, or layers (with --layers). "
+        "Default: none with `off`, else one device's share of the layers.",
+    ),
+]
+Layers = Annotated[
+    int | None, typer.Option("--layers", help="Layers of the model: prices --head-cost, and lets `auto` move them.")
+]
+
+
+class Head(NamedTuple):
+    """Args:
+    switch: what was asked for.
+    cost: as typed.
+    layers: of the model.
+    """
+
+    switch: Switch = "off"
+    cost: str | None = None
+    layers: int | None = None
+
+    def seconds(self, costs: Costs, schedule: Schedule) -> float | None:
+        """Of the whole head.
+
+        Raises:
+            UnsupportedError: it is no number, or counts layers and nobody said how many there are.
+        """
+        if self.layers is not None and self.layers < 1:
+            raise UnsupportedError(f"--layers {self.layers}: give at least 1")
+        if self.cost is None:
+            return None
+        number, in_layers = self.cost.removesuffix("layers"), self.cost.endswith("layers")
+        try:
+            amount = float(number)
+        except ValueError:
+            amount = -1.0
+        if not 0 <= amount < float("inf"):
+            raise UnsupportedError(f"--head-cost {self.cost!r}: give a number of at least 0, as in 2.5 or 2.5layers")
+        if not in_layers:
+            return amount
+        if self.layers is None:
+            raise UnsupportedError(f"--head-cost {self.cost} counts layers; say with --layers how many the model has")
+        seconds = costs.seconds(schedule.placement)
+        return amount * sum(map(sum, (seconds[Kind.F], seconds[Kind.B]))) / self.layers
+
+
+def priced_head(head: Head, costs: Costs, schedule: Schedule, barriers: int) -> Costs:
+    """The costs with the head on the last stage (no barriers), or on all devices."""
+    seconds = head.seconds(costs, schedule)
+    if seconds is None:
+        return costs
+    if not barriers:
+        return head_on_last_stage(costs, schedule.placement, seconds)
+    devices = schedule.num_devices
+    return replace(costs, vocabulary=VocabularyCosts.of_head(seconds, devices, barriers))
+
+
+def apply_head(loaded: Loaded, prices: Costs, head: Head) -> tuple[Loaded, Costs, str]:
+    """The schedule with its head where the user wants it, its prices, and the reason for a choice.
+
+    Raises:
+        PipememError: the schedule takes no passes, or not within the cap.
+    """
+    schedule, reason = loaded.schedule, ""
+    algorithm = head.switch
+    if algorithm == "auto":
+        seconds = head.seconds(prices, schedule)
+        if seconds is None:
+            raise UnsupportedError("--vocab-parallel auto weighs the head against the layers; give --head-cost")
+        choice = choose_vocabulary(schedule, prices, seconds, layers=head.layers)
+        algorithm, reason = choice.best.name, choice.reason
+        if algorithm == REDISTRIBUTE:
+            layout = choice.best.layers
+            moved = head_on_last_stage(prices, schedule.placement, seconds, layout)
+            return loaded, moved, f"{reason}; layers per stage: {', '.join(map(str, layout))}"
+    if algorithm == OFF:
+        return loaded, priced_head(head, prices, schedule, 0), reason
+    barriers = BARRIERS_OF_ALGORITHM[int(algorithm)]
+    priced = priced_head(head, prices, schedule, barriers)
+    costs = replace(priced, memory=loaded.costs.memory)
+    if loaded.search is not None and loaded.memory_cap is not None:
+        result = search_vocabulary(
+            barriers=barriers,
+            num_devices=schedule.num_devices,
+            num_microbatches=schedule.num_microbatches,
+            costs=costs,
+            memory_cap=loaded.memory_cap,
+            placements=[candidate.schedule.placement for candidate in loaded.search.candidates],
+            cache=ResultCache(),
+        )
+        return loaded._replace(schedule=result.schedule, costs=costs, search=result), priced, reason
+    with_passes = with_vocabulary(schedule, barriers, costs)
+    validate(with_passes, costs, loaded.memory_cap)
+    return loaded._replace(schedule=with_passes, costs=costs, search=None), priced, reason

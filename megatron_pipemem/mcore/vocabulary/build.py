@@ -1,0 +1,176 @@
+"""Cuts the embedding and the head of a model that Megatron has just built.
+
+Megatron draws the whole matrices first, so that the shards start with the very values that stock would have started with,
+and so do all other layers that draw after them. The whole matrices are dropped before DDP allocates gradients and the
+optimizer its states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.vocabulary.layers import NAME, ArrivingEmbedding, DepartingHead, VocabularyShards
+from megatron_pipemem.mcore.vocabulary.refusals import check_model
+from megatron_pipemem.runtime.vocabulary.head import HeadOptions
+from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition
+from megatron_pipemem.schedule.placement import Placement
+
+_PIECE_BYTES = 64 * 2**20
+
+
+class _Whole(NamedTuple):
+    """What every rank must know of a model whose ends other ranks have built."""
+
+    vocab_size: int
+    hidden_size: int
+    tied: bool
+
+
+def cut_vocabulary(chunks: list[torch.nn.Module], placement: Placement, pg_collection, barriers: int) -> None:
+    """Replace the whole embedding and head by this rank's shards, with the same values. Every rank calls this after building.
+
+    Args:
+        chunks: of this rank, not yet wrapped.
+        placement: of the chunks.
+        pg_collection: Megatron's process groups.
+        barriers: of the schedules to come.
+
+    Raises:
+        UnsupportedError: the model has another head or embedding than those that can be cut.
+    """
+    if placement.num_devices == 1:
+        return
+    shards_group = shards_group_of(pg_collection)
+    device, t = pg_collection.pp.rank(), pg_collection.tp.size()
+    index = device * t + pg_collection.tp.rank()
+    if shards_group.rank() != index:
+        raise UnsupportedError(
+            f"this rank is {shards_group.rank()} of its model-parallel group, not {index}: vocabulary parallelism needs "
+            "pipeline-major rank orders such as Megatron's default; pass --pipemem-vocab-parallel off"
+        )
+    models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
+    first, last = (_end(models, placement, device, stage) for stage in (0, placement.num_stages - 1))
+    check_model(models[0], first, last)
+    first_device, last_device = placement.devices[0], placement.devices[-1]
+    whole = _agree(first, shards_group, first_device * t)
+    partition = VocabularyPartition(whole.vocab_size, shards_group.size())
+    if whole.vocab_size < partition.shards:
+        raise UnsupportedError(
+            f"a vocabulary of {whole.vocab_size} cannot be cut over {partition.shards} ranks; pass "
+            "--pipemem-vocab-parallel off"
+        )
+    config = models[0].config
+
+    def shard_of(weight: torch.Tensor | None, owner: int) -> torch.nn.Parameter:
+        """This rank's rows of a matrix of which the ranks of device ``owner`` have ``weight``."""
+        on_cpu = config.use_cpu_initialization
+        shard = torch.empty(
+            len(partition.rows(index)),
+            whole.hidden_size,
+            dtype=config.params_dtype,
+            device="cpu" if on_cpu else torch.cuda.current_device(),
+        )
+        _deal(weight, shard, partition, shards_group, range(owner * t, (owner + 1) * t))
+        parameter = torch.nn.Parameter(shard)
+        tensor_parallel.set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+        parameter.is_embedding_or_output_parameter = True
+        if config.use_mup:
+            parameter.is_embedding_parameter = True
+        return parameter
+
+    embedding = shard_of(None if first is None else first.embedding.word_embeddings.weight, first_device)
+    head = None if whole.tied else shard_of(None if last is None else last.output_layer.weight, last_device)
+    if first is not None:
+        first.embedding.word_embeddings = ArrivingEmbedding(first.embedding.word_embeddings)
+    if last is not None:
+        last.output_layer = DepartingHead(last.output_layer)
+        last.compute_language_model_loss = last.output_layer.losses_without_values
+    for model in models:
+        # Nothing is left at either end for Megatron to tie, to sum up or to save there.
+        model.share_embeddings_and_output_weights = True
+        model.tie_embeddings_and_output_weights_state_dict = _nothing_to_tie
+    scale = config.mup_output_mult if config.use_mup else 1.0
+    options = HeadOptions(barriers=barriers, scale=scale)
+    models[0].add_module(NAME, VocabularyShards(partition, index, embedding, head, options))
+
+
+def shards_of(chunks: list[torch.nn.Module]) -> VocabularyShards:
+    """This rank's shards, of wrapped or bare chunks.
+
+    Raises:
+        UnsupportedError: the model was built before ``enable()`` or around it.
+    """
+    model = get_attr_wrapped_model(chunks[0], "pre_process", return_model_obj=True)
+    shards = getattr(model, NAME, None)
+    if shards is None:
+        raise UnsupportedError(
+            "this model's vocabulary was not cut over the pipeline; call enable() before the model is built (and after "
+            "importing megatron.training if you use it), or build the chunks with build_model_chunks()"
+        )
+    return shards
+
+
+def shards_group_of(pg_collection) -> dist.ProcessGroup:
+    """The ranks of one replica of the model, those of the same pipeline rank side by side."""
+    group = getattr(pg_collection, "mp", None)
+    return parallel_state.get_model_parallel_group() if group is None else group
+
+
+def _end(models: list[torch.nn.Module], placement: Placement, device: int, stage: int) -> torch.nn.Module | None:
+    """The model of the pipeline's first or last stage, if this device holds it."""
+    stages = placement.stages[device]
+    return models[stages.index(stage)] if stage in stages else None
+
+
+def _agree(first: torch.nn.Module | None, group: dist.ProcessGroup, source: int) -> _Whole:
+    """What the first stage's model tells everybody."""
+    known: list[_Whole | None] = [None]
+    if first is not None:
+        known[0] = _Whole(
+            first.embedding.word_embeddings.num_embeddings,
+            first.embedding.word_embeddings.embedding_dim,
+            first.share_embeddings_and_output_weights,
+        )
+    dist.broadcast_object_list(known, src=dist.get_global_rank(group, source), group=group)
+    return known[0]
+
+
+@torch.no_grad()
+def _deal(
+    weight: torch.Tensor | None,
+    shard: torch.Tensor,
+    partition: VocabularyPartition,
+    group: dist.ProcessGroup,
+    owners: range,
+) -> None:
+    """Give every rank its rows of a matrix that the owners have in equal parts, a bounded number of bytes at a time."""
+    rows = partition.rows(group.rank())
+    part = partition.vocab_size // len(owners)
+    for piece in _pieces(part, shard):
+        buffer = torch.empty(len(piece), shard.size(1), dtype=shard.dtype, device=torch.cuda.current_device())
+        for number, owner in enumerate(owners):
+            if group.rank() == owner:
+                buffer.copy_(weight[piece.start : piece.stop])
+            dist.broadcast(buffer, src=dist.get_global_rank(group, owner), group=group)
+            start = number * part + piece.start
+            wanted = range(max(rows.start, start), min(rows.stop, start + len(piece)))
+            if wanted:
+                shard[wanted.start - rows.start : wanted.stop - rows.start] = buffer[
+                    wanted.start - start : wanted.stop - start
+                ]
+
+
+def _pieces(rows: int, like: torch.Tensor) -> Iterator[range]:
+    size = max(1, _PIECE_BYTES // (like.size(1) * like.element_size()))
+    return (range(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+def _nothing_to_tie(*args, **kwargs) -> None:
+    """In the place of Megatron's tying of state dicts: the shards save themselves."""

@@ -1,0 +1,102 @@
+"""Schedules of another source, with vocabulary passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.sources import Changes, Plan, Shape, Source, microbatches_of_the_run
+from megatron_pipemem.mcore.vocabulary.build import cut_vocabulary
+from megatron_pipemem.mcore.vocabulary.choice import choose_barriers
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
+
+OFF, AUTO = "off", "auto"
+CHOICES = (OFF, *map(str, BARRIERS_OF_ALGORITHM), AUTO)
+
+
+def check_vocab_parallel(vocab_parallel: str) -> None:
+    """Raises:
+    UnsupportedError: no such algorithm.
+    """
+    if str(vocab_parallel) not in CHOICES:
+        raise UnsupportedError(f"--pipemem-vocab-parallel {vocab_parallel!r} is none of {', '.join(CHOICES)}")
+
+
+class VocabularySource(Source):
+    """Adds the passes of vocabulary parallelism to whatever another source plans.
+
+    Args:
+        inner: plans without them, or with as many barriers as it is told.
+        vocab_parallel: the paper's algorithm, ``1`` or ``2``, or ``auto``: decided for the model when that has been built.
+        memory_cap: in activation units, for schedules with passes that ``inner`` does not know; ``None`` for no limit.
+
+    Raises:
+        UnsupportedError: ``inner`` is for the other algorithm.
+    """
+
+    def __init__(self, inner: Source, vocab_parallel: str, memory_cap: float | None = None):
+        super().__init__(inner.name, inner.costs, inner.priced_by)
+        self._inner = inner
+        self.may_split = inner.may_split
+        self.is_round_robin = inner.is_round_robin
+        self.chunks = inner.chunks
+        # What the inner source has planned for every shape, for it to compare with.
+        self._without: dict[Shape, Plan] = {}
+        self._memory_cap = memory_cap
+        barriers = inner.barriers if vocab_parallel == AUTO else BARRIERS_OF_ALGORITHM[int(vocab_parallel)]
+        if inner.barriers not in (0, barriers):
+            raise UnsupportedError(
+                f"{self.name} is a schedule for --pipemem-vocab-parallel {3 - inner.barriers}, not {vocab_parallel}; pass that"
+            )
+        self._undecided = barriers == 0
+        self._decide(barriers)
+
+    @property
+    def needs_bytes(self) -> bool:
+        return self._inner.needs_bytes
+
+    def placement(self, num_devices: int, chunks: int | None) -> Placement:
+        return self._inner.placement(num_devices, chunks)
+
+    def cut(self, chunks: list[torch.nn.Module], placement: Placement, pg_collection) -> None:
+        """Cut the vocabulary of a rank's chunks, if that is what is wanted. Every rank calls this when it has built them."""
+        if placement.num_devices == 1:
+            return
+        if self._undecided:
+            self._undecided = False
+            shape = Shape(placement.num_devices, len(chunks), microbatches_of_the_run() or 4 * placement.num_devices)
+            model = get_attr_wrapped_model(chunks[0], "pre_process", return_model_obj=True)
+            self._decide(choose_barriers(model, self._inner.plan(shape, "choice of vocabulary parallelism").schedule))
+        if self.barriers:
+            cut_vocabulary(chunks, placement, pg_collection, self.barriers)
+
+    def plan(self, shape: Shape, reason: str, before: Plan | None = None, minimum_gain: float = 0.0) -> Plan:
+        inner_before = None if before is None else self._without[shape]
+        self._without[shape] = plan = self._inner.plan(shape, reason, inner_before, minimum_gain)
+        return replace(plan, schedule=self._with_passes(plan.schedule, plan.costs))
+
+    def forwards(self, shape: Shape) -> Schedule:
+        return self._with_passes(self._inner.forwards(shape), self.costs)
+
+    def measured(self, costs: Costs | None, changes: Changes | None) -> None:
+        self._inner.measured(costs, changes)
+        self.costs, self.priced_by = self._inner.costs, self._inner.priced_by
+
+    def _decide(self, barriers: int) -> None:
+        self.barriers = self._inner.barriers = barriers
+
+    def _with_passes(self, schedule: Schedule, costs: Costs) -> Schedule:
+        if not self.barriers or schedule.vocabulary == self.barriers:
+            return schedule
+        added = with_vocabulary(schedule, self.barriers, costs)
+        if self._memory_cap is not None:
+            validate(added, memory_cap=self._memory_cap)
+        return added

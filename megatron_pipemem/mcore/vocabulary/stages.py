@@ -1,0 +1,118 @@
+"""The pipeline's first and last stage when embedding and head are no part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.stages import ChunkStage, StepContext
+from megatron_pipemem.mcore.vocabulary.layers import ArrivingEmbedding, DepartingHead
+
+
+@dataclass
+class FirstStage(ChunkStage):
+    """Gets the embedding's output as its input."""
+
+    def forward(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
+        model = get_attr_wrapped_model(self.model, "pre_process", return_model_obj=True)
+        embedding: ArrivingEmbedding = model.embedding.word_embeddings
+        embedding.arrived = input
+        return super().forward(microbatch, None)
+
+
+@dataclass
+class LastStage(ChunkStage):
+    """Returns the head's input, and makes a training loss of token losses with the user's loss function.
+
+    The user's forward step has passed by when the losses are known, so its model call returned a tensor without values, which
+    it has to hand on as it is, as Megatron's scripts do. Its loss function then gets the real one.
+    """
+
+    _awaiting: dict[int, tuple[Callable | None, torch.dtype]] = field(default_factory=dict)
+
+    @property
+    def _head(self) -> DepartingHead:
+        return get_attr_wrapped_model(self.model, "pre_process", return_model_obj=True).output_layer
+
+    def forward(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
+        head, step = self._head, self.step
+
+        def noting(*arguments):
+            output, loss_function = step.forward_step_func(*arguments)
+            if head.losses is not None and output is not head.losses:
+                raise UnsupportedError(
+                    "the forward step changes the model's token losses before it returns them, which are not known yet with "
+                    "vocabulary parallelism; do it in the loss function, or pass --pipemem-vocab-parallel off"
+                )
+            self._awaiting[microbatch] = loss_function, output.dtype
+            return output, loss_function
+
+        runner = ChunkStage(
+            replace(step, forward_step_func=noting),
+            *(self.model, self.data_iterator, self.chunk, self.num_chunks, False, self.placement, self.delayed),
+        )
+        runner.forward(microbatch, input)
+        output, head.input, head.losses = head.input, None, None
+        return output
+
+    def gather_head_input(self, output: torch.Tensor) -> torch.Tensor:
+        head = self._head
+        if not head.sequence_parallel:
+            return output
+        whole = output.new_empty(output.size(0) * head.tp_group.size(), *output.shape[1:])
+        dist.all_gather_into_tensor(whole, output.contiguous(), group=head.tp_group)
+        return whole
+
+    def scatter_head_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        head = self._head
+        if head.sequence_parallel:
+            shard = gradient.new_empty(gradient.size(0) // head.tp_group.size(), *gradient.shape[1:])
+            dist.reduce_scatter_tensor(shard, gradient.contiguous(), group=head.tp_group)
+            return shard
+        if head.tp_group.size() > 1:
+            dist.all_reduce(gradient, group=head.tp_group)
+        return gradient
+
+    def loss(self, microbatch: int, losses: torch.Tensor) -> torch.Tensor | None:
+        leaf = losses.t().contiguous().requires_grad_(not self.step.forward_only)
+        loss = self._finish_forward(microbatch, leaf)
+        if self.step.forward_only:
+            return None
+        if self.step.config.grad_scale_func is not None:
+            loss = self.step.config.grad_scale_func(loss)
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        return gradient.t()
+
+    def take_logits(self, microbatch: int, logits: torch.Tensor) -> None:
+        head = self._head
+        if not head.gathers_output:
+            logits = logits.chunk(head.tp_group.size(), dim=-1)[head.tp_group.rank()]
+        self._finish_forward(microbatch, logits.transpose(0, 1).contiguous())
+
+    def _finish_forward(self, microbatch: int, output: torch.Tensor) -> torch.Tensor:
+        """What Megatron does with the last stage's output: loss function, averages, reporting."""
+        step: StepContext = self.step
+        loss_function, dtype = self._awaiting.pop(microbatch)
+        if step.config.timers is not None:
+            step.config.timers("forward-compute", log_level=2).start()
+        with self.as_chunk(), torch.set_grad_enabled(not step.forward_only):
+            output, num_tokens = schedules.forward_step_calc_loss(
+                self.model,
+                output.to(dtype),
+                loss_function,
+                step.config,
+                self.chunk if self.num_chunks > 1 else None,
+                step.collect_non_loss_data,
+                step.num_microbatches,
+                step.loss_data,
+                step.cp_group_size,
+                True,
+            )
+        step.num_tokens += num_tokens
+        return output

@@ -1,0 +1,341 @@
+"""What the vocabulary passes of a program do on one rank, and what they hold in between.
+
+Collectives are posted where the program says, and waited for by the pass that uses the result, as messages are. Labels and
+everything between the head's input and its gradient have the head's layout, ``[s, b]``; tokens have the batch's, ``[b, s]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger
+from megatron_pipemem.runtime.vocabulary import collectives
+from megatron_pipemem.runtime.vocabulary.collectives import Pending
+from megatron_pipemem.runtime.vocabulary.head import Scored
+from megatron_pipemem.runtime.vocabulary.head_gradients import Normalised, OneBarrier
+from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition
+from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.placement import Placement
+
+
+class ShardedLayers(Protocol):
+    """This rank's shards of embedding and head."""
+
+    partition: VocabularyPartition
+    hidden_size: int
+    dtype: torch.dtype
+
+    def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See ``VocabularyEmbedding.forward``."""
+
+    def embedding_gradient(self, tokens: torch.Tensor, output_gradient: torch.Tensor) -> DeferredWeightGradient:
+        """See ``VocabularyEmbedding.weight_gradient``."""
+
+    def score(self, x: torch.Tensor, labels: torch.Tensor, for_backward: bool) -> Scored:
+        """See ``VocabularyHead.score``."""
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``VocabularyHead.logits``."""
+
+
+class LastStage(Protocol):
+    """What the stage before the head does for it."""
+
+    def gather_head_input(self, output: torch.Tensor) -> torch.Tensor:
+        """The head's input, ``[s, b, h]``, from what this tensor-parallel rank has of it."""
+
+    def scatter_head_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient of the stage's output, from this pipeline's part of the gradient of the head's input."""
+
+    def loss(self, microbatch: int, losses: torch.Tensor) -> torch.Tensor | None:
+        """Take the token losses, ``[s, b]`` in fp32. Returns the gradient of the training loss by them, if it trains."""
+
+    def take_logits(self, microbatch: int, logits: torch.Tensor) -> None:
+        """Take the logits, ``[s, b, vocabulary]``, of a batch without labels."""
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Process groups that carry nothing else.
+
+    Args:
+        pipeline: the pipeline's ranks, which are its devices, in order.
+        shards: the ranks of all shards, in the shards' order; with tensor parallelism more than the pipeline's.
+    """
+
+    pipeline: dist.ProcessGroup
+    shards: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the embedding and the head read, of all microbatches of a step.
+
+    Args:
+        tokens: ``[m, b, s]``.
+        labels: ``[m, b, s]``; ``None`` if logits are wanted and no losses.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor | None
+
+    def labels_of(self, microbatch: int) -> torch.Tensor:
+        return self.labels[microbatch].t().contiguous()
+
+
+class VocabularyPasses:
+    """One step. Holds nothing when it has ended.
+
+    Args:
+        placement: the head's input comes from the device of its last stage, the embedding's output goes to that of its first.
+        device: this rank's place in the pipeline.
+        layers: this rank's shards.
+        channels: opened by every rank at the same time.
+        batch: the same on every rank.
+        last_stage: on the device of the last stage.
+        trains: whether gradients will be asked for.
+        ledger: counts held bytes, if given.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        device: int,
+        layers: ShardedLayers,
+        channels: Channels,
+        batch: Batch,
+        last_stage: LastStage | None,
+        trains: bool,
+        ledger: ActivationLedger | None = None,
+    ):
+        self._first, self._last = placement.devices[0], placement.devices[-1]
+        self._device = device
+        self._layers = layers
+        self._channels = channels
+        self._batch = batch
+        self._last_stage = last_stage
+        self._trains = trains
+        self._ledger = ledger
+        # Everything is keyed by microbatch.
+        self._partial_embeddings: dict[int, torch.Tensor] = {}
+        self._embeddings: dict[int, Pending[torch.Tensor]] = {}
+        self._head_inputs: dict[int, torch.Tensor] = {}
+        self._sent_inputs: dict[int, Pending[torch.Tensor]] = {}
+        self._scored: dict[int, Scored | torch.Tensor] = {}
+        self._gathered: dict[int, Pending[torch.Tensor]] = {}
+        self._normalised: dict[int, Normalised] = {}
+        self._loss_gradients: dict[int, torch.Tensor] = {}
+        self._sent_loss_gradients: dict[int, Pending[torch.Tensor]] = {}
+        self._partial_input_gradients: dict[int, torch.Tensor] = {}
+        self._input_gradients: dict[int, Pending[torch.Tensor]] = {}
+        self._factors: dict[int, torch.Tensor] = {}
+        self._embedding_gradients: dict[int, torch.Tensor] = {}
+        self._sent_embedding_gradients: dict[int, Pending[torch.Tensor]] = {}
+        self._nobody_waits: list[Pending] = []
+        self._needed = {
+            Kind.S: (self._sent_inputs,),
+            Kind.LOSS: (self._gathered,),
+            Kind.T: (self._gathered, self._sent_loss_gradients),
+            Kind.IB: (self._sent_embedding_gradients,),
+        }
+        self._perform = {
+            Kind.IF: self._look_up,
+            Kind.REDUCE_E: self._reduce_embedding,
+            Kind.BCAST_X: self._broadcast_head_input,
+            Kind.S: self._score,
+            Kind.STATS: self._gather_statistics,
+            Kind.LOSS: self._loss,
+            Kind.BCAST_G: self._broadcast_loss_gradient,
+            Kind.T: self._head_gradients,
+            Kind.REDUCE_X: self._reduce_input_gradient,
+            Kind.BCAST_E: self._broadcast_embedding_gradient,
+            Kind.IB: self._embedding_weight_gradient,
+        }
+
+    def wait_for(self, action: Action) -> None:
+        """Wait for the collectives that a pass needs, so that its own time can be told from theirs."""
+        for waiting in self._needed.get(action.kind, ()):
+            if action.microbatch in waiting:
+                waiting[action.microbatch].settle()
+
+    def perform(self, action: Action) -> None:
+        """Run a pass, or post a collective."""
+        self._perform[action.kind](action.microbatch)
+
+    def finish(self) -> None:
+        """Wait for what nobody has waited for, so that buffers may be used again."""
+        while self._nobody_waits:
+            self._nobody_waits.pop().settle()
+
+    # Between the passes and the stages of this device
+
+    def embedded(self, microbatch: int) -> torch.Tensor:
+        """The embedding's output, summed over the pipeline, ``[b, s, h]``: the first stage's input."""
+        return self._embeddings.pop(microbatch).wait()
+
+    def take_head_input(self, microbatch: int, output: torch.Tensor) -> None:
+        """The last stage's output, without its graph."""
+        self._head_inputs[microbatch] = self._held(self._last_stage.gather_head_input(output))
+
+    def head_gradient(self, microbatch: int) -> torch.Tensor:
+        """The gradient of the last stage's output."""
+        total = self._input_gradients.pop(microbatch).wait()
+        # With one barrier the sum was under way before the loss was known.
+        factor = self._factors.pop(microbatch, None)
+        gradient = total if factor is None else total * factor
+        self._released(total)
+        return self._last_stage.scatter_head_gradient(gradient.to(self._layers.dtype))
+
+    def take_embedding_gradient(self, microbatch: int, gradient: torch.Tensor) -> None:
+        """The gradient of what ``embedded`` gave."""
+        self._embedding_gradients[microbatch] = self._held(gradient.contiguous())
+
+    # Embedding
+
+    def _look_up(self, microbatch: int) -> None:
+        self._partial_embeddings[microbatch] = self._held(self._layers.look_up(self._batch.tokens[microbatch]))
+
+    def _reduce_embedding(self, microbatch: int) -> None:
+        partial = self._partial_embeddings.pop(microbatch)
+        pending = collectives.reduce_sum(partial, self._first, self._channels.pipeline)
+        self._await(self._embeddings, microbatch, pending, partial, self._first)
+
+    def _broadcast_embedding_gradient(self, microbatch: int) -> None:
+        gradient = self._embedding_gradients.pop(microbatch, None)
+        if gradient is None:
+            tokens = self._batch.tokens
+            shape = (*tokens.shape[1:], self._layers.hidden_size)
+            gradient = self._held(torch.empty(shape, dtype=self._layers.dtype, device=tokens.device))
+        self._sent_embedding_gradients[microbatch] = collectives.broadcast(
+            gradient, self._first, self._channels.pipeline
+        )
+
+    def _embedding_weight_gradient(self, microbatch: int) -> None:
+        gradient = self._sent_embedding_gradients.pop(microbatch).wait()
+        self._layers.embedding_gradient(self._batch.tokens[microbatch], gradient).run()
+        self._released(gradient)
+
+    # Head
+
+    def _broadcast_head_input(self, microbatch: int) -> None:
+        x = self._head_inputs.pop(microbatch, None)
+        if x is None:
+            tokens = self._batch.tokens
+            shape = (tokens.size(2), tokens.size(1), self._layers.hidden_size)
+            x = self._held(torch.empty(shape, dtype=self._layers.dtype, device=tokens.device))
+        self._sent_inputs[microbatch] = collectives.broadcast(x, self._last, self._channels.pipeline)
+
+    def _score(self, microbatch: int) -> None:
+        x = self._sent_inputs.pop(microbatch).wait()
+        if self._batch.labels is None:
+            self._scored[microbatch] = self._layers.logits(x)
+            return
+        scored = self._layers.score(x, self._batch.labels_of(microbatch), self._trains)
+        self._hold_all(scored.batch.tensors)
+        self._scored[microbatch] = scored
+
+    def _gather_statistics(self, microbatch: int) -> None:
+        if self._batch.labels is None:
+            logits = self._scored.pop(microbatch)
+            pending = collectives.gather_logits(logits, self._layers.partition, self._channels.shards)
+        else:
+            statistics = self._scored[microbatch].statistics
+            everyones = statistics.new_empty(self._channels.shards.size(), *statistics.shape)
+            pending = collectives.gather_statistics(statistics, self._held(everyones), self._channels.shards)
+        if self._trains or self._device == self._last:
+            self._gathered[microbatch] = pending
+        else:
+            self._scored.pop(microbatch, None)
+            self._leave(pending)
+
+    def _loss(self, microbatch: int) -> None:
+        if self._batch.labels is None:
+            self._last_stage.take_logits(microbatch, self._gathered.pop(microbatch).wait())
+            return
+        done = self._normalise(microbatch)
+        gradient = self._last_stage.loss(microbatch, done.losses)
+        if not self._trains:
+            self._normalised.pop(microbatch)
+            return
+        gradient = self._held(done.without_ignored(gradient))
+        self._loss_gradients[microbatch] = gradient
+        if isinstance(done, OneBarrier):
+            self._factors[microbatch] = gradient.unsqueeze(-1)
+
+    def _broadcast_loss_gradient(self, microbatch: int) -> None:
+        gradient = self._loss_gradients.pop(microbatch, None)
+        if gradient is None:
+            tokens = self._batch.tokens
+            gradient = self._held(
+                torch.empty(tokens.size(2), tokens.size(1), dtype=torch.float32, device=tokens.device)
+            )
+        self._sent_loss_gradients[microbatch] = collectives.broadcast(gradient, self._last, self._channels.pipeline)
+
+    def _head_gradients(self, microbatch: int) -> None:
+        done = self._normalise(microbatch)
+        del self._normalised[microbatch]
+        gradient = self._sent_loss_gradients.pop(microbatch).wait()
+        if isinstance(done, OneBarrier):
+            work = done.weight_gradient(gradient)
+        else:
+            partial, work = done.input_gradient(gradient)
+            self._partial_input_gradients[microbatch] = self._held(partial)
+        work.run()
+        # What is left of their life is the collectives' business, and theirs depends on timing.
+        for tensor in (*done.tensors, gradient):
+            self._released(tensor)
+
+    def _reduce_input_gradient(self, microbatch: int) -> None:
+        partial = self._partial_input_gradients.pop(microbatch, None)
+        if partial is None:
+            partial = self._held(self._normalise(microbatch).input_gradient())
+        pending = collectives.reduce_sum(partial, self._last, self._channels.pipeline)
+        self._await(self._input_gradients, microbatch, pending, partial, self._last)
+
+    def _normalise(self, microbatch: int) -> Normalised:
+        if microbatch not in self._normalised:
+            gathered = self._gathered.pop(microbatch).wait()
+            self._normalised[microbatch] = done = self._scored.pop(microbatch).combine(gathered)
+            self._released(gathered)
+            self._hold_all(done.tensors)
+        return self._normalised[microbatch]
+
+    # Bookkeeping
+
+    def _await(
+        self,
+        waiting: dict[int, Pending[torch.Tensor]],
+        microbatch: int,
+        pending: Pending[torch.Tensor],
+        buffer: torch.Tensor,
+        destination: int,
+    ) -> None:
+        """Keep a reduction where its result is for; elsewhere its buffer is the backend's from now on."""
+        if self._device == destination:
+            waiting[microbatch] = pending
+        else:
+            self._released(buffer)
+            self._leave(pending)
+
+    def _leave(self, pending: Pending) -> None:
+        self._nobody_waits = [each for each in self._nobody_waits if not each.is_completed()]
+        self._nobody_waits.append(pending)
+
+    def _hold_all(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._held(tensor, "saved")
+
+    def _held(self, tensor: torch.Tensor, category: str = "boundary") -> torch.Tensor:
+        if self._ledger is not None:
+            self._ledger.hold(tensor, category)
+        return tensor
+
+    def _released(self, tensor: torch.Tensor) -> None:
+        if self._ledger is not None:
+            self._ledger.release(tensor)

@@ -1,0 +1,117 @@
+"""The search for a memory cap that the schedule keeps with its vocabulary passes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.plain import serial_schedule
+from megatron_pipemem.schedule.search import Candidate, SearchResult, search_schedule
+from megatron_pipemem.schedule.search.cache import ResultCache
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
+
+_SEARCHES = 4
+_TOLERANCE = 1e-9
+
+
+def search_vocabulary(
+    *,
+    barriers: int,
+    num_devices: int,
+    num_microbatches: int,
+    costs: Costs | None = None,
+    memory_cap: float | Sequence[float] | None = None,
+    placements: Sequence[Placement] | None = None,
+    seconds: float = 20.0,
+    effort: float = 1.0,
+    seed: int = 0,
+    cache: ResultCache | None = None,
+) -> SearchResult:
+    """The fastest schedule with vocabulary passes under a memory cap.
+
+    The passes keep microbatches in flight for longer, so a search under the cap itself may find what breaks the cap with
+    them. Then the next one gets as much less as was too much; the last resort runs one microbatch after another.
+
+    Args:
+        barriers: 1 or 2.
+        seconds: of all searches together.
+        num_devices: and all others: of ``search_schedule``.
+
+    Raises:
+        UnsupportedError: no schedule of any of the placements keeps the cap.
+        CostsError: the costs do not fit a placement.
+    """
+    started = time.perf_counter()
+    costs = costs or Costs()
+    allowed = None
+    if memory_cap is not None:
+        allowed = tuple(memory_cap) if isinstance(memory_cap, Sequence) else (memory_cap,) * num_devices
+    caps = allowed
+    best: dict[Placement, Candidate] = {}
+    for attempt in range(_SEARCHES):
+        try:
+            result = search_schedule(
+                num_devices=num_devices,
+                num_microbatches=num_microbatches,
+                costs=costs,
+                memory_cap=caps,
+                placements=placements,
+                seconds=seconds / (1 if allowed is None else _SEARCHES),
+                effort=effort,
+                seed=seed,
+                cache=cache,
+            )
+        except UnsupportedError:
+            if attempt == 0:
+                raise
+            break
+        excess = [0.0] * num_devices
+        for found in result.candidates:
+            candidate = _with_passes(found, barriers, costs)
+            over = [0.0] * num_devices
+            if allowed is not None:
+                over = [peak - cap for peak, cap in zip(candidate.peaks, allowed, strict=True)]
+            if max(over) > _TOLERANCE * max(allowed or (1.0,)):
+                excess = [max(pair) for pair in zip(excess, over, strict=True)]
+            else:
+                known = best.get(candidate.schedule.placement, candidate)
+                best[candidate.schedule.placement] = min(known, candidate, key=lambda c: c.makespan)
+        if not any(excess):
+            break
+        caps = tuple(cap - more for cap, more in zip(caps, excess, strict=True))
+        if min(caps) <= 0:
+            break
+    if not best:
+        best = _serial(result, barriers, costs, allowed)
+    candidates = sorted(best.values(), key=lambda c: (c.makespan, -c.lower_bound))
+    return SearchResult(tuple(candidates), time.perf_counter() - started)
+
+
+def _with_passes(found: Candidate, barriers: int, costs: Costs) -> Candidate:
+    schedule = with_vocabulary(found.schedule, barriers, costs)
+    timeline = simulate(schedule, costs)
+    bound = max(lower_bound(schedule.placement, schedule.num_microbatches, costs), timeline.ideal)
+    return Candidate(schedule, timeline.makespan, timeline.peaks, bound, found.found_by)
+
+
+def _serial(result: SearchResult, barriers: int, costs: Costs, allowed: Sequence[float]) -> dict[Placement, Candidate]:
+    """One microbatch at a time, in the placements where that keeps the cap."""
+    fitting, least = {}, []
+    for found in result.candidates:
+        placement, m = found.schedule.placement, found.schedule.num_microbatches
+        serial = Candidate(serial_schedule(placement, m, found.schedule.name), 0.0, (), 0.0, "one by one")
+        candidate = _with_passes(serial, barriers, costs)
+        least.append(max(candidate.peaks))
+        if all(peak <= cap * (1 + _TOLERANCE) for peak, cap in zip(candidate.peaks, allowed, strict=True)):
+            fitting[placement] = candidate
+    if not fitting:
+        raise UnsupportedError(
+            f"no schedule with vocabulary passes keeps the memory cap of {max(allowed):.6g}: one microbatch after the "
+            f"other holds {min(least):.6g} with them; raise the cap, or switch vocabulary parallelism off"
+        )
+    return fitting

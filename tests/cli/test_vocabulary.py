@@ -1,0 +1,84 @@
+"""``--vocab-parallel`` of simulate, show and pareto."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_pipemem.schedule.schedule import Schedule
+
+SIZE = ("simulate", "1f1b", "-p", 4, "-m", 8)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_algorithms_trade_a_microbatch_for_the_head(pipemem_json):
+    off = pipemem_json(*SIZE, "--head-cost", 3)
+    assert off["makespan"] == (8 + 3) * 3 + 8 * 3 and "vocabulary_barriers" not in off
+    for algorithm, barriers in ((1, 2), (2, 1)):
+        found = pipemem_json(*SIZE, "--head-cost", 3, "--vocab-parallel", algorithm)
+        assert found["vocabulary_barriers"] == barriers
+        assert found["peak_activation"] == (4 + barriers) / 4
+        assert found["makespan"] <= (8 + 3) * 3 + 8 * 3 / 4
+    in_layers = pipemem_json(*SIZE, "--head-cost", "8layers", "--layers", 32)
+    assert in_layers["makespan"] == pytest.approx(off["makespan"])
+
+
+def test_auto_says_why(pipemem_json):
+    large = pipemem_json(*SIZE, "--head-cost", 6, "--layers", 32, "--vocab-parallel", "auto")
+    assert large["vocabulary_barriers"] == 1 and "Algorithm 2" in large["vocabulary_reason"]
+    small = pipemem_json(*SIZE, "--head-cost", 0.01, "--vocab-parallel", "auto")
+    assert small["vocabulary_barriers"] == 0 and "not worth" in small["vocabulary_reason"]
+    moved = pipemem_json(
+        "simulate", "v-half", "-p", 2, "-m", 2, "--head-cost", 1, "--layers", 64, "--vocab-parallel", "auto"
+    )
+    assert "layers per stage" in moved["vocabulary_reason"] or moved["vocabulary_barriers"]
+
+
+def test_a_search_keeps_the_cap_with_the_passes(pipemem_json):
+    found = pipemem_json(
+        "simulate", "auto", "-p", 3, "-m", 6, "--memory-cap", 1.2, "--vocab-parallel", 2, "--head-cost", 2
+    )
+    assert found["peak_activation"] <= 1.2 and found["vocabulary_barriers"] == 1
+
+
+def test_pictures_and_files(pipemem, pipemem_json, tmp_path):
+    picture = tmp_path / "run.json"
+    shown = pipemem_json("show", "zbv", "-p", 2, "-m", 3, "--vocab-parallel", 1, "--output", picture)
+    assert any(name.startswith("0S") for name, *_ in shown[0]["timeline"][0])
+    names = {event["name"] for event in json.loads(picture.read_text())["traceEvents"]}
+    assert {"PP:0S1", "PP:1T2", "PP:STATS0", "collectives"} <= names | {
+        event["args"].get("name") for event in json.loads(picture.read_text())["traceEvents"] if "args" in event
+    }
+
+
+def test_pareto_compares_all_three(pipemem_json):
+    found = pipemem_json(
+        "pareto", "-p", 2, "-m", 4, "--caps", "1", "--vocab-parallel", "auto", "--head-cost", 3, "--all", "--seconds", 1
+    )
+    assert {choice["vocabulary_barriers"] for choice in found["choices"]} == {0, 1, 2}
+
+
+def test_refusals(refuses):
+    assert "give a number" in refuses(*SIZE, "--head-cost", "much")
+    assert "say with --layers" in refuses(*SIZE, "--head-cost", "2layers")
+    assert "give --head-cost" in refuses(*SIZE, "--vocab-parallel", "auto")
+    assert "takes no vocabulary passes" in refuses("simulate", "chimera", "-p", 2, "-m", 2, "--vocab-parallel", 1)
+
+
+def test_a_file_keeps_its_passes(pipemem, pipemem_json, tmp_path):
+    from megatron_pipemem.schedule.registry import build_schedule
+    from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
+
+    schedule = with_vocabulary(build_schedule("v-half", num_devices=3, num_microbatches=4), 2)
+    path = tmp_path / "v.csv"
+    path.write_text(schedule.to_csv())
+    assert Schedule.from_csv(path.read_text(), name="v-half") == schedule
+    assert pipemem_json("check", path)["valid"]
+    assert pipemem_json("simulate", path)["vocabulary_barriers"] == 2
+    path.write_text(schedule.to_csv().replace("1S2,", "", 1))
+    assert not json.loads(pipemem("check", path, "--json").stdout)["valid"]

@@ -1,0 +1,113 @@
+"""Embedding and head cut over the pipeline: trained as stock trains them whole, on stock's own checkpoints and data."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import Ranks
+
+UNTIED = "--untie-embeddings-and-output-weights"
+PP2 = ("--pipeline-model-parallel-size", "2")
+TP2 = (*PP2, "--tensor-model-parallel-size", "2")
+DISTRIBUTED = (
+    *(*PP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    *("--ddp-bucket-size", "20000"),
+)
+SEARCH = ("--pipemem-memory-cap", "0.8", "--pipemem-option", "seconds=1")
+
+# name -> schedule, algorithm, flags of stock too, flags of ours
+CASES = {
+    "1f1b-1": ("1f1b", "1", (UNTIED,), ()),
+    "1f1b-2": ("1f1b", "2", (UNTIED,), ()),
+    "interleaved": ("interleaved", "2", (UNTIED,), ()),
+    "zbv": ("zbv", "1", (UNTIED,), ()),
+    "v-half-tied": ("v-half", "2", (), ()),
+    "auto": ("auto", "2", (UNTIED,), SEARCH),
+    "bf16": ("1f1b", "2", ("--bf16",), ()),
+    "tp2": ("v-half", "2", TP2, ()),
+    "tp2-sequence-parallel": ("1f1b", "1", (*TP2, "--sequence-parallel"), ()),
+    "dp2-distributed-optimizer": ("zb-h1", "2", (*DISTRIBUTED, UNTIED), ()),
+    "per-token-loss": ("1f1b", "2", ("--calculate-per-token-loss",), ()),
+    "one-microbatch": ("v-half", "1", ("--global-batch-size", "1"), ()),
+    "odd-vocabulary": ("1f1b", "2", ("--vocab-size", "1003", "--make-vocab-size-divisible-by", "1"), ()),
+    "evaluation": ("v-half", "2", ("--eval-iters", "2", "--eval-interval", "3", "--split", "50,30,20"), ()),
+}
+# A first step's values in fp32 differ by the order of summation; then the steps' differences add up.
+FIRST, LATER, BF16 = 1e-6, 5e-6, 3e-3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_stock(train, name):
+    schedule, algorithm, flags, ours = CASES[name]
+    stock = train("stock", *flags)
+    run = train(schedule, *flags, *ours, "--pipemem-vocab-parallel", algorithm)
+    first, later = (BF16, BF16) if name == "bf16" else (FIRST, LATER)
+    assert len(set(stock.losses)) == 5
+    for found, wanted in ((run.losses, stock.losses), (run.grad_norms, stock.grad_norms)):
+        assert found[0] == pytest.approx(wanted[0], rel=first)
+        assert found == pytest.approx(wanted, rel=later)
+    assert [list(each) for each in run.validation] == [list(each) for each in stock.validation]
+    for found, wanted in zip(run.validation, stock.validation, strict=True):
+        assert found == pytest.approx(wanted, rel=later)
+    assert run.predicted_peaks == run.counted_peaks
+
+    tied = UNTIED not in flags
+    assert all(len(rank) == (1 if tied else 2) for rank in run.vocabulary_rows)
+    rows = [row for rank in run.vocabulary_rows for row in rank]
+    assert max(rows) - min(rows) <= 1
+    assert max(rows) < max(row for rank in stock.vocabulary_rows for row in rank)
+
+
+def test_starts_with_the_values_that_stock_draws(train):
+    stock = train("stock", UNTIED, initialise=False)
+    run = train("1f1b", UNTIED, "--pipemem-vocab-parallel", "2", initialise=False)
+    assert run.losses[0] == pytest.approx(stock.losses[0], rel=FIRST)
+    assert run.losses == pytest.approx(stock.losses, rel=LATER)
+
+
+CUT = ("--pipemem-vocab-parallel", "2")
+# before, after, of which embedding: schedules with their flags
+EXCHANGES = {
+    "stock-to-cut": (("stock",), ("1f1b", *CUT), (UNTIED,)),
+    "cut-to-stock": (("v-half", *CUT), ("stock",), (UNTIED,)),
+    "cut-to-stock-tied": (("1f1b", *CUT), ("stock",), ()),
+    "cut-to-half-the-pipeline": (("v-half", *CUT), ("interleaved", *CUT, *TP2), (UNTIED,)),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_checkpoints_are_interchangeable_with_stock(train, tmp_path, name):
+    before, after, flags = EXCHANGES[name]
+    train(*before, *flags, "--train-iters", "2", "--save", str(tmp_path), "--save-interval", "2")
+    resumed = train(
+        *after,
+        *(*flags, "--train-iters", "7", "--load", str(tmp_path), "--override-opt_param-scheduler"),
+        initialise=False,
+    )
+    uninterrupted = train("stock", *flags, "--train-iters", "7")
+    assert resumed.losses == pytest.approx(uninterrupted.losses[2:], rel=LATER)
+
+
+@pytest.fixture(scope="module")
+def three_ranks(tmp_path_factory):
+    ranks = Ranks("plain_loop", tmp_path_factory.mktemp("three_ranks"), size=3)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "algorithm", "hybrid"),
+    [("1f1b", 1, "2", False), ("v-half", 2, "1", False), ("zb-h1", 1, "2", True)],
+)
+def test_three_ranks_and_logits_without_labels(three_ranks, schedule, chunks, algorithm, hybrid):
+    """Without ``megatron.training``, and once without DDP; 64 rows over 3 ranks; both classes of models."""
+    case = {"ddp": chunks == 2, "import_after": False, "hybrid": hybrid}
+    stock = three_ranks.run({**case, "schedule": "stock", "chunks": 1})[-1]
+    cut = three_ranks.run({**case, "schedule": schedule, "chunks": chunks, "vocab_parallel": algorithm})[-1]
+    wanted = [float.fromhex(loss) for loss in stock["losses"]]
+    assert len(set(wanted)) > 10
+    assert [float.fromhex(loss) for loss in cut["losses"]] == pytest.approx(wanted, rel=LATER)
+    assert len(cut["logits"]) == 2
+    flat = [[x for row in each for token in row for x in token] for each in stock["logits"]]
+    found = [[x for row in each for token in row for x in token] for each in cut["logits"]]
+    assert found[0] == pytest.approx(flat[0], rel=1e-4, abs=1e-5)
+    assert found[1] == pytest.approx(flat[1], rel=1e-4, abs=1e-5)

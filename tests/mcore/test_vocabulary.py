@@ -1,0 +1,126 @@
+"""What vocabulary parallelism asks of the user's forward step, of flags and of models."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
+
+from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.mcore.flags import take_flags  # noqa: E402
+from megatron_pipemem.mcore.search_source import source_of  # noqa: E402
+from megatron_pipemem.mcore.sources import Shape  # noqa: E402
+from megatron_pipemem.mcore.vocabulary.batches import calls_of  # noqa: E402
+from megatron_pipemem.mcore.vocabulary.choice import choose_barriers, head_in_layers  # noqa: E402
+from megatron_pipemem.mcore.vocabulary.refusals import check_configuration  # noqa: E402
+from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
+
+
+class Model(torch.nn.Module):
+    vp_stage = 0
+
+    def forward(self, tokens, positions, mask, labels=None):
+        return tokens + labels
+
+
+def forward_step(data, model):
+    assert model.vp_stage == 0
+    batch = next(data)
+    return model(batch["tokens"], None, None, labels=batch["labels"]), None
+
+
+def samples(drawn: list[int]):
+    for number in range(10):
+        drawn.append(number)
+        yield {"tokens": torch.tensor([number]), "labels": torch.tensor([100 + number])}
+
+
+def test_the_forward_step_is_asked_for_its_batches_and_draws_none_twice():
+    drawn: list[int] = []
+    data, model = samples(drawn), Model()
+    calls, again = calls_of(forward_step, data, model, 3)
+    assert drawn == [0, 1, 2]
+    assert [(int(call.tokens), int(call.labels)) for call in calls] == [(0, 100), (1, 101), (2, 102)]
+    assert [int(forward_step(again, model)[0]) for _ in range(3)] == [100, 102, 104]
+    assert drawn == [0, 1, 2]
+    assert int(next(again)["tokens"]) == 3, "whoever draws more gets new samples"
+
+
+def test_a_forward_step_that_does_not_call_its_model_is_refused():
+    with pytest.raises(UnsupportedError, match="does not call the model"):
+        calls_of(lambda data, model: (next(data), None), samples([]), Model(), 1)
+
+
+def test_ranks_without_an_iterator_get_none():
+    calls, again = calls_of(lambda data, model: model(1, 2, 3, None, 5), None, Model(), 2)
+    assert again is None
+    assert calls == [(1, 5), (1, 5)]
+
+
+@pytest.mark.parametrize(("algorithm", "barriers"), [("1", 2), ("2", 1)])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "v-half", "zbv"])
+def test_flags_give_schedules_with_passes(schedule, algorithm, barriers):
+    settings, rest = take_flags(["--pipemem-schedule", schedule, "--pipemem-vocab-parallel", algorithm, "--lr", "1"])
+    assert (settings.vocab_parallel, rest) == (algorithm, ["--lr", "1"])
+    source = source_of(schedule, None, "unit", {}, vocab_parallel=algorithm)
+    shape = Shape(4, source.chunks, 6)
+    assert source.plan(shape, "").schedule.vocabulary == barriers
+    assert source.forwards(shape).vocabulary == barriers
+
+
+def test_flags_that_do_not_go_together_are_refused(tmp_path):
+    with pytest.raises(UnsupportedError, match="none of off, 1, 2, auto"):
+        take_flags(["--pipemem-schedule", "1f1b", "--pipemem-vocab-parallel", "3"])
+    file = tmp_path / "order.csv"
+    plan = source_of("1f1b", None, "unit", {}, vocab_parallel="2").plan(Shape(4, 1, 6), "")
+    file.write_text(plan.schedule.to_csv())
+    with pytest.raises(UnsupportedError, match="pass --pipemem-vocab-parallel 2"):
+        source_of(str(file), None, "unit", {}, "off")
+    with pytest.raises(UnsupportedError, match="--pipemem-vocab-parallel 2, not 1"):
+        source_of(str(file), None, "unit", {}, "1")
+    assert source_of(str(file), None, "unit", {}, "auto").plan(Shape(4, 1, 6), "").schedule == plan.schedule.__class__(
+        **{**plan.schedule.__dict__, "name": "order.csv"}
+    )
+
+
+def test_the_cap_holds_for_the_schedule_with_passes():
+    shape = Shape(4, 1, 12)
+    assert source_of("1f1b", 1.25, "unit", {}, vocab_parallel="2").plan(shape, "").schedule.vocabulary == 1
+    with pytest.raises(Exception, match="1.25"):
+        source_of("1f1b", 1.0, "unit", {}, vocab_parallel="2").plan(shape, "")
+
+
+@pytest.mark.parametrize(
+    "attribute", ["variable_seq_lengths", "fp32_residual_connection", "enable_autocast", "init_model_with_meta_device"]
+)
+def test_configurations_are_refused_with_the_way_out(attribute):
+    with pytest.raises(UnsupportedError, match=f"{attribute}.*--pipemem-vocab-parallel off"):
+        check_configuration(SimpleNamespace(**{attribute: True}))
+
+
+def model(vocab_size: int, hidden_size: int = 4096, gated: bool = True) -> SimpleNamespace:
+    config = SimpleNamespace(
+        hidden_size=hidden_size,
+        num_attention_heads=32,
+        kv_channels=hidden_size // 32,
+        num_query_groups=None,
+        ffn_hidden_size=4 * hidden_size,
+        gated_linear_unit=gated,
+        num_moe_experts=None,
+        num_layers=32,
+    )
+    return SimpleNamespace(config=config, vocab_size=vocab_size, max_sequence_length=2048)
+
+
+def test_a_head_counts_in_layers():
+    # The paper's formula for a 4h feed-forward network: V / (12h + 2s).
+    assert head_in_layers(model(256_000, 3072, gated=False)) == pytest.approx(256_000 / (12 * 3072 + 2 * 2048))
+
+
+def test_auto_cuts_a_large_vocabulary_and_leaves_a_small_one():
+    schedule = build_schedule("1f1b", num_devices=8, num_microbatches=64)
+    assert choose_barriers(model(256_000), schedule) == 1
+    assert choose_barriers(model(256), schedule) == 0

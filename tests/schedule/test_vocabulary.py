@@ -1,0 +1,281 @@
+"""Vocabulary passes: what is in flight, what they cost, and that nothing hangs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
+from megatron_pipemem.schedule.action import COLLECTIVES, Action, Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.schedule import Program, Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.validator import validate, validate_program
+from megatron_pipemem.schedule.vocabulary.baselines import head_on_last_stage, interlaced, redistribute
+from megatron_pipemem.schedule.vocabulary.choice import ModelBytes, choose_vocabulary
+from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts, VocabularyCostsError
+from megatron_pipemem.schedule.vocabulary.search import search_vocabulary
+from tests.schedule import program_oracle
+from tests.schedule.random_schedules import random_schedules
+from tests.schedule.vocabulary_oracle import expected, hangs, makespan, present
+
+PLACED = ["1f1b", "interleaved", "zbv", "v-half", "v-min", "zb-h1", "zb-h2", "gpipe", "hanayo"]
+
+
+def seconds_of(costs: Costs, schedule: Schedule) -> dict[str, float]:
+    of = {kind.value: prices[0] for kind, prices in costs.seconds(schedule.placement).items()}
+    shards = costs.vocabulary.seconds(schedule.num_devices)
+    return of | {kind.value: prices[0] for kind, prices in shards.items()}
+
+
+def one_softmax_at_a_time(schedule: Schedule) -> bool:
+    return all(
+        sum((a.kind is Kind.S) - (a.kind is Kind.T) for a in order[: position + 1]) <= 1
+        for order in schedule.orders
+        for position in range(len(order))
+        if order[position].kind is Kind.S
+    )
+
+
+def check(schedule: Schedule) -> None:
+    assert present(schedule) == expected(schedule)
+    posts = [[a._replace(stage=0) for a in order if a.kind in COLLECTIVES] for order in schedule.orders]
+    assert posts == posts[:1] * schedule.num_devices
+    assert not hangs(lower(schedule))
+
+
+@pytest.mark.parametrize("barriers", [1, 2])
+@pytest.mark.parametrize("p", range(2, 9))
+def test_1f1b_has_one_microbatch_more_per_barrier_and_the_bubble_it_had(p, barriers):
+    for m in range(1, 2 * p + 5):
+        base = build_schedule("1f1b", num_devices=p, num_microbatches=m)
+        head = 6.0
+        costs = Costs(1, 1, 1, vocabulary=VocabularyCosts.of_head(head, p, barriers, embedding=0.6))
+        schedule = with_vocabulary(base, barriers, costs)
+        check(schedule)
+        assert one_softmax_at_a_time(schedule)
+        timeline = simulate(schedule, costs)
+        assert [round(peak * p) for peak in timeline.peaks] == [min(m, p - r + barriers) for r in range(p)]
+        assert timeline.makespan == pytest.approx(makespan(schedule, seconds_of(costs, schedule)))
+        # The embedding's ends of a step stand alone: IF before everything, IB after it, on other devices than the busiest.
+        beyond = timeline.makespan - m * (3 + (head + 0.6) / p) - (p - 1) * 3
+        assert beyond <= 2 * 0.6 / p + 1e-9, (m, beyond)
+
+
+@pytest.mark.parametrize("barriers", [1, 2])
+@pytest.mark.parametrize("p", [2, 3, 4, 5, 6, 8])
+def test_v_half_holds_two_half_stages_more_per_barrier(p, barriers):
+    base = build_schedule("v-half", num_devices=p, num_microbatches=3 * p)
+    schedule = with_vocabulary(base, barriers, Costs())
+    least = p + 2 if p % 2 == 0 else p + 1
+    assert max(simulate(schedule).peaks) * 2 * p == pytest.approx(least + 2 * barriers)
+    # The reference's bubble is 7p/2 + 1 or 7p/2 + 4 chunks, before any head.
+    free = Costs(vocabulary=VocabularyCosts())
+    bubble = simulate(with_vocabulary(base, barriers, free), free).makespan - 9 * p
+    assert bubble <= (7 * p / 2 + (1 if barriers == 1 else 4)) / 2 + 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(PLACED),
+    p=st.integers(1, 6),
+    m=st.integers(1, 16),
+    barriers=st.sampled_from([1, 2]),
+    prices=st.tuples(*[st.sampled_from([0.0, 0.3, 1.0, 2.5])] * 6),
+    p2p=st.sampled_from([0.0, 0.1, 2.0]),
+    collective=st.sampled_from([0.0, 0.05, 3.0]),
+)
+def test_any_schedule_and_costs(name, p, m, barriers, prices, p2p, collective):
+    try:
+        base = build_schedule(name, num_devices=p, num_microbatches=m)
+    except PipememError:
+        return
+    f, i, w, s, t, e = prices
+    vocabulary = VocabularyCosts(s, t, e, e, 0.0, collective)
+    costs = Costs(f + 0.1, i + 0.1, w, p2p=p2p, vocabulary=vocabulary)
+    schedule = with_vocabulary(base, barriers, costs)
+    check(schedule)
+    validate(schedule)
+    program = lower(schedule)
+    validate_program(program)
+    assert not program_oracle._misreduced(program)
+    assert one_softmax_at_a_time(schedule)
+    assert simulate(schedule, costs).makespan == pytest.approx(
+        makespan(schedule, seconds_of(costs, schedule), p2p, collective)
+    )
+    if p > 1:
+        assert Schedule.from_csv(schedule.to_csv(), name=name) == schedule
+    validate_program(lower(schedule.forward_only()))
+    validate_program(lower(with_vocabulary(base.forward_only(), barriers, costs)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(schedule=random_schedules(max_microbatches=4), barriers=st.sampled_from([1, 2]))
+def test_any_order_whatever(schedule, barriers):
+    p = schedule.num_devices
+    if schedule.placement.devices[:p] != tuple(range(p)):
+        with pytest.raises(UnsupportedError, match="stage d on device d"):
+            with_vocabulary(schedule, barriers)
+        return
+    passed = with_vocabulary(schedule, barriers)
+    check(passed)
+    validate_program(lower(passed))
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), barriers=st.sampled_from([1, 2]), p=st.integers(2, 3))
+def test_mutants_are_caught_or_harmless(data, barriers, p):
+    schedule = with_vocabulary(build_schedule("1f1b", num_devices=p, num_microbatches=3), barriers)
+    orders = [list(order) for order in schedule.orders]
+    order = orders[data.draw(st.integers(0, p - 1))]
+    position = data.draw(st.integers(0, len(order) - 1))
+    action = order.pop(position)
+    match data.draw(st.sampled_from(["drop", "move", "renumber", "twice"])):
+        case "move":
+            order.insert(data.draw(st.integers(0, len(order))), action)
+        case "renumber":
+            order.insert(position, action._replace(microbatch=data.draw(st.integers(0, 3))))
+        case "twice":
+            order[position:position] = [action, action]
+    mutant = replace(schedule, orders=tuple(map(tuple, orders)))
+    try:
+        validate(mutant)
+        program = lower(mutant)
+        validate_program(program)
+    except ScheduleError:
+        return
+    assert not program_oracle._misreduced(program)
+    check(mutant)
+
+
+def test_a_program_that_hangs_in_strict_queues_is_refused():
+    schedule = with_vocabulary(build_schedule("1f1b", num_devices=2, num_microbatches=2), 1)
+    program = lower(schedule)
+    rows = [list(row) for row in program.actions]
+    # Device 1 asks for the second microbatch before it posts the statistics that device 0 wants first.
+    receive = Action(Kind.RECV_F, 1, 1)
+    rows[1].remove(receive)
+    rows[1].insert(0, receive)
+    first = Action(Kind.RECV_F, 1, 0)
+    rows[1].remove(first)
+    rows[1].insert(0, first)
+    mutant = Program(schedule, tuple(map(tuple, rows)))
+    assert hangs(mutant)
+    with pytest.raises(ScheduleError, match="strictly in posting order"):
+        validate_program(mutant)
+
+
+def test_passes_need_the_switch_and_a_schedule_that_takes_them():
+    schedule = with_vocabulary(build_schedule("1f1b", num_devices=2, num_microbatches=2), 1)
+    with pytest.raises(ScheduleError, match="how many barriers"):
+        validate(replace(schedule, vocabulary=0))
+    with pytest.raises(ScheduleError, match="1 or 2 barriers"):
+        validate(replace(schedule, vocabulary=3))
+    with pytest.raises(UnsupportedError, match="already"):
+        with_vocabulary(schedule, 1)
+    with pytest.raises(UnsupportedError, match="1 or 2 barriers"):
+        with_vocabulary(build_schedule("1f1b", num_devices=2, num_microbatches=2), 3)
+    with pytest.raises(UnsupportedError, match="takes no vocabulary passes"):
+        with_vocabulary(build_schedule("chimera", num_devices=2, num_microbatches=2), 1)
+    assert schedule.digest != replace(schedule, vocabulary=2).digest
+
+
+def test_bytes_of_passes_count_against_the_cap():
+    costs = Costs(
+        memory={Kind.F: 4.0, Kind.W: -2.0, Kind.I: -2.0, Kind.BCAST_X: 1.0, Kind.S: (10.0, 0.0), Kind.T: (-11.0, -1.0)}
+    )
+    schedule = with_vocabulary(build_schedule("1f1b", num_devices=2, num_microbatches=1), 2, costs)
+    assert simulate(schedule, costs).peaks == (15.0, 5.0)
+    validate(schedule, costs, 15.0)
+    with pytest.raises(ScheduleError, match="memory cap"):
+        validate(schedule, costs, 14.0)
+
+
+def test_prices():
+    assert VocabularyCosts.of_head(12.0, 4, 2) == VocabularyCosts(1.0, 2.0)
+    assert VocabularyCosts.of_head(12.0, 4, 1).gradient == pytest.approx(1.0)
+    default = Costs(2, 2, 2).vocabulary_costs(Placement.v_shape(3), 1)
+    assert default.score + default.gradient == pytest.approx(2.0)
+    for wrong in ({"score": -1}, {"gradient": "much"}, {"collectives": {Kind.F: 1.0}}):
+        with pytest.raises(VocabularyCostsError):
+            VocabularyCosts(**wrong)
+    with pytest.raises(VocabularyCostsError, match="one per device"):
+        VocabularyCosts(score=(1.0, 2.0)).seconds(3)
+
+
+@pytest.mark.parametrize("p", range(1, 9))
+def test_interlaced_holds_half_as_much_again_as_1f1b(p):
+    for m in (1, p, 2 * p + 4):
+        schedule = interlaced(p, m)
+        validate_program(lower(schedule))
+        check(schedule)
+    assert round(simulate(schedule).peaks[0] * p) == (3 * p // 2 if p > 1 else 1)
+    free = Costs(vocabulary=VocabularyCosts())
+    assert simulate(schedule, free).makespan == pytest.approx(3 * (m + p - 1))
+
+
+@given(
+    layers=st.integers(0, 12),
+    p=st.integers(1, 3),
+    chunks=st.integers(1, 2),
+    head=st.floats(0, 8),
+    embedding=st.floats(0, 2),
+)
+def test_no_layout_has_a_faster_slowest_device(layers, p, chunks, head, embedding):
+    placement = Placement.wave(p, chunks)
+    found = redistribute(layers, placement, head, embedding)
+    assert sum(found) == layers and min(found) >= 0
+
+    def slowest(held):
+        extra = [head * (d == placement.devices[-1]) + embedding * (d == 0) for d in range(p)]
+        return max(map(sum, zip(held, extra, strict=True)))
+
+    ours = slowest([sum(found[stage] for stage in stages) for stages in placement.stages])
+    splits = [(layers,)] if p == 1 else [(a, layers - a) for a in range(layers + 1)]
+    if p == 3:
+        splits = [(a, b, layers - a - b) for a in range(layers + 1) for b in range(layers + 1 - a)]
+    assert ours <= min(map(slowest, splits)) + 1e-9
+
+
+def test_head_on_the_last_stage():
+    placement = Placement.linear(2)
+    costs = head_on_last_stage(Costs(2, 2, 4), placement, 3.0, layers=(3, 1))
+    assert (costs.forward, costs.backward_weight) == ((3.0, 2.0), (6.0, 3.0))
+    with pytest.raises(UnsupportedError, match="one per stage"):
+        head_on_last_stage(Costs((1, 1), 1, 1), placement, 1.0, layers=(1, 1))
+
+
+def test_a_small_head_is_not_worth_it_and_a_large_one_is():
+    base = build_schedule("1f1b", num_devices=8, num_microbatches=32)
+    small = choose_vocabulary(base, Costs(), 0.02, layers=32)
+    assert small.best.name == "off" and "not worth" in small.reason
+    large = choose_vocabulary(base, Costs(), 6.0, layers=32)
+    assert large.best.name == "2" and "longer" in large.reason
+    assert large.options["2"].makespan < large.options["redistribute"].makespan < large.options["off"].makespan
+    held = ModelBytes(activations=1e9, layers=8e9, head=1e9, embedding=1e9, logits=1e9)
+    off = choose_vocabulary(base, Costs(), 0.02, model_bytes=held)
+    cramped = choose_vocabulary(base, Costs(), 0.02, model_bytes=held, budget=off.options["2"].peak_bytes)
+    assert off.best.name == "off" and cramped.best.name == "2" and "over the budget" in cramped.reason
+    with pytest.raises(UnsupportedError, match="needs least"):
+        choose_vocabulary(base, Costs(), 0.02, model_bytes=held, budget=1e6)
+
+
+@pytest.mark.parametrize(("cap", "barriers"), [(0.75, 1), (1.0, 1), (1.0, 2), (1.5, 2)])
+def test_a_searched_schedule_keeps_the_cap_with_its_passes(cap, barriers):
+    result = search_vocabulary(
+        barriers=barriers, num_devices=4, num_microbatches=8, memory_cap=cap, effort=0.05, seconds=60
+    )
+    for candidate in result.candidates:
+        assert max(candidate.peaks) <= cap + 1e-9
+        validate(candidate.schedule, memory_cap=cap)
+        assert candidate.lower_bound <= candidate.makespan + 1e-9
+        assert candidate.schedule.vocabulary == barriers
+    with pytest.raises(UnsupportedError):
+        search_vocabulary(barriers=1, num_devices=4, num_microbatches=8, memory_cap=0.1)
