@@ -25,7 +25,7 @@ from megatron_pipemem.schedule.validator import validate
 
 STOCK, AUTO = "stock", "auto"
 OFFLOAD = ("off", "half", "full", "auto")
-VOCABULARY = ("off", "1", "2")
+VOCABULARY = ("off", "1", "2", "auto")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class ScheduleChoice:
         costs: ``unit``, ``profile`` or a JSON file.
         options: of the family.
         offload: which activations wait on the host: ``off``, ``half``, ``full`` or ``auto``.
-        vocab_parallel: ``off``, or the number of barriers (``1``, ``2``) of the vocabulary layers' passes.
+        vocab_parallel: ``off``, Algorithm ``1`` or ``2`` of arXiv 2411.05288, or ``auto``.
         recompute: which forwards run again before their backward, see ``Execution``.
         recompute_modules: what ``selective`` runs again.
     """
