@@ -78,12 +78,12 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path):
     plan = source_of("1f1b", None, "unit", {}, vocab_parallel="2").plan(Shape(4, 1, 6), "")
     file.write_text(plan.schedule.to_csv())
     with pytest.raises(UnsupportedError, match="pass --pipemem-vocab-parallel 2"):
-        source_of(str(file), None, "unit", {}, "off")
+        source_of(str(file), None, "unit", {}, vocab_parallel="off")
     with pytest.raises(UnsupportedError, match="--pipemem-vocab-parallel 2, not 1"):
-        source_of(str(file), None, "unit", {}, "1")
-    assert source_of(str(file), None, "unit", {}, "auto").plan(Shape(4, 1, 6), "").schedule == plan.schedule.__class__(
-        **{**plan.schedule.__dict__, "name": "order.csv"}
-    )
+        source_of(str(file), None, "unit", {}, vocab_parallel="1")
+    assert source_of(str(file), None, "unit", {}, vocab_parallel="auto").plan(
+        Shape(4, 1, 6), ""
+    ).schedule == plan.schedule.__class__(**{**plan.schedule.__dict__, "name": "order.csv"})
 
 
 def test_the_cap_holds_for_the_schedule_with_passes():
