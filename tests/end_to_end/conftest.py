@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
 from ranks import Ranks
 
-ITERATIONS = 5
+ITERATIONS = 3
 
 # A GPT small enough that a step takes tenths of a second. Dropout is off because its random numbers depend on the placement.
 # Gradients are never clipped, because the norm's last bits do too and would reach the weights.

@@ -32,11 +32,11 @@ def checkpoint(train, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def resume(train, checkpoint):
-    """``resume(before, after, embeddings)``: five more steps with their optimizer state."""
+    """``resume(before, after, embeddings)``: three more steps with their optimizer state."""
 
     def run(before: str, after: str, embeddings: str):
         folder = checkpoint(before, embeddings)
-        flags = ("--train-iters", "7", "--load", folder, "--override-opt_param-scheduler")
+        flags = ("--train-iters", "5", "--load", folder, "--override-opt_param-scheduler")
         return train(after, *EMBEDDINGS[embeddings], *flags, initialise=False)
 
     return run
@@ -48,5 +48,5 @@ def resume(train, checkpoint):
 def test_checkpoints_are_interchangeable(train, resume, assert_same_training, before, after, embeddings):
     resumed = resume(before, after, embeddings)
     assert_same_training(resumed, resume("stock", "stock", embeddings))
-    uninterrupted = train("stock", *EMBEDDINGS[embeddings], "--train-iters", "7")
+    uninterrupted = train("stock", *EMBEDDINGS[embeddings], "--train-iters", "5")
     assert resumed.losses == uninterrupted.losses[2:]

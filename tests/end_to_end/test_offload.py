@@ -12,7 +12,7 @@ KNOWN = (*SMALL, "--pipemem-offload-option", "ratio=0.8")
 FULL = ("--pipemem-offload", "full", *KNOWN)
 RECOMPUTE = ("--pipemem-recompute", "full")
 SELECTIVE = ("--recompute-granularity", "selective")
-BF16 = ("--bf16", *SELECTIVE, "--eval-iters", "2", "--eval-interval", "3", "--split", "50,30,20")
+BF16 = ("--bf16", *SELECTIVE, "--eval-iters", "2", "--eval-interval", "2", "--split", "50,30,20")
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 TP2 = ("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel")
 DP2 = (

@@ -26,10 +26,10 @@ VARIANTS = {
     "fusion": FUSION,
 }
 SCHEDULES = {
-    "tp2": ("1f1b", "interleaved", "zb-h1", "v-half"),
-    "tp2-sequence-parallel": ("1f1b", "interleaved", "zb-h1", "v-half"),
-    "dp2-distributed-optimizer-overlap-fusion": ("1f1b", "interleaved", "zb-h1", "v-half"),
-    "dp2-distributed-optimizer-overlap": ("1f1b", "interleaved", "zb-h1", "v-half"),
+    "tp2": ("1f1b", "v-half"),
+    "tp2-sequence-parallel": ("interleaved", "zb-h1", "v-half"),
+    "dp2-distributed-optimizer-overlap-fusion": ("interleaved", "zb-h1", "v-half"),
+    "dp2-distributed-optimizer-overlap": ("1f1b", "interleaved", "v-half"),
 }
 
 

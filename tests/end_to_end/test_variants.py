@@ -17,8 +17,6 @@ MOE = (
     *("--moe-aux-loss-coeff", "0.01", "--moe-router-load-balancing-type", "aux_loss"),
 )
 
-RECOMPUTE_FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
-
 # name -> flags, schedules
 VARIANTS = {
     "recompute-full": (RECOMPUTE, SPLIT),
@@ -30,7 +28,7 @@ VARIANTS = {
     "llama": (LLAMA, (*SPLIT, "interleaved")),
     "moe": (MOE, (*SPLIT, "interleaved")),
     "evaluation": (
-        ("--eval-iters", "2", "--eval-interval", "3", "--split", "50,30,20"),
+        ("--eval-iters", "2", "--eval-interval", "2", "--split", "50,30,20"),
         ("1f1b", "interleaved", *SPLIT, "1f1b-v"),
     ),
 }
@@ -48,9 +46,18 @@ def test_evaluation_is_compared(train):
     assert len(train("v-half", *VARIANTS["evaluation"][0]).validation) >= 2
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "v-half", "interleaved", "gpipe"])
-@pytest.mark.parametrize("microbatches", [1, 2, 5, 7])
-def test_any_number_of_microbatches(train, assert_same_training, schedule, microbatches):
+ANY_NUMBER = {
+    1: ("zb-h1", "v-half", "interleaved"),
+    2: ("1f1b", "v-half"),
+    5: ("gpipe", "v-half", "interleaved"),
+    7: ("zb-h1", "interleaved"),
+}
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "schedule"), [(number, name) for number, names in ANY_NUMBER.items() for name in names]
+)
+def test_any_number_of_microbatches(train, assert_same_training, microbatches, schedule):
     flags = ("--global-batch-size", str(microbatches))
     run = train(schedule, *flags)
     assert_same_training(run, train("stock", *flags))

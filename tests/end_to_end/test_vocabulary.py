@@ -29,7 +29,7 @@ CASES = {
     "per-token-loss": ("1f1b", "2", ("--calculate-per-token-loss",), ()),
     "one-microbatch": ("v-half", "1", ("--global-batch-size", "1"), ()),
     "odd-vocabulary": ("1f1b", "2", ("--vocab-size", "1003", "--make-vocab-size-divisible-by", "1"), ()),
-    "evaluation": ("v-half", "2", ("--eval-iters", "2", "--eval-interval", "3", "--split", "50,30,20"), ()),
+    "evaluation": ("v-half", "2", ("--eval-iters", "2", "--eval-interval", "2", "--split", "50,30,20"), ()),
 }
 # A first step's values in fp32 differ by the order of summation; then the steps' differences add up.
 FIRST, LATER, BF16 = 1e-6, 5e-6, 3e-3
@@ -41,7 +41,7 @@ def test_trains_as_stock(train, name):
     stock = train("stock", *flags)
     run = train(schedule, *flags, *ours, "--pipemem-vocab-parallel", algorithm)
     first, later = (BF16, BF16) if name == "bf16" else (FIRST, LATER)
-    assert len(set(stock.losses)) == 5
+    assert len(set(stock.losses)) == len(stock.losses) > 1
     for found, wanted in ((run.losses, stock.losses), (run.grad_norms, stock.grad_norms)):
         assert found[0] == pytest.approx(wanted[0], rel=first)
         assert found == pytest.approx(wanted, rel=later)
@@ -80,10 +80,10 @@ def test_checkpoints_are_interchangeable_with_stock(train, tmp_path, name):
     train(*before, *flags, "--train-iters", "2", "--save", str(tmp_path), "--save-interval", "2")
     resumed = train(
         *after,
-        *(*flags, "--train-iters", "7", "--load", str(tmp_path), "--override-opt_param-scheduler"),
+        *(*flags, "--train-iters", "5", "--load", str(tmp_path), "--override-opt_param-scheduler"),
         initialise=False,
     )
-    uninterrupted = train("stock", *flags, "--train-iters", "7")
+    uninterrupted = train("stock", *flags, "--train-iters", "5")
     assert resumed.losses == pytest.approx(uninterrupted.losses[2:], rel=LATER)
 
 
