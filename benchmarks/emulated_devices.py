@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
-from emulated.measure import Row, Settings, measure
+from emulated.measure import Row, measure
+from emulated.runtimes import Step, megatron_steps, our_steps, torch_steps
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -51,6 +54,13 @@ def our_schedules(devices: int, microbatches: int, costs: Costs) -> tuple[tuple[
     rows = [(name, build_schedule(name, **shape)) for name in FAMILIES]
     rows += [(f"search {cap:g}", search_schedule(**shape, costs=costs, memory_cap=cap).schedule) for cap in CAPS]
     return tuple(rows)
+
+
+def all_steps(schedules: tuple[tuple[str, Schedule], ...], microbatches: int, costs: Costs) -> Iterator[Step]:
+    """Of every runtime."""
+    yield from our_steps((name, schedule, costs) for name, schedule in schedules)
+    yield from torch_steps(microbatches, costs)
+    yield from megatron_steps(microbatches, costs)
 
 
 def duels(rows: list[Row]) -> list[Duel]:
@@ -110,7 +120,8 @@ def compare(devices: int, microbatches: int, ratio: tuple[float, float, float], 
     costs = Costs(forward, backward_input, backward_weight)
     title = f"{devices} devices, {microbatches} microbatches, F:I:W = {':'.join(f'{part:g}' for part in ratio)}"
     console.print(f"{title}, {unit * 1e3:g} ms each", style="bold")
-    rows = measure(Settings(devices, microbatches, costs, repeats, our_schedules(devices, microbatches, costs)))
+    schedules = our_schedules(devices, microbatches, costs)
+    rows = measure(devices, repeats, partial(all_steps, schedules, microbatches, costs))
     found = duels(rows)
     console.print(rows_table(rows))
     console.print(duels_table(found))

@@ -5,6 +5,7 @@ and 6), within 5% per entry or for a reason that stands beside the entry.
 
     python benchmarks/vocabulary.py            # minutes
     python benchmarks/vocabulary.py --quick    # the one size that was profiled, 32 microbatches
+    python benchmarks/vocabulary.py --emulated # minutes: the executor runs them on devices that sleep instead of computing
 
 Only one size was profiled (8 devices, 32 layers, hidden size 3072). Pass times of the others come from its rates: FLOPs of a
 layer and of the head, at the speed they had there; a shard's speed from the paper's table of scaling. Messages and collectives
@@ -239,11 +240,52 @@ def drawn(found: list[Entry]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="only the profiled size, with 32 microbatches")
-    parser.add_argument("--microbatches", type=int, default=128, help="of a step; the paper's are 128")
-    parser.add_argument("--output", type=Path, default=Path("out/benchmarks/vocabulary.json"))
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="only the profiled size, with 32 microbatches; emulated: one step of every row",
+    )
+    parser.add_argument("--microbatches", type=int, help="of a step (default: the paper's 128; emulated: 3 per device)")
+    parser.add_argument("--output", type=Path, help="(default: out/benchmarks/vocabulary.json or ..._emulated.json)")
+    emulated = parser.add_argument_group("emulated devices")
+    emulated.add_argument("--emulated", action="store_true", help="run schedules for real where passes are sleeps")
+    emulated.add_argument("--devices", type=int, default=4, help="pipeline ranks (default: %(default)d)")
+    emulated.add_argument(
+        "--head", type=float, default=2.5, help="the head in devices' shares of the layers (default: %(default)g)"
+    )
+    emulated.add_argument("--step-ms", type=float, default=80, help="milliseconds of F = I = W (default: %(default)g)")
+    emulated.add_argument("--repeats", type=int, default=3, help="measured steps of every row (default: %(default)d)")
     arguments = parser.parse_args()
-    m = 32 if arguments.quick else arguments.microbatches
+    if arguments.emulated:
+        run_emulated(parser, arguments)
+    else:
+        run_simulated(arguments)
+
+
+def run_emulated(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    # Needs torch, and nothing else here does.
+    from emulated.heads import Setting, compare, drawn
+
+    devices = arguments.devices
+    microbatches = 3 * devices if arguments.microbatches is None else arguments.microbatches
+    if min(devices - 1, microbatches, arguments.head, arguments.step_ms, arguments.repeats) <= 0:
+        parser.error("give at least 2 devices, and more than 0 microbatches, head, milliseconds and repeats")
+    # As much slower than linear scaling as the paper's shards on 8 devices.
+    setting = Setting(devices, microbatches, arguments.head, arguments.step_ms / 1e3, SCALING[8, 2048])
+    rows = compare(setting, 1 if arguments.quick else arguments.repeats)
+    console = Console(width=None if Console().is_terminal else 160)
+    console.print(
+        f"{devices} devices, {microbatches} microbatches, a head of {arguments.head:g} devices' shares, "
+        f"F = I = W = {arguments.step_ms:g} ms",
+        style="bold",
+    )
+    console.print(drawn(rows))
+    data = asdict(setting) | {"rows": rows}
+    written(console, data, arguments.output or Path("out/benchmarks/vocabulary_emulated.json"))
+
+
+def run_simulated(arguments: argparse.Namespace) -> None:
+    m = 32 if arguments.quick else arguments.microbatches or 128
     found = list(entries(5, TABLE_5, m, arguments.quick))
     if not arguments.quick:
         found += entries(6, TABLE_6, m, arguments.quick)
@@ -253,10 +295,14 @@ def main() -> None:
     console.print(
         f"{near} of {len(found)} ratios within {WITHIN:.0%} of the paper's; the others have a reason beside them"
     )
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     rows = [asdict(e) | {"off": e.off} for e in found]
-    arguments.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    console.print(f"written to {arguments.output}")
+    written(console, rows, arguments.output or Path("out/benchmarks/vocabulary.json"))
+
+
+def written(console: Console, data: object, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    console.print(f"written to {path}")
 
 
 if __name__ == "__main__":

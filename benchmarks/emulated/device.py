@@ -17,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, current_queue
 from megatron_pipemem.schedule.action import Action, Kind
 
-WIDTH = 8
-"""Features of a message: as small as can be, links are not what is emulated."""
+ROWS, WIDTH = 2, 8
+"""Tokens and features of a message: as small as can be, links are not what is emulated."""
 
 _PR_SET_TIMERSLACK = 29
 _SPIN = 1e-4
@@ -35,11 +35,12 @@ class Device:
     """What one rank did in one step: its passes, and the activations that autograd really kept.
 
     Args:
-        seconds: duration of F, I and W, one value per stage.
+        seconds: duration of F, I and W, one value per stage, and of vocabulary passes, one per device.
 
     Attributes:
         scale: what durations are multiplied with; 0 for a step that only warms up.
-        passes: ``(action, start, end)`` of every F, I and W of the step, as they ran. A microbatch is a running number.
+        passes: ``(action, start, end)`` of every pass of the step, as they ran, a B as I and W. A microbatch
+            is a running number.
         peak: the most activations that were kept right after a forward had begun.
     """
 

@@ -6,6 +6,7 @@ import logging
 import os
 import statistics
 import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,32 +14,12 @@ import torch
 import torch.distributed as dist
 
 from emulated.device import sharpen_timer
-from emulated.runtimes import Step, megatron_steps, our_steps, torch_steps
-from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.costs import Costs
+from emulated.runtimes import Step, pass_seconds
+from megatron_pipemem.schedule.action import COMPUTE, Action, Kind
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 
 Passes = list[tuple[Action, float, float]]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """One comparison: every runtime on the same devices.
-
-    Args:
-        devices: pipeline ranks.
-        microbatches: microbatches of a step.
-        costs: seconds of a device's whole share of one microbatch.
-        repeats: measured steps of every row, after one that warms up.
-        schedules: ours, ``(row name, schedule)``.
-    """
-
-    devices: int
-    microbatches: int
-    costs: Costs
-    repeats: int
-    schedules: tuple[tuple[str, Schedule], ...]
 
 
 @dataclass(frozen=True)
@@ -71,8 +52,13 @@ class Row:
         return self.seconds / self.simulated - 1
 
 
-def measure(settings: Settings) -> list[Row]:
+def measure(devices: int, repeats: int, prepare: Callable[[], Iterable[Step]]) -> list[Row]:
     """Run everything on fresh ranks.
+
+    Args:
+        devices: pipeline ranks.
+        repeats: measured steps of every row, after one that warms up.
+        prepare: gives the steps, on every rank the same; must be picklable.
 
     Raises:
         RuntimeError: a runtime left out a pass or did not keep to its order.
@@ -81,48 +67,42 @@ def measure(settings: Settings) -> list[Row]:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # Megatron warns of every GPU package it misses, on every rank
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (settings, Path(folder)), nprocs=settings.devices)
+        torch.multiprocessing.spawn(_rank, (devices, repeats, prepare, Path(folder)), nprocs=devices)
         return torch.load(Path(folder) / "rows.pt", weights_only=False)
 
 
-def _rank(rank: int, settings: Settings, folder: Path) -> None:
+def _rank(rank: int, devices: int, repeats: int, prepare: Callable[[], Iterable[Step]], folder: Path) -> None:
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     sharpen_timer()
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=settings.devices
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=devices)
     steps: list[Step] = []
-    for prepared in (
-        our_steps(settings.schedules, settings.costs),
-        torch_steps(settings.microbatches, settings.costs),
-        megatron_steps(settings.microbatches, settings.costs),
-    ):
-        for step in prepared:
-            # Warms up code and connections; its passes take no time.
-            step.device.scale = 0.0
-            step.run()
-            step.device.scale = 1.0
-            steps.append(step)
-    repeats: list[list[list[tuple[Passes, int]]]] = [[] for _ in steps]
+    for step in prepare():
+        # Warms up code and connections; its passes take no time.
+        step.device.scale = 0.0
+        step.run()
+        step.device.scale = 1.0
+        steps.append(step)
+    ran: list[list[list[tuple[Passes, int]]]] = [[] for _ in steps]
     # Every row once, then every row again: a machine that slows down meanwhile slows all of them.
-    for _ in range(settings.repeats):
-        for step, seen in zip(steps, repeats, strict=True):
+    for _ in range(repeats):
+        for step, seen in zip(steps, ran, strict=True):
             step.device.reset()
             dist.barrier()
             step.run()
-            gathered: list[tuple[Passes, int]] = [None] * settings.devices  # type: ignore[list-item]
+            gathered: list[tuple[Passes, int]] = [None] * devices  # type: ignore[list-item]
             dist.all_gather_object(gathered, (step.device.passes, step.device.peak))
             seen.append(gathered)
     if rank == 0:
-        rows = [_row(settings, step, seen) for step, seen in zip(steps, repeats, strict=True)]
+        rows = [_row(step, seen) for step, seen in zip(steps, ran, strict=True)]
         torch.save(rows, folder / "rows.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _row(settings: Settings, step: Step, repeats: list[list[tuple[Passes, int]]]) -> Row:
-    expected = 3 * step.plan.num_stages * settings.microbatches
+def _row(step: Step, repeats: list[list[tuple[Passes, int]]]) -> Row:
+    computes = [action for order in step.plan.orders for action in order if action.kind in COMPUTE]
+    expected = sum(2 if action.kind is Kind.B else 1 for action in computes)
     makespans, took = [], 0.0
     for ranks in repeats:
         passes = [each for passes, _ in ranks for each in passes]
@@ -133,13 +113,13 @@ def _row(settings: Settings, step: Step, repeats: list[list[tuple[Passes, int]]]
             check_order(step.plan, [[action for action, _, _ in passes] for passes, _ in ranks])
         makespans.append(max(end for _, _, end in passes) - min(start for _, start, _ in passes))
         took += sum(end - start for _, start, end in passes)
-    price = settings.costs.forward + settings.costs.backward_input + settings.costs.backward_weight
-    priced = price * settings.devices * settings.microbatches * len(repeats)
+    seconds = pass_seconds(step.plan, step.costs)
+    priced = sum(seconds[action.kind][action.stage] for action in computes) * len(repeats)
     return Row(
         step.runtime,
         step.name,
         max(peak for ranks in repeats for _, peak in ranks) / step.plan.num_stages,
-        simulate(step.plan, settings.costs).makespan,
+        simulate(step.plan, step.costs).makespan,
         tuple(makespans),
         took / priced - 1,
     )
@@ -151,6 +131,7 @@ def check_order(schedule: Schedule, ran: list[list[Action]]) -> None:
         planned = [
             Action(kind, action.stage, action.microbatch)
             for action in order
+            if action.kind in COMPUTE
             for kind in ((Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,))
         ]
         if actions != planned:

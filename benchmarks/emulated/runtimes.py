@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import pipelining
 
-from emulated.device import WIDTH, Device, SleepingStage
+from emulated.device import ROWS, WIDTH, Device, SleepingStage
+from emulated.vocabulary import SleepingVocabulary, open_channels
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.transport import MessageFormat, Transport, connect
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
@@ -20,7 +22,6 @@ from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.validator import validate_program
 
-ROWS = 2
 CPU = torch.device("cpu")
 
 MEGATRON = {"1f1b": 1, "interleaved": 2}
@@ -44,6 +45,7 @@ class Step:
         device: records what this rank does.
         run: runs one step.
         plan: the order it promises.
+        costs: what its passes take.
     """
 
     runtime: str
@@ -51,27 +53,48 @@ class Step:
     device: Device
     run: Callable[[], object]
     plan: Schedule
+    costs: Costs
 
 
-def our_steps(schedules: list[tuple[str, Schedule]], costs: Costs) -> Iterator[Step]:
+def our_steps(schedules: Iterable[tuple[str, Schedule, Costs]]) -> Iterator[Step]:
     """This project's executor and transport, without Megatron around them."""
     channels = {}
-    for name, schedule in schedules:
+    vocabulary_channels = None
+    for name, schedule, costs in schedules:
         placement = schedule.placement
         program = lower(schedule)
         validate_program(program)
         if placement.devices not in channels:
             channels[placement.devices] = connect(placement, dist.group.WORLD)
-        device = Device(costs.seconds(placement))
-        runners = {stage: _Runner(device, stage, placement) for stage in placement.stages[dist.get_rank()]}
-        message = MessageFormat((ROWS, WIDTH), torch.float32, CPU)
+        device = Device(pass_seconds(schedule, costs))
+        kind, vocabulary = _Runner, None
+        if schedule.vocabulary:
+            vocabulary_channels = vocabulary_channels or open_channels()
+            kind, vocabulary = _RunnerBetween, SleepingVocabulary(device, schedule, vocabulary_channels)
+        runners = {stage: kind(device, stage, placement) for stage in placement.stages[dist.get_rank()]}
+        message = MessageFormat((ROWS, 1, WIDTH), torch.float32, CPU)
 
-        def run(program=program, runners=runners, channels=channels[placement.devices], message=message):
+        def run(
+            program=program,
+            runners=runners,
+            channels=channels[placement.devices],
+            message=message,
+            vocabulary=vocabulary,
+        ):
             ranks = range(program.placement.num_devices)
             transport = Transport(dist.get_rank(), program.placement, ranks, channels, message)
-            Executor(program, dist.get_rank(), runners, transport).run()
+            passes = vocabulary and vocabulary.passes()
+            Executor(program, dist.get_rank(), runners, transport, vocabulary=passes).run()
 
-        yield Step("pipemem", name, device, run, schedule)
+        yield Step("pipemem", name, device, run, schedule, costs)
+
+
+def pass_seconds(schedule: Schedule, costs: Costs) -> dict[Kind, tuple[float, ...]]:
+    """Of every kind of pass, per stage, and per device for those of vocabulary parallelism."""
+    placement, seconds = schedule.placement, costs.seconds(schedule.placement)
+    if schedule.vocabulary:
+        seconds |= costs.vocabulary_costs(placement, schedule.vocabulary).seconds(placement.num_devices)
+    return seconds
 
 
 class _Runner:
@@ -82,7 +105,7 @@ class _Runner:
         self._is_last = placement.next_stage(stage) is None
 
     def forward(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
-        output = self._stage(torch.zeros(ROWS, WIDTH) if input is None else input)
+        output = self._stage(torch.zeros(ROWS, 1, WIDTH) if input is None else input)
         return output.sum() if self._is_last else output
 
     def release_output(self, output: torch.Tensor) -> None:
@@ -94,6 +117,14 @@ class _Runner:
 
     def reduce_gradients(self) -> None:
         """One data-parallel rank has nothing to sum."""
+
+
+class _RunnerBetween(_Runner):
+    """A sleeping stage where embedding and head are not in the stages."""
+
+    def forward(self, microbatch: int, input: torch.Tensor) -> torch.Tensor:
+        # The embedding's output has the batch first.
+        return self._stage(input.transpose(0, 1).contiguous() if self._stage.stage == 0 else input)
 
 
 def torch_steps(microbatches: int, costs: Costs) -> Iterator[Step]:
@@ -124,7 +155,7 @@ def torch_steps(microbatches: int, costs: Costs) -> Iterator[Step]:
 
         # The table of the one-stage class is off by one microbatch on its last rank, and its runtime does not use it.
         plan = _our_plan(name, microbatches) if single else _torch_plan(schedule)
-        yield Step("torch", name, device, run, plan)
+        yield Step("torch", name, device, run, plan, costs)
 
 
 def _our_plan(name: str, microbatches: int) -> Schedule:
@@ -205,4 +236,4 @@ def megatron_steps(microbatches: int, costs: Costs) -> Iterator[Step]:
             pg_collection=groups,
         )
         # Our families of these names are Megatron's orders to the letter.
-        yield Step("megatron", name, device, run, _our_plan(name, microbatches))
+        yield Step("megatron", name, device, run, _our_plan(name, microbatches), costs)

@@ -61,7 +61,8 @@ MEMORY = frozenset((Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELO
 """They take no time of the device but what they wait."""
 VOCABULARY_COMPUTE = frozenset((Kind.IF, Kind.S, Kind.LOSS, Kind.T, Kind.IB))
 COLLECTIVES = frozenset((Kind.REDUCE_E, Kind.BCAST_X, Kind.STATS, Kind.BCAST_G, Kind.REDUCE_X, Kind.BCAST_E))
-"""Posted by every device, all in one order, on a channel of their own; posting takes no time and waits for nobody."""
+"""Posted by every device, all in one order, on a channel of their own; posting takes no time, and waits for nobody but
+``REDUCE_X`` for the statistics where it is formed of them (one barrier)."""
 VOCABULARY = VOCABULARY_COMPUTE | COLLECTIVES
 COMPUTE = frozenset((Kind.F, Kind.I, Kind.W, Kind.B, Kind.R)) | VOCABULARY_COMPUTE
 ORDERED = COMPUTE | MEMORY | COLLECTIVES

@@ -164,10 +164,10 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Run ``schedule``: every action starts as soon as its device is free and its inputs have arrived.
 
-    Messages take ``costs.p2p`` and do not occupy the devices; nor do collectives, which run one after the other, each when
-    all devices have posted it and have ready what they bring. One of ``n`` sequence pieces costs ``1/n`` of everything:
-    of the seconds, of its messages, and of the memory. Copies wait for their channel: whose copy is issued first is served
-    first. A device that waits for a copy does nothing else.
+    Messages take ``costs.p2p`` and do not occupy the devices; nor do collectives, which run one after the other, each
+    when all devices have posted it. A device posts when it has ready what it brings. One of ``n`` sequence pieces
+    costs ``1/n`` of everything: of the seconds, of its messages, and of the memory. Copies wait for their channel:
+    whose copy is issued first is served first. A device that waits for a copy does nothing else.
 
     Raises:
         ScheduleError: some action waits for ever; the message names it and what it waits for.
@@ -218,6 +218,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
                     heappush(runnable, (start, device))
                     break
                 if action.kind in COLLECTIVES:
+                    # What is posted must be there: with one barrier REDUCE_X is formed here, of statistics that came.
+                    now = start
                     ran.append((now, now))
                     if transfer := collectives.post(action, start):
                         for each in range(len(orders)):

@@ -66,7 +66,8 @@ def test_1f1b_has_one_microbatch_more_per_barrier_and_the_bubble_it_had(p, barri
         assert timeline.makespan == pytest.approx(makespan(schedule, seconds_of(costs, schedule)))
         # The embedding's ends of a step stand alone: IF before everything, IB after it, on other devices than the busiest.
         beyond = timeline.makespan - m * (3 + (head + 0.6) / p) - (p - 1) * 3
-        assert beyond <= 2 * 0.6 / p + 1e-9, (m, beyond)
+        # With one barrier a part of the input gradient is formed between two actions: a short step can be 0.05 F longer.
+        assert beyond <= 2 * 0.6 / p + (0.05 if barriers == 1 else 0.0) + 1e-9, (m, beyond)
 
 
 @pytest.mark.parametrize("barriers", [1, 2])

@@ -93,6 +93,7 @@ def makespan(schedule: Schedule, seconds: dict[str, float], p2p: float = 0.0, co
                 ready += [arrived[c] for c in collected]
                 start = max([clock[device], *ready])
                 if event[0] in COLLECTIVES:
+                    clock[device] = start  # what is posted must be there
                     posted[event[0], event[2]].append(start)
                 else:
                     first = start if first is None else min(first, start)

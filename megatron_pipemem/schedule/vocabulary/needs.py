@@ -38,7 +38,7 @@ def vocabulary_needs(
     """What ``action`` needs besides what it needs without vocabulary parallelism.
 
     To need a collective is to need that every device has posted it. With one barrier ``REDUCE_X`` needs the statistics:
-    what it sums is formed from them. It still holds up nothing but its own channel.
+    what it sums is formed from them, where it is posted, so there the device waits for them.
 
     Args:
         action: any action of an order.

@@ -6,7 +6,8 @@ microbatch off), which every device then has for its part. That is the order; in
 filled with the passes: S as soon as X is there, T at the latest before the next S, so that one softmax is alive at a time,
 the embedding's where a device would idle, or when they are due. Every collective is posted by all devices at the one
 moment of that run when its data are there, by a device that is busy then before what it is busy with, since posting waits
-for nobody. The lists are thus cut from one sequence, and cannot wait for one another in a circle.
+for nobody: with one barrier a device's part of the input gradient, which needs the statistics, is there when the device next
+is between two actions. The lists are thus cut from one sequence, and cannot wait for one another in a circle.
 """
 
 from __future__ import annotations

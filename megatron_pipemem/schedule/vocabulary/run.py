@@ -52,6 +52,7 @@ class Run:
         self._ends: dict[Action, int] = {}
         self._brought: Counter[Collective] = Counter()
         self._done: set[Collective] = set()
+        self._forming: list[list[int]] = [[] for _ in orders]
         self._channel_free = 0
         self._events: list[tuple[int, int, int, Collective | None]] = []
         self._serial = 0
@@ -110,10 +111,16 @@ class Run:
         elif kind is Kind.LOSS and self._trains:
             self._post((Kind.BCAST_G, microbatch), now)
         elif kind in _BRINGS and (kind is not Kind.T or self._barriers == 2):
-            collective = (_BRINGS[kind], microbatch)
-            self._brought[collective] += 1
-            if self._brought[collective] == self._p:
-                self._post(collective, now)
+            self._bring((_BRINGS[kind], microbatch), now)
+        for waiting in self._forming[device]:
+            self._bring((Kind.REDUCE_X, waiting), now)
+        self._forming[device].clear()
+
+    def _bring(self, collective: Collective, now: int) -> None:
+        """One device has its part of what a collective sums or gathers."""
+        self._brought[collective] += 1
+        if self._brought[collective] == self._p:
+            self._post(collective, now)
 
     def _post(self, collective: Collective, now: int) -> None:
         """On all devices at this moment; a device that is busy gets it before what it is busy with."""
@@ -127,7 +134,13 @@ class Run:
         self._done.add(collective)
         kind, microbatch = collective
         if kind is Kind.STATS and self._barriers == 1 and self._trains:
-            self._post((Kind.REDUCE_X, microbatch), now)
+            # A device forms its part between two actions, and must not wait for the statistics before one that has begun
+            # without them.
+            for device, running in enumerate(self._running):
+                if running is None:
+                    self._bring((Kind.REDUCE_X, microbatch), now)
+                else:
+                    self._forming[device].append(microbatch)
 
     def _choose(self, device: int, now: int) -> Action | None:
         """What an idle device runs now, if anything."""

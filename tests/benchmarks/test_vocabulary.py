@@ -1,0 +1,72 @@
+"""Heads on sleeping devices: every way to deal with a large head runs, with right losses and in its order. No times."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from megatron_pipemem import Costs, build_schedule, simulate
+
+PROGRAM = Path(__file__).parents[2] / "benchmarks" / "vocabulary.py"
+DEVICES, MICROBATCHES, UNIT_MS, HEAD = 2, 4, 4.0, 2.0
+METHODS = ["head on the last stage", "layers redistributed", "Algorithm 1", "Algorithm 2"]
+# Of two devices' layers and a head as long as both: all on the last device, or two shares each.
+SHARES = {"head on the last stage": (1, 1 + HEAD), "layers redistributed": (2, HEAD)}
+BARRIERS = {"Algorithm 1": 2, "Algorithm 2": 1}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> dict[tuple[str, str], dict]:
+    output = tmp_path_factory.mktemp("heads") / "result.json"
+    sizes = f"--devices {DEVICES} --microbatches {MICROBATCHES} --head {HEAD} --step-ms {UNIT_MS}".split()
+    command = [sys.executable, str(PROGRAM), "--emulated", "--quick", *sizes, "--output", str(output)]
+    # A rank whose losses are not those of the whole head, or whose order is another, fails the run.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(output.read_text())
+    assert (result["devices"], result["microbatches"], result["head"]) == (DEVICES, MICROBATCHES, HEAD)
+    return {(row["family"], row["method"]): row for row in result["rows"]}
+
+
+def test_every_method_ran_no_faster_than_its_plan(rows):
+    assert list(rows) == [(family, method) for family in ("1f1b", "v-half") for method in METHODS]
+    for (family, _), row in rows.items():
+        assert len(row["measured"]) == 1
+        # A sleep never ends early, so no run beats its plan; one that does has skipped some waiting.
+        assert row["seconds"] >= row["simulated"] * (1 - 1e-9)
+        baseline = rows[family, "head on the last stage"]
+        assert row["measured_speedup"] == pytest.approx(baseline["seconds"] / row["seconds"])
+        assert row["simulated_speedup"] == pytest.approx(baseline["simulated"] / row["simulated"])
+
+
+@pytest.mark.parametrize("method", SHARES)
+def test_uncut_heads_take_what_their_device_has(rows, method):
+    unit = UNIT_MS / 1e3
+    prices = tuple(share * unit for share in SHARES[method])
+    base = build_schedule("1f1b", num_devices=DEVICES, num_microbatches=MICROBATCHES)
+    assert rows["1f1b", method]["simulated"] == pytest.approx(simulate(base, Costs(prices, prices, prices)).makespan)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_is_that_of_the_barriers(rows, method):
+    base = build_schedule("v-half", num_devices=DEVICES, num_microbatches=MICROBATCHES)
+    more = BARRIERS.get(method, 0)
+    assert rows["1f1b", method]["peak"] == pytest.approx((DEVICES + more) / DEVICES)
+    assert rows["v-half", method]["peak"] == pytest.approx(simulate(base).peak + 2 * more / (2 * DEVICES))
+
+
+@pytest.mark.parametrize("arguments", ["--devices 1", "--microbatches 0", "--head 0", "--step-ms 0", "--repeats 0"])
+def test_arguments_that_no_comparison_can_use_are_refused(arguments, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(PROGRAM), "--emulated", *arguments.split()])
+    monkeypatch.syspath_prepend(PROGRAM.parent)
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(PROGRAM), run_name="__main__")
+    assert "error: give at least 2 devices" in capsys.readouterr().err
