@@ -5,6 +5,7 @@ Started by ``ranks.py``. Every case has process groups of its own, so nothing of
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -25,6 +26,7 @@ def serve(program: str) -> None:
     import torch.distributed as dist
 
     run = importlib.import_module(program).run
+    gc.freeze()  # every case collects its garbage, and need not go through all of torch and Megatron for it
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=rank == 0)
     print(json.dumps({"ready": True}), file=replies)
