@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import gather
+from megatron_pipemem.planner.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.runtime.offload import OffloadEngine
 from megatron_pipemem.runtime.offload.host_link import HostLink, measure_host_link
 from megatron_pipemem.schedule.memory_cap import format_bytes, parse_cap
@@ -24,9 +25,6 @@ logger = logging.getLogger(__name__)
 
 OFFLOAD_MODES = ("off", "half", "full", "auto")
 RECOMPUTE_MODES = ("none", "full", "auto")
-
-DEFAULT_HOST_SHARE = 0.5
-"""Of the memory that is available on a node when the run starts: what its ranks may take when the user does not say."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from megatron_pipemem.mcore import linear
 from megatron_pipemem.mcore.patching import PatchSet
 from megatron_pipemem.mcore.placement import ChunkPlacement
 from megatron_pipemem.mcore.stages import ChunkStage, StepContext, watch_batches
-from megatron_pipemem.mcore.step import observe
+from megatron_pipemem.mcore.step import observe, permanent_tensors
 from megatron_pipemem.planner.activations import message_bytes
 from megatron_pipemem.planner.cluster import Cluster
 from megatron_pipemem.planner.model import Execution, Model, Passes, head_flops, layer_flops, padded_vocabulary
@@ -170,7 +170,7 @@ def run_stage(stage: torch.nn.Module, model: Model, execution: Execution, positi
         tp_group=groups.tp,
         cp_group=groups.cp,
     )
-    observed = observe([stage])
+    observed = observe(permanent_tensors([stage]))
     step = StepContext(
         config, _forward_step, microbatches, execution.cp, False, False, None, False,
         num_tokens=torch.zeros([], dtype=torch.int, device=torch.cuda.current_device()),

@@ -8,6 +8,8 @@ from typing import ClassVar, Literal
 from megatron_pipemem.errors import ConfigError
 
 GIB = 1 << 30
+DEFAULT_HOST_SHARE = 0.5
+"""The part of a host's memory that activations may take, where nobody says."""
 
 
 @dataclass(frozen=True)

@@ -246,6 +246,12 @@ def _schedules(run: Run) -> str | None:
     return _stages_hold_layers(run, schedule.placement.num_chunks)
 
 
+def _goes_together(run: Run) -> str | None:
+    if run.schedule.offload != "off" and run.schedule.vocab_parallel != "off":
+        return "offload is not planned together with vocabulary passes; switch one of them off"
+    return None
+
+
 def _fits_in_memory(run: Run) -> str | None:
     from megatron_pipemem.planner.search.memory import too_large  # which is about runs itself
 
@@ -263,7 +269,7 @@ def _stages_hold_layers(run: Run, chunks: int) -> str | None:
 
 
 _CUTS = {"pipeline-model-parallel-layout", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"}
-_CHECKS = (_divides, _fits_on_cluster, _schedules, _fits_in_memory)
+_CHECKS = (_divides, _fits_on_cluster, _schedules, _goes_together, _fits_in_memory)
 
 
 def resolve_script(run: Run) -> Path:

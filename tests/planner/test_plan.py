@@ -23,7 +23,7 @@ from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.planner.runs import Parallelism, Run, ScheduleChoice, feasible
 from megatron_pipemem.planner.search import layout
 from megatron_pipemem.planner.search import variants as variants_module
-from megatron_pipemem.planner.search.memory import rank_bytes
+from megatron_pipemem.planner.search.memory import held, rank_bytes
 from megatron_pipemem.planner.search.planning import SEARCHED, plan
 from megatron_pipemem.planner.search.prices import Pace, all_reduce, embedding, head, layer
 from megatron_pipemem.planner.search.replay import Replay, measured
@@ -58,7 +58,7 @@ def tiny(memory_gib: float) -> Run:
 
 
 def everything(run: Run, names: tuple[str, ...]) -> list[tuple[float, float]]:
-    """Seconds and peak bytes of every candidate, each simulated on its own."""
+    """Seconds and peak bytes of every plain candidate, each simulated on its own."""
     found = []
     for cut in cuts(run, Limits(), Counter()):
         for placement, several in orders(cut, Limits({"schedule": names}), Counter()).items():
@@ -79,7 +79,7 @@ def everything(run: Run, names: tuple[str, ...]) -> list[tuple[float, float]]:
 def test_the_listed_plans_are_the_best_of_all_candidates(memory_gib):
     run = tiny(memory_gib)
     fits = sorted(seconds for seconds, peak in everything(run, FAMILIES) if peak <= run.cluster.memory_bytes)
-    found = plan(run, limits=Limits({"schedule": FAMILIES}), top=12, search_seconds=0)
+    found = plan(run, limits=Limits({"schedule": FAMILIES, "variant": (PLAIN,)}), top=12, search_seconds=0)
     assert [each.seconds for each in found.plans] == pytest.approx(fits[:12])
     assert all(each.peak <= run.cluster.memory_bytes for each in found.plans)
     assert found.considered == len(found.plans) + found.rejected.total()
@@ -230,13 +230,41 @@ def test_runs_that_do_not_fit_are_refused_with_the_rank():
     assert feasible(run) is None
     reason = feasible(replace(run, cluster=replace(CLUSTER, memory_gib=3.0)))
     assert reason is not None and reason.startswith("pipeline rank 0 needs") and "of 3.0 GiB" in reason
-    offloading = replace(run, schedule=replace(run.schedule, offload="full"))
-    assert rank_bytes(offloading) is None and rank_bytes(run) is not None
+
+
+def test_what_offload_and_a_cut_vocabulary_change_is_counted():
+    cut = Parallelism(pp=4, dp=2, micro_batch=2, global_batch=64)
+    cluster = replace(CLUSTER, host=HostChannel(200.0, 200.0))  # fast enough to be worth it
+    run = replace(RUN, cluster=cluster, parallelism=cut, schedule=ScheduleChoice("1f1b"))
+    whole, away, shared, spread = (
+        held(replace(run, schedule=replace(run.schedule, **more)))
+        for more in ({}, {"offload": "full"}, {"vocab_parallel": "1"}, {"vocab_parallel": "auto"})
+    )
+    assert away.device[0] < whole.device[0] and away.host[0] > 0 == max(whole.host)
+    # Its parameters leave the ends for all ranks; the two microbatches more that wait come on top.
+    assert shared.device[3] < whole.device[3] and shared.device[1] > whole.device[1]
+    assert max(spread.device) <= min(max(shared.device), max(whole.device))
+    both = replace(run, schedule=replace(run.schedule, offload="full", vocab_parallel="1"))
+    assert feasible(both) == "offload is not planned together with vocabulary passes; switch one of them off"
+    between = (max(away.device) + max(whole.device)) / 2 / GIB
+    small = replace(run, cluster=replace(cluster, memory_gib=between))
+    offloading = replace(small, schedule=replace(run.schedule, offload="full"))
+    assert "needs" in feasible(small) and feasible(offloading) is None
+    # The plan moves less where the host has less, until the device no longer has room for what stays.
+    little = replace(offloading, megatron={"pipemem-host-memory": "1GiB"})
+    assert max(held(little).host) <= GIB / 4 and "of" in feasible(little)
 
 
 def test_a_search_starts_where_families_leave_time(tmp_path):
     limits = Limits(
-        {"schedule": ("1f1b", SEARCHED), "tp": (1,), "pp": (4,), "recompute": ("none",), "micro_batch": (1,)}
+        {
+            "schedule": ("1f1b", SEARCHED),
+            "variant": (PLAIN,),  # only plain orders are searched
+            "tp": (1,),
+            "pp": (4,),
+            "recompute": ("none",),
+            "micro_batch": (1,),
+        }
     )
     found = plan(RUN, limits=limits, top=4, search_seconds=1)
     best = found.plans[0]
@@ -262,7 +290,7 @@ megatron: {lr: 1.0e-4}
 def test_the_command_writes_a_run_that_launches(tmp_path):
     source, target = tmp_path / "run.yaml", tmp_path / "planned" / "best.yaml"
     source.write_text(CONFIG)
-    limits = ["--only", "schedule=v-half,1f1b", "--only", "pp=4", "--only", "tp=1"]
+    limits = ["--only", "schedule=v-half,1f1b", "--only", "variant=plain", "--only", "pp=4", "--only", "tp=1"]
     command = ["plan", str(source), "--json", "--output", str(target), "--top", "3", "--memory", "8GiB", *limits]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output

@@ -2,60 +2,130 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_pipemem.errors import PipememError
 from megatron_pipemem.planner.cluster import GIB
 from megatron_pipemem.planner.runs import AUTO, STOCK, Run
 from megatron_pipemem.planner.search import layout
+from megatron_pipemem.planner.search.offload import offload_step
 from megatron_pipemem.planner.search.step import price
+from megatron_pipemem.planner.search.vocabulary import vocabulary_step
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import one_microbatch
-from megatron_pipemem.schedule.memory_cap import parse_cap
+from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap
+from megatron_pipemem.schedule.offload import plan_offload
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import peaks
+from megatron_pipemem.schedule.simulator import host_peaks, peaks
+from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
 
 
-def rank_bytes(run: Run) -> tuple[float, ...] | None:
-    """The most that every pipeline rank holds, in bytes, everything included; of a search, the least it could find.
+@dataclass(frozen=True)
+class Held:
+    """The most that every pipeline rank holds, in bytes.
 
-    ``None`` where the run leaves the layers of the stages to Megatron, or adds offload or vocabulary passes to its schedule.
+    Args:
+        device: on its device, everything included.
+        host: on the host, of its activations.
+        room: on the host, for them.
+    """
+
+    device: tuple[float, ...]
+    host: tuple[float, ...]
+    room: float
+
+
+def held(run: Run) -> Held | None:
+    """What a run holds; of a search, the least it could find, and of vocabulary parallelism left open, the least way.
+
+    ``None`` where the run leaves the layers of the stages to Megatron.
 
     Raises:
-        PipememError: there is no such schedule.
+        PipememError: there is no such schedule, or it cannot do what is asked of it.
     """
-    if run.schedule.offload != "off" or run.schedule.vocab_parallel != "off":
-        return None
-    if run.schedule.name == AUTO:
-        chunks = run.parallelism.chunks or 2
-        placement = Placement.interleaved(run.parallelism.pp, chunks)
-        schedule = None
-    else:
-        schedule = _schedule(run)
-        placement = schedule.placement
+    choice, cut = run.schedule, run.parallelism
+    schedule = None if choice.name == AUTO else _schedule(run)
+    placement = Placement.interleaved(cut.pp, cut.chunks or 2) if schedule is None else schedule.placement
     layers = layout.layers_of(run, placement.num_stages)
     if layers is None:
         return None
-    step = price(run, placement, layers)
-    kept = (
-        one_microbatch(placement, step.costs)
-        if schedule is None
-        else peaks(schedule.orders, placement, step.costs, schedule.pieces)
-    )
-    return tuple(map(sum, zip(kept, step.static, step.buffers, strict=True)))
+    ways = [_held(run, placement, schedule, layers, barriers) for barriers in _barriers(run, schedule)]
+    return min(ways, key=lambda way: max(way.device))
+
+
+def rank_bytes(run: Run) -> tuple[float, ...] | None:
+    """``held(run).device``."""
+    found = held(run)
+    return None if found is None else found.device
 
 
 def too_large(run: Run) -> str | None:
     """Why a run's ranks do not fit, in one sentence, or ``None``."""
-    held = rank_bytes(run)
-    there = run.cluster.memory_bytes
-    if held is None or max(held) <= there:
+    try:
+        found = held(run)
+    except PipememError as error:
+        return str(error)
+    if found is None:
         return None
-    rank = held.index(max(held))
-    return (
-        f"pipeline rank {rank} needs {held[rank] / GIB:.1f} GiB of {there / GIB:.1f} GiB; cut the model further, recompute, "
-        "or take a schedule with a lower peak"
-    )
+    there, most = run.cluster.memory_bytes, max(found.device)
+    if most > there:
+        return (
+            f"pipeline rank {found.device.index(most)} needs {most / GIB:.1f} GiB of {there / GIB:.1f} GiB; cut the model "
+            "further, recompute, or take a schedule with a lower peak"
+        )
+    if (most := max(found.host)) > found.room:
+        return (
+            f"pipeline rank {found.host.index(most)} sends {most / GIB:.1f} GiB to its host, which has {found.room / GIB:.1f} "
+            "GiB for each rank; offload less, or cut the model further"
+        )
+    return None
+
+
+def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
+    """The ways to hold the vocabulary that a run may come to, by their number of barriers; 0 for whole."""
+    asked = run.schedule.vocab_parallel
+    if run.parallelism.pp == 1:
+        return (0,)
+    if schedule is not None and schedule.vocabulary:
+        return (schedule.vocabulary,)
+    if asked == AUTO:
+        return (0, *BARRIERS_OF_ALGORITHM.values())
+    return (0,) if asked == "off" else (BARRIERS_OF_ALGORITHM[int(asked)],)
+
+
+def _held(run: Run, placement: Placement, schedule: Schedule | None, layers: tuple[int, ...], barriers: int) -> Held:
+    mode = run.schedule.offload
+    if barriers:
+        step = vocabulary_step(barriers, run, placement, layers=layers)
+        if schedule is not None and not schedule.vocabulary:
+            schedule = with_vocabulary(schedule, barriers, step.costs)
+    elif mode != "off" or (schedule is not None and schedule.offloads):
+        step = offload_step(run, placement, layers=layers)
+        if schedule is not None and mode != "off":
+            cap = _cap(run)
+            if cap is not None and not cap.in_bytes:
+                cap = replace(cap, amount=cap.amount * sum(step.costs.memory[Kind.F]), in_bytes=True)
+            limit = None if cap is None else cap.amount
+            schedule = plan_offload(schedule, step.costs, mode, limit, step.host).schedule
+    else:
+        step = price(run, placement, layers)
+    if schedule is not None:
+        order = (schedule.orders, placement, step.costs, schedule.pieces)
+        kept, host = peaks(*order), host_peaks(*order)
+    else:
+        kept, host = one_microbatch(placement, step.costs), (0.0,) * placement.num_devices
+        if mode != "off":  # a stage's activations at a time
+            kept = tuple(max(step.costs.memory[Kind.F][stage] for stage in owned) for owned in placement.stages)
+    return Held(tuple(map(sum, zip(kept, step.static, step.buffers, strict=True))), host, step.host)
+
+
+def _cap(run: Run) -> MemoryCap | None:
+    cap = run.schedule.memory_cap
+    return None if cap is None else parse_cap(cap)
 
 
 def _schedule(run: Run) -> Schedule:
@@ -67,7 +137,7 @@ def _schedule(run: Run) -> Schedule:
         name = "1f1b" if (cut.chunks or 1) == 1 else "interleaved"
     if cut.chunks is not None and cut.chunks > 1:
         options["chunks"] = cut.chunks
-    cap = None if choice.memory_cap is None else parse_cap(choice.memory_cap)
+    cap = _cap(run) if choice.offload == "off" else None  # which keeps it by offloading
     return build_schedule(
         name,
         num_devices=cut.pp,

@@ -1,7 +1,6 @@
 """Activations that wait on the host, as a variant of any schedule (arXiv 2503.01328).
 
-The copies are planned within the memory of each device, the longest-lived activations first. What the host holds is not
-limited here.
+The copies are planned within the memory of each device and of its host, the longest-lived activations first.
 """
 
 from __future__ import annotations
@@ -9,23 +8,27 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_pipemem.planner.activations import moved_bytes
+from megatron_pipemem.planner.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.planner.runs import Run, ScheduleChoice
 from megatron_pipemem.planner.search.prices import Pace
 from megatron_pipemem.planner.search.step import Step, price
 from megatron_pipemem.planner.search.variants import Variant, register_variant
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Channel
+from megatron_pipemem.schedule.memory_cap import parse_cap
 from megatron_pipemem.schedule.offload import plan_offload
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 
+HOST_MEMORY = "pipemem-host-memory"
+"""The flag that says how much of a node's memory its ranks may use; a share of it otherwise."""
 
-def _choice(choice: ScheduleChoice) -> ScheduleChoice:
-    return replace(choice, offload="auto")
 
-
-def _prepare(run: Run, placement: Placement, pace: Pace | None) -> Step:
-    step = price(run, placement, pace=pace)
+def offload_step(
+    run: Run, placement: Placement, pace: Pace | None = None, layers: tuple[int, ...] | None = None
+) -> Step:
+    """As ``price``, with the channel to the host, what goes over it, and how much of it the host can hold."""
+    step = price(run, placement, layers, pace)
     host, sharing = run.cluster.host, run.cluster.sharing(0)
     per_layer = moved_bytes(run.model, run.execution)
     moved = tuple(per_layer * count for count in step.layers)
@@ -37,11 +40,26 @@ def _prepare(run: Run, placement: Placement, pace: Pace | None) -> Step:
     )
     away = {Kind.WAIT_OFFLOAD: tuple(-nbytes for nbytes in moved), Kind.RELOAD: moved}
     costs = replace(step.costs, channel=channel, memory={**(step.costs.memory or {}), **away})
-    return replace(step, costs=costs)
+    return replace(step, costs=costs, host=host_bytes(run))
+
+
+def host_bytes(run: Run) -> float:
+    """Of host memory, for one rank's activations."""
+    flags = {key.replace("_", "-"): value for key, value in run.megatron.items()}
+    given = flags.get(HOST_MEMORY)
+    if given is None:
+        return DEFAULT_HOST_SHARE * run.cluster.host_bytes
+    return parse_cap(str(given)).amount / run.cluster.devices_per_node
+
+
+def _choice(choice: ScheduleChoice) -> ScheduleChoice:
+    return replace(choice, offload="auto")
 
 
 def _apply(schedule: Schedule, step: Step, room: tuple[float, ...]) -> Schedule:
-    return plan_offload(schedule, step.costs, memory_cap=room).schedule
+    # Where computing would have to wait for copies all the time, another cut is faster.
+    plan = plan_offload(schedule, step.costs, memory_cap=room, host_budget=step.host, slow_down=False)
+    return plan.schedule
 
 
-register_variant(Variant("offload", choice=_choice, prepare=_prepare, apply=_apply))
+register_variant(Variant("offload", choice=_choice, prepare=offload_step, apply=_apply, frees_memory=True))

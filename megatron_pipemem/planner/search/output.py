@@ -24,7 +24,10 @@ def write_run(plan: Plan, path: Path) -> list[Path]:
         order = path.with_suffix(".csv")
         order.parent.mkdir(parents=True, exist_ok=True)
         order.write_text(plan.order.to_csv(), encoding="utf-8")
-        run = replace(run, schedule=replace(run.schedule, name=str(order)))
+        choice = replace(run.schedule, name=str(order))
+        if plan.order.offloads:  # which the file says itself, and a flag would plan afresh
+            choice = replace(choice, offload="off")
+        run = replace(run, schedule=choice)
         written.append(order)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"{_heading(plan)}{yaml.safe_dump(settings(run), sort_keys=False)}", encoding="utf-8")

@@ -17,6 +17,8 @@ import numpy as np
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.placement import Placement
 
+_DIGITS = 8  # behind the first one that counts
+_SMALLEST = 1e-300
 _TOLERANCE = 1e-9
 
 
@@ -91,6 +93,7 @@ class _Measure:
         layers, stages = len(loads.seconds), placement.num_stages
         self.devices = np.array(placement.devices)
         self.num_devices = placement.num_devices
+        self._owners = np.eye(self.num_devices)[self.devices]  # [stage, device]
         self._seconds = _sums(loads.seconds)
         self._static = _sums(loads.static or [0.0] * layers)
         self._kept = _sums(loads.kept or [0.0] * layers)
@@ -114,18 +117,20 @@ class _Measure:
             [static + kept * n + end for n, end in zip(self._in_flight, self._end_bytes, strict=True)],
         )
 
-    def key(self, counts: np.ndarray) -> tuple[float, ...]:
-        """To be minimised: the slowest device; the squares of all, so that several slow ones improve one by one; the
-        slowest stage; the most memory."""
-        ends = np.cumsum(counts)
+    def keys(self, counts: np.ndarray) -> np.ndarray:
+        """Of every row of counts, to be minimised: the slowest device; the squares of all, so that several slow ones
+        improve one by one; the slowest stage; the most memory."""
+        ends = np.cumsum(counts, axis=1)
         begins = ends - counts
         seconds = self._seconds[ends] - self._seconds[begins] + self._end_seconds
         nbytes = self._static[ends] - self._static[begins] + self._end_bytes
         nbytes = nbytes + (self._kept[ends] - self._kept[begins]) * self._in_flight
-        per_device = np.bincount(self.devices, seconds, self.num_devices)
-        memory = np.bincount(self.devices, nbytes, self.num_devices).max()
+        per_device = seconds @ self._owners
+        memory = (nbytes @ self._owners).max(axis=1)
+        values = np.stack((per_device.max(axis=1), (per_device**2).sum(axis=1), seconds.max(axis=1), memory), axis=1)
         # Rounded, so that sums of equal layers are equal.
-        return tuple(float(f"{v:.9g}") for v in (per_device.max(), (per_device**2).sum(), seconds.max(), memory))
+        unit = 10.0 ** (np.floor(np.log10(np.maximum(values, _SMALLEST))) - _DIGITS)
+        return np.round(values / unit) * unit
 
     def slowest_stages(self, counts: np.ndarray) -> list[int]:
         """Stages with layers, of the slowest device."""
@@ -138,19 +143,15 @@ class _Measure:
 def _move_layers(start: list[int], measure: _Measure) -> list[int]:
     """Take single layers off the slowest device as long as the measure falls."""
     counts = np.array(start)
-    key = measure.key(counts)
+    moves = np.eye(len(counts), dtype=int)
     while True:
-        found = counts
-        for source in measure.slowest_stages(counts):
-            for target in range(len(counts)):
-                moved = counts.copy()
-                moved[source] -= 1
-                moved[target] += 1
-                if (new := measure.key(moved)) < key:
-                    found, key = moved, new
-        if found is counts:
+        taken = [counts + moves - moves[source] for source in measure.slowest_stages(counts)]
+        tried = np.concatenate([counts[None, :], *taken])
+        keys = measure.keys(tried)
+        best = tried[np.lexsort(keys.T[::-1])[0]]  # the first of equals, which is to stay
+        if (best == counts).all():
             return [int(count) for count in counts]
-        counts = found
+        counts = best
 
 
 def _sums(values: Sequence[float]) -> np.ndarray:

@@ -21,10 +21,11 @@ from megatron_pipemem.errors import PipememError
 from megatron_pipemem.planner.runs import Run
 from megatron_pipemem.planner.search import layout
 from megatron_pipemem.planner.search.prices import Pace
-from megatron_pipemem.planner.search.replay import measured, replay
+from megatron_pipemem.planner.search.replay import lengths, measured, replay
 from megatron_pipemem.planner.search.space import Limits, Order, cuts, orders
 from megatron_pipemem.planner.search.step import Step, least_seconds, least_static, mfu, price
 from megatron_pipemem.planner.search.variants import PLAIN, Variant, variants
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.registry import build_schedule, family
 from megatron_pipemem.schedule.schedule import Schedule
@@ -38,8 +39,10 @@ TOO_MUCH_STATIC = "parameters, gradients and optimizer alone exceed the memory"
 TOO_MUCH_KEPT = "one microbatch's activations exceed the memory left"
 TOO_HIGH = "the schedule's peak exceeds the memory left"
 SLOWER = "slower than those listed, by a bound or by their time"
+UNTRIED = "offload that would take long to plan, while others are at hand; leave the planner less by --only"
 _LARGEST_SEARCH = 60_000  # passes of a step that is worth searching
 _SEARCHES = 3
+_EFFORT = 50_000  # passes times chunks in which copies are planned while other ways are left
 _WORTH_SEARCHING = 0.005  # of the time: what a better order could save at least
 
 Progress = Callable[[str], None]
@@ -59,6 +62,7 @@ class Plan:
         peaks: bytes per pipeline rank, everything included.
         capacity: bytes of a device for all that.
         memory_seconds: what the least time of this cut would lose without its limit of memory.
+        base: what a variant's order is made from.
     """
 
     run: Run
@@ -70,6 +74,7 @@ class Plan:
     peaks: tuple[float, ...]
     capacity: float
     memory_seconds: float
+    base: _Base | None = None
 
     @property
     def seconds(self) -> float:
@@ -160,11 +165,11 @@ def plan(
     """
     started = time.perf_counter()
     planner = _Planner(run, run.cluster.memory_bytes if memory is None else memory, limits or Limits(), progress, pace)
-    plans = [exact(each) for each in planner.best(top)]
+    plans = [each for each in map(planner.exact, planner.best(top)) if each is not None]
     if search_seconds > 0 and planner.limits.admits(schedule=SEARCHED):
         plans += planner.search(plans, search_seconds)
     plans = sorted(plans, key=lambda each: each.seconds)[:top]
-    rejected = planner.rejected + Counter({SLOWER: planner.waiting})
+    rejected = planner.rejected + Counter({SLOWER: planner.waiting, UNTRIED: planner.untried})
     return Answer(tuple(plans), rejected, rejected.total() + len(plans), time.perf_counter() - started)
 
 
@@ -180,6 +185,19 @@ class _Group:
     memory_seconds: float
 
 
+@dataclass(frozen=True)
+class _Base:
+    """An order that a variant is still to change."""
+
+    group: _Group
+    variant: Variant
+    order: Order
+
+
+_Entry = tuple[float, int, Run | _Group | _Base | Plan]
+"""Seconds, a number that tells equals apart, and what takes so long, or longer."""
+
+
 class _Planner:
     def __init__(self, run: Run, memory: float, limits: Limits, progress: Progress | None, pace: Pace | None) -> None:
         self._pace = pace
@@ -187,7 +205,9 @@ class _Planner:
         self.rejected: Counter[str] = Counter()
         self._groups: list[_Group] = []
         self._serial = itertools.count()
-        self._queue: list[tuple[float, int, Run | _Group | Plan]] = []
+        self._queue: list[_Entry] = []
+        self._aside: list[_Entry] = []
+        self._effort: float = _EFFORT
         for cut in cuts(run, limits, self.rejected):
             if least_static(cut) > memory:
                 self.rejected[TOO_MUCH_STATIC] += 1
@@ -195,24 +215,49 @@ class _Planner:
                 self._put(least_seconds(cut, pace), cut)
 
     @property
+    def untried(self) -> int:
+        """Variants that would have taken too long to work out."""
+        return _count(self._aside)
+
+    @property
     def waiting(self) -> int:
         """What was never looked at, or comes later."""
-        return sum(len(entry.orders) if isinstance(entry, _Group) else 1 for _, _, entry in self._queue)
+        return _count(self._queue)
 
     def best(self, count: int) -> list[Plan]:
         """The next of all."""
         found: list[Plan] = []
-        while self._queue and len(found) < count:
+        while (self._queue or self._aside) and len(found) < count:
+            if not self._queue:
+                self._queue, self._aside, self._effort = self._aside, [], float("inf")
             bound, _, entry = heapq.heappop(self._queue)
             if isinstance(entry, Plan):
                 found.append(entry)
                 continue
             self._progress(f"{len(found)} of {count} found, {len(self._queue)} waiting, {bound:.4g} s at least")
-            if isinstance(entry, _Group):
+            if isinstance(entry, _Group | _Base) and not self._affords(entry):
+                heapq.heappush(self._aside, (bound, next(self._serial), entry))
+            elif isinstance(entry, _Group):
                 self._run_orders(entry)
+            elif isinstance(entry, _Base):
+                self._vary(entry)
             else:
                 self._price(entry)
         return found
+
+    def exact(self, plan: Plan) -> Plan | None:
+        """With every microbatch run, where a long step was extended from shorter ones; ``None`` where it then does not fit."""
+        if plan.order is not None:
+            return plan
+        cut, step = plan.run.parallelism, plan.step
+        if plan.base is not None:
+            try:
+                return self._varied(plan.base, cut.microbatches)
+            except PipememError:
+                return None
+        whole = replay(plan.schedule, cut.pp, cut.microbatches, cut.chunks)
+        peaks = zip(whole.peaks(step.costs), step.static, step.buffers, strict=True)
+        return replace(plan, makespan=whole.makespan(step.costs), peaks=tuple(map(sum, peaks)))
 
     def search(self, plans: list[Plan], seconds: float) -> Iterator[Plan]:
         """Better orders for the most promising groups, if a bound leaves hope."""
@@ -245,7 +290,7 @@ class _Planner:
             if (made := self._found(group, Order(SEARCHED), found.schedule)) is not None:
                 yield made
 
-    def _put(self, seconds: float, entry: Run | _Group | Plan) -> None:
+    def _put(self, seconds: float, entry: Run | _Group | _Base | Plan) -> None:
         heapq.heappush(self._queue, (seconds, next(self._serial), entry))
 
     def _price(self, run: Run) -> None:
@@ -265,7 +310,12 @@ class _Planner:
         m = run.parallelism.microbatches
         free = lower_bound(step.placement, m, step.costs)
         bound = free
-        if variant is None:
+        if variant is not None and variant.frees_memory:
+            kept = (step.costs.memory or {}).get(Kind.F, (0,) * step.placement.num_stages)
+            if any(kept[stage] > room[device] for stage, device in enumerate(step.placement.devices)):
+                self.rejected[TOO_MUCH_KEPT] += len(found)
+                return
+        else:
             try:
                 bound = lower_bound(step.placement, m, step.costs, room)
             except PipememError:
@@ -278,19 +328,23 @@ class _Planner:
     def _run_orders(self, group: _Group) -> None:
         for order in group.orders:
             try:
+                if group.variant is not None:
+                    self._consider(group, group.variant, order)
+                    continue
                 made = self._run_order(group, order)
             except PipememError:
                 self.rejected[f"{order.name} does not take so many pipeline ranks or microbatches"] += 1
                 continue
-            if made is None:
-                self.rejected[TOO_HIGH] += 1
-            else:
-                self._put(made.seconds, made)
+            self._wait(made)
+
+    def _wait(self, made: Plan | None) -> None:
+        if made is None:
+            self.rejected[TOO_HIGH] += 1
+        else:
+            self._put(made.seconds, made)
 
     def _run_order(self, group: _Group, order: Order) -> Plan | None:
         """``None`` where it does not fit."""
-        if group.variant is not None:
-            return self._with_variant(group, group.variant, order)
         cut, costs = group.run.parallelism, group.step.costs
         size = {"num_devices": cut.pp, "num_microbatches": cut.microbatches}
         if order.chunks is not None:
@@ -302,11 +356,54 @@ class _Planner:
             return self._plan(group, order, None, seconds, peaks)
         return None
 
-    def _with_variant(self, group: _Group, variant: Variant, order: Order) -> Plan | None:
+    def _consider(self, group: _Group, variant: Variant, order: Order) -> None:
+        """Let a variant of an order wait with what the order takes alone."""
         cut = group.run.parallelism
+        seconds, peaks = measured(order.name, cut.pp, cut.microbatches, order.chunks, group.step.costs)
+        fits = self._fits(group, peaks)
+        if fits and variant.frees_memory:
+            self.rejected[f"{variant.name}: the order fits without"] += 1
+        elif not fits and not variant.frees_memory:
+            self.rejected[TOO_HIGH] += 1
+        else:
+            self._put(max(group.bound, seconds + group.step.outside), _Base(group, variant, order))
+
+    def _affords(self, entry: _Group | _Base) -> bool:
+        """Whether to look at it now: planning copies takes long, and longer than all else where there are many chunks."""
+        group = entry.group if isinstance(entry, _Base) else entry
+        if group.variant is None or not group.variant.frees_memory:
+            return True
+        placement, cut = group.step.placement, group.run.parallelism
+        effort = 3 * lengths(cut.pp, cut.microbatches)[-1] * placement.num_stages * placement.num_chunks
+        if effort > self._effort:
+            return False
+        if isinstance(entry, _Base):
+            self._effort -= effort
+        return True
+
+    def _vary(self, base: _Base) -> None:
+        cut = base.group.run.parallelism
+        *before, count = lengths(cut.pp, cut.microbatches)
+        try:
+            found = self._varied(base, count)
+            if found is not None and before:
+                shorter = self._varied(base, before[0])
+                each = (found.makespan - shorter.makespan) / (count - before[0]) if shorter is not None else 0.0
+                makespan = found.makespan + each * (cut.microbatches - count)
+                found = None if shorter is None else replace(found, order=None, makespan=makespan)
+        except PipememError:
+            self.rejected[f"{base.variant.name} cannot be had with {base.order.name}"] += 1
+            return
+        self._wait(found)
+
+    def _varied(self, base: _Base, microbatches: int) -> Plan | None:
+        """A step of so many."""
+        order, pp = base.order, base.group.run.parallelism.pp
         options = {} if order.chunks is None else {"chunks": order.chunks}
-        base = build_schedule(order.name, num_devices=cut.pp, num_microbatches=cut.microbatches, **options)
-        return self._found(group, order, variant.apply(base, group.step, group.step.room(self._memory)))
+        alone = build_schedule(order.name, num_devices=pp, num_microbatches=microbatches, **options)
+        room = base.group.step.room(self._memory)
+        found = self._found(base.group, order, base.variant.apply(alone, base.group.step, room))
+        return None if found is None else replace(found, base=base)
 
     def _found(self, group: _Group, order: Order, schedule: Schedule) -> Plan | None:
         """A plan for an order that no family's name stands for, if it fits."""
@@ -335,6 +432,10 @@ class _Planner:
         )
 
 
+def _count(entries: Sequence[_Entry]) -> int:
+    return sum(len(entry.orders) if isinstance(entry, _Group) else 1 for _, _, entry in entries)
+
+
 def _configured(group: _Group, order: Order) -> Run:
     """The run with this schedule and, where layers are not shared evenly, its layout."""
     choice = replace(group.run.schedule, name=order.name)
@@ -346,13 +447,3 @@ def _configured(group: _Group, order: Order) -> Run:
         flags[layout.FLAG] = layout.written(group.step.layers)
     cut = replace(group.run.parallelism, chunks=order.chunks)
     return replace(group.run, parallelism=cut, schedule=choice, megatron=flags)
-
-
-def exact(plan: Plan) -> Plan:
-    """With every microbatch run, where a long step was extended from shorter ones."""
-    if plan.order is not None:
-        return plan
-    cut, step = plan.run.parallelism, plan.step
-    whole = replay(plan.schedule, cut.pp, cut.microbatches, cut.chunks)
-    peaks = zip(whole.peaks(step.costs), step.static, step.buffers, strict=True)
-    return replace(plan, makespan=whole.makespan(step.costs), peaks=tuple(map(sum, peaks)))

@@ -86,6 +86,15 @@ def replay(name: str, num_devices: int, num_microbatches: int, chunks: int | Non
     return Replay(build_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches, **options))
 
 
+def lengths(num_devices: int, num_microbatches: int) -> tuple[int, ...]:
+    """How many microbatches to run instead of all of a step: all, or two shorter steps to extend."""
+    whole = num_devices * _LONG
+    if num_microbatches <= whole + 3 * num_devices:
+        return (num_microbatches,)
+    longer = whole + num_microbatches % num_devices
+    return longer - num_devices, longer
+
+
 def measured(
     name: str, num_devices: int, num_microbatches: int, chunks: int | None, costs: Costs
 ) -> tuple[float, tuple[float, ...]]:
@@ -93,13 +102,12 @@ def measured(
 
     Of a long step, two shorter ones are run, and seconds and peaks extended by what the microbatches between them add.
     """
-    whole = num_devices * _LONG
-    if num_microbatches <= whole + 3 * num_devices:
+    counts = lengths(num_devices, num_microbatches)
+    if len(counts) == 1:
         one = replay(name, num_devices, num_microbatches, chunks)
         return one.makespan(costs), one.peaks(costs)
-    longer = whole + num_microbatches % num_devices
-    shorter = longer - num_devices
-    a, b = (replay(name, num_devices, count, chunks) for count in (shorter, longer))
+    shorter, longer = counts
+    a, b = (replay(name, num_devices, count, chunks) for count in counts)
     more = (num_microbatches - longer) / (longer - shorter)
     seconds = b.makespan(costs)
     held = zip(a.peaks(costs), b.peaks(costs), strict=True)

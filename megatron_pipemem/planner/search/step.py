@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from math import inf
 
 from megatron_pipemem.planner.activations import Kept, layer_bytes, message_bytes
 from megatron_pipemem.planner.cluster import Cluster
@@ -52,6 +53,7 @@ class Step:
         work: per device, seconds per microbatch.
         reduction: seconds of data-parallel messages that nothing hides, on the worst device.
         optimizer: seconds, on the worst device.
+        host: bytes of host memory that a rank's activations may take.
     """
 
     placement: Placement
@@ -64,6 +66,7 @@ class Step:
     work: tuple[float, ...]
     reduction: float
     optimizer: float
+    host: float = inf
 
     def room(self, memory: float) -> tuple[float, ...]:
         """Per device, what is left for activations."""

@@ -30,8 +30,11 @@ def _choice(algorithm: int, choice: ScheduleChoice) -> ScheduleChoice:
     return replace(choice, vocab_parallel=str(algorithm))
 
 
-def _prepare(barriers: int, run: Run, placement: Placement, pace: Pace | None) -> Step:
-    step = price(run, placement, pace=pace, shared_ends=True)
+def vocabulary_step(
+    barriers: int, run: Run, placement: Placement, pace: Pace | None = None, layers: tuple[int, ...] | None = None
+) -> Step:
+    """As ``price``, with embedding and head cut over all devices, and what their passes take and keep."""
+    step = price(run, placement, layers, pace, shared_ends=True)
     p, execution = placement.num_devices, run.execution
     cut = run.parallelism
     link = run.cluster.link(p, cut.tp * cut.cp * cut.dp)
@@ -62,7 +65,7 @@ for _algorithm, _barriers in BARRIERS_OF_ALGORITHM.items():
         Variant(
             f"vocabulary-{_algorithm}",
             choice=partial(_choice, _algorithm),
-            prepare=partial(_prepare, _barriers),
+            prepare=partial(vocabulary_step, _barriers),
             apply=partial(_apply, _barriers),
         )
     )
