@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ INVALID, UNUSABLE = 1, 2
 
 Dialect = Literal["auto", "pipemem", "torch", "torch-new", "torch-old"]
 AUTO = "auto"
+_WIDTH_OF_FILES = 130
 NAME_HELP = "A schedule of `pipemem schedules`, a file of `pipemem convert` or of torch, or `auto` for a search."
 DIALECT_HELP = "Letters of the file; by default they are detected, and said."
 
@@ -358,7 +360,11 @@ def parse_options(options: Sequence[str]) -> dict[str, object]:
 
 
 def console() -> Console:
-    return Console(highlight=False)
+    """For what a command answers. A file or a pipe has no width, so tables are not cut there to a terminal's default."""
+    out = Console(highlight=False)
+    if not out.is_terminal and "COLUMNS" not in os.environ:
+        out.width = _WIDTH_OF_FILES
+    return out
 
 
 def print_json(result: object) -> None:

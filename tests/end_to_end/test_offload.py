@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ranks import CaseFailed
+from test_variants import MOE
 
 from megatron_pipemem.schedule.registry import build_schedule
 
@@ -59,6 +60,14 @@ def test_the_schedules_of_the_paper(train, moved, schedule):
 
 def test_fused_backwards_under_data_parallelism(train, moved):
     moved(train("interleaved", *DP2, "--pipemem-offload", "half", *KNOWN), train("stock", *DP2))
+
+
+def test_a_mixture_of_experts_moves_what_its_routing_left(train, assert_same_training):
+    """Every microbatch gives every expert another number of tokens, so no two copies have the same shapes."""
+    run = train("v-half", *MOE, *FULL)
+    assert_same_training(run, train("stock", *MOE))
+    assert run.of_ranks("offloaded_bytes") == run.of_ranks("reloaded_bytes") and all(run.of_ranks("offloaded_bytes"))
+    assert max(run.counted_peaks) < 0.9 * max(train("v-half", *MOE).counted_peaks)
 
 
 def test_evaluation_leaves_the_engine_alone(train, moved):
