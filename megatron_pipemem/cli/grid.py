@@ -53,7 +53,7 @@ def grid(
 
     Points that cannot work are left out before anything starts, with the reason. Every point has a folder with its run,
     its log and its result; one that fails does not stop the others. The comparison is that of `pipemem report`. The exit
-    code is 1 when some point failed.
+    code is 1 when some point failed, or none could run.
     """
     points = load_points(grid_file, overrides or ())
     store = Store(output or Path("out") / "grids" / grid_file.stem)
@@ -79,7 +79,8 @@ def grid(
             f"{label(store.settings()[index])}: ended without a result, cancelled or killed; --resume starts it again"
         )
     results = show(store, store.folder / "report.png", as_json)
-    if missing or any(result is not None and result.status == "failed" for result in results):
+    statuses = {result.status for result in results if result is not None}
+    if missing or "failed" in statuses or "done" not in statuses:
         raise typer.Exit(1)
 
 
