@@ -33,7 +33,7 @@ def rank_bytes(run: Run) -> tuple[float, ...] | None:
     else:
         schedule = _schedule(run)
         placement = schedule.placement
-    layers = layout.layers_of(run, placement.num_stages)
+    layers = layout.layers_of(run, placement.model_stages)
     if layers is None:
         return None
     step = price(run, placement, layers)
