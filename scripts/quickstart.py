@@ -7,6 +7,9 @@ are compared bit for bit with stock Megatron's 1F1B. Results: OUTPUT/summary.jso
 
 Gradients are not clipped: the norm is a sum over ranks, its last bit depends on which layers a rank holds, and clipping
 would carry that bit into the losses. Stock 1F1B and stock interleaved differ in the same way.
+
+Chimera, GEMS and DualPipe train two copies of the model and add up their gradients: another order of summation, so their
+losses are compared within 1e-6.
 """
 
 from __future__ import annotations
@@ -30,11 +33,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from megatron_pipemem.report import save_comparison
-from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.registry import build_schedule, family
 from megatron_pipemem.schedule.simulator import simulate
 
 SCRIPTS = Path(__file__).resolve().parent
 DEVICES, MICROBATCHES = 4, 8
+ROUNDING = 1e-6
+"""By how much losses may differ, relative to stock's, where two copies of the model share the microbatches."""
 TWO_CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 LOGGED = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+).*lm loss: ([\d.E+-]+)")
 
@@ -96,6 +101,7 @@ RUNS = (
     Run("1f1b", "stock"),
     Run("interleaved", "stock"),
     *(Run(name, "pipemem") for name in ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "1f1b-v")),
+    *(Run(name, "pipemem") for name in ("chimera", "gems", "dualpipe")),
 )
 
 
@@ -165,6 +171,8 @@ def train(run: Run, flags: list[str], output: Path, on_line: Callable[[str], obj
         "losses": seen["losses"],
         "predicted_peak_bytes": [rank["predicted_peak_bytes"] for rank in seen["ranks"]],
         "counted_peak_bytes": [rank["counted_peak_bytes"] for rank in seen["ranks"]],
+        "predicted_weight_bytes": [rank["predicted_weight_bytes"] for rank in seen["ranks"]],
+        "counted_weight_bytes": [rank["counted_weight_bytes"] for rank in seen["ranks"]],
         "seconds": round(seconds[0], 3),
     }
 
@@ -182,6 +190,15 @@ def compare(rows: Sequence[dict]) -> list[dict]:
     return [row | {"bit_identical_to_stock": row["losses"] == stock["losses"]} for row in rows]
 
 
+def is_right(row: dict, stock: dict | None) -> bool:
+    """Whether a row of ``compare`` has stock's losses, as exactly as its schedule can have them."""
+    if stock is None or row["bit_identical_to_stock"] is not False:
+        return True
+    if family(row["schedule"]).replicas == 1 or len(row["losses"]) != len(stock["losses"]):
+        return False
+    return all(abs(a - b) <= ROUNDING * abs(b) for a, b in zip(row["losses"], stock["losses"], strict=True))
+
+
 def table(rows: Sequence[dict]) -> Table:
     """The rows of ``compare`` for a terminal of 100 columns."""
     stock = stock_row(rows)
@@ -190,12 +207,14 @@ def table(rows: Sequence[dict]) -> Table:
         padding=(0, 1, 0, 0),
         title=f"GPT, {MODEL['--num-layers']} layers, {DEVICES} CPU ranks, {MICROBATCHES} microbatches",
         caption="Losses: fp32, no dropout, no gradient clipping. Peak: activation bytes of the rank that holds most. "
+        "Weights: of all its parameters.\n~: within 1e-6, as two copies of the model add up their gradients. "
         "Bubble: planned, with F = I = W.\nSeconds: all training steps by the clock, on ranks that share cores; they "
         "say nothing about speed on GPUs.",
     )
-    for name in ("schedule", "engine", "final\nloss", "identical\nto stock"):
+    for name in ("schedule", "engine", "final\nloss", "equal\nto stock"):
         result.add_column(name, no_wrap=True)
-    for name in ("predicted\npeak bytes", "counted\npeak bytes", "of stock\n1f1b", "predicted\nbubble", "seconds"):
+    numbers = ("peak,\npredicted", "peak,\ncounted", "of\n1f1b", "weight\nMB", "planned\nbubble")
+    for name in (*numbers, "seconds"):
         result.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         schedule = build_schedule(row["schedule"], num_devices=DEVICES, num_microbatches=MICROBATCHES)
@@ -204,10 +223,11 @@ def table(rows: Sequence[dict]) -> Table:
             row["schedule"],
             row["engine"],
             f"{row['losses'][-1]:.6f}",
-            {True: "yes", False: "NO", None: "-"}[row["bit_identical_to_stock"]],
+            {True: "yes", False: "~" if is_right(row, stock) else "NO", None: "-"}[row["bit_identical_to_stock"]],
             "-" if None in predicted else str(max(predicted)),
             str(counted),
             "-" if stock is None else f"{counted / max(stock['counted_peak_bytes']):.2f}",
+            f"{max(row['counted_weight_bytes']) / 1e6:.1f}",
             f"{simulate(schedule).bubble_rate:.1%}",
             f"{row['seconds']:.1f}",
         )
@@ -280,9 +300,9 @@ def main() -> int:
         soft_wrap=True,
     )
     ours = [row for row in rows if row["engine"] == "pipemem"]
-    different = [row["schedule"] for row in ours if row["bit_identical_to_stock"] is False]
+    different = [row["schedule"] for row in ours if not is_right(row, stock_row(rows))]
     if different:
-        console.print(f"[red]not bit-identical to stock: {', '.join(different)}[/red]")
+        console.print(f"[red]not the losses of stock: {', '.join(different)}[/red]")
     return 1 if failed or different else 0
 
 

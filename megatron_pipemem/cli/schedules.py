@@ -29,7 +29,8 @@ def schedules(as_json: Json = False) -> None:
         figures.add_row(family.name, family.placement, split, family.peak, family.bubble)
         least = f"p >= {family.min_devices}" if family.min_devices > 1 else ""
         marks = ["asynchronous" if family.asynchronous else "", "simulated only" if family.simulated_only else ""]
-        needs = [line for line in (family.needs or least, ", ".join(filter(None, marks))) if line]
+        copies = f"{family.replicas} copies of the weights" if family.replicas > 1 else ""
+        needs = [line for line in (family.needs or least, copies, ", ".join(filter(None, marks))) if line]
         needs += [f"{_FLAGS.get(option, f'-o {option}')}: {text}" for option, text in family.options.items()]
         origins.add_row(family.name, family.source, "\n".join(needs))
     console().print(figures, origins)
@@ -48,6 +49,10 @@ def _table(*columns: str) -> Table:
 
 def _row(family: Family) -> dict[str, object]:
     return {
-        **{key: value for key, value in asdict(family).items() if key not in ("build", "options")},
+        **{
+            key: value
+            for key, value in asdict(family).items()
+            if key not in ("build", "fewest_microbatches", "options")
+        },
         "options": dict(family.options),
     }

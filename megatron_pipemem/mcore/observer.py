@@ -24,6 +24,7 @@ from megatron_pipemem.mcore.step import (
     observe,
     permanent_tensors,
 )
+from megatron_pipemem.mcore.weight_memory import count_weights
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.schedule import Program
@@ -82,6 +83,7 @@ class _Observer:
             schedule = plans[shape].schedule
             # What Megatron's loop variables keep alive depends on where the loop is, so its peak is counted, not foretold.
             program = Program(schedule, schedule.orders)
+            self._record.add_weights(count_weights(chunks, schedule.placement.stages[group.rank()]))
             self._record.add_step(plans[shape], program, group.rank(), group, observed, foretell=False)
             return result
 

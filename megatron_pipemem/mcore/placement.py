@@ -5,6 +5,10 @@ stage ``2p - 1 - r`` as its chunk 1, which round robin would have given to rank 
 placement: *a chunk is built and run as if its device were the rank that round robin would give this chunk*. While a chunk
 is being built or executed, Megatron's question "which pipeline rank am I" gets that rank for an answer; layer numbers, layouts,
 embedding, head and batch reading then come out right by themselves. Outside, the answer is the real rank.
+
+A bidirectional pipeline has two copies of the model, one stage of either per device. Megatron knows of one and has no virtual
+pipeline then; the other copy's stages are the devices' chunk 1, of whom the same idea holds. What both copies share, their
+values and their place in checkpoints and norms, is in ``replicas``.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore import replicas
 from megatron_pipemem.mcore.patching import Symbol
 from megatron_pipemem.schedule.placement import Placement
 
@@ -81,6 +86,7 @@ class ChunkPlacement:
                         f"placement {placement.name} gives some device other than one stage of every round of "
                         f"{num_devices}; Megatron can only build placements that do"
                     )
+            replicas.check_placement(placement)
             self._found[key] = placement
         return self._found[key]
 
@@ -116,7 +122,7 @@ class ChunkPlacement:
         return [(BUILD_STAGES, self._wrap_build_stages), (GET_MODEL, self._wrap_get_model)]
 
     def build_chunks(self, build: Callable[..., torch.nn.Module], pg_collection) -> list[torch.nn.Module]:
-        """Build this rank's chunks in order, the two ends of a tied embedding equal.
+        """Build this rank's chunks in order, the two ends of a tied embedding and all copies of a stage equal.
 
         Args:
             build: ``build(pre_process=, post_process=, vp_stage=, pg_collection=) -> module``.
@@ -139,12 +145,14 @@ class ChunkPlacement:
                     build(
                         pre_process=placement.previous_stage(stage) is None,
                         post_process=placement.next_stage(stage) is None,
-                        vp_stage=chunk if placement.num_chunks > 1 else None,
+                        vp_stage=chunk if placement.num_chunks > placement.replicas else None,
                         pg_collection=groups,
                     )
                 )
             if not round_robin:
                 _keep_rank_for_checkpoints(chunks[-1], self, chunk)
+        if placement.replicas > 1:
+            replicas.make_copies(chunks, placement, pg_collection.pp)
         if not round_robin:
             with torch.no_grad():
                 for embedding, head in _tied_weights(chunks):
@@ -222,11 +230,15 @@ class ChunkPlacement:
                     built.extend(
                         self.build_chunks(lambda **own: model_provider_func(**passed_on, **own), pg_collection)
                     )
-                return built[vp_stage or 0]
+                return built[vp_stage or 0] if placement.replicas == 1 else _Chunks(built)
 
             return original(provider, *args, **kwargs)
 
         return get_model
+
+
+class _Chunks(list):
+    """Where Megatron asks for the one chunk of a rank: it takes a list as well, but writes an attribute on it first."""
 
 
 def round_robin_rank(placement: Placement, device: int, chunk: int) -> int:
@@ -239,10 +251,16 @@ def _is_round_robin(placement: Placement) -> bool:
 
 
 def _require_chunks(vp_size: int | None, placement: Placement) -> None:
-    if (vp_size or 1) != placement.num_chunks:
+    chunks = placement.num_chunks // placement.replicas
+    if chunks == 1 and (vp_size or 1) > 1:
         raise UnsupportedError(
-            f"placement {placement.name} needs {placement.num_chunks} model chunks per pipeline rank, not {vp_size or 1}; "
-            f"pass --num-virtual-stages-per-pipeline-rank {placement.num_chunks} or a "
+            f"placement {placement.name} cuts the model once per pipeline rank, not into {vp_size} model chunks each; drop "
+            "--num-virtual-stages-per-pipeline-rank or whatever else asks for virtual stages"
+        )
+    if (vp_size or 1) != chunks:
+        raise UnsupportedError(
+            f"placement {placement.name} needs {chunks} model chunks per pipeline rank, not {vp_size or 1}; "
+            f"pass --num-virtual-stages-per-pipeline-rank {chunks} or a "
             "--pipeline-model-parallel-layout with that many stages per rank"
         )
 

@@ -84,7 +84,7 @@ def check_config(config) -> None:
             raise UnsupportedError(f"{attribute} = {getattr(config, attribute)!r} is not supported: {sentence}")
 
 
-def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str) -> None:
+def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str, replicas: int = 1) -> None:
     """Raises:
     UnsupportedError: the model is sharded by FSDP or has another number of chunks than the schedule.
     """
@@ -100,6 +100,12 @@ def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str) 
                 "several distributed-optimizer instances are not supported: their reductions cannot be started per chunk; "
                 "pass --num-distributed-optimizer-instances 1"
             )
+    if len(chunks) != num_chunks and replicas > 1:
+        raise UnsupportedError(
+            f"schedule {schedule} needs {replicas} copies of the model, a chunk of either on every rank, and here "
+            f"are {len(chunks)} chunks; call enable() before the model is built, and drop the flags that ask for virtual "
+            "pipeline stages"
+        )
     if len(chunks) != num_chunks:
         raise UnsupportedError(
             f"schedule {schedule} needs {num_chunks} model chunks per pipeline rank, the model has {len(chunks)}; pass "

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pipemem.mcore.sources import Plan
+from megatron_pipemem.mcore.weight_memory import predict_weights
 from megatron_pipemem.report import save_timeline
 from megatron_pipemem.runtime.activation_ledger import (
     ActivationLedger,
@@ -81,6 +82,7 @@ class RunRecord:
     _counted_peak: int = 0
     _predicted_host_peak: int = 0
     _counted_host_peak: int = 0
+    _weights: dict[int, int] = field(default_factory=dict)
     _steps: list[_Step] = field(default_factory=list)
     _last: list[TracedAction] = field(default_factory=list)
     _unread: tuple[int, StepRecord] | None = None
@@ -110,6 +112,10 @@ class RunRecord:
         if number == len(self._plans):
             self._plans.append((len(self._steps), plan))
         self._unread = (number, observed)
+
+    def add_weights(self, nbytes: Mapping[int, int]) -> None:
+        """Note the bytes of the weights of this rank's stages."""
+        self._weights = dict(nbytes)
 
     def add_losses(self, losses: dict[str, object], grad_norm: float | None) -> None:
         """Note what the training loop reports for one iteration; the first loss is the model's."""
@@ -180,6 +186,10 @@ class RunRecord:
         if not self._steps:
             return summary
         timeline = self._plan.timeline
+        weights: list[dict[int, int]] = [{}] * self._group.size()
+        dist.all_gather_object(weights, self._weights, group=self._group)
+        of_stages = {stage: nbytes for each in weights for stage, nbytes in each.items()}
+        placement, versions = self._plan.schedule.placement, timeline.weight_versions[self._device]
         finished: list[list[float]] = [[]] * self._group.size()
         dist.all_gather_object(finished, [step.end for step in self._steps], group=self._group)
         makespans = [max(ends) for ends in zip(*finished, strict=True)]
@@ -189,6 +199,8 @@ class RunRecord:
             "schedule": self._plan.schedule.name,
             "predicted_peak_bytes": self._predicted_peak,
             "counted_peak_bytes": self._counted_peak,
+            "predicted_weight_bytes": predict_weights(placement, self._device, of_stages, versions),
+            "counted_weight_bytes": sum(self._weights.values()),
             "predicted_host_peak_bytes": self._predicted_host_peak,
             "counted_host_peak_bytes": self._counted_host_peak,
             **_offload_summary([step.offload for step in self._steps]),
@@ -265,6 +277,8 @@ def _report(ranks: list[dict]) -> dict:
         "rank",
         "predicted_peak_bytes",
         "counted_peak_bytes",
+        "predicted_weight_bytes",
+        "counted_weight_bytes",
         "predicted_host_peak_bytes",
         "counted_host_peak_bytes",
         "offloaded_bytes",

@@ -87,7 +87,7 @@ class Source(ABC):
     is_round_robin: bool
     """Whether Megatron's own placement is all that can come."""
     chunks: int
-    """Model chunks per rank to ask Megatron for when the user does not say how the model is cut."""
+    """Model chunks per rank and replica to ask Megatron for when the user does not say how the model is cut."""
     barriers = 0
     """Of vocabulary parallelism, to plan for; with 0, embedding and head are parts of the first and the last stage."""
     needs_bytes = False
@@ -178,13 +178,14 @@ class FamilySource(Source):
         super().__init__(name, costs or Costs(), priced_by)
         chosen = family(name)
         check_runs(name, chosen.simulated_only)
+        self._family = chosen
         self._memory_cap = memory_cap
         self._options = dict(options or {})
         check_options(name, self._options)
         self.may_split = chosen.splits_backward
         self.may_offload = chosen.offloads
         self.is_round_robin = self._options.get("placement", chosen.placement) in ("linear", "interleaved")
-        self.chunks = chunks_per_device(name, **self._options)
+        self.chunks = chunks_per_device(name, **self._options) // chosen.replicas
 
     def build(
         self, num_devices: int, chunks: int | None, num_microbatches: int, group_size: int | None = None
@@ -212,13 +213,16 @@ class FamilySource(Source):
         )
 
     def placement(self, num_devices: int, chunks: int | None) -> Placement:
-        return self.build(num_devices, chunks, 1).placement
+        return self.build(num_devices, chunks, self._family.fewest_microbatches(num_devices)).placement
 
     def plan(self, shape: Shape, reason: str, before: Plan | None = None, minimum_gain: float = 0.0) -> Plan:
         return Plan(self._build(shape), self.costs, self.priced_by, reason)
 
     def forwards(self, shape: Shape) -> Schedule:
-        return self._build(shape).forward_only()
+        try:
+            return self._build(shape).forward_only()
+        except UnsupportedError:  # for training, with as many microbatches as these; evaluation has other numbers
+            return super().forwards(shape)
 
     def _build(self, shape: Shape) -> Schedule:
         return self.build(shape.num_devices, shape.chunks, shape.num_microbatches, shape.group_size)
@@ -254,10 +258,10 @@ class FileSource(Source):
         placement = self._schedule.placement
         self.may_split = self._schedule.splits_backward
         self.may_offload = self._schedule.offloads
-        self.is_round_robin = all(
+        self.is_round_robin = placement.replicas == 1 and all(
             device == stage % placement.num_devices for stage, device in enumerate(placement.devices)
         )
-        self.chunks = placement.num_chunks
+        self.chunks = placement.num_chunks // placement.replicas
 
     def placement(self, num_devices: int, chunks: int | None) -> Placement:
         if num_devices != self._schedule.num_devices:

@@ -62,7 +62,7 @@ class ChunkStage:
         model: the chunk as the training loop holds it, wrapped by DDP or not.
         data_iterator: the chunk's own iterator.
         chunk: index among the rank's chunks.
-        num_chunks: chunks of this rank.
+        num_chunks: chunks of this rank that Megatron knows of.
         is_last: whether this stage computes the loss.
         placement: makes Megatron see the chunk's rank while it runs.
         delayed: Transformer Engine modules of this chunk whose weight gradients wait.
@@ -178,7 +178,7 @@ def watch_batches(data_iterator, *counters: ActivationCounter):
     return data_iterator if data_iterator is None or not counters else _BatchWatcher(data_iterator, counters)
 
 
-class _Wrapper:
+class IteratorWrapper:
     """An iterator that stands in for another one and has all its attributes."""
 
     def __init__(self, iterator: Iterator):
@@ -191,7 +191,7 @@ class _Wrapper:
         return getattr(self._iterator, name)
 
 
-class _BatchWatcher(_Wrapper):
+class _BatchWatcher(IteratorWrapper):
     def __init__(self, iterator: Iterator, counters: Sequence[ActivationCounter]):
         super().__init__(iterator)
         self._counters = counters
@@ -203,7 +203,7 @@ class _BatchWatcher(_Wrapper):
         return batch
 
 
-class Tape(_Wrapper):
+class Tape(IteratorWrapper):
     """Passes on what an iterator yields; rewound, it yields the same once more and leaves the iterator alone."""
 
     def __init__(self, iterator: Iterator):

@@ -14,7 +14,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore import replicas
 from megatron_pipemem.mcore.agreement import agree
+from megatron_pipemem.mcore.dealing import deal
 from megatron_pipemem.mcore.linear import attach_ddp_hooks
 from megatron_pipemem.mcore.offloading import Offloading
 from megatron_pipemem.mcore.patching import Symbol
@@ -34,12 +36,16 @@ from megatron_pipemem.mcore.stages import (
 )
 from megatron_pipemem.mcore.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.vocabulary.step import VocabularySteps
+from megatron_pipemem.mcore.weight_memory import count_weights
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
+from megatron_pipemem.runtime.copies import Channels, CopySums, connect_copies
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.links import measure_links
 from megatron_pipemem.runtime.trace import CudaTrace, HostTrace
 from megatron_pipemem.runtime.transport import Edge, MessageFormat, Transport, connect
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +107,7 @@ class _Pipeline:
     device: int
     ranks: Sequence[int]
     channels: dict[Edge, dist.ProcessGroup]
+    copies: Channels
 
 
 class ForwardBackward:
@@ -164,10 +171,11 @@ class ForwardBackward:
         pp_group = groups.pp if p2p_communicator is None else p2p_communicator.pp_group
         check_config(config)
         placement = self._chunk_placement.placement(pp_group.size(), len(chunks))
-        check_chunks(chunks, placement.num_chunks, self._programs.name)
-        if len(iterators) != len(chunks):
+        check_chunks(chunks, placement.num_chunks, self._programs.name, placement.replicas)
+        known_chunks = len(chunks) // placement.replicas
+        if len(iterators) != known_chunks:
             raise UnsupportedError(
-                f"{len(chunks)} model chunks need {len(chunks)} data iterators, not {len(iterators)}; pass a list with one "
+                f"{known_chunks} model chunks need {known_chunks} data iterators, not {len(iterators)}; pass a list with one "
                 "iterator per chunk"
             )
         self._chunk_placement.check_built(chunks, placement, pp_group.rank())
@@ -182,7 +190,7 @@ class ForwardBackward:
             pp_group.size(),
             len(chunks),
             num_microbatches,
-            config.microbatch_group_size_per_vp_stage if len(chunks) > 1 else None,
+            config.microbatch_group_size_per_vp_stage if known_chunks > 1 else None,
         )
         permanent = permanent_tensors(chunks)
         self._offloading.device = next((tensor.device for tensor in permanent), torch.device("cpu"))
@@ -209,13 +217,16 @@ class ForwardBackward:
         engine = self._offloading.engine() if program.schedule.offloads else None
         counters = [counter for counter in (observed.ledger, engine) if counter is not None]
         iterators = watch_batches(iterators, *counters)
+        dealer = None
+        if placement.replicas > 1:
+            dealer, iterators = deal(iterators[0], program.schedule, pipeline.device)
         stages = {
             stage: ChunkStage(
                 step,
                 chunks[chunk],
                 iterators[chunk],
                 chunk,
-                len(chunks),
+                known_chunks,
                 placement.next_stage(stage) is None,
                 self._chunk_placement,
                 delayed_modules(chunks[chunk]),
@@ -227,6 +238,11 @@ class ForwardBackward:
         if program.schedule.vocabulary:
             tokens = (micro_batch_size, (decoder_seq_length or seq_length) // groups.cp.size())
             passes = self._vocabulary.begin(step, stages, placement, groups, pp_group, tokens, observed.ledger)
+        copies = None
+        if placement.replicas > 1:
+            copies = CopySums(
+                placement, pipeline.device, pipeline.copies, lambda stage: replicas.gradients(stages[stage].model)
+            )
         executor = Executor(
             program,
             pipeline.device,
@@ -236,6 +252,7 @@ class ForwardBackward:
             trace=observed.trace,
             offload=engine,
             vocabulary=passes,
+            copies=copies,
         )
         with ExitStack() as stack:
             stack.enter_context(no_gradient_sync(config))
@@ -245,7 +262,9 @@ class ForwardBackward:
             if not forward_only:
                 _start_parameter_gather(config, chunks)
             executor.run()
-        _move_loss_to_last_rank(step, pp_group, placement)
+        if dealer is not None:
+            dealer.finish()
+        _move_loss_to_last_rank(step, pp_group, program.schedule)
         if config.finalize_model_grads_func is not None and not forward_only:
             config.finalize_model_grads_func(
                 chunks,
@@ -258,6 +277,7 @@ class ForwardBackward:
         if not forward_only and self._replanner is not None:
             self._replanner.after_step(placement.num_stages, observed.ledger, observed.trace)
         if not forward_only and self._record is not None:
+            self._record.add_weights(count_weights(chunks, placement.stages[pipeline.device]))
             observed.offload = None if engine is None else engine.statistics()
             self._record.add_step(plan, program, pipeline.device, pp_group, observed)
         return step.loss_data
@@ -291,7 +311,10 @@ class ForwardBackward:
     def _connect(self, group: dist.ProcessGroup, placement: Placement) -> _Pipeline:
         if group not in self._pipelines:
             self._pipelines[group] = _Pipeline(
-                group.rank(), dist.get_process_group_ranks(group), connect(placement, group)
+                group.rank(),
+                dist.get_process_group_ranks(group),
+                connect(placement, group),
+                connect_copies(placement, group),
             )
         return self._pipelines[group]
 
@@ -351,18 +374,30 @@ def _start_parameter_gather(config, chunks: list[torch.nn.Module]) -> None:
         (functions[index] if isinstance(functions, list) else functions)(chunk.parameters())
 
 
-def _move_loss_to_last_rank(step: StepContext, pp_group: dist.ProcessGroup, placement: Placement) -> None:
-    """Training loops read losses on the last pipeline rank, and gradients are scaled by its token count."""
-    last = pp_group.size() - 1
-    source = placement.device_of(placement.num_stages - 1)
-    if source == last:
+def _move_loss_to_last_rank(step: StepContext, pp_group: dist.ProcessGroup, schedule: Schedule) -> None:
+    """Training loops read losses on the last pipeline rank, and gradients are scaled by its token count.
+
+    Every replica of the model has its losses on a device of its own; there they come in the order of their forwards.
+    """
+    last, placement = pp_group.size() - 1, schedule.placement
+    ends = {stage for stage in range(placement.num_stages) if placement.next_stage(stage) is None}
+    sources = sorted({placement.devices[stage] for stage in ends})
+    if sources == [last]:
         return
-    payload = [(move_tensors(step.loss_data, "cpu"), int(step.num_tokens)) if pp_group.rank() == source else None]
-    dist.broadcast_object_list(payload, src=dist.get_global_rank(pp_group, source), group=pp_group)
+    rank = pp_group.rank()
+    found: list[tuple[int, object]] = []
+    num_tokens = 0
+    for source in sources:
+        payload = [(move_tensors(step.loss_data, "cpu"), int(step.num_tokens)) if rank == source else None]
+        dist.broadcast_object_list(payload, src=dist.get_global_rank(pp_group, source), group=pp_group)
+        data, tokens = payload[0]
+        order = [a.microbatch for a in schedule.orders[source] if a.kind is Kind.F and a.stage in ends]
+        found += zip(order, data, strict=True)
+        num_tokens += tokens
     step.loss_data = []
-    if pp_group.rank() == last:
-        data, num_tokens = payload[0]
-        step.loss_data = move_tensors(data, torch.cuda.current_device())
+    if rank == last:
+        found.sort(key=lambda each: each[0])
+        step.loss_data = move_tensors([data for _, data in found], torch.cuda.current_device())
         step.num_tokens.fill_(num_tokens)
 
 

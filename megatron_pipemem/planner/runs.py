@@ -243,7 +243,7 @@ def _schedules(run: Run) -> str | None:
         validate(schedule, Costs())
     except PipememError as error:
         return str(error)
-    return _stages_hold_layers(run, schedule.placement.num_chunks)
+    return _stages_hold_layers(run, schedule.placement.model_stages // cut.pp)
 
 
 def _goes_together(run: Run) -> str | None:

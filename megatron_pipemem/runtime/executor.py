@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
+from megatron_pipemem.runtime.copies import CopySums
 from megatron_pipemem.runtime.offload import OffloadEngine
 from megatron_pipemem.runtime.trace import Trace
 from megatron_pipemem.runtime.transport import Transport
@@ -46,7 +47,7 @@ class StageRunner(Protocol):
         """
 
     def reduce_gradients(self) -> None:
-        """All gradients of the stage are complete: start summing them over the data-parallel ranks."""
+        """All gradients of the stage are complete, summed over its copies: start summing over the data-parallel ranks."""
 
 
 class Executor:
@@ -63,6 +64,7 @@ class Executor:
         trace: times every compute action, if given.
         offload: moves activations, for programs that offload any; within its ``step()``.
         vocabulary: performs the vocabulary passes of a program that has them.
+        copies: adds up gradients, for programs of more than one replica.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Executor:
         trace: Trace | None = None,
         offload: OffloadEngine | None = None,
         vocabulary: VocabularyPasses | None = None,
+        copies: CopySums | None = None,
     ):
         self._program = program
         self._placement = program.placement
@@ -85,6 +88,7 @@ class Executor:
         self._trace = trace
         self._offload = offload
         self._vocabulary = vocabulary
+        self._copies = copies
         self._actions = program.actions[device]
         self._split = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.I}
         self._recomputed = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.R}
@@ -108,6 +112,7 @@ class Executor:
             Kind.SEND_I: self._send,
             Kind.RECV_F: self._receive,
             Kind.RECV_I: self._receive,
+            Kind.SUM_COPIES: lambda action: self._copies.post(action.stage),
             Kind.REDUCE_GRAD: self._reduce_gradients,
             Kind.OFFLOAD: lambda action: self._offload.offload(_key(action)),
             Kind.RELOAD: lambda action: self._offload.reload(_key(action)),
@@ -256,6 +261,8 @@ class Executor:
             self._held(buffer)
 
     def _reduce_gradients(self, action: Action) -> None:
+        if self._copies is not None:
+            self._copies.wait(action.stage)
         self._stages[action.stage].reduce_gradients()
 
     def _vocabulary_pass(self, action: Action) -> None:

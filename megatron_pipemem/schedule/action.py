@@ -33,6 +33,7 @@ class Kind(StrEnum):
     RECV_F = "RECV_F"
     SEND_I = "SEND_I"
     RECV_I = "RECV_I"
+    SUM_COPIES = "SUM_COPIES"  # of a stage's gradients, over the devices that hold its copies; posting waits for nobody
     REDUCE_GRAD = "REDUCE_GRAD"
     OFFLOAD = "OFFLOAD"
     WAIT_OFFLOAD = "WAIT_OFFLOAD"
@@ -72,6 +73,8 @@ FORWARD = frozenset((Kind.F, Kind.IF, Kind.REDUCE_E, Kind.BCAST_X, Kind.S, Kind.
 SENDS = frozenset((Kind.SEND_F, Kind.SEND_I))
 RECEIVES = frozenset((Kind.RECV_F, Kind.RECV_I))
 MESSAGES = SENDS | RECEIVES
+WHOLE_STAGE = frozenset((Kind.SUM_COPIES, Kind.REDUCE_GRAD))
+"""Not on any microbatch."""
 
 
 class Action(NamedTuple):
@@ -104,9 +107,10 @@ class Action(NamedTuple):
             )
         stage, kind, microbatch = match.groups()
         action = cls(Kind(kind), int(stage), None if microbatch is None else int(microbatch))
-        if (action.microbatch is None) != (action.kind is Kind.REDUCE_GRAD):
+        if (action.microbatch is None) != (action.kind in WHOLE_STAGE):
             raise ScheduleFormatError(
-                f"{text.strip()!r}: every kind but REDUCE_GRAD needs a microbatch, and REDUCE_GRAD takes none"
+                f"{text.strip()!r}: every kind but {Kind.SUM_COPIES} and {Kind.REDUCE_GRAD} needs a microbatch, and those "
+                "take none"
             )
         return action
 

@@ -84,6 +84,10 @@ class Placement:
         """The copy of the model that ``stage`` belongs to."""
         return stage // self.model_stages
 
+    def copies_of(self, stage: int) -> tuple[int, ...]:
+        """The same stage in all replicas, itself included."""
+        return tuple(range(stage % self.model_stages, self.num_stages, self.model_stages))
+
     @classmethod
     def linear(cls, num_devices: int) -> Placement:
         """One stage per device, in order."""

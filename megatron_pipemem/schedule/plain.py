@@ -10,20 +10,26 @@ from megatron_pipemem.schedule.schedule import Schedule
 def forward_schedule(placement: Placement, num_microbatches: int, name: str = "forward only") -> Schedule:
     """Nothing but forwards, for evaluation: with equal passes, a device runs the deepest stage whose input has come.
 
+    Replicas of the model take the microbatches in turn.
+
     Args:
         placement: which device holds which stage.
         num_microbatches: microbatches of the step.
         name: name of the schedule.
     """
+    replicas, shares = placement.replicas, [0] * placement.replicas
+    for microbatch in range(num_microbatches):
+        shares[microbatch % replicas] += 1
     done = [0] * placement.num_stages
     orders: list[list[Action]] = [[] for _ in placement.stages]
-    while done[-1] < num_microbatches:
+    while sum(done) < num_microbatches * placement.model_stages:
         before = tuple(done)
         for device, stages in enumerate(placement.stages):
-            for stage in reversed(stages):
-                arrived = before[stage - 1] if stage > 0 else num_microbatches
+            for stage in sorted(stages, key=lambda stage: -(stage % placement.model_stages)):
+                replica, previous = placement.replica_of(stage), placement.previous_stage(stage)
+                arrived = shares[replica] if previous is None else before[previous]
                 if before[stage] < arrived:
-                    orders[device].append(Action(Kind.F, stage, before[stage]))
+                    orders[device].append(Action(Kind.F, stage, before[stage] * replicas + replica))
                     done[stage] += 1
                     break
     return Schedule(name, placement, num_microbatches, tuple(map(tuple, orders)))
@@ -31,6 +37,8 @@ def forward_schedule(placement: Placement, num_microbatches: int, name: str = "f
 
 def serial_schedule(placement: Placement, num_microbatches: int, name: str = "serial") -> Schedule:
     """One microbatch after another through all stages and back: the slowest order, and none holds less.
+
+    Replicas of the model take the microbatches in turn.
 
     Args:
         placement: which device holds which stage.
@@ -41,8 +49,9 @@ def serial_schedule(placement: Placement, num_microbatches: int, name: str = "se
     for stages in placement.stages:
         order: list[Action] = []
         for microbatch in range(num_microbatches):
-            order += [Action(Kind.F, stage, microbatch) for stage in stages]
-            for stage in reversed(stages):
+            turn = [stage for stage in stages if placement.replica_of(stage) == microbatch % placement.replicas]
+            order += [Action(Kind.F, stage, microbatch) for stage in turn]
+            for stage in reversed(turn):
                 order += [Action(Kind.I, stage, microbatch), Action(Kind.W, stage, microbatch)]
         orders.append(tuple(order))
     return Schedule(name, placement, num_microbatches, tuple(orders))

@@ -44,6 +44,8 @@ class Family:
         asynchronous: whether weights change in the middle of a step, so that training differs from synchronous training.
         simulated_only: why it can be built, simulated and drawn, but not run; empty when it runs.
         offloads: whether activations spend time in host memory.
+        replicas: copies of the model that the devices hold.
+        fewest_microbatches: of a step, by the number of devices, where that is more than one.
     """
 
     name: str
@@ -61,6 +63,8 @@ class Family:
     asynchronous: bool = False
     simulated_only: str = ""
     offloads: bool = False
+    replicas: int = 1
+    fewest_microbatches: Callable[[int], int] = lambda num_devices: 1
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -179,7 +183,7 @@ def synchronous_schedules(num_devices: int, num_microbatches: int, costs: Costs 
     """The schedule of every family that trains as 1F1B does in one pipeline on the devices alone, where the family takes
     these arguments."""
     for each in families():
-        if each.simulated_only or each.asynchronous or each.offloads:
+        if each.simulated_only or each.asynchronous or each.offloads or each.replicas > 1:
             continue
         try:
             yield build_schedule(each.name, num_devices=num_devices, num_microbatches=num_microbatches, costs=costs)
@@ -222,6 +226,8 @@ def _check_cap(chosen: Family, schedule: Schedule, memory_cap: float) -> None:
         if other.simulated_only and not chosen.simulated_only or other.asynchronous and not chosen.asynchronous:
             continue
         if other.offloads and not chosen.offloads:  # what they hold depends on the channel to the host
+            continue
+        if other.replicas > chosen.replicas:  # they save activations and pay with weights
             continue
         try:
             fitted = _fitted_to(other, memory_cap)

@@ -15,11 +15,10 @@ from megatron_pipemem.schedule.weights import WeightUpdates
 Order = tuple[Action, ...]
 
 WHY_NOT_RUN = {
-    "replicas": "every rank would have to hold a part of both copies of the model and add up their gradients",
     "updates": "every rank would have to keep several versions of its weights and update them in the middle of a step",
     "pieces": "attention would have to keep the keys and values of earlier pieces and gather their gradients",
 }
-"""What the executor lacks for schedules of more than one replica, with weight updates, or of sequence pieces."""
+"""What the executor lacks for schedules with weight updates, or of sequence pieces."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,6 @@ class Schedule:
     @property
     def simulated_only(self) -> str:
         """Why it can be simulated but not run; empty when it can run."""
-        if self.placement.replicas > 1:
-            return WHY_NOT_RUN["replicas"]
         if self.updates is not None:
             return WHY_NOT_RUN["updates"]
         return WHY_NOT_RUN["pieces"] if self.pieces > 1 else ""

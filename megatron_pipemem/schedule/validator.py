@@ -11,7 +11,7 @@ from itertools import zip_longest
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import MESSAGES, ORDERED, RECEIVES, VOCABULARY, Action, Kind
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.lowering.gradients import COMPLETING
+from megatron_pipemem.schedule.gradient_checks import check_reductions, check_sums
 from megatron_pipemem.schedule.lowering.messages import Edge, Message, Router
 from megatron_pipemem.schedule.memory_actions import backward_needs, check_memory_actions
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule
@@ -92,11 +92,12 @@ def validate_program(program: Program) -> None:
     receives = {action: receive for action in computed if (receive := router.awaited(action)) is not None}
     _check_posts(places, messages, receives)
     _check_edges(places, messages.values())
-    _check_reductions(program, places)
+    check_reductions(program, places)
+    sums = check_sums(program, places)
     # Both ends of an edge post the same sequence, posts never block, and a consumer stands behind its own receive: so
     # its message, and all before it on the edge, have moved as soon as the source has posted the send.
     sends = {message.receive: message.send for message in messages.values()}
-    needs = {action: (sends[receive],) for action, receive in receives.items()}
+    needs = {action: (sends[receive],) for action, receive in receives.items()} | sums
     if program.schedule.vocabulary:
         fused = {action for action in computed if action.kind is Kind.B}
         for action in computed:
@@ -441,38 +442,3 @@ def _check_edges(places: Places, messages: Iterable[Message]) -> None:
                     position=other_position,
                     action=other.receive,
                 )
-
-
-def _check_reductions(program: Program, places: Places) -> None:
-    """Every stage that has gradients reduces them once, after the last of them."""
-    last = {
-        Action(Kind.REDUCE_GRAD, action.stage): (device, position, action)
-        for device, actions in enumerate(program.actions)
-        for position, action in enumerate(actions)
-        if action.kind in COMPLETING
-    }
-    for reduction, (device, position, action) in last.items():
-        if reduction not in places:
-            raise ScheduleError(
-                f"completes the gradients of its stage, but {reduction} is missing; add it after {action}",
-                device=device,
-                position=position,
-                action=action,
-            )
-        found, at = places[reduction]
-        if found != device or at < position:
-            raise ScheduleError(
-                f"must come after {action} at position {position} of device {device}, the last weight gradient of the "
-                "stage; move it there",
-                device=found,
-                position=at,
-                action=reduction,
-            )
-    for action, (device, position) in places.items():
-        if action.kind is Kind.REDUCE_GRAD and action not in last:
-            raise ScheduleError(
-                f"stage {action.stage} has no weight gradients to reduce; remove it",
-                device=device,
-                position=position,
-                action=action,
-            )

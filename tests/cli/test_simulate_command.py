@@ -194,7 +194,7 @@ def test_schedules_lists_every_family(pipemem, pipemem_json):
     assert list(rows) == NAMES
     assert set(rows["zbv"]) == {
         "name", "placement", "summary", "peak", "bubble", "source", "splits_backward", "min_devices", "options",
-        "chunks", "needs", "asynchronous", "simulated_only", "offloads",
+        "chunks", "needs", "asynchronous", "simulated_only", "offloads", "replicas",
     }  # fmt: skip
     assert rows["zbv"]["placement"] == "v" and rows["zbv"]["splits_backward"] is True
     assert "chunks" in rows["interleaved"]["options"]
@@ -202,6 +202,7 @@ def test_schedules_lists_every_family(pipemem, pipemem_json):
     assert rows["dualpipe"]["needs"] == "even p, even m of at least 2p"
     shown = pipemem("schedules").stdout
     assert all(name in shown for name in NAMES)
+    assert shown.count("2 copies of the weights") == 3
     assert shown.count("asynchronous, simulated only") == 2 and "even p" in shown
 
 

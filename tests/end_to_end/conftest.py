@@ -42,6 +42,7 @@ class Run:
         predicted_peaks: bytes per rank; ``None`` for stock, which foretells nothing.
         counted_peaks: bytes per rank.
         vocabulary_rows: of embedding and head, per rank.
+        weights: a hash of the trained weights of every chunk, per rank.
         plans: of the report; they hold measured times, so equal runs may differ in them.
         ranks: of the report, for the same reason.
     """
@@ -52,6 +53,7 @@ class Run:
     predicted_peaks: list[int | None]
     counted_peaks: list[int]
     vocabulary_rows: list[list[int]] = field(compare=False)
+    weights: list[list[str]] = field(compare=False)
     plans: list[dict] = field(compare=False)
     ranks: list[dict] = field(compare=False)
 
@@ -112,6 +114,7 @@ class Trainer:
             [rank["predicted_peak_bytes"] for rank in report["ranks"]],
             [rank["counted_peak_bytes"] for rank in report["ranks"]],
             [each["vocabulary_rows"] for each in seen],
+            [each["weights"] for each in seen],
             report["plans"],
             report["ranks"],
         )

@@ -46,9 +46,9 @@ def run(case: dict) -> dict:
             ``sabotage`` names one of ``SABOTAGE`` for rank 1.
 
     Returns:
-        The plugin's ``report``, the ``validation`` losses that this rank knows, the ``vocabulary_rows`` of every shard that it
-        has of embedding and head, and the symbols of Megatron that are not
-        the ``original`` ones afterwards.
+        The plugin's ``report``, a hash of the trained ``weights`` of every chunk, the ``validation`` losses that this rank
+        knows, the ``vocabulary_rows`` of every shard that it has of embedding and head, and the symbols of Megatron that are
+        not the ``original`` ones afterwards.
     """
     originals = _symbols()
     rows: list[int] = []
@@ -57,9 +57,11 @@ def run(case: dict) -> dict:
     validation: list[dict[str, float]] = []
     sabotage = SABOTAGE[case.get("sabotage") if dist.get_rank() == 1 else None]
     chunks: list[torch.nn.Module] = []
+    weights: list[str] = []
     try:
         with _noted_evaluation(validation), _common_start(chunks, case.get("initialise", True), rows), sabotage():
             entry.main()
+        weights += map(_digest, chunks)
     finally:
         disable()
         while chunks:
@@ -74,8 +76,16 @@ def run(case: dict) -> dict:
         "report": json.loads(Path(case["report"]).read_text()),
         "validation": validation,
         "vocabulary_rows": rows,
+        "weights": weights,
         "replaced": [".".join(name) for name, original in originals.items() if now.get(name) is not original],
     }
+
+
+def _digest(chunk: torch.nn.Module) -> str:
+    found = sha256()
+    for parameter in chunk.parameters():
+        found.update(parameter.detach().float().numpy().tobytes())
+    return found.hexdigest()
 
 
 @contextmanager

@@ -9,17 +9,19 @@ pytest.importorskip("megatron.core")
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.sources import FamilySource, Shape
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.registry import build_schedule, families, family
 
-RUNNABLE = [family.name for family in families() if not family.simulated_only]
+RUNNABLE = [each.name for each in families() if not each.simulated_only]
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_every_family_says_how_many_chunks_it_wants_and_builds_for_them(name):
     source = FamilySource(name)
-    plan = source.plan(Shape(4, source.chunks, 6), "start")
-    assert plan.schedule.placement == source.placement(4, source.chunks) == source.placement(4, None)
-    assert plan.schedule.placement.num_chunks == source.chunks
+    plan = source.plan(Shape(4, source.chunks, 8), "start")
+    placement = plan.schedule.placement
+    assert placement == source.placement(4, source.chunks) == source.placement(4, None)
+    assert placement.num_chunks == source.chunks * placement.replicas
+    assert placement.replicas == family(name).replicas
     round_robin = all(device == stage % 4 for stage, device in enumerate(plan.schedule.placement.devices))
     assert source.is_round_robin == round_robin
     assert source.may_split == plan.schedule.splits_backward

@@ -43,7 +43,7 @@ NOT_RUN = {family.name: family.simulated_only for family in families() if family
 
 
 def test_these_schedules_are_not_run():
-    assert set(NOT_RUN) == {"chimera", "gems", "dualpipe", "pipedream", "pipedream-2bw", "seq1f1b"}
+    assert set(NOT_RUN) == {"pipedream", "pipedream-2bw", "seq1f1b"}
 
 
 @pytest.mark.parametrize("name", NOT_RUN)

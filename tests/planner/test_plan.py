@@ -75,14 +75,32 @@ def everything(run: Run, names: tuple[str, ...]) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("memory_gib", [5.0, 24.0])
-def test_the_listed_plans_are_the_best_of_all_candidates(memory_gib):
+@pytest.mark.parametrize(
+    ("memory_gib", "families"), [(5.0, FAMILIES), (24.0, FAMILIES), (24.0, ("chimera", "gems", "dualpipe"))]
+)
+def test_the_listed_plans_are_the_best_of_all_candidates(memory_gib, families):
     run = tiny(memory_gib)
-    fits = sorted(seconds for seconds, peak in everything(run, FAMILIES) if peak <= run.cluster.memory_bytes)
-    found = plan(run, limits=Limits({"schedule": FAMILIES, "variant": (PLAIN,)}), top=12, search_seconds=0)
+    fits = sorted(seconds for seconds, peak in everything(run, families) if peak <= run.cluster.memory_bytes)
+    found = plan(run, limits=Limits({"schedule": families, "variant": (PLAIN,)}), top=12, search_seconds=0)
     assert [each.seconds for each in found.plans] == pytest.approx(fits[:12])
     assert all(each.peak <= run.cluster.memory_bytes for each in found.plans)
     assert found.considered == len(found.plans) + found.rejected.total()
+
+
+def test_two_copies_of_the_model_hold_it_twice_and_are_added_up():
+    run = replace(RUN, parallelism=replace(RUN.parallelism, pp=4, dp=2))
+    one, two = (
+        price(run, Placement.linear(4)),
+        price(run, Placement.bidirectional(4), layers=price(run, Placement.linear(4)).layers),
+    )
+    assert two.static == pytest.approx([own + other for own, other in zip(one.static, one.static[::-1], strict=True)])
+    assert sum(two.work) == pytest.approx(sum(one.work))
+    assert two.optimizer == pytest.approx(max(two.static) / max(one.static) * one.optimizer)
+    assert two.reduction > 2 * one.reduction
+    assert len(two.layers) == 4
+    rejected: Counter[str] = Counter()
+    assert all(placement.replicas == 1 for placement in orders(run, Limits(), rejected))
+    assert rejected["gems: two copies of the model take more memory than they save"] == 1
 
 
 def test_every_cut_of_the_devices_is_considered():

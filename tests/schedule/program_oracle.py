@@ -22,7 +22,9 @@ def _other_compute(program: Program) -> list[str]:
     found = []
     for device, actions in enumerate(program.actions):
         computed = tuple(
-            a for a in actions if not a.kind.value.startswith(("SEND", "RECV")) and a.kind.value != "REDUCE_GRAD"
+            a
+            for a in actions
+            if not a.kind.value.startswith(("SEND", "RECV")) and a.kind.value not in ("SUM_COPIES", "REDUCE_GRAD")
         )
         if computed != program.schedule.orders[device]:
             found.append(f"device {device} computes something else than its order")
@@ -33,18 +35,53 @@ def _misreduced(program: Program) -> list[str]:
     found = []
     reduced: Counter[int] = Counter()
     trained = set()
+    replicas = program.placement.replicas
+    size = len(program.placement.devices) // replicas
     for device, actions in enumerate(program.actions):
         names = [(a.kind.value, a.stage) for a in actions]
-        trained |= {stage for letter, stage in names if letter in "WB"}
+        for letter, stage in names:
+            if letter in "WB":
+                trained |= set(range(stage % size, replicas * size, size))
         for position, action in enumerate(actions):
             if action.kind.value == "REDUCE_GRAD":
                 reduced[action.stage] += 1
-                early = any((letter, action.stage) in names[position:] for letter in ("W", "B", "T", "IB"))
+                later = ("W", "B", "T", "IB", "SUM_COPIES")
+                early = any((letter, action.stage) in names[position:] for letter in later)
                 local = action.stage in program.placement.stages[device]
                 if early or not local or action.microbatch is not None:
                     found.append(f"{action} is misplaced on device {device}")
+    return (
+        found
+        + [f"stage {s} is reduced {reduced[s]} times" for s in trained | set(reduced) if reduced[s] != (s in trained)]
+        + _misadded(program, trained, size)
+    )
+
+
+def _misadded(program: Program, trained: set[int], size: int) -> list[str]:
+    """Copies of a stage are added up once, complete, with all devices that hold some in one order."""
+    devices, found = program.placement.devices, []
+    added: dict[int, int] = {}
+    meetings: dict[frozenset[int], dict[int, list[int]]] = {}
+    for device, actions in enumerate(program.actions):
+        names = [(a.kind.value, a.stage) for a in actions]
+        for position, (kind, stage) in enumerate(names):
+            if kind != "SUM_COPIES":
+                continue
+            added[stage] = added.get(stage, 0) + 1
+            early = ("W", stage) in names[position:] or ("B", stage) in names[position:]
+            local = stage in program.placement.stages[device]
+            if early or not local or actions[position].microbatch is not None:
+                found.append(f"{actions[position]} is misplaced on device {device}")
+            others = frozenset(d for s, d in enumerate(devices) if s % size == stage % size)
+            here = meetings.setdefault(others, {}).setdefault(device, [])
+            if stage % size in here:  # several copies on one device meet the others with the last of them
+                here.remove(stage % size)
+            here.append(stage % size)
+    wanted = dict.fromkeys(trained, 1) if program.placement.replicas > 1 else {}
+    if added != wanted:
+        found.append(f"sums of copies {added}, not {wanted}")
     return found + [
-        f"stage {s} is reduced {reduced[s]} times" for s in trained | set(reduced) if reduced[s] != (s in trained)
+        f"devices {set(d)} sum in different orders" for d, o in meetings.items() if len({*map(tuple, o.values())}) > 1
     ]
 
 
@@ -58,6 +95,7 @@ def _undelivered(program: Program) -> list[str]:
 
     have: list[set[Tensor]] = [set() for _ in program.actions]
     position = [0] * len(program.actions)
+    added: set[int] = set()
     sent: dict[tuple[int, int], deque[Tensor]] = {}
     wanted: dict[tuple[int, int], deque[Tensor]] = {}
     moved = True
@@ -79,6 +117,11 @@ def _undelivered(program: Program) -> list[str]:
                         return [f"device {device} receives {letter} of stage {source}, which does not exist"]
                     tensor = (letter.value[-1], source, microbatch)
                     wanted.setdefault((devices[source], device), deque()).append(tensor)
+                elif letter == "SUM_COPIES":
+                    added.add(stage)
+                elif letter == "REDUCE_GRAD" and program.placement.replicas > 1:
+                    if not added.issuperset(range(stage % size, len(devices), size)):
+                        break
                 elif letter in ("F", "I", "B"):
                     source = stage - 1 if down else stage + 1
                     tensor = ("F" if down else "I", source, microbatch)

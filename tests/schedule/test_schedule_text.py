@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from random_schedules import FAMILIES, build_or_skip, family_schedules, random_schedules
 
 from megatron_pipemem.errors import PipememError, ScheduleFormatError
-from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.action import WHOLE_STAGE, Action, Kind
 from megatron_pipemem.schedule.csv_format import read_table
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.validator import validate
@@ -27,7 +27,7 @@ CURRENT_TORCH = OLDER_TORCH.replace("B", "I")
 @pytest.mark.parametrize("kind", list(Kind))
 @given(stage=st.integers(0, 10**6), microbatch=st.integers(0, 10**6))
 def test_actions_round_trip(kind, stage, microbatch):
-    action = Action(kind, stage, None if kind is Kind.REDUCE_GRAD else microbatch)
+    action = Action(kind, stage, None if kind in WHOLE_STAGE else microbatch)
     assert Action.parse(str(action)) == action
     assert Action.parse(f"  {action}\t") == action
 
@@ -58,7 +58,7 @@ def test_malformed_actions(text):
 
 
 def test_reduce_grad_takes_no_microbatch():
-    with pytest.raises(ScheduleFormatError, match="REDUCE_GRAD takes none"):
+    with pytest.raises(ScheduleFormatError, match="and those take none"):
         Action.parse("2REDUCE_GRAD0")
 
 
@@ -114,7 +114,7 @@ def test_layout_of_the_file_does_not_matter(schedule, data):
     [
         ("0F0,0B0\n1F0,1X0\n", 2, 2, "'1X0' is not an action"),
         ("0F0,,hello\n", 1, 3, "'hello' is not an action"),
-        ("\n0F0\n\n1F0,1B\n", 4, 2, "every kind but REDUCE_GRAD needs a microbatch"),
+        ("\n0F0\n\n1F0,1B\n", 4, 2, "every kind but SUM_COPIES and REDUCE_GRAD needs a microbatch"),
         ("0F0,0SEND_F0\n1F0\n", 1, 2, "0SEND_F0 is not a compute action"),
         ("0F0\r\n1F0,0B0\r\n", 2, 2, "stage 0 is on device 1 here and on device 0 above"),
         ("0F0;0B0\n", 1, 1, "'0F0;0B0' is not an action"),

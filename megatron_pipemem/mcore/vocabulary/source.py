@@ -15,7 +15,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.validator import validate
-from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM, check_placement
 from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
 
 OFF, AUTO = "off", "auto"
@@ -64,7 +64,10 @@ class VocabularySource(Source):
         return self._inner.needs_bytes
 
     def placement(self, num_devices: int, chunks: int | None) -> Placement:
-        return self._inner.placement(num_devices, chunks)
+        placement = self._inner.placement(num_devices, chunks)
+        if placement.replicas > 1:
+            check_placement(placement)  # before the model is built
+        return placement
 
     def cut(self, chunks: list[torch.nn.Module], placement: Placement, pg_collection) -> None:
         """Cut the vocabulary of a rank's chunks, if that is what is wanted. Every rank calls this when it has built them."""

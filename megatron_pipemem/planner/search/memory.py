@@ -50,7 +50,7 @@ def held(run: Run) -> Held | None:
     choice, cut = run.schedule, run.parallelism
     schedule = None if choice.name == AUTO else _schedule(run)
     placement = Placement.interleaved(cut.pp, cut.chunks or 2) if schedule is None else schedule.placement
-    layers = layout.layers_of(run, placement.num_stages)
+    layers = layout.layers_of(run, placement.model_stages)
     if layers is None:
         return None
     ways = [_held(run, placement, schedule, layers, barriers) for barriers in _barriers(run, schedule)]

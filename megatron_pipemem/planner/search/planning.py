@@ -269,6 +269,7 @@ class _Planner:
             group
             for group in sorted(self._groups, key=lambda group: group.bound)
             if group.variant is None
+            and group.step.placement.replicas == 1
             and group.bound < min(slowest, reached.get(id(group.step), slowest)) * (1 - _WORTH_SEARCHING)
             and 3 * group.run.parallelism.microbatches * group.step.placement.num_stages <= _LARGEST_SEARCH
         ]
@@ -298,7 +299,7 @@ class _Planner:
             step = price(run, placement, pace=self._pace)
             if self.limits.admits(variant=PLAIN):
                 self._bound(run, step, found, None)
-            for variant in variants():
+            for variant in variants() if placement.replicas == 1 else ():
                 if self.limits.admits(variant=variant.name):
                     self._bound(run, variant.prepare(run, placement, self._pace), found, variant)
 
@@ -308,14 +309,17 @@ class _Planner:
             self.rejected[TOO_MUCH_STATIC] += len(found)
             return
         m = run.parallelism.microbatches
-        free = lower_bound(step.placement, m, step.costs)
+        if step.placement.replicas > 1:  # how they share the microbatches is their orders' business
+            free = m * sum(step.work) / step.placement.num_devices
+        else:
+            free = lower_bound(step.placement, m, step.costs)
         bound = free
         if variant is not None and variant.frees_memory:
             kept = (step.costs.memory or {}).get(Kind.F, (0,) * step.placement.num_stages)
             if any(kept[stage] > room[device] for stage, device in enumerate(step.placement.devices)):
                 self.rejected[TOO_MUCH_KEPT] += len(found)
                 return
-        else:
+        elif step.placement.replicas == 1:
             try:
                 bound = lower_bound(step.placement, m, step.costs, room)
             except PipememError:
@@ -442,7 +446,7 @@ def _configured(group: _Group, order: Order) -> Run:
     if group.variant is not None:
         choice = group.variant.choice(choice)
     flags = {key: value for key, value in group.run.megatron.items() if key.replace("_", "-") not in layout.FLAGS}
-    stages = group.step.placement.num_stages
+    stages = group.step.placement.model_stages
     if group.step.layers != layout.even(group.run.model.layers, stages):
         flags[layout.FLAG] = layout.written(group.step.layers)
     cut = replace(group.run.parallelism, chunks=order.chunks)

@@ -13,7 +13,7 @@ from megatron_pipemem.planner.loading import nearest
 from megatron_pipemem.planner.runs import Run, ScheduleChoice
 from megatron_pipemem.planner.search.step import DISTRIBUTED
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import Family, build_schedule, families
+from megatron_pipemem.schedule.registry import Family, build_schedule, families, family
 
 RECOMPUTE = ("none", "selective", "full")
 OUTCLASSED = {
@@ -23,6 +23,9 @@ OUTCLASSED = {
     "zb-auto": "the search starts from it",
     "po-h": "the offload variant moves no more than memory asks for",
     "po-f": "the offload variant moves no more than memory asks for",
+    "chimera": "two copies of the model take more memory than they save",
+    "gems": "two copies of the model take more memory than they save",
+    "dualpipe": "two copies of the model take more memory than they save",
 }
 """Families that are never worth their memory, and why; considered where a user names them."""
 _OF_REPLICAS = {DISTRIBUTED: True, "overlap-grad-reduce": True, "overlap-param-gather": True}
@@ -132,25 +135,25 @@ def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, 
     found: dict[Placement, list[Order]] = {}
     pp, layers = run.parallelism.pp, run.model.layers
     named = limits.allowed.get("schedule", ())
-    for family in families():
-        if family.simulated_only or family.asynchronous or not limits.admits(schedule=family.name):
+    for each in families():
+        if each.simulated_only or each.asynchronous or not limits.admits(schedule=each.name):
             continue
-        if family.name in OUTCLASSED and family.name not in named:
-            rejected[f"{family.name}: {OUTCLASSED[family.name]}"] += 1
+        if each.name in OUTCLASSED and each.name not in named:
+            rejected[f"{each.name}: {OUTCLASSED[each.name]}"] += 1
             continue
-        if pp < family.min_devices or (pp == 1 and family.name != "1f1b" and family.name not in named):
+        if pp < each.min_devices or (pp == 1 and each.name != "1f1b" and each.name not in named):
             rejected["schedules for more pipeline ranks"] += 1
             continue
-        for chunks in range(2, _MOST_CHUNKS + 1) if "chunks" in family.options else (None,):
-            if not limits.admits(chunks=chunks or family.chunks):
+        for chunks in range(2, _MOST_CHUNKS + 1) if "chunks" in each.options else (None,):
+            if not limits.admits(chunks=chunks or each.chunks):
                 continue
-            placement = _placement(family, pp, chunks)
+            placement = _placement(each, pp, chunks)
             if placement is None:
-                rejected[f"{family.name} does not take so many pipeline ranks or chunks"] += 1
-            elif placement.num_stages > max(layers + 2, pp):
+                rejected[f"{each.name} does not take so many pipeline ranks or chunks"] += 1
+            elif placement.model_stages > max(layers + 2, pp):
                 rejected["more stages than layers, embedding and head"] += 1
             else:
-                found.setdefault(placement, []).append(Order(family.name, chunks))
+                found.setdefault(placement, []).append(Order(each.name, chunks))
     return found
 
 
@@ -166,15 +169,16 @@ def _named_placement(name: str, num_devices: int, chunks: int | None) -> Placeme
     """Of a family whose placement has a name of its own."""
     options = {} if chunks is None else {"chunks": chunks}
     try:
-        return build_schedule(name, num_devices=num_devices, num_microbatches=1, **options).placement
+        fewest = family(name).fewest_microbatches(num_devices)
+        return build_schedule(name, num_devices=num_devices, num_microbatches=fewest, **options).placement
     except PipememError:
         return None
 
 
-def _placement(family: Family, num_devices: int, chunks: int | None) -> Placement | None:
-    if family.placement in _BY_NAME:
-        return _BY_NAME[family.placement](num_devices, chunks or family.chunks)
-    return _named_placement(family.name, num_devices, chunks)
+def _placement(of: Family, num_devices: int, chunks: int | None) -> Placement | None:
+    if of.placement in _BY_NAME:
+        return _BY_NAME[of.placement](num_devices, chunks or of.chunks)
+    return _named_placement(of.name, num_devices, chunks)
 
 
 def _divisors(number: int) -> list[int]:

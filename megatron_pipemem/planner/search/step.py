@@ -11,7 +11,9 @@ A step takes the makespan of the schedule, then what of the data-parallel reduct
 
 Bytes of a rank are parameters, fp32 gradients, the optimizer or its shard of it, the activations that the schedule keeps, and
 buffers: messages that are sent and received, the logits' gradient where the head is, and one layer's working set where whole
-layers are recomputed.
+layers are recomputed. Where the devices hold the model more than once, all of that stands there once per copy, but a
+microbatch runs through one of them; and the fp32 gradients of the copies are added up, two ranks at a time, before they are
+reduced, when nothing is left that could hide either.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from megatron_pipemem.planner.cluster import Cluster
 from megatron_pipemem.planner.model import Execution, Model, Passes, model_flops
 from megatron_pipemem.planner.profile import adam_seconds
 from megatron_pipemem.planner.runs import Run
-from megatron_pipemem.planner.search.prices import Pace, Part, embedding, gather, head, layer, logit_bytes
+from megatron_pipemem.planner.search.prices import Pace, Part, all_reduce, embedding, gather, head, layer, logit_bytes
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
@@ -44,7 +46,7 @@ class Step:
 
     Args:
         placement: of the stages.
-        layers: of every stage.
+        layers: of every stage of one copy of the model.
         costs: seconds of F, I and W, bytes, messages.
         static: per device, bytes that are there all the time.
         buffers: per device, bytes beside activations that are there now and then.
@@ -153,12 +155,10 @@ def price(
     Args:
         run: model, cluster, parallelism, recompute; its schedule's order does not matter here.
         placement: of the stages.
-        layers: of every stage; by default the planner's own partition.
+        layers: of every stage of one copy of the model; by default the planner's own partition.
         pace: what was measured; by default all is as the formulas say.
         shared_ends: every device holds an equal share of embedding and head; what they take is not in the costs then.
 
-    Raises:
-        UnsupportedError: the placement holds more than one copy of the model.
     """
     cut = replace(_cut(run, pace), shared_ends=shared_ends)
     return _step(cut, placement, layers or balanced(cut, placement))
@@ -198,7 +198,8 @@ def balanced(cut: _Cut, placement: Placement) -> tuple[int, ...]:
         first_bytes=cut.static(first),
         last_bytes=cut.static(last) + last.kept.saved,
     )
-    return partition(loads, placement)
+    # Every copy is cut alike, and both of its ways run over all devices.
+    return partition(loads, placement if placement.replicas == 1 else Placement.linear(placement.num_devices))
 
 
 @lru_cache(maxsize=1024)
@@ -209,6 +210,7 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> Step:
     first, last = cut.ends()
     stages[0] = [first, *stages[0]]
     stages[-1] = [*stages[-1], last]
+    stages *= placement.replicas
     seconds = [sum((part.seconds for part in stage), Passes()) for stage in stages]
     kept = [sum((part.kept for part in stage), Kept()) for stage in stages]
     costs = Costs(
@@ -224,6 +226,7 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> Step:
     )
     share = cut.share(placement.num_devices)
     held = [[*share, *(part for stage in owned for part in stages[stage])] for owned in placement.stages]
+    copies = placement.replicas
     updated = [sum(cut.updated(part) for part in device) for device in held]
     return Step(
         placement=placement,
@@ -231,10 +234,11 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> Step:
         costs=costs,
         static=tuple(sum(cut.static(part) for part in device) for device in held),
         buffers=_buffers(cut, placement, layers),
-        communication=tuple(sum(part.communication.total for part in device) for device in held),
-        again=tuple(sum(part.again for part in device) for device in held),
-        work=tuple(sum(part.seconds.total for part in device) for device in held),
-        reduction=max(_exposed(cut, device) for device in held),
+        communication=tuple(sum(part.communication.total for part in device) / copies for device in held),
+        again=tuple(sum(part.again for part in device) / copies for device in held),
+        work=tuple(sum(part.seconds.total for part in device) / copies for device in held),
+        reduction=max(_exposed(cut, device, copies) for device in held)
+        + max(_sums(cut, device, placement) for device in held),
         optimizer=max(updated) * adam_seconds(cut.cluster),
     )
 
@@ -262,13 +266,23 @@ def _buffers(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> tuple[
     per_stage = 2 * _MESSAGES_IN_FLIGHT * message_bytes(model, execution) * (placement.num_devices > 1)
     return tuple(
         per_stage * len(owned)
-        + whole * any(layers[stage] for stage in owned)
-        + logit_bytes(model, execution) * (placement.num_stages - 1 in owned and not cut.shared_ends)
+        + whole * any(layers[stage % placement.model_stages] for stage in owned)
+        + logit_bytes(model, execution)
+        * (not cut.shared_ends and any(placement.next_stage(stage) is None for stage in owned))
         for owned in placement.stages
     )
 
 
-def _exposed(cut: _Cut, device: list[Part]) -> float:
+def _sums(cut: _Cut, device: list[Part], placement: Placement) -> float:
+    """Seconds in which one rank adds up the gradients of its stages with those of their copies, elsewhere."""
+    if placement.replicas == 1:
+        return 0.0
+    nbytes = sum(part.parameters for part in device) * _GRADIENT
+    link = cut.cluster.link(placement.num_devices, cut.execution.tp * cut.execution.cp * cut.dp)
+    return all_reduce(nbytes, placement.replicas, link)
+
+
+def _exposed(cut: _Cut, device: list[Part], copies: int) -> float:
     """Seconds of one rank's data-parallel messages that nothing hides."""
     if cut.replicas == 1:
         return 0.0
@@ -282,7 +296,7 @@ def _exposed(cut: _Cut, device: list[Part]) -> float:
         return gather(others * nbytes, cut.replicas, link) + gather(experts * nbytes, of_experts, apart)
 
     forward = sum(part.seconds.forward for part in device)
-    backward = sum(part.seconds.input + part.seconds.weight for part in device)
+    backward = sum(part.seconds.input + part.seconds.weight for part in device) if copies == 1 else 0.0
     if not cut.distributed:
         return max(0.0, 2 * messages(_GRADIENT) - backward)
     return max(0.0, messages(_GRADIENT) - backward) + max(0.0, messages(cut.execution.element) - forward)

@@ -1,7 +1,7 @@
 """Two pipelines in opposite directions over the same devices, each with its own copy of the weights.
 
 Device ``r`` holds stage ``r`` of one replica and stage ``p - 1 - r`` of the other, so that one direction computes while
-the other fills and drains. The replicas add up their gradients at the end of the step.
+the other fills and drains. The replicas add up the gradients of a stage as soon as both copies have theirs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import Family, register_schedule
-from megatron_pipemem.schedule.schedule import WHY_NOT_RUN, Order, Schedule
+from megatron_pipemem.schedule.schedule import Order, Schedule
 
 
 def chimera(num_devices: int, num_microbatches: int) -> Schedule:
@@ -135,7 +135,7 @@ register_schedule(
         min_devices=2,
         chunks=2,
         needs="even p",
-        simulated_only=WHY_NOT_RUN["replicas"],
+        replicas=2,
     )
 )
 register_schedule(
@@ -148,7 +148,7 @@ register_schedule(
         bubble="(p-1)(F+mB)",
         source="GEMS, SC 2020, section III",
         chunks=2,
-        simulated_only=WHY_NOT_RUN["replicas"],
+        replicas=2,
     )
 )
 register_schedule(
@@ -164,6 +164,7 @@ register_schedule(
         min_devices=2,
         chunks=2,
         needs="even p, even m of at least 2p",
-        simulated_only=WHY_NOT_RUN["replicas"],
+        fewest_microbatches=lambda num_devices: 2 * num_devices,
+        replicas=2,
     )
 )

@@ -25,6 +25,7 @@ def family_starts(
         if (
             each.simulated_only
             or each.offloads
+            or each.replicas > 1
             or each.placement != placement.name
             or each.min_devices > placement.num_devices
         ):

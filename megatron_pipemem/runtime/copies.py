@@ -1,0 +1,111 @@
+"""Adds up the gradients of a stage's copies, where the devices hold the model more than once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from megatron_pipemem.schedule.placement import Placement
+
+Channels = Mapping[tuple[int, ...], dist.ProcessGroup]
+
+
+def connect_copies(placement: Placement, group: dist.ProcessGroup) -> Channels:
+    """Open a process group for every set of devices that holds copies of the same stages, its order of sums its own.
+
+    Every rank of the job must call this at the same time. Empty where the model stands on the devices once.
+
+    Args:
+        placement: says who holds copies of what.
+        group: the pipeline's process group; its ranks are the devices, in order.
+
+    Returns:
+        The groups of this rank, by their devices.
+    """
+    if placement.replicas == 1:
+        return {}
+    ranks = dist.get_process_group_ranks(group)
+    pipelines: list[list[int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(pipelines, ranks)
+    channels = {}
+    for pipeline in sorted({tuple(each) for each in pipelines}):
+        for devices in sorted({holders(placement, stage) for stage in range(placement.model_stages)}):
+            if len(devices) == 1:
+                continue
+            created = dist.new_group([pipeline[device] for device in devices], group_desc="PIPEMEM_COPIES")
+            if list(pipeline) == ranks and group.rank() in devices:
+                channels[devices] = created
+    return channels
+
+
+def holders(placement: Placement, stage: int) -> tuple[int, ...]:
+    """The devices that hold copies of a stage, in order."""
+    return tuple(sorted({placement.devices[copy] for copy in placement.copies_of(stage)}))
+
+
+class CopySums:
+    """The sums of one step on one rank. Lives for one step.
+
+    Args:
+        placement: says which stages are copies of each other.
+        device: this rank's place in the pipeline.
+        channels: see ``connect_copies``.
+        gradients: ``gradients(stage)``: what to add up in place, the same tensors in the same order for every copy.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        device: int,
+        channels: Channels,
+        gradients: Callable[[int], Iterable[torch.Tensor]],
+    ):
+        self._placement = placement
+        self._device = device
+        self._channels = channels
+        self._gradients = gradients
+        self._posted: set[int] = set()
+        self._works: dict[int, list[dist.Work]] = {}
+
+    def post(self, stage: int) -> None:
+        """The gradients of this copy are complete. Starts the sum when those of all copies on this device are."""
+        self._posted.add(stage)
+        here = self._here(stage)
+        if not self._posted.issuperset(here):
+            return
+        first, *others = ([*self._gradients(copy)] for copy in here)
+        for other in others:
+            torch._foreach_add_(first, other)
+        channel = self._channels.get(holders(self._placement, stage))
+        self._works[here[0]] = [] if channel is None else _start_sum(first, channel)
+
+    def wait(self, stage: int) -> None:
+        """The sum of this stage has been posted; afterwards all copies on this device hold it."""
+        here = self._here(stage)
+        works = self._works.pop(here[0], None)
+        if works is None:  # waited for on behalf of another copy
+            return
+        for work in works:
+            work.wait()
+        first, *others = ([*self._gradients(copy)] for copy in here)
+        for other in others:
+            torch._foreach_copy_(other, first)
+
+    def _here(self, stage: int) -> list[int]:
+        return [copy for copy in self._placement.copies_of(stage) if self._placement.devices[copy] == self._device]
+
+
+def _start_sum(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
+    """One operation per type, in place: no backend mixes types in one."""
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_type.setdefault(tensor.dtype, []).append(tensor)
+    works = []
+    for same in by_type.values():
+        with dist._coalescing_manager(group, async_ops=True) as work:
+            for tensor in same:
+                dist.all_reduce(tensor, group=group)
+        works.append(work)
+    return works

@@ -1,0 +1,98 @@
+"""Two copies of the model in one pipeline train as one does in stock Megatron.
+
+Gradients are added up in another order than stock's: the microbatches of either copy first, then the two sums. That is the
+same for two microbatches, one per copy; for more, it differs by rounding.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+NAMES = ("chimera", "gems", "dualpipe")
+UNTIED = "--untie-embeddings-and-output-weights"
+TWO_MICROBATCHES = ("--global-batch-size", "2")
+EVALUATED = ("--eval-iters", "3", "--eval-interval", "3")
+DATA_PARALLEL = (
+    *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--overlap-grad-reduce"),
+    *("--overlap-param-gather", "--ddp-bucket-size", "20000"),
+)
+
+
+def assert_close(run, stock) -> None:
+    assert len(set(stock.losses)) > 1
+    assert run.losses == pytest.approx(stock.losses, rel=1e-6)
+    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=5e-6)
+    for found, wanted in zip(run.validation, stock.validation, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
+def assert_copies_are_equal(run, dp: int = 1) -> None:
+    """Chunk 1 of device r is the copy of chunk 0 of device p - 1 - r."""
+    p = len(run.weights) // dp
+    for rank, (_, copy) in enumerate(run.weights):
+        device, peer = rank // dp, rank % dp
+        assert copy == run.weights[(p - 1 - device) * dp + peer][0]
+
+
+@pytest.mark.parametrize("embeddings", [(), (UNTIED,)], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", NAMES)
+def test_trains_and_evaluates_as_stock(train, name, embeddings):
+    run = train(name, *embeddings, *EVALUATED)
+    assert_close(run, train("stock", *embeddings, *EVALUATED))
+    assert len(run.validation) > 1
+    assert run.predicted_peaks == run.counted_peaks and min(run.counted_peaks) > 0
+    assert_copies_are_equal(run)
+
+
+@pytest.mark.parametrize("embeddings", [(), (UNTIED,)], ids=["tied", "untied"])
+@pytest.mark.parametrize("name", ["chimera", "gems"])
+def test_one_microbatch_per_copy_is_exact(train, assert_same_training, name, embeddings):
+    flags = (*TWO_MICROBATCHES, *embeddings)
+    assert_same_training(train(name, *flags), train("stock", *flags))
+
+
+def test_copies_start_equal_and_stay_so(train):
+    """With Megatron's own initial values, which depend on the rank."""
+    assert_copies_are_equal(train("chimera", "--train-iters", "2", initialise=False))
+
+
+@pytest.mark.parametrize("name", ["gems", "dualpipe"])
+def test_data_parallel_ranks_with_the_distributed_optimizer(train, name):
+    run = train(name, *DATA_PARALLEL)
+    assert_close(run, train("stock", *DATA_PARALLEL))
+    assert_copies_are_equal(run, dp=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("chimera", ("--pipemem-recompute", "full")),
+        ("dualpipe", ("--pipemem-offload", "full", "--pipemem-host-memory", "1GiB")),
+        ("gems", ("--pipemem-costs", "profile")),
+    ],
+)
+def test_recomputation_offload_and_measured_costs(train, name, flags):
+    run = train(name, *flags)
+    assert_close(run, train("stock"))
+    assert run.predicted_peaks == run.counted_peaks
+    assert_copies_are_equal(run)
+
+
+def test_weights_stand_on_the_devices_twice(train):
+    ours, stock = (train(name, *EVALUATED).of_ranks("counted_weight_bytes") for name in ("chimera", "stock"))
+    assert ours == [own + other for own, other in zip(stock, reversed(stock), strict=True)]
+    assert ours == train("chimera", *EVALUATED).of_ranks("predicted_weight_bytes")
+
+
+@pytest.mark.parametrize(("before", "after"), [("stock", "chimera"), ("chimera", "stock"), ("chimera", "gems")])
+def test_checkpoints_hold_one_copy(train, tmp_path, before, after):
+    """With the state of Adam."""
+    flags = ("--train-iters", "2", "--save", str(tmp_path), "--save-interval", "2")
+    train(before, *flags)
+    resumed = train(
+        after, "--train-iters", "7", "--load", str(tmp_path), "--override-opt_param-scheduler", initialise=False
+    )
+    uninterrupted = train("stock", "--train-iters", "7")
+    assert resumed.losses == pytest.approx(uninterrupted.losses[2:], rel=1e-6)
+    if after != "stock":
+        assert_copies_are_equal(resumed)

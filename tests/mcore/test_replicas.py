@@ -1,0 +1,155 @@
+"""What makes two copies of the model one model to Megatron, as far as one process shows it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.mcore.dealing import deal  # noqa: E402
+from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags  # noqa: E402
+from megatron_pipemem.mcore.refusals import check_chunks  # noqa: E402
+from megatron_pipemem.mcore.replicas import check_config, check_placement, gradients  # noqa: E402
+from megatron_pipemem.mcore.sources import FamilySource, Shape  # noqa: E402
+from megatron_pipemem.mcore.vocabulary.source import VocabularySource  # noqa: E402
+from megatron_pipemem.mcore.weight_memory import count_weights, predict_weights  # noqa: E402
+from megatron_pipemem.schedule.action import Kind  # noqa: E402
+from megatron_pipemem.schedule.lowering import lower  # noqa: E402
+from megatron_pipemem.schedule.placement import Placement  # noqa: E402
+from megatron_pipemem.schedule.plain import forward_schedule, serial_schedule  # noqa: E402
+from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
+from megatron_pipemem.schedule.simulator import simulate  # noqa: E402
+from megatron_pipemem.schedule.validator import validate, validate_program  # noqa: E402
+
+
+class Counted:
+    """An iterator that says how many batches it has given."""
+
+    def __init__(self):
+        self.given = 0
+
+    def __next__(self):
+        self.given += 1
+        return self.given - 1
+
+
+@given(st.sampled_from(["chimera", "gems"]), st.integers(1, 9), st.sampled_from([0, 3]), st.booleans())
+def test_every_chunk_gets_the_batch_of_its_microbatch(name, m, device, forward_only):
+    schedule = build_schedule(name, num_devices=4, num_microbatches=m)
+    if forward_only:
+        schedule = schedule.forward_only()
+    stream = Counted()
+    for step in range(2):
+        dealer, hands = deal(stream, schedule, device)
+        for action in schedule.orders[device]:
+            if action.kind is Kind.F:
+                assert next(hands[action.stage // 4]) == step * m + action.microbatch
+        dealer.finish()
+        assert stream.given == (step + 1) * m, "the next step begins behind this one"
+
+
+def test_a_batch_in_two_parts_is_refused():
+    schedule = build_schedule("gems", num_devices=2, num_microbatches=2)
+    _, (hand, _) = deal(Counted(), schedule, 0)
+    next(hand)
+    with pytest.raises(UnsupportedError, match="more than one batch per microbatch"):
+        next(hand)
+
+
+def test_ranks_that_read_nothing_are_left_alone():
+    schedule = build_schedule("gems", num_devices=4, num_microbatches=4)
+    stream = Counted()
+    dealer, hands = deal(stream, schedule, 1)
+    dealer.finish()
+    assert stream.given == 0 and len(hands) == 2
+    assert deal(None, schedule, 1)[1] == [None, None]
+
+
+def test_megatron_is_told_of_one_copy():
+    settings, _ = take_flags(["--pipemem-schedule", "chimera"])
+    assert add_virtual_stages(settings, []) == []
+
+
+def test_evaluation_takes_any_number_of_microbatches():
+    source = FamilySource("dualpipe")
+    for m in (1, 3, 8, 9):
+        schedule = source.forwards(Shape(4, 2, m))
+        validate(schedule)
+        assert {a.kind for order in schedule.orders for a in order} == {Kind.F}
+    with pytest.raises(UnsupportedError, match="at least 2p = 8, not 7"):
+        source.plan(Shape(4, 2, 7), "start")
+
+
+@given(st.integers(2, 6), st.integers(1, 9))
+def test_evaluation_shares_the_microbatches_out(p, m):
+    schedule = forward_schedule(Placement.bidirectional(p), m)
+    validate(schedule)
+    assert {a.microbatch for a in schedule.orders[0] if a.stage < p} == set(range(0, m, 2))
+
+
+@given(st.integers(2, 6), st.integers(1, 9))
+def test_one_microbatch_after_another_goes_both_ways(p, m):
+    schedule = serial_schedule(Placement.bidirectional(p), m)
+    validate_program(lower(schedule))
+    assert simulate(schedule).peak == pytest.approx(1 / p)
+
+
+def test_vocabulary_passes_are_refused_before_the_model_is_built():
+    source = VocabularySource(FamilySource("gems"), "2")
+    with pytest.raises(UnsupportedError, match="cuts head and embedding of one model copy"):
+        source.placement(4, 1)
+
+
+@pytest.mark.parametrize(
+    ("placement", "words"),
+    [
+        (Placement("custom", (0, 1, 0, 1), 2), "in opposite directions only"),
+        (Placement.bidirectional(1), "at least two pipeline ranks"),
+    ],
+)
+def test_other_copies_are_refused(placement, words):
+    with pytest.raises(UnsupportedError, match=words):
+        check_placement(placement)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias counts the tokens"),
+        ({"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, "global_aux_loss counts"),
+        ({"init_model_with_meta_device": True}, "drop --init-model-with-meta-device"),
+    ],
+)
+def test_what_looks_at_all_microbatches_of_a_layer_is_refused(setting, words):
+    check_config(SimpleNamespace(moe_router_load_balancing_type="aux_loss"))
+    with pytest.raises(UnsupportedError, match=words):
+        check_config(SimpleNamespace(**setting))
+
+
+def test_a_model_with_one_copy_is_refused():
+    with pytest.raises(UnsupportedError, match="schedule gems needs 2 copies of the model"):
+        check_chunks([torch.nn.Linear(2, 2)], 2, "gems", 2)
+
+
+def test_gradients_stand_in_main_grad_or_in_grad():
+    chunk = torch.nn.Linear(2, 3)
+    chunk.weight.main_grad = torch.ones(3, 2)
+    found = gradients(chunk)
+    assert found[0] is chunk.weight.main_grad and found[1] is chunk.bias.grad and not found[1].any()
+    chunk.bias.requires_grad_(False)
+    assert len(gradients(chunk)) == 1
+
+
+def test_weights_count_once_per_copy_and_version():
+    placement = Placement.bidirectional(2)
+    chunks = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)]
+    assert count_weights(chunks, placement.stages[0]) == {0: 24, 3: 12}
+    assert predict_weights(placement, 0, {0: 24, 1: 12}) == 36
+    assert predict_weights(Placement.linear(2), 1, {0: 24, 1: 12}, versions=2) == 24
