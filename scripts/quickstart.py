@@ -3,7 +3,8 @@
     ./scripts/quickstart.sh [--iterations N] [--only NAME ...] [--output DIR]
 
 Every run starts from the same checkpoint and reads the same text, the sources of Python's own asyncio package. Losses
-are compared bit for bit with stock Megatron's 1F1B. Results: OUTPUT/summary.json, a log and pictures of every run.
+are compared bit for bit with stock Megatron's 1F1B. Asynchronous schedules train differently: theirs are compared with those
+that their update rule gives in one process. Results: OUTPUT/summary.json, a log and pictures of every run.
 
 Gradients are not clipped: the norm is a sum over ranks, its last bit depends on which layers a rank holds, and clipping
 would carry that bit into the losses. Stock 1F1B and stock interleaved differ in the same way.
@@ -30,11 +31,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from megatron_pipemem.report import save_comparison
-from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.registry import build_schedule, family
+from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.schedule.windows import family_window, steady
 
 SCRIPTS = Path(__file__).resolve().parent
 DEVICES, MICROBATCHES = 4, 8
+UNTIED = ("--untie-embeddings-and-output-weights",)
 TWO_CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 LOGGED = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+).*lm loss: ([\d.E+-]+)")
 
@@ -86,21 +89,32 @@ class Run:
     def name(self) -> str:
         return f"{self.engine}-{self.schedule}"
 
+    @property
+    def is_asynchronous(self) -> bool:
+        return self.engine == "pipemem" and family(self.schedule).asynchronous
+
     def flags(self) -> list[str]:
         if self.engine == "stock":
             return ["--pipemem-schedule", "stock", *(TWO_CHUNKS if self.schedule == "interleaved" else ())]
-        return ["--pipemem-schedule", self.schedule]
+        return ["--pipemem-schedule", self.schedule, *(UNTIED if self.is_asynchronous else ())]
 
 
 RUNS = (
     Run("1f1b", "stock"),
     Run("interleaved", "stock"),
     *(Run(name, "pipemem") for name in ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "1f1b-v")),
+    *(Run(name, "pipemem") for name in ("pipedream-2bw", "pipedream")),
 )
 
 
-def launch(arguments: Sequence[str], log: Path, on_line: Callable[[str], object]) -> None:
+def launch(arguments: Sequence[str], log: Path, on_line: Callable[[str], object], emulated: str | None = None) -> None:
     """Train on ``DEVICES`` ranks, passing every line of the log to ``on_line``.
+
+    Args:
+        arguments: for the training script.
+        log: where everything goes that is printed.
+        on_line: called with every line of it.
+        emulated: an update rule for one rank to follow instead, without a pipeline.
 
     Raises:
         RunFailed: the run ended with an error.
@@ -108,10 +122,15 @@ def launch(arguments: Sequence[str], log: Path, on_line: Callable[[str], object]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    script, ranks = str(SCRIPTS / "pretrain_gpt.py"), 1 if emulated else DEVICES
+    program = ("-m", "megatron_pipemem", "run", "--cpu", script)
+    if emulated:
+        program = (str(SCRIPTS / "emulate.py"), emulated, str(DEVICES), script)
     command = [
-        *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(DEVICES)),
+        *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
         *("--master-addr", "127.0.0.1", "--master-port", str(port)),
-        *("-m", "megatron_pipemem", "run", "--cpu", str(SCRIPTS / "pretrain_gpt.py"), *arguments),
+        *program,
+        *arguments,
     ]
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -159,7 +178,14 @@ def train(run: Run, flags: list[str], output: Path, on_line: Callable[[str], obj
     measured = ["--pipemem-report", str(report), "--pipemem-trace", str(output / "timelines" / run.name)]
     launch([*flags, *run.flags(), *measured], output / "logs" / f"{run.name}.log", count)
     seen = json.loads(report.read_text(encoding="utf-8"))
-    return {
+    emulated = {}
+    if run.is_asynchronous:
+        other = report.with_name(f"emulator-{run.schedule}.json")
+        alone = ["--pipeline-model-parallel-size", "1", "--pipemem-schedule", "stock", "--pipemem-report", str(other)]
+        log = output / "logs" / f"emulator-{run.schedule}.log"
+        launch([*flags, *UNTIED, *alone], log, lambda line: None, run.schedule)
+        emulated = {"emulator_losses": json.loads(other.read_text(encoding="utf-8"))["losses"]}
+    return emulated | {
         "schedule": run.schedule,
         "engine": run.engine,
         "losses": seen["losses"],
@@ -175,11 +201,27 @@ def stock_row(rows: Sequence[dict]) -> dict | None:
 
 
 def compare(rows: Sequence[dict]) -> list[dict]:
-    """Say of every row whether its losses are those of stock 1F1B, bit for bit; None where stock 1F1B has none."""
+    """Say of every row whether its losses are those of stock 1F1B, bit for bit; None where stock 1F1B has none.
+
+    ``identical`` says the same of what the row is ``compared_with``: of the emulator, where an asynchronous run has one.
+    """
     stock = stock_row(rows)
-    if stock is None or not stock["losses"]:
-        return [row | {"bit_identical_to_stock": None} for row in rows]
-    return [row | {"bit_identical_to_stock": row["losses"] == stock["losses"]} for row in rows]
+    known = stock is not None and bool(stock["losses"])
+    compared = []
+    for row in rows:
+        as_stock = row["losses"] == stock["losses"] if known else None
+        emulated = row.get("emulator_losses")
+        identical = as_stock if emulated is None else row["losses"] == emulated
+        other = "stock" if emulated is None else "emulator"
+        compared.append(row | {"bit_identical_to_stock": as_stock, "compared_with": other, "identical": identical})
+    return compared
+
+
+def planned(name: str) -> Timeline:
+    """A step of a schedule; in the middle of the run where that makes a difference."""
+    if family(name).asynchronous:
+        return family_window(name, DEVICES, MICROBATCHES, steady(DEVICES, MICROBATCHES)).simulate()
+    return simulate(build_schedule(name, num_devices=DEVICES, num_microbatches=MICROBATCHES))
 
 
 def table(rows: Sequence[dict]) -> Table:
@@ -190,7 +232,8 @@ def table(rows: Sequence[dict]) -> Table:
         padding=(0, 1, 0, 0),
         title=f"GPT, {MODEL['--num-layers']} layers, {DEVICES} CPU ranks, {MICROBATCHES} microbatches",
         caption="Losses: fp32, no dropout, no gradient clipping. Peak: activation bytes of the rank that holds most. "
-        "Bubble: planned, with F = I = W.\nSeconds: all training steps by the clock, on ranks that share cores; they "
+        "Bubble: planned, with F = I = W.\nAsynchronous schedules train differently: emulator means identical to their "
+        "update rule in one process.\nSeconds: all training steps by the clock, on ranks that share cores; they "
         "say nothing about speed on GPUs.",
     )
     for name in ("schedule", "engine", "final\nloss", "identical\nto stock"):
@@ -198,20 +241,24 @@ def table(rows: Sequence[dict]) -> Table:
     for name in ("predicted\npeak bytes", "counted\npeak bytes", "of stock\n1f1b", "predicted\nbubble", "seconds"):
         result.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        schedule = build_schedule(row["schedule"], num_devices=DEVICES, num_microbatches=MICROBATCHES)
         predicted, counted = row["predicted_peak_bytes"], max(row["counted_peak_bytes"])
         result.add_row(
             row["schedule"],
             row["engine"],
             f"{row['losses'][-1]:.6f}",
-            {True: "yes", False: "NO", None: "-"}[row["bit_identical_to_stock"]],
+            {True: "yes" if row["compared_with"] == "stock" else "emulator", False: "NO", None: "-"}[row["identical"]],
             "-" if None in predicted else str(max(predicted)),
             str(counted),
             "-" if stock is None else f"{counted / max(stock['counted_peak_bytes']):.2f}",
-            f"{simulate(schedule).bubble_rate:.1%}",
+            f"{planned(row['schedule']).bubble_rate:.1%}",
             f"{row['seconds']:.1f}",
         )
     return result
+
+
+def _checkpoint(output: Path, is_asynchronous: bool) -> Path:
+    """What runs start from."""
+    return output / ("checkpoint-untied" if is_asynchronous else "checkpoint")
 
 
 def main() -> int:
@@ -240,15 +287,19 @@ def main() -> int:
         task = progress.add_task("text and common checkpoint", total=1, loss="")
         try:
             common += prepare_text(output / "data")
-            save = ["--save", str(output / "checkpoint"), "--save-interval", "1000", "--ckpt-format", "torch_dist"]
-            launch([*common, "--train-iters", "1", *save], output / "logs" / "checkpoint.log", lambda line: None)
+            # Stages that update by themselves cannot share the embedding, so the asynchronous runs start from another model.
+            for is_asynchronous in sorted({run.is_asynchronous for run in runs}):
+                folder = _checkpoint(output, is_asynchronous)
+                save = ["--save", str(folder), "--save-interval", "1000", "--ckpt-format", "torch_dist"]
+                model = [*common, *(UNTIED if is_asynchronous else ()), "--train-iters", "1"]
+                launch([*model, *save], output / "logs" / f"{folder.name}.log", lambda line: None)
         except RunFailed as error:
             progress.update(task, loss="failed")
             console.print("[red]no text or no common checkpoint, so there is nothing to compare[/red]")
             console.print(str(error), highlight=False, markup=False, soft_wrap=True)
             return 1
         progress.update(task, completed=1)
-        common += ["--load", str(output / "checkpoint"), "--finetune", "--no-load-optim", "--no-load-rng"]
+        common += ["--finetune", "--no-load-optim", "--no-load-rng"]
         common += ["--train-iters", str(arguments.iterations)]
         for run in runs:
             task = progress.add_task(f"{run.engine} {run.schedule}", total=arguments.iterations, loss="starting")
@@ -258,7 +309,8 @@ def main() -> int:
                     progress.update(task, completed=int(match[1]), loss=f"loss {float(match[3]):.4f}")
 
             try:
-                rows.append(train(run, common, output, on_line))
+                load = ["--load", str(_checkpoint(output, run.is_asynchronous))]
+                rows.append(train(run, [*common, *load], output, on_line))
             except RunFailed as error:
                 failed.append(run.name)
                 progress.update(task, loss="failed")
@@ -269,10 +321,7 @@ def main() -> int:
     summary.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     if rows:
         console.print(table(rows))
-    timelines = [
-        simulate(build_schedule(name, num_devices=DEVICES, num_microbatches=MICROBATCHES))
-        for name in dict.fromkeys(run.schedule for run in runs)
-    ]
+    timelines = [planned(name) for name in dict.fromkeys(run.schedule for run in runs)]
     save_comparison(timelines, output / "comparison.png")
     console.print(
         f"summary: {summary}\npictures: {output / 'comparison.png'}, {output / 'timelines'}/*/plan.png and run.png\n"
@@ -280,9 +329,10 @@ def main() -> int:
         soft_wrap=True,
     )
     ours = [row for row in rows if row["engine"] == "pipemem"]
-    different = [row["schedule"] for row in ours if row["bit_identical_to_stock"] is False]
-    if different:
-        console.print(f"[red]not bit-identical to stock: {', '.join(different)}[/red]")
+    different = [row for row in ours if row["identical"] is False]
+    for other in ("stock", "emulator"):
+        if names := [row["schedule"] for row in different if row["compared_with"] == other]:
+            console.print(f"[red]not bit-identical to {other}: {', '.join(names)}[/red]")
     return 1 if failed or different else 0
 
 

@@ -32,6 +32,14 @@ from megatron_pipemem.schedule.simulator import Timeline, count_messages
 logger = logging.getLogger(__name__)
 
 
+class WeightBytes(NamedTuple):
+    """Of all versions and copies of the weights that this rank holds, and how many versions there have been at once."""
+
+    predicted: int
+    counted: int
+    versions: int
+
+
 @dataclass
 class StepRecord:
     """What watches one step on this rank."""
@@ -39,6 +47,7 @@ class StepRecord:
     ledger: ActivationLedger | None
     trace: Trace | None
     offload: OffloadStatistics | None = None
+    weights: WeightBytes | None = None
 
     @property
     def on_device(self) -> Callable[[torch.Tensor], None] | None:
@@ -81,6 +90,7 @@ class RunRecord:
     _counted_peak: int = 0
     _predicted_host_peak: int = 0
     _counted_host_peak: int = 0
+    _weights: WeightBytes | None = None
     _steps: list[_Step] = field(default_factory=list)
     _last: list[TracedAction] = field(default_factory=list)
     _unread: tuple[int, StepRecord] | None = None
@@ -101,6 +111,7 @@ class RunRecord:
             self._predicted_peak = max(self._predicted_peak or 0, predict_peak_bytes(actions, self._changes))
             away = predict_peak_bytes(actions, self._host_changes)
             self._predicted_host_peak = max(self._predicted_host_peak, away)
+        self._weights = observed.weights
         self._program, self._device, self._group = program, device, group
         self._counted_peak = max(self._counted_peak, observed.ledger.peak)
         self._counted_host_peak = max(self._counted_host_peak, observed.ledger.host_peak)
@@ -191,6 +202,9 @@ class RunRecord:
             "counted_peak_bytes": self._counted_peak,
             "predicted_host_peak_bytes": self._predicted_host_peak,
             "counted_host_peak_bytes": self._counted_host_peak,
+            "predicted_weight_bytes": None if self._weights is None else self._weights.predicted,
+            "counted_weight_bytes": None if self._weights is None else self._weights.counted,
+            "weight_versions": 1 if self._weights is None else self._weights.versions,
             **_offload_summary([step.offload for step in self._steps]),
             "predicted_bubble_rate": 1 - timeline.work[self._device] / timeline.makespan,
             "measured_bubble_rate": fmean(rates[1:] or rates),
@@ -267,6 +281,9 @@ def _report(ranks: list[dict]) -> dict:
         "counted_peak_bytes",
         "predicted_host_peak_bytes",
         "counted_host_peak_bytes",
+        "predicted_weight_bytes",
+        "counted_weight_bytes",
+        "weight_versions",
         "offloaded_bytes",
         "reloaded_bytes",
         "stall_seconds",

@@ -16,10 +16,12 @@ Order = tuple[Action, ...]
 
 WHY_NOT_RUN = {
     "replicas": "every rank would have to hold a part of both copies of the model and add up their gradients",
-    "updates": "every rank would have to keep several versions of its weights and update them in the middle of a step",
+    "updates": "a file shows a stretch of a pipeline that is never flushed, and not what its steps have in common; name the "
+    "family that made it",
     "pieces": "attention would have to keep the keys and values of earlier pieces and gather their gradients",
 }
-"""What the executor lacks for schedules of more than one replica, with weight updates, or of sequence pieces."""
+"""What the executor lacks for schedules of more than one replica, with weight updates from elsewhere than their family, or
+of sequence pieces."""
 
 
 @dataclass(frozen=True)

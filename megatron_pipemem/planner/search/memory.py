@@ -14,6 +14,7 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks
+from megatron_pipemem.schedule.weights import versions_held
 
 
 def rank_bytes(run: Run) -> tuple[float, ...] | None:
@@ -42,7 +43,9 @@ def rank_bytes(run: Run) -> tuple[float, ...] | None:
         if schedule is None
         else peaks(schedule.orders, placement, step.costs, schedule.pieces)
     )
-    return tuple(map(sum, zip(kept, step.static, step.buffers, strict=True)))
+    versions = (1,) * placement.num_devices if schedule is None else versions_held(schedule)
+    more = tuple((count - 1) * nbytes for count, nbytes in zip(versions, step.weights, strict=True))
+    return tuple(map(sum, zip(kept, step.static, step.buffers, more, strict=True)))
 
 
 def too_large(run: Run) -> str | None:

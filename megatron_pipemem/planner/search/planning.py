@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.planner.runs import Run
 from megatron_pipemem.planner.search import layout
+from megatron_pipemem.planner.search.asynchronous import asynchronous
 from megatron_pipemem.planner.search.prices import Pace
 from megatron_pipemem.planner.search.replay import measured, replay
 from megatron_pipemem.planner.search.space import Limits, Order, cuts, orders
@@ -256,6 +257,12 @@ class _Planner:
             for variant in variants():
                 if self.limits.admits(variant=variant.name):
                     self._bound(run, variant.prepare(run, placement, self._pace), found, variant)
+        for each in asynchronous(run, self.limits, self._pace):
+            group = _Group(each.run, each.step, (), None, each.makespan + each.step.outside, 0.0)
+            if self._fits(group, each.peaks):
+                self._put(group.bound, self._plan(group, Order(each.name), None, each.makespan, each.peaks))
+            else:
+                self.rejected[TOO_HIGH] += 1
 
     def _bound(self, run: Run, step: Step, found: list[Order], variant: Variant | None) -> None:
         room = step.room(self._memory)
@@ -350,7 +357,7 @@ def _configured(group: _Group, order: Order) -> Run:
 
 def exact(plan: Plan) -> Plan:
     """With every microbatch run, where a long step was extended from shorter ones."""
-    if plan.order is not None:
+    if plan.order is not None or family(plan.schedule).asynchronous:
         return plan
     cut, step = plan.run.parallelism, plan.step
     whole = replay(plan.schedule, cut.pp, cut.microbatches, cut.chunks)

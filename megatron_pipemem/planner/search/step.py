@@ -45,6 +45,7 @@ class Step:
         placement: of the stages.
         layers: of every stage.
         costs: seconds of F, I and W, bytes, messages.
+        weights: per device, bytes of one version of the parameters.
         static: per device, bytes that are there all the time.
         buffers: per device, bytes beside activations that are there now and then.
         communication: per device, seconds per microbatch in tensor-, context- and expert-parallel messages.
@@ -57,6 +58,7 @@ class Step:
     placement: Placement
     layers: tuple[int, ...]
     costs: Costs
+    weights: tuple[float, ...]
     static: tuple[float, ...]
     buffers: tuple[float, ...]
     communication: tuple[float, ...]
@@ -226,6 +228,7 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> Step:
         placement=placement,
         layers=layers,
         costs=costs,
+        weights=tuple(cut.execution.element * sum(part.parameters for part in device) for device in held),
         static=tuple(sum(cut.static(part) for part in device) for device in held),
         buffers=_buffers(cut, placement, layers),
         communication=tuple(sum(part.communication.total for part in device) for device in held),
