@@ -3,7 +3,8 @@
     ./scripts/quickstart.sh [--iterations N] [--only NAME ...] [--output DIR]
 
 Every run starts from the same checkpoint and reads the same text, the sources of Python's own asyncio package. Losses
-are compared bit for bit with stock Megatron's 1F1B. Results: OUTPUT/summary.json, a log and pictures of every run.
+are compared bit for bit with stock Megatron's 1F1B. Asynchronous schedules train differently: theirs are compared with those
+that their update rule gives in one process. Results: OUTPUT/summary.json, a log and pictures of every run.
 
 Gradients are not clipped: the norm is a sum over ranks, its last bit depends on which layers a rank holds, and clipping
 would carry that bit into the losses. Stock 1F1B and stock interleaved differ in the same way.
@@ -34,12 +35,14 @@ from rich.table import Table
 
 from megatron_pipemem.report import save_comparison
 from megatron_pipemem.schedule.registry import build_schedule, family
-from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.schedule.windows import family_window, steady
 
 SCRIPTS = Path(__file__).resolve().parent
 DEVICES, MICROBATCHES = 4, 8
 ROUNDING = 1e-6
 """By how much losses may differ, relative to stock's, where two copies of the model share the microbatches."""
+UNTIED = ("--untie-embeddings-and-output-weights",)
 TWO_CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 LOGGED = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+).*lm loss: ([\d.E+-]+)")
 
@@ -91,22 +94,32 @@ class Run:
     def name(self) -> str:
         return f"{self.engine}-{self.schedule}"
 
+    @property
+    def is_asynchronous(self) -> bool:
+        return self.engine == "pipemem" and family(self.schedule).asynchronous
+
     def flags(self) -> list[str]:
         if self.engine == "stock":
             return ["--pipemem-schedule", "stock", *(TWO_CHUNKS if self.schedule == "interleaved" else ())]
-        return ["--pipemem-schedule", self.schedule]
+        return ["--pipemem-schedule", self.schedule, *(UNTIED if self.is_asynchronous else ())]
 
 
 RUNS = (
     Run("1f1b", "stock"),
     Run("interleaved", "stock"),
     *(Run(name, "pipemem") for name in ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "1f1b-v")),
-    *(Run(name, "pipemem") for name in ("chimera", "gems", "dualpipe")),
+    *(Run(name, "pipemem") for name in ("chimera", "gems", "dualpipe", "pipedream-2bw", "pipedream")),
 )
 
 
-def launch(arguments: Sequence[str], log: Path, on_line: Callable[[str], object]) -> None:
+def launch(arguments: Sequence[str], log: Path, on_line: Callable[[str], object], emulated: str | None = None) -> None:
     """Train on ``DEVICES`` ranks, passing every line of the log to ``on_line``.
+
+    Args:
+        arguments: for the training script.
+        log: where everything goes that is printed.
+        on_line: called with every line of it.
+        emulated: an update rule for one rank to follow instead, without a pipeline.
 
     Raises:
         RunFailed: the run ended with an error.
@@ -114,10 +127,15 @@ def launch(arguments: Sequence[str], log: Path, on_line: Callable[[str], object]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    script, ranks = str(SCRIPTS / "pretrain_gpt.py"), 1 if emulated else DEVICES
+    program = ("-m", "megatron_pipemem", "run", "--cpu", script)
+    if emulated:
+        program = (str(SCRIPTS / "emulate.py"), emulated, str(DEVICES), script)
     command = [
-        *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(DEVICES)),
+        *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
         *("--master-addr", "127.0.0.1", "--master-port", str(port)),
-        *("-m", "megatron_pipemem", "run", "--cpu", str(SCRIPTS / "pretrain_gpt.py"), *arguments),
+        *program,
+        *arguments,
     ]
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -165,7 +183,14 @@ def train(run: Run, flags: list[str], output: Path, on_line: Callable[[str], obj
     measured = ["--pipemem-report", str(report), "--pipemem-trace", str(output / "timelines" / run.name)]
     launch([*flags, *run.flags(), *measured], output / "logs" / f"{run.name}.log", count)
     seen = json.loads(report.read_text(encoding="utf-8"))
-    return {
+    emulated = {}
+    if run.is_asynchronous:
+        other = report.with_name(f"emulator-{run.schedule}.json")
+        alone = ["--pipeline-model-parallel-size", "1", "--pipemem-schedule", "stock", "--pipemem-report", str(other)]
+        log = output / "logs" / f"emulator-{run.schedule}.log"
+        launch([*flags, *UNTIED, *alone], log, lambda line: None, run.schedule)
+        emulated = {"emulator_losses": json.loads(other.read_text(encoding="utf-8"))["losses"]}
+    return emulated | {
         "schedule": run.schedule,
         "engine": run.engine,
         "losses": seen["losses"],
@@ -183,20 +208,44 @@ def stock_row(rows: Sequence[dict]) -> dict | None:
 
 
 def compare(rows: Sequence[dict]) -> list[dict]:
-    """Say of every row whether its losses are those of stock 1F1B, bit for bit; None where stock 1F1B has none."""
+    """Say of every row whether its losses are those of stock 1F1B, bit for bit; None where stock 1F1B has none.
+
+    ``identical`` says the same of what the row is ``compared_with``: of the emulator, where an asynchronous run has one.
+    """
     stock = stock_row(rows)
-    if stock is None or not stock["losses"]:
-        return [row | {"bit_identical_to_stock": None} for row in rows]
-    return [row | {"bit_identical_to_stock": row["losses"] == stock["losses"]} for row in rows]
+    known = stock is not None and bool(stock["losses"])
+    compared = []
+    for row in rows:
+        as_stock = row["losses"] == stock["losses"] if known else None
+        emulated = row.get("emulator_losses")
+        identical = as_stock if emulated is None else row["losses"] == emulated
+        other = "stock" if emulated is None else "emulator"
+        compared.append(row | {"bit_identical_to_stock": as_stock, "compared_with": other, "identical": identical})
+    return compared
+
+
+def planned(name: str) -> Timeline:
+    """A step of a schedule; in the middle of the run where that makes a difference."""
+    if family(name).asynchronous:
+        return family_window(name, DEVICES, MICROBATCHES, steady(DEVICES, MICROBATCHES)).simulate()
+    return simulate(build_schedule(name, num_devices=DEVICES, num_microbatches=MICROBATCHES))
 
 
 def is_right(row: dict, stock: dict | None) -> bool:
-    """Whether a row of ``compare`` has stock's losses, as exactly as its schedule can have them."""
-    if stock is None or row["bit_identical_to_stock"] is not False:
+    """Whether a row of ``compare`` has the losses of what it is compared with, as exactly as its schedule can have them."""
+    if stock is None or row["identical"] is not False:
         return True
     if family(row["schedule"]).replicas == 1 or len(row["losses"]) != len(stock["losses"]):
         return False
     return all(abs(a - b) <= ROUNDING * abs(b) for a, b in zip(row["losses"], stock["losses"], strict=True))
+
+
+def _equality(row: dict, stock: dict | None) -> str:
+    if row["identical"] is None:
+        return "-"
+    if row["identical"]:
+        return "yes" if row["compared_with"] == "stock" else "emulator"
+    return "~" if is_right(row, stock) else "NO"
 
 
 def table(rows: Sequence[dict]) -> Table:
@@ -207,8 +256,9 @@ def table(rows: Sequence[dict]) -> Table:
         padding=(0, 1, 0, 0),
         title=f"GPT, {MODEL['--num-layers']} layers, {DEVICES} CPU ranks, {MICROBATCHES} microbatches",
         caption="Losses: fp32, no dropout, no gradient clipping. Peak: activation bytes of the rank that holds most. "
-        "Weights: of all its parameters.\n~: within 1e-6, as two copies of the model add up their gradients. "
-        "Bubble: planned, with F = I = W.\nSeconds: all training steps by the clock, on ranks that share cores; they "
+        "Weights: of all its parameters.\n~: within 1e-6, as two copies of the model add up their gradients. emulator: "
+        "asynchronous schedules train differently;\nequal to their update rule in one process. Bubble: planned, with F = I = "
+        "W.\nSeconds: all training steps by the clock, on ranks that share cores; they "
         "say nothing about speed on GPUs.",
     )
     for name in ("schedule", "engine", "final\nloss", "equal\nto stock"):
@@ -217,21 +267,25 @@ def table(rows: Sequence[dict]) -> Table:
     for name in (*numbers, "seconds"):
         result.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        schedule = build_schedule(row["schedule"], num_devices=DEVICES, num_microbatches=MICROBATCHES)
         predicted, counted = row["predicted_peak_bytes"], max(row["counted_peak_bytes"])
         result.add_row(
             row["schedule"],
             row["engine"],
             f"{row['losses'][-1]:.6f}",
-            {True: "yes", False: "~" if is_right(row, stock) else "NO", None: "-"}[row["bit_identical_to_stock"]],
+            _equality(row, stock),
             "-" if None in predicted else str(max(predicted)),
             str(counted),
             "-" if stock is None else f"{counted / max(stock['counted_peak_bytes']):.2f}",
             f"{max(row['counted_weight_bytes']) / 1e6:.1f}",
-            f"{simulate(schedule).bubble_rate:.1%}",
+            f"{planned(row['schedule']).bubble_rate:.1%}",
             f"{row['seconds']:.1f}",
         )
     return result
+
+
+def _checkpoint(output: Path, is_asynchronous: bool) -> Path:
+    """What runs start from."""
+    return output / ("checkpoint-untied" if is_asynchronous else "checkpoint")
 
 
 def main() -> int:
@@ -260,15 +314,19 @@ def main() -> int:
         task = progress.add_task("text and common checkpoint", total=1, loss="")
         try:
             common += prepare_text(output / "data")
-            save = ["--save", str(output / "checkpoint"), "--save-interval", "1000", "--ckpt-format", "torch_dist"]
-            launch([*common, "--train-iters", "1", *save], output / "logs" / "checkpoint.log", lambda line: None)
+            # Stages that update by themselves cannot share the embedding, so the asynchronous runs start from another model.
+            for is_asynchronous in sorted({run.is_asynchronous for run in runs}):
+                folder = _checkpoint(output, is_asynchronous)
+                save = ["--save", str(folder), "--save-interval", "1000", "--ckpt-format", "torch_dist"]
+                model = [*common, *(UNTIED if is_asynchronous else ()), "--train-iters", "1"]
+                launch([*model, *save], output / "logs" / f"{folder.name}.log", lambda line: None)
         except RunFailed as error:
             progress.update(task, loss="failed")
             console.print("[red]no text or no common checkpoint, so there is nothing to compare[/red]")
             console.print(str(error), highlight=False, markup=False, soft_wrap=True)
             return 1
         progress.update(task, completed=1)
-        common += ["--load", str(output / "checkpoint"), "--finetune", "--no-load-optim", "--no-load-rng"]
+        common += ["--finetune", "--no-load-optim", "--no-load-rng"]
         common += ["--train-iters", str(arguments.iterations)]
         for run in runs:
             task = progress.add_task(f"{run.engine} {run.schedule}", total=arguments.iterations, loss="starting")
@@ -278,7 +336,8 @@ def main() -> int:
                     progress.update(task, completed=int(match[1]), loss=f"loss {float(match[3]):.4f}")
 
             try:
-                rows.append(train(run, common, output, on_line))
+                load = ["--load", str(_checkpoint(output, run.is_asynchronous))]
+                rows.append(train(run, [*common, *load], output, on_line))
             except RunFailed as error:
                 failed.append(run.name)
                 progress.update(task, loss="failed")
@@ -289,10 +348,7 @@ def main() -> int:
     summary.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     if rows:
         console.print(table(rows))
-    timelines = [
-        simulate(build_schedule(name, num_devices=DEVICES, num_microbatches=MICROBATCHES))
-        for name in dict.fromkeys(run.schedule for run in runs)
-    ]
+    timelines = [planned(name) for name in dict.fromkeys(run.schedule for run in runs)]
     save_comparison(timelines, output / "comparison.png")
     console.print(
         f"summary: {summary}\npictures: {output / 'comparison.png'}, {output / 'timelines'}/*/plan.png and run.png\n"
@@ -300,9 +356,10 @@ def main() -> int:
         soft_wrap=True,
     )
     ours = [row for row in rows if row["engine"] == "pipemem"]
-    different = [row["schedule"] for row in ours if not is_right(row, stock_row(rows))]
-    if different:
-        console.print(f"[red]not the losses of stock: {', '.join(different)}[/red]")
+    different = [row for row in ours if not is_right(row, stock_row(rows))]
+    for other in ("stock", "emulator"):
+        if names := [row["schedule"] for row in different if row["compared_with"] == other]:
+            console.print(f"[red]not the losses of {other}: {', '.join(names)}[/red]")
     return 1 if failed or different else 0
 
 

@@ -125,4 +125,6 @@ def _option(flag: str, text: str, parser: _Parser) -> tuple[str, object]:
     key, separator, value = text.partition("=")
     if not separator or not key or not value:
         parser.error(f"--pipemem-{flag} {text!r} is not KEY=VALUE")
+    if value in ("true", "false"):
+        return key, value == "true"
     return key, int(value) if value.lstrip("-").isdigit() else value

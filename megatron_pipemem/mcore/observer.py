@@ -83,7 +83,7 @@ class _Observer:
             schedule = plans[shape].schedule
             # What Megatron's loop variables keep alive depends on where the loop is, so its peak is counted, not foretold.
             program = Program(schedule, schedule.orders)
-            self._record.add_weights(count_weights(chunks, schedule.placement.stages[group.rank()]))
+            observed.weights = count_weights(chunks, schedule.placement.stages[group.rank()])
             self._record.add_step(plans[shape], program, group.rank(), group, observed, foretell=False)
             return result
 

@@ -12,6 +12,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import linear, observer, transformer_engine
+from megatron_pipemem.mcore.asynchronous.source import AsynchronousSource
+from megatron_pipemem.mcore.asynchronous.training import AsynchronousTraining
 from megatron_pipemem.mcore.offloading import Offloading, OffloadSettings
 from megatron_pipemem.mcore.patching import PatchSet, Symbol, is_imported
 from megatron_pipemem.mcore.placement import ChunkPlacement
@@ -55,6 +57,8 @@ class Settings:
         vocab_parallel: cut the embedding and the LM head over the pipeline's ranks: ``off``, the algorithm of arXiv
             2411.05288, ``1`` (two barriers) or ``2`` (one barrier, one microbatch less in flight), or ``auto`` to choose by the
             model's sizes.
+        train_steps: training steps of the run, for asynchronous schedules: the last one reads no data of a next one.
+            Megatron's own training loop tells it by itself.
     """
 
     schedule: str
@@ -68,6 +72,7 @@ class Settings:
     recompute: str = "none"
     offload_options: Mapping[str, object] = field(default_factory=dict)
     vocab_parallel: str = OFF
+    train_steps: int | None = None
 
 
 def source_for(settings: Settings) -> tuple[Source | None, Offloading]:
@@ -145,14 +150,22 @@ def enable(schedule: str, **settings) -> None:
         chunk_placement = ChunkPlacement(source.placement, source.is_round_robin, getattr(source, "cut", None))
         profiles = wanted.costs == PROFILE or source.needs_seconds
         replanner = Replanner(source, profiles) if profiles or source.needs_bytes else None
-        forward_backward = ForwardBackward(ProgramCache(source), chunk_placement, offloading, record, replanner)
+        asynchronous = None
+        if isinstance(source, AsynchronousSource):
+            asynchronous = AsynchronousTraining(source, wanted.train_steps)
+        forward_backward = ForwardBackward(
+            ProgramCache(source), chunk_placement, offloading, record, replanner, asynchronous
+        )
         replacements = [
             (WITH_INTERLEAVING, lambda original: forward_backward),
             (WITHOUT_INTERLEAVING, lambda original: forward_backward),
             *chunk_placement.replacements(),
         ]
-        if is_imported("megatron.training.training"):
+        with_training = is_imported("megatron.training.training")
+        if with_training:
             replacements += chunk_placement.training_replacements()
+        if asynchronous is not None:
+            replacements += asynchronous.replacements(with_training)
         # Also where activations leave the device: stock's linear layers do not let their inputs go (``saved_as_is``).
         if source.may_split or source.may_offload:
             replacements.append((linear.LINEAR, linear.split_linear))

@@ -23,6 +23,12 @@ class Compiled(NamedTuple):
     plan: Plan | None
 
 
+def digest_of(program: Program) -> str:
+    """Hash of all that ranks must agree on before they run it."""
+    text = program.schedule.digest + "".join(f"{d}:{','.join(map(str, a))};" for d, a in enumerate(program.actions))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 class ProgramCache:
     """Compiles programs on demand; batch-size ramp-up and evaluation change the number of microbatches between steps.
 
@@ -59,10 +65,7 @@ class ProgramCache:
             schedule = self._source.forwards(shape) if plan is None else plan.schedule
             program = lower(schedule)
             validate_program(program)
-            text = schedule.digest + "".join(
-                f"{device}:{','.join(map(str, a))};" for device, a in enumerate(program.actions)
-            )
-            agree(hashlib.sha256(text.encode()).hexdigest())
+            agree(digest_of(program))
             logger.info(
                 "compiled schedule %s for %d devices, %d microbatches (%d actions)",
                 schedule.name,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pipemem.mcore.sources import Plan
-from megatron_pipemem.mcore.weight_memory import predict_weights
+from megatron_pipemem.mcore.weight_memory import WeightBytes, predict_weights
 from megatron_pipemem.report import save_timeline
 from megatron_pipemem.runtime.activation_ledger import (
     ActivationLedger,
@@ -40,6 +40,7 @@ class StepRecord:
     ledger: ActivationLedger | None
     trace: Trace | None
     offload: OffloadStatistics | None = None
+    weights: WeightBytes | None = None
 
     @property
     def on_device(self) -> Callable[[torch.Tensor], None] | None:
@@ -82,7 +83,7 @@ class RunRecord:
     _counted_peak: int = 0
     _predicted_host_peak: int = 0
     _counted_host_peak: int = 0
-    _weights: dict[int, int] = field(default_factory=dict)
+    _weights: WeightBytes | None = None
     _steps: list[_Step] = field(default_factory=list)
     _last: list[TracedAction] = field(default_factory=list)
     _unread: tuple[int, StepRecord] | None = None
@@ -103,6 +104,7 @@ class RunRecord:
             self._predicted_peak = max(self._predicted_peak or 0, predict_peak_bytes(actions, self._changes))
             away = predict_peak_bytes(actions, self._host_changes)
             self._predicted_host_peak = max(self._predicted_host_peak, away)
+        self._weights = observed.weights
         self._program, self._device, self._group = program, device, group
         self._counted_peak = max(self._counted_peak, observed.ledger.peak)
         self._counted_host_peak = max(self._counted_host_peak, observed.ledger.host_peak)
@@ -112,10 +114,6 @@ class RunRecord:
         if number == len(self._plans):
             self._plans.append((len(self._steps), plan))
         self._unread = (number, observed)
-
-    def add_weights(self, nbytes: Mapping[int, int]) -> None:
-        """Note the bytes of the weights of this rank's stages."""
-        self._weights = dict(nbytes)
 
     def add_losses(self, losses: dict[str, object], grad_norm: float | None) -> None:
         """Note what the training loop reports for one iteration; the first loss is the model's."""
@@ -186,10 +184,10 @@ class RunRecord:
         if not self._steps:
             return summary
         timeline = self._plan.timeline
-        weights: list[dict[int, int]] = [{}] * self._group.size()
-        dist.all_gather_object(weights, self._weights, group=self._group)
-        of_stages = {stage: nbytes for each in weights for stage, nbytes in each.items()}
-        placement, versions = self._plan.schedule.placement, timeline.weight_versions[self._device]
+        placement, weights = self._plan.schedule.placement, self._weights
+        gathered: list[Mapping[int, int]] = [{}] * self._group.size()
+        dist.all_gather_object(gathered, weights.of_stages, group=self._group)
+        of_stages = {stage: nbytes for each in gathered for stage, nbytes in each.items()}
         finished: list[list[float]] = [[]] * self._group.size()
         dist.all_gather_object(finished, [step.end for step in self._steps], group=self._group)
         makespans = [max(ends) for ends in zip(*finished, strict=True)]
@@ -199,8 +197,9 @@ class RunRecord:
             "schedule": self._plan.schedule.name,
             "predicted_peak_bytes": self._predicted_peak,
             "counted_peak_bytes": self._counted_peak,
-            "predicted_weight_bytes": predict_weights(placement, self._device, of_stages, versions),
-            "counted_weight_bytes": sum(self._weights.values()),
+            "predicted_weight_bytes": predict_weights(placement, self._device, of_stages, weights.planned_versions),
+            "counted_weight_bytes": weights.counted,
+            "weight_versions": weights.versions,
             "predicted_host_peak_bytes": self._predicted_host_peak,
             "counted_host_peak_bytes": self._counted_host_peak,
             **_offload_summary([step.offload for step in self._steps]),
@@ -279,6 +278,7 @@ def _report(ranks: list[dict]) -> dict:
         "counted_peak_bytes",
         "predicted_weight_bytes",
         "counted_weight_bytes",
+        "weight_versions",
         "predicted_host_peak_bytes",
         "counted_host_peak_bytes",
         "offloaded_bytes",

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero
+from megatron_pipemem.mcore.asynchronous.source import AsynchronousSource
 from megatron_pipemem.mcore.offload_source import OffloadSource
 from megatron_pipemem.mcore.offloading import Offloading
 from megatron_pipemem.mcore.sources import (
@@ -31,6 +32,7 @@ from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, parse_cap
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.plain import serial_schedule
+from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search import SearchResult, search_schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
@@ -274,6 +276,8 @@ def source_of(
             "offload and recomputation are not planned together with vocabulary passes; pass --pipemem-vocab-parallel off, or "
             "--pipemem-offload off and --pipemem-recompute none with Megatron's own --recompute-* flags"
         )
+    if schedule != AUTO and not schedule.endswith(FILE_SUFFIX) and family(schedule).asynchronous:
+        _check_alone(schedule, costs, offloading, vocab_parallel)
     source = _source_without_vocabulary(schedule, memory_cap, costs, options, offloading)
     if vocab_parallel != OFF:
         # What a search finds keeps its cap already.
@@ -285,6 +289,22 @@ def source_of(
             f"{3 - source.barriers}"
         )
     return source
+
+
+def _check_alone(schedule: str, costs: str, offloading: Offloading | None, vocab_parallel: str) -> None:
+    """Raises:
+    UnsupportedError: an asynchronous schedule is asked to go with something that plans a step as one that ends empty.
+    """
+    for asked, off in (
+        (offloading is not None and offloading.settings.plans, "--pipemem-offload off and --pipemem-recompute none"),
+        (vocab_parallel != OFF, "--pipemem-vocab-parallel off"),
+        (costs == PROFILE, "--pipemem-costs unit or a file"),
+    ):
+        if asked:
+            raise UnsupportedError(
+                f"schedule {schedule!r} leaves microbatches in flight between steps, which offload, recomputation, "
+                f"vocabulary parallelism and profiles do not know; pass {off}"
+            )
 
 
 def _source_without_vocabulary(
@@ -318,7 +338,8 @@ def _source_of(schedule: str, cap: MemoryCap | None, costs: str, options: Mappin
                 f"a schedule file has no options; drop --pipemem-option {next(iter(options))}={next(iter(options.values()))}"
             )
         return FileSource(schedule, units, prices, priced_by)
-    return FamilySource(schedule, units, options, prices, priced_by)
+    kind = AsynchronousSource if family(schedule).asynchronous else FamilySource
+    return kind(schedule, units, options, prices, priced_by)
 
 
 def prices_of(costs: str) -> tuple[Costs, str]:

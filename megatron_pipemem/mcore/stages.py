@@ -33,7 +33,7 @@ class StepContext:
     Args:
         config: Megatron's configuration of the model.
         forward_step_func: the user's forward step.
-        num_microbatches: microbatches of this step.
+        num_microbatches: microbatches per update of the weights.
         cp_group_size: context-parallel size, for loss scaling.
         forward_only: evaluation.
         collect_non_loss_data: as in Megatron.
@@ -101,6 +101,8 @@ class ChunkStage:
         self, microbatch: int, input: torch.Tensor | None, data: Iterator | None, loss_data: list
     ) -> tuple[torch.Tensor, torch.Tensor]:
         step = self.step
+        # Of its own batch: asynchronous schedules run forwards of later ones as well.
+        microbatch %= step.num_microbatches
         with self.as_chunk():
             result = schedules.forward_step(
                 step.forward_step_func,

@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import replicas
 from megatron_pipemem.mcore.agreement import agree
+from megatron_pipemem.mcore.asynchronous.training import AsynchronousTraining
 from megatron_pipemem.mcore.dealing import deal
 from megatron_pipemem.mcore.linear import attach_ddp_hooks
 from megatron_pipemem.mcore.offloading import Offloading
@@ -119,6 +120,7 @@ class ForwardBackward:
         offloading: the host side, for schedules that move activations there.
         record: where counted bytes and times go; ``None`` records nothing.
         replanner: measures steps and has them planned anew; ``None`` keeps the first plan.
+        asynchronous: runs training steps that leave the pipeline full; ``None`` for all others.
     """
 
     def __init__(
@@ -128,7 +130,9 @@ class ForwardBackward:
         offloading: Offloading,
         record: RunRecord | None,
         replanner: Replanner | None = None,
+        asynchronous: AsynchronousTraining | None = None,
     ):
+        self._asynchronous = asynchronous
         self._programs = programs
         self._chunk_placement = chunk_placement
         self._offloading = offloading
@@ -196,16 +200,30 @@ class ForwardBackward:
         self._offloading.device = next((tensor.device for tensor in permanent), torch.device("cpu"))
         if not forward_only:
             self._plan_anew(shape, pipeline, placement, message)
-        program, plan = self._programs.compile(
-            shape, forward_only=forward_only, agree=lambda digest: agree(digest, pp_group)
-        )
+
+        def finalize(num_tokens: torch.Tensor | None = None) -> None:
+            if config.finalize_model_grads_func is not None:
+                config.finalize_model_grads_func(
+                    chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce
+                )
+
+        def compare(digest: str) -> None:
+            agree(digest, pp_group)
+
+        call = None
+        if self._asynchronous is None or forward_only:
+            program, plan = self._programs.compile(shape, forward_only=forward_only, agree=compare)
+        else:
+            call = self._asynchronous.begin(config, chunks, shape, pipeline.device, compare, finalize)
+            program, plan = call.plan.window.program, call.plan
+            permanent += call.buffers
 
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         step = StepContext(
             config,
             forward_step_func,
-            num_microbatches,
+            num_microbatches if call is None else call.loss_divisor,
             groups.cp.size(),
             forward_only,
             collect_non_loss_data,
@@ -214,6 +232,8 @@ class ForwardBackward:
             num_tokens=torch.zeros([], dtype=torch.int, device=torch.cuda.current_device()),
         )
         observed = StepRecord(None, None) if forward_only else self._observe(permanent, pp_group)
+        if call is not None:
+            observed.ledger = call.ledger(observed.ledger, permanent)
         engine = self._offloading.engine() if program.schedule.offloads else None
         counters = [counter for counter in (observed.ledger, engine) if counter is not None]
         iterators = watch_batches(iterators, *counters)
@@ -253,6 +273,8 @@ class ForwardBackward:
             offload=engine,
             vocabulary=passes,
             copies=copies,
+            weights=None if call is None else call.weights,
+            carried=None if call is None else call.take_in_flight(),
         )
         with ExitStack() as stack:
             stack.enter_context(no_gradient_sync(config))
@@ -261,24 +283,24 @@ class ForwardBackward:
                 stack.enter_context(engine.step(permanent, observed.on_device))
             if not forward_only:
                 _start_parameter_gather(config, chunks)
+            if call is not None:
+                stack.enter_context(call.running(executor))
             executor.run()
         if dealer is not None:
             dealer.finish()
         _move_loss_to_last_rank(step, pp_group, program.schedule)
-        if config.finalize_model_grads_func is not None and not forward_only:
-            config.finalize_model_grads_func(
-                chunks,
-                step.num_tokens if config.calculate_per_token_loss else None,
-                pg_collection=groups,
-                force_all_reduce=force_all_reduce,
-            )
+        if not forward_only and (call is None or self._asynchronous.loop_updates):
+            finalize(step.num_tokens if config.calculate_per_token_loss else None)
         if config.timers is not None:
             config.timers("forward-backward").stop()
         if not forward_only and self._replanner is not None:
             self._replanner.after_step(placement.num_stages, observed.ledger, observed.trace)
         if not forward_only and self._record is not None:
-            self._record.add_weights(count_weights(chunks, placement.stages[pipeline.device]))
             observed.offload = None if engine is None else engine.statistics()
+            if call is None:
+                observed.weights = count_weights(chunks, placement.stages[pipeline.device])
+            else:
+                program, observed.weights = call.plan.window.up_to_its_end, call.weight_bytes()
             self._record.add_step(plan, program, pipeline.device, pp_group, observed)
         return step.loss_data
 
@@ -324,6 +346,8 @@ class ForwardBackward:
         self._pipelines.clear()
         self._programs.clear()
         self._offloading.close()
+        if self._asynchronous is not None:
+            self._asynchronous.close()
 
 
 def _process_groups(p2p_communicator, pg_collection) -> ProcessGroupCollection:

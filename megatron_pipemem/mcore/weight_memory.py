@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from megatron_pipemem.schedule.placement import Placement
+
+
+class WeightBytes(NamedTuple):
+    """Of the parameters on one rank, gradients and optimizer not included."""
+
+    of_stages: Mapping[int, int]
+    """bytes of one version of every stage that the rank holds"""
+    counted: int
+    """bytes of all versions and copies, as they are there"""
+    planned_versions: int
+    versions: int
+    """how many there have been at once"""
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -14,14 +27,15 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
 
-def count_weights(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> dict[int, int]:
-    """Bytes of the parameters of every stage on this rank, gradients and optimizer not included.
+def count_weights(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> WeightBytes:
+    """Of chunks with one version of their parameters.
 
     Args:
         chunks: of this rank.
         stages: their numbers.
     """
-    return {stage: tensor_bytes(chunk.parameters()) for stage, chunk in zip(stages, chunks, strict=True)}
+    of_stages = {stage: tensor_bytes(chunk.parameters()) for stage, chunk in zip(stages, chunks, strict=True)}
+    return WeightBytes(of_stages, sum(of_stages.values()), 1, 1)
 
 
 def predict_weights(placement: Placement, device: int, bytes_of: Mapping[int, int], versions: int = 1) -> int:

@@ -153,8 +153,8 @@ def messages(timeline: Timeline, rows: tuple[tuple[Box, ...], ...]) -> Iterator[
         if consumer.action.kind in VOCABULARY:
             continue
         for needed in dependencies(consumer.action, placement, fused, timeline.schedule.pieces):
-            producer = by_action[needed]
-            if producer.device != consumer.device:
+            producer = by_action.get(needed)  # what a window shows may need what ran before it
+            if producer is not None and producer.device != consumer.device:
                 yield Message(producer, consumer)
 
 

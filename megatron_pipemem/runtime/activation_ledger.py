@@ -80,6 +80,17 @@ class ActivationLedger:
         self._batch: dict[int, StorageWeakRef] = {}
         self._held: dict[int, tuple[StorageWeakRef, int, str]] = {}
 
+    def continued(self, permanent: Iterable[torch.Tensor]) -> ActivationLedger:
+        """For the step after this one, which begins with what this one still holds.
+
+        Args:
+            permanent: what is no activation now.
+        """
+        following = ActivationLedger(permanent)
+        following._batch = {key: batch for key, batch in self._batch.items() if not batch.expired()}
+        following._held = self._held
+        return following
+
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do not count these tensors: the batch, which somebody else keeps anyway."""
         for tensor in tensors:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -50,6 +51,33 @@ class StageRunner(Protocol):
         """All gradients of the stage are complete, summed over its copies: start summing over the data-parallel ranks."""
 
 
+class Weights(Protocol):
+    """Who changes weights in the middle of a program."""
+
+    def before(self, action: Action) -> None:
+        """Show the action's stage the weights that it uses."""
+
+    def after(self, action: Action) -> None:
+        """Update the weights if the action was the last of a group."""
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What one call leaves for the next one: microbatches that have run forward, keyed by stage and number, and messages."""
+
+    inputs: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    arrived: dict[Action, torch.Tensor] = field(default_factory=dict)
+
+    def renumbered(self, by: int) -> InFlight:
+        """The same with ``by`` added to the numbers of all microbatches."""
+        return InFlight(
+            {(stage, microbatch + by): tensor for (stage, microbatch), tensor in self.inputs.items()},
+            {(stage, microbatch + by): tensor for (stage, microbatch), tensor in self.outputs.items()},
+            {action._replace(microbatch=action.microbatch + by): tensor for action, tensor in self.arrived.items()},
+        )
+
+
 class Executor:
     """Runs one step of a validated program on one rank.
 
@@ -65,6 +93,8 @@ class Executor:
         offload: moves activations, for programs that offload any; within its ``step()``.
         vocabulary: performs the vocabulary passes of a program that has them.
         copies: adds up gradients, for programs of more than one replica.
+        weights: switches between versions of the weights, for asynchronous schedules.
+        carried: what an earlier call has left in flight. This one's ``in_flight`` is what it leaves itself.
     """
 
     def __init__(
@@ -78,6 +108,8 @@ class Executor:
         offload: OffloadEngine | None = None,
         vocabulary: VocabularyPasses | None = None,
         copies: CopySums | None = None,
+        weights: Weights | None = None,
+        carried: InFlight | None = None,
     ):
         self._program = program
         self._placement = program.placement
@@ -89,6 +121,7 @@ class Executor:
         self._offload = offload
         self._vocabulary = vocabulary
         self._copies = copies
+        self._weights = weights
         self._actions = program.actions[device]
         self._split = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.I}
         self._recomputed = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.R}
@@ -96,8 +129,10 @@ class Executor:
         self._offloaded = {a.stage for a in self._actions if a.kind is Kind.OFFLOAD}
         self._has_backward = any(a.kind in (Kind.I, Kind.B) for a in self._actions)
         # Keyed by (stage, microbatch) of the stage that uses the tensor next.
-        self._inputs: dict[tuple[int, int], torch.Tensor | None] = {}
-        self._outputs: dict[tuple[int, int], torch.Tensor] = {}
+        carried = carried or InFlight()
+        self._inputs: dict[tuple[int, int], torch.Tensor | None] = dict(carried.inputs)
+        self._outputs: dict[tuple[int, int], torch.Tensor] = dict(carried.outputs)
+        transport.arrived(carried.arrived)
         self._local_inputs: dict[tuple[int, int], torch.Tensor] = {}
         self._local_gradients: dict[tuple[int, int], torch.Tensor] = {}
         self._queues: dict[tuple[int, int], WeightGradientQueue] = {}
@@ -129,7 +164,11 @@ class Executor:
         """
         for position, action in enumerate(self._actions):
             try:
+                if self._weights is not None:
+                    self._weights.before(action)
                 self._perform[action.kind](action)
+                if self._weights is not None:
+                    self._weights.after(action)
                 if self._ledger is not None:
                     self._ledger.record(action, self._offload.host_bytes if self._offload is not None else 0)
             except Exception as error:
@@ -141,6 +180,12 @@ class Executor:
         self._transport.finish()
         if self._vocabulary is not None:
             self._vocabulary.finish()
+
+    def in_flight(self) -> InFlight:
+        """What has run forward and not backward, handed over. Everything that was sent to this rank has then arrived."""
+        left = InFlight(self._inputs, self._outputs, self._transport.take_in())
+        self._inputs, self._outputs = {}, {}
+        return left
 
     def _forward(self, action: Action) -> None:
         stage, key = self._stages[action.stage], _key(action)

@@ -9,7 +9,7 @@ and the validator has proved, replaces the tags.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -151,20 +151,35 @@ class Transport:
         """The tensor of a receive that was posted. Messages ahead of it on its edge are taken in first."""
         edge = (self._peer(action), self.device)
         while action not in self._arrived:
-            receive = self._receives[edge].popleft()
-            if receive.work is None:
-                header = torch.empty(_MAX_DIMS + 1, dtype=torch.int64, device=self.message.device)
-                dist.recv(header, self.ranks[edge[0]], group=self.groups[edge])
-                sizes = header.tolist()
-                self._start(receive, edge, tuple(sizes[1 : 1 + sizes[0]]))
-            receive.work.wait()
-            self._arrived[receive.action] = receive.tensor
+            self._take_next(edge)
         return self._arrived.pop(action)
+
+    def arrived(self, tensors: Mapping[Action, torch.Tensor]) -> None:
+        """What ``take_in`` of an earlier step gave: these messages wait here for their consumers."""
+        self._arrived.update(tensors)
+
+    def take_in(self) -> dict[Action, torch.Tensor]:
+        """Wait for all receives that were posted. Their tensors, and nothing stays in the channels."""
+        for edge, receives in self._receives.items():
+            while receives:
+                self._take_next(edge)
+        taken, self._arrived = self._arrived, {}
+        return taken
 
     def finish(self) -> None:
         """Wait until every send has left. The next step starts with empty channels."""
         for action in list(self._sends):
             self.settle(action)
+
+    def _take_next(self, edge: Edge) -> None:
+        receive = self._receives[edge].popleft()
+        if receive.work is None:
+            header = torch.empty(_MAX_DIMS + 1, dtype=torch.int64, device=self.message.device)
+            dist.recv(header, self.ranks[edge[0]], group=self.groups[edge])
+            sizes = header.tolist()
+            self._start(receive, edge, tuple(sizes[1 : 1 + sizes[0]]))
+        receive.work.wait()
+        self._arrived[receive.action] = receive.tensor
 
     def _reap(self) -> None:
         for action, works in list(self._sends.items()):

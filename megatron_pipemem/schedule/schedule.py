@@ -15,10 +15,12 @@ from megatron_pipemem.schedule.weights import WeightUpdates
 Order = tuple[Action, ...]
 
 WHY_NOT_RUN = {
-    "updates": "every rank would have to keep several versions of its weights and update them in the middle of a step",
+    "updates": "a file shows a stretch of a pipeline that is never flushed, and not what its steps have in common; name the "
+    "family that made it",
     "pieces": "attention would have to keep the keys and values of earlier pieces and gather their gradients",
 }
-"""What the executor lacks for schedules with weight updates, or of sequence pieces."""
+"""What the executor lacks for schedules with weight updates from elsewhere than their family, or
+of sequence pieces."""
 
 
 @dataclass(frozen=True)

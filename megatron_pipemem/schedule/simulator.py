@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -161,13 +161,18 @@ class Timeline:
         return versions_held(self.schedule)
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[Action] = ()) -> Timeline:
     """Run ``schedule``: every action starts as soon as its device is free and its inputs have arrived.
 
     Messages take ``costs.p2p`` and do not occupy the devices; nor do collectives, which run one after the other, each
     when all devices have posted it. A device posts when it has ready what it brings. One of ``n`` sequence pieces
     costs ``1/n`` of everything: of the seconds, of its messages, and of the memory. Copies wait for their channel:
     whose copy is issued first is served first. A device that waits for a copy does nothing else.
+
+    Args:
+        schedule: what to run.
+        costs: what it costs; unit costs by default.
+        already: actions that have run before, and whose messages have arrived: what earlier windows of a stream did.
 
     Raises:
         ScheduleError: some action waits for ever; the message names it and what it waits for.
@@ -208,6 +213,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         for action in islice(order, len(ran), None):
             start = now
             for needed in dependencies(action, placement, fused, pieces, schedule.vocabulary):
+                if needed in already:
+                    continue
                 if needed not in ends:
                     waiting.setdefault(needed, []).append(device)
                     break

@@ -196,5 +196,3 @@ torch.testing.assert_close(main_grad, 1 + weight.grad)
 from megatron.core.tensor_parallel import layers
 assert layers._grad_accum_fusion_available
 """)
-
-

@@ -197,8 +197,7 @@ def test_the_script_sees_the_command_line_it_would_have(environment: dict[str, s
     (tmp_path / "beside.py").write_text("value = 42")
     script = tmp_path / "script.py"
     script.write_text(
-        "import json, sys, beside\n"
-        "json.dump([__name__, sys.argv, sys.path[0], beside.value], open(sys.argv[1], 'w'))"
+        "import json, sys, beside\njson.dump([__name__, sys.argv, sys.path[0], beside.value], open(sys.argv[1], 'w'))"
     )
     output = tmp_path / "seen.json"
     codes, errors, _ = start_ranks(1, environment, script, str(output), "--lr", "1")

@@ -69,7 +69,14 @@ class Trainer:
     folder: Path
     _runs: dict[tuple, Run] = field(default_factory=dict)
 
-    def __call__(self, schedule: str, *flags: str, initialise: bool = True, sabotage: str | None = None) -> Run:
+    def __call__(
+        self,
+        schedule: str,
+        *flags: str,
+        initialise: bool = True,
+        sabotage: str | None = None,
+        emulate: tuple[str, int, int] | None = None,
+    ) -> Run:
         """A run of ``ITERATIONS`` steps on four ranks, PP4 unless ``flags`` say otherwise.
 
         Args:
@@ -77,13 +84,21 @@ class Trainer:
             flags: Megatron's and the plugin's. ``+`` in front of a default takes it away.
             initialise: start from values that do not depend on the placement; ``False`` where a checkpoint is loaded.
             sabotage: what goes wrong on rank 1, see ``training.SABOTAGE``.
+            emulate: arguments of ``cpu.emulation.emulated``; for runs without a pipeline.
         """
-        key = (schedule, flags, initialise, sabotage)
+        key = (schedule, flags, initialise, sabotage, emulate)
         if key not in self._runs:
             self._runs[key] = self._train(*key)
         return self._runs[key]
 
-    def _train(self, schedule: str, flags: tuple[str, ...], initialise: bool, sabotage: str | None) -> Run:
+    def _train(
+        self,
+        schedule: str,
+        flags: tuple[str, ...],
+        initialise: bool,
+        sabotage: str | None,
+        emulate: tuple[str, int, int] | None,
+    ) -> Run:
         taken_away = {flag.removeprefix("+") for flag in flags if flag.startswith("+")}
         given = [flag for flag in flags if not flag.startswith("+")]
         defaults = [
@@ -99,6 +114,7 @@ class Trainer:
             "report": str(report),
             "initialise": initialise,
             "sabotage": sabotage,
+            "emulate": emulate,
         }
         seen = self.ranks.run(case)
         for rank, result in enumerate(seen):
@@ -125,6 +141,20 @@ def train(tmp_path_factory) -> Iterator[Trainer]:
     folder = tmp_path_factory.mktemp("training")
     ranks = Ranks("training", folder)
     yield Trainer(ranks, folder)
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def emulate(tmp_path_factory) -> Iterator[Callable[..., Run]]:
+    """``emulate(rule, *flags, stages=4, replicas=1)``: what ``cpu.emulation`` predicts, on one rank."""
+    folder = tmp_path_factory.mktemp("emulation")
+    ranks = Ranks("training", folder, size=1)
+    trainer = Trainer(ranks, folder)
+
+    def run(rule: str, *flags: str, stages: int = 4, replicas: int = 1) -> Run:
+        return trainer("stock", *flags, "--pipeline-model-parallel-size", "1", emulate=(rule, stages, replicas))
+
+    yield run
     ranks.stop()
 
 

@@ -9,7 +9,9 @@ import pytest
 
 from megatron_pipemem.schedule.registry import families
 
-NAMES = [family.name for family in families() if not family.simulated_only and family.replicas == 1]
+NAMES = [
+    family.name for family in families() if not (family.simulated_only or family.asynchronous) and family.replicas == 1
+]
 BOUNDARY_BYTES = 64 * 64 * 4  # tokens x hidden size, fp32
 EMBEDDINGS = {"tied": (), "untied": ("--untie-embeddings-and-output-weights",)}
 # Every kind of placement and of backward; the others train with tied embeddings only.

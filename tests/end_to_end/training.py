@@ -20,6 +20,7 @@ from megatron.core.utils import unwrap_model
 from megatron.training import training
 
 from megatron_pipemem import disable
+from megatron_pipemem.cpu.emulation import emulated
 from megatron_pipemem.mcore.launch import enable_from_command_line
 from megatron_pipemem.runtime.offload.channel import Direction
 from megatron_pipemem.runtime.offload.host_channel import HostChannel
@@ -43,7 +44,7 @@ def run(case: dict) -> dict:
     Args:
         case: ``flags`` of Megatron and the plugin, ``report`` (a path), and optionally ``initialise``: whether every parameter
             gets a value that depends on its name alone, so that runs with other placements start from the same model.
-            ``sabotage`` names one of ``SABOTAGE`` for rank 1.
+            ``sabotage`` names one of ``SABOTAGE`` for rank 1. ``emulate`` has the arguments of ``cpu.emulation.emulated``.
 
     Returns:
         The plugin's ``report``, a hash of the trained ``weights`` of every chunk, the ``validation`` losses that this rank
@@ -56,10 +57,16 @@ def run(case: dict) -> dict:
     sys.argv = [str(ENTRY), *flags]
     validation: list[dict[str, float]] = []
     sabotage = SABOTAGE[case.get("sabotage") if dist.get_rank() == 1 else None]
+    emulation = emulated(*case["emulate"]) if case.get("emulate") else nullcontext()
     chunks: list[torch.nn.Module] = []
     weights: list[str] = []
     try:
-        with _noted_evaluation(validation), _common_start(chunks, case.get("initialise", True), rows), sabotage():
+        with (
+            _noted_evaluation(validation),
+            _common_start(chunks, case.get("initialise", True), rows),
+            sabotage(),
+            emulation,
+        ):
             entry.main()
         weights += map(_digest, chunks)
     finally:

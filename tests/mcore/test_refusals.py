@@ -9,6 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.mcore.asynchronous.optimizer import StageOptimizer  # noqa: E402
+from megatron_pipemem.mcore.asynchronous.refusals import check_asynchronous  # noqa: E402
 from megatron_pipemem.mcore.plugin import disable, enable  # noqa: E402
 from megatron_pipemem.mcore.refusals import check_chunks, check_config  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
@@ -43,7 +45,7 @@ NOT_RUN = {family.name: family.simulated_only for family in families() if family
 
 
 def test_these_schedules_are_not_run():
-    assert set(NOT_RUN) == {"pipedream", "pipedream-2bw", "seq1f1b"}
+    assert set(NOT_RUN) == {"seq1f1b"}
 
 
 @pytest.mark.parametrize("name", NOT_RUN)
@@ -87,3 +89,64 @@ def test_a_wrong_number_of_chunks_says_how_to_get_the_right_one(have, need, word
     with pytest.raises(UnsupportedError) as error:
         check_chunks([torch.nn.Linear(2, 2) for _ in range(have)], need, "v-half")
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+def test_a_file_of_an_asynchronous_schedule_is_refused(name, tmp_path):
+    file = tmp_path / "mine.csv"
+    file.write_text(build_schedule(name, num_devices=4, num_microbatches=8).to_csv())
+    with pytest.raises(UnsupportedError, match="name the family that made it"):
+        enable(str(file))
+    disable()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"offload": "full"}, "--pipemem-offload off"),
+        ({"vocab_parallel": "1"}, "--pipemem-vocab-parallel off"),
+        ({"costs": "profile"}, "--pipemem-costs unit"),
+        ({"options": {"update_every": 8}}, "--global-batch-size"),
+    ],
+)
+def test_asynchronous_schedules_stand_alone(settings, words):
+    with pytest.raises(UnsupportedError) as error:
+        enable("pipedream-2bw", **settings)
+    disable()
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "on_ddp", "per_batch", "flag"),
+    [
+        ("use_distributed_optimizer", True, True, "--use-distributed-optimizer"),
+        ("fp8", False, True, "--fp8-format"),
+        ("moe_router_enable_expert_bias", False, True, "--moe-router-enable-expert-bias"),
+        ("overlap_grad_reduce", True, False, "--overlap-grad-reduce"),
+        ("calculate_per_token_loss", False, False, "--calculate-per-token-loss"),
+        ("share_embeddings_and_output_weights", None, False, "--untie-embeddings-and-output-weights"),
+    ],
+)
+def test_what_knows_no_versions_is_refused(attribute, on_ddp, per_batch, flag):
+    chunk, config = torch.nn.Linear(2, 2), SimpleNamespace()
+    chunk.pre_process, chunk.ddp_config = True, SimpleNamespace()
+    check_asynchronous(config, [chunk], per_batch)
+    setattr({True: chunk.ddp_config, False: config, None: chunk}[on_ddp], attribute, True)
+    with pytest.raises(UnsupportedError, match=flag):
+        check_asynchronous(config, [chunk], per_batch)
+    if not per_batch:
+        check_asynchronous(config, [chunk], True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [({"clip_grad": 1.0}, "--clip-grad 0"), ({"fp16": True}, "bf16"), ({"log_num_zeros_in_grad": True}, "drop")],
+)
+def test_what_needs_all_stages_at_once_is_refused_when_the_optimizer_is_built(changed, words):
+    built = SimpleNamespace(step=None)
+    config = SimpleNamespace(**{"clip_grad": 0.0, "fp16": False, "log_num_zeros_in_grad": False, **changed})
+    optimizer = StageOptimizer()
+    with pytest.raises(UnsupportedError, match=words):
+        optimizer.catch(lambda config, chunks: built)(config, [])
+    with pytest.raises(UnsupportedError, match="none was built since enable"):
+        optimizer.require()

@@ -150,6 +150,6 @@ def test_gradients_stand_in_main_grad_or_in_grad():
 def test_weights_count_once_per_copy_and_version():
     placement = Placement.bidirectional(2)
     chunks = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)]
-    assert count_weights(chunks, placement.stages[0]) == {0: 24, 3: 12}
+    assert count_weights(chunks, placement.stages[0]) == ({0: 24, 3: 12}, 36, 1, 1)
     assert predict_weights(placement, 0, {0: 24, 1: 12}) == 36
     assert predict_weights(Placement.linear(2), 1, {0: 24, 1: 12}, versions=2) == 24

@@ -21,7 +21,9 @@ from megatron_pipemem.schedule.registry import families  # noqa: E402
 
 TOY = Path(__file__).with_name("toy.py")
 DEVICES = 4
-NAMES = [family.name for family in families() if not family.simulated_only and family.replicas == 1]
+NAMES = [
+    family.name for family in families() if not (family.simulated_only or family.asynchronous) and family.replicas == 1
+]
 CASES = [
     {"schedule": name, "microbatches": m, "forward_only": forward_only, "variable": variable}
     for name, (m, forward_only, variable) in product(

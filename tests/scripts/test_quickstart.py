@@ -58,6 +58,17 @@ def test_missing_extra_and_undefined_losses_are_not_identical(quickstart, losses
     assert rows[1]["bit_identical_to_stock"] is False
 
 
+def test_asynchronous_rows_are_compared_with_their_emulator(quickstart):
+    late = row("pipedream", losses=(4.5, 3.5))
+    rows = [row("1f1b", "stock"), late | {"emulator_losses": [4.5, 3.5]}, late | {"emulator_losses": [4.5, 3.25]}]
+    _, right, wrong = quickstart.compare(rows)
+    assert right["bit_identical_to_stock"] is False and wrong["bit_identical_to_stock"] is False
+    assert (right["compared_with"], right["identical"]) == ("emulator", True)
+    assert (wrong["compared_with"], wrong["identical"]) == ("emulator", False)
+    text = printed(quickstart, [rows[0] | {"compared_with": "stock", "identical": True}, right])
+    assert "emulator" in text.split("pipedream")[1] and "NO" not in text
+
+
 def test_stock_interleaved_is_compared_as_well(quickstart):
     rows = quickstart.compare([row("1f1b", "stock"), row("interleaved", "stock", losses=(4.5, 3.5))])
     assert rows[1]["bit_identical_to_stock"] is False
@@ -78,6 +89,8 @@ def test_rows_have_the_keys_of_the_summary(quickstart):
         "engine",
         "losses",
         "bit_identical_to_stock",
+        "compared_with",
+        "identical",
         "predicted_peak_bytes",
         "counted_peak_bytes",
         "predicted_weight_bytes",
@@ -108,7 +121,7 @@ def test_the_table_fits_into_100_columns_and_names_its_conditions(quickstart):
     rows = quickstart.compare([row(run.schedule, run.engine, peak=peak) for run in quickstart.RUNS])
     text = printed(quickstart, rows)
     assert "…" not in text
-    assert text.count(str(peak)) == 2 * 10 + 2
+    assert text.count(str(peak)) == 2 * 12 + 2
     assert "NO" not in text
     assert "no gradient clipping" in text
 

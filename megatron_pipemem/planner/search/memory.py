@@ -22,6 +22,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import host_peaks, peaks
 from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.weights import versions_held
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,9 @@ def _held(run: Run, placement: Placement, schedule: Schedule | None, layers: tup
         kept, host = one_microbatch(placement, step.costs), (0.0,) * placement.num_devices
         if mode != "off":  # a stage's activations at a time
             kept = tuple(max(step.costs.memory[Kind.F][stage] for stage in owned) for owned in placement.stages)
-    return Held(tuple(map(sum, zip(kept, step.static, step.buffers, strict=True))), host, step.host)
+    versions = (1,) * placement.num_devices if schedule is None else versions_held(schedule)
+    older = tuple((count - 1) * nbytes for count, nbytes in zip(versions, step.weights, strict=True))
+    return Held(tuple(map(sum, zip(kept, step.static, step.buffers, older, strict=True))), host, step.host)
 
 
 def _cap(run: Run) -> MemoryCap | None:

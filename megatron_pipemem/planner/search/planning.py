@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.planner.runs import Run
 from megatron_pipemem.planner.search import layout
+from megatron_pipemem.planner.search.asynchronous import asynchronous
 from megatron_pipemem.planner.search.prices import Pace
 from megatron_pipemem.planner.search.replay import lengths, measured, replay
 from megatron_pipemem.planner.search.space import Limits, Order, cuts, orders
@@ -247,7 +248,7 @@ class _Planner:
 
     def exact(self, plan: Plan) -> Plan | None:
         """With every microbatch run, where a long step was extended from shorter ones; ``None`` where it then does not fit."""
-        if plan.order is not None:
+        if plan.order is not None or family(plan.schedule).asynchronous:
             return plan
         cut, step = plan.run.parallelism, plan.step
         if plan.base is not None:
@@ -302,6 +303,12 @@ class _Planner:
             for variant in variants() if placement.replicas == 1 else ():
                 if self.limits.admits(variant=variant.name):
                     self._bound(run, variant.prepare(run, placement, self._pace), found, variant)
+        for each in asynchronous(run, self.limits, self._pace):
+            group = _Group(each.run, each.step, (), None, each.makespan + each.step.outside, 0.0)
+            if self._fits(group, each.peaks):
+                self._put(group.bound, self._plan(group, Order(each.name), None, each.makespan, each.peaks))
+            else:
+                self.rejected[TOO_HIGH] += 1
 
     def _bound(self, run: Run, step: Step, found: list[Order], variant: Variant | None) -> None:
         room = step.room(self._memory)

@@ -48,6 +48,7 @@ class Step:
         placement: of the stages.
         layers: of every stage of one copy of the model.
         costs: seconds of F, I and W, bytes, messages.
+        weights: per device, bytes of one version of the parameters.
         static: per device, bytes that are there all the time.
         buffers: per device, bytes beside activations that are there now and then.
         communication: per device, seconds per microbatch in tensor-, context- and expert-parallel messages.
@@ -61,6 +62,7 @@ class Step:
     placement: Placement
     layers: tuple[int, ...]
     costs: Costs
+    weights: tuple[float, ...]
     static: tuple[float, ...]
     buffers: tuple[float, ...]
     communication: tuple[float, ...]
@@ -232,6 +234,7 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> Step:
         placement=placement,
         layers=layers,
         costs=costs,
+        weights=tuple(cut.execution.element * sum(part.parameters for part in device) for device in held),
         static=tuple(sum(cut.static(part) for part in device) for device in held),
         buffers=_buffers(cut, placement, layers),
         communication=tuple(sum(part.communication.total for part in device) / copies for device in held),

@@ -12,7 +12,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.families.one_f_one_b import one_f_one_b
 from megatron_pipemem.schedule.passes import check_whole
 from megatron_pipemem.schedule.registry import Family, register_schedule
-from megatron_pipemem.schedule.schedule import WHY_NOT_RUN, Schedule
+from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.weights import WeightUpdates
 
 
@@ -65,7 +65,6 @@ register_schedule(
         source="arXiv 1806.03377, section 3.3",
         options={"vertical_sync": "true: a microbatch uses one version on all stages (default false)"},
         asynchronous=True,
-        simulated_only=WHY_NOT_RUN["updates"],
     )
 )
 register_schedule(
@@ -79,6 +78,5 @@ register_schedule(
         source="arXiv 2006.09503, section 3.1",
         options={"update_every": "microbatches per update, at least p (default p)"},
         asynchronous=True,
-        simulated_only=WHY_NOT_RUN["updates"],
     )
 )

@@ -1,0 +1,108 @@
+"""Older versions of the weights, kept beside Megatron's checkpoints.
+
+A checkpoint holds the newest weights. Microbatches that were in flight when it was written are not saved: their data count as
+not consumed, and a resumed run reads them and runs them forward again. But they used older weights, so every rank writes
+those into the checkpoint's folder. Without such files a run begins a new stream with the one version it has.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_pipemem.mcore.agreement import gather
+from megatron_pipemem.mcore.loop_arguments import checkpoint_folder
+from megatron_pipemem.mcore.patching import Symbol
+from megatron_pipemem.runtime.weight_versions import WeightVersions
+
+logger = logging.getLogger(__name__)
+
+SAVE = Symbol("megatron.training.training", "save_checkpoint", ("iteration", "non_persistent_ckpt"))
+LOAD = Symbol("megatron.training.training", "load_checkpoint", ("ddp_model", "load_arg"))
+
+
+@dataclass(frozen=True)
+class SavedVersions:
+    """What a rank had when a checkpoint was written.
+
+    Args:
+        schedule: the family's name and options.
+        batch: microbatches per step.
+        before: batches that had been through the pipeline, as far as it matters.
+        older: the older versions.
+    """
+
+    schedule: str
+    batch: int
+    before: int
+    older: Mapping[int, Mapping[torch.dtype, torch.Tensor]]
+
+    def fits(self, schedule: str, weights: WeightVersions) -> bool:
+        """Whether they are of the same schedule and of weights of the same size."""
+        sizes = weights.sizes
+        return self.schedule == schedule and all(
+            {dtype: buffer.numel() for dtype, buffer in buffers.items()} == sizes for buffers in self.older.values()
+        )
+
+
+def wrap_save(saved_now: Callable[[], SavedVersions | None]) -> Callable[[Callable], Callable]:
+    """Write what ``saved_now`` gives into the folder of every checkpoint that stays."""
+
+    def wrap(original: Callable) -> Callable:
+        def save_checkpoint(iteration, *args, **kwargs):
+            result = original(iteration, *args, **kwargs)
+            saved = saved_now()
+            if saved is not None and not kwargs.get("non_persistent_ckpt", False):
+                _write(saved, iteration)
+            return result
+
+        return save_checkpoint
+
+    return wrap
+
+
+def wrap_load(loaded: Callable[[SavedVersions | None], None]) -> Callable[[Callable], Callable]:
+    """Tell ``loaded`` what stands beside a checkpoint that has been loaded, on all ranks the same or nothing."""
+
+    def wrap(original: Callable) -> Callable:
+        def load_checkpoint(ddp_model, optimizer, opt_param_scheduler, load_arg="load", *args, **kwargs):
+            result = original(ddp_model, optimizer, opt_param_scheduler, load_arg, *args, **kwargs)
+            iteration = result[0]
+            if load_arg == "load":
+                loaded(_read(iteration) if iteration else None)
+            return result
+
+        return load_checkpoint
+
+    return wrap
+
+
+def _file(purpose: str, iteration: int):
+    return checkpoint_folder(purpose, iteration) / f"pipemem_weights_{dist.get_rank():05d}.pt"
+
+
+def _write(saved: SavedVersions, iteration: int) -> None:
+    path = _file("save", iteration)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    older = {version: list(buffers.values()) for version, buffers in saved.older.items()}
+    torch.save({"schedule": saved.schedule, "batch": saved.batch, "before": saved.before, "older": older}, unfinished)
+    os.replace(unfinished, path)
+
+
+def _read(iteration: int) -> SavedVersions | None:
+    path = _file("load", iteration)
+    if not all(gather(path.is_file())):
+        logger.warning(
+            "no older versions of the weights stand beside the checkpoint, so the first microbatches use the newest, as at "
+            "the start of a run"
+        )
+        return None
+    entries = torch.load(path, map_location="cpu", weights_only=True)
+    older = {version: {tensor.dtype: tensor for tensor in tensors} for version, tensors in entries.pop("older").items()}
+    return SavedVersions(**entries, older=older)

@@ -1,0 +1,87 @@
+"""Windows of an asynchronous schedule, one for every call of the training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.sources import FamilySource, Plan, Shape
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.simulator import Timeline
+from megatron_pipemem.schedule.windows import UPDATE_EVERY, Moment, Window, family_window, updates_per_batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowPlan(Plan):
+    """A plan for the calls that stand at one moment of the stream."""
+
+    window: Window
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return self.window.simulate(self.costs)
+
+
+class AsynchronousSource(FamilySource):
+    """Schedules of a family whose weights change in the middle of them.
+
+    Args:
+        name: of the family.
+        memory_cap: in activation units, or ``None``.
+        options: of the family.
+        costs: prices of plans.
+        priced_by: where ``costs`` are from.
+
+    Raises:
+        UnsupportedError: an option that the training loop decides.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        memory_cap: float | None = None,
+        options: Mapping[str, object] | None = None,
+        costs: Costs | None = None,
+        priced_by: str = "unit",
+    ):
+        if UPDATE_EVERY in (options or {}):
+            raise UnsupportedError(
+                f"{UPDATE_EVERY} of schedule {name!r} is the number of microbatches of a step here; drop the option and "
+                "choose --global-batch-size"
+            )
+        super().__init__(name, memory_cap, options, costs, priced_by)
+        self.loop_updates = updates_per_batch(name)
+        """Whether the optimizer steps once per call, by the training loop, and not once per microbatch."""
+
+    @property
+    def identity(self) -> str:
+        """Tells schedules apart whose older weights mean different things."""
+        return f"{self.name} {sorted(self._options.items())}"
+
+    def window_plan(self, shape: Shape, moment: Moment) -> WindowPlan:
+        """The plan of a call.
+
+        Raises:
+            UnsupportedError: there is none for that many microbatches.
+            ScheduleError: it is wrong; it is never executed.
+        """
+        batch = shape.num_microbatches
+        if self.loop_updates and batch < shape.num_devices:
+            raise UnsupportedError(
+                f"schedule {self.name} keeps two versions of the weights only if a step has at least as many microbatches "
+                f"as the pipeline has ranks, {shape.num_devices}, not {batch}; raise --global-batch-size"
+            )
+
+        cut = family_window(
+            self.name,
+            shape.num_devices,
+            batch,
+            moment,
+            memory_cap=self._memory_cap,
+            costs=self.costs,
+            **self._options,
+        )
+        when = "start" if moment.before == 0 else "end" if moment.left == 0 else "no flush between steps"
+        return WindowPlan(cut.schedule, self.costs, self.priced_by, when, window=cut)

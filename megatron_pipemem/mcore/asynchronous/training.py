@@ -1,0 +1,277 @@
+"""What lives from one call of the training loop to the next when the pipeline is not flushed in between."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.agreement import gather
+from megatron_pipemem.mcore.asynchronous.checkpoint import LOAD, SAVE, SavedVersions, wrap_load, wrap_save
+from megatron_pipemem.mcore.asynchronous.optimizer import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, StageOptimizer
+from megatron_pipemem.mcore.asynchronous.refusals import check_asynchronous
+from megatron_pipemem.mcore.asynchronous.source import AsynchronousSource, WindowPlan
+from megatron_pipemem.mcore.loop_arguments import steps_left
+from megatron_pipemem.mcore.patching import Symbol
+from megatron_pipemem.mcore.programs import digest_of
+from megatron_pipemem.mcore.sources import Shape
+from megatron_pipemem.mcore.weight_memory import WeightBytes
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger
+from megatron_pipemem.runtime.executor import Executor, InFlight
+from megatron_pipemem.runtime.weight_versions import WeightSwitch, WeightVersions
+from megatron_pipemem.schedule.windows import Moment, horizon
+
+logger = logging.getLogger(__name__)
+
+WARNING = (
+    "schedule %s is asynchronous: gradients are of older weights, so training does not equal synchronous training, and "
+    "losses are not those of Megatron's own schedule"
+)
+
+
+@dataclass
+class _Stream:
+    """A stream of batches through one model, as it stands between two calls.
+
+    Args:
+        chunks: the model on this rank.
+        weights: their versions.
+        batch: microbatches per call.
+        before: batches that have been through.
+        done: batches ahead that forwards were run of.
+        in_flight: those forwards, and what has arrived of others.
+        ledger: counts what they hold.
+        left: training steps that the loop had left at the last call, if known.
+    """
+
+    chunks: list[torch.nn.Module]
+    weights: WeightVersions
+    batch: int
+    before: int = 0
+    done: int = 0
+    in_flight: InFlight = field(default_factory=InFlight)
+    ledger: ActivationLedger | None = None
+    left: int | None = None
+
+    def drop(self) -> None:
+        """Nothing is left in flight, and no weights but the newest."""
+        self.weights.keep_only_newest()
+        self.weights.renumber(-self.weights.newest)
+        self.before = self.done = 0
+        self.in_flight, self.ledger = InFlight(), None
+
+
+@dataclass
+class Call:
+    """One training step, entered around ``Executor.run``. If it fails, everything in flight is dropped and the next call
+    begins a new stream.
+
+    Args:
+        plan: what it runs.
+        device: this rank's place in the pipeline.
+        weights: switches versions while it runs.
+        loss_divisor: the microbatches that one update averages over.
+        left: training steps behind it, if known.
+    """
+
+    plan: WindowPlan
+    device: int
+    weights: WeightSwitch
+    loss_divisor: int
+    left: int | None
+    _stream: _Stream
+
+    def take_in_flight(self) -> InFlight:
+        """What the call before has left. Nobody else keeps it: it is to go when its backward has run."""
+        taken, self._stream.in_flight = self._stream.in_flight, InFlight()
+        return taken
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """All that versions of the weights lie in."""
+        return self._stream.weights.buffers()
+
+    def ledger(self, fresh: ActivationLedger | None, permanent: list[torch.Tensor]) -> ActivationLedger | None:
+        """Counts from where the call before stopped."""
+        if fresh is not None and self._stream.ledger is not None:
+            fresh = self._stream.ledger.continued(permanent)
+        self._stream.ledger = fresh
+        return fresh
+
+    @contextmanager
+    def running(self, executor: Executor) -> Iterator[None]:
+        """Around ``executor.run()``."""
+        stream, window = self._stream, self.plan.window
+        try:
+            yield
+        except BaseException:
+            stream.drop()
+            raise
+        stream.weights.renumber(-window.updates_per_call)
+        stream.weights.show(0)
+        stream.in_flight = executor.in_flight().renumbered(-window.batch)
+        stream.before += 1
+        stream.done = window.moment.left
+        stream.left = self.left
+
+    def weight_bytes(self) -> WeightBytes:
+        """Of all versions: as the schedule foretells them, and as they are there."""
+        weights = self._stream.weights
+        planned = self.plan.window.versions_held[self.device]
+        return WeightBytes({self.device: weights.version_bytes}, weights.bytes, planned, weights.most_held)
+
+
+class AsynchronousTraining:
+    """Runs the training steps of an asynchronous source.
+
+    Args:
+        source: of windows.
+        train_steps: how many steps there will be, for loops that are not Megatron's own.
+    """
+
+    def __init__(self, source: AsynchronousSource, train_steps: int | None = None):
+        self._source = source
+        self._train_steps = train_steps
+        self._steps = 0
+        self._identity = source.identity
+        self._plans: dict[tuple[Shape, Moment], WindowPlan] = {}
+        self._stream: _Stream | None = None
+        self._optimizer = StageOptimizer()
+        self._saved: SavedVersions | None = None
+        logger.warning(WARNING, source.name)
+
+    def replacements(self, with_training: bool) -> list[tuple[Symbol, Callable[[Callable], Callable]]]:
+        """What to rebind; ``with_training`` says that ``megatron.training`` is there."""
+        replaced = []
+        if with_training:
+            replaced += [(SAVE, wrap_save(self._to_save)), (LOAD, wrap_load(self._loaded))]
+        if not self._source.loop_updates:
+            replaced.append((GET_OPTIMIZER, self._optimizer.catch))
+            if with_training:
+                replaced.append((GET_TRAINING_OPTIMIZER, self._optimizer.catch))
+        return replaced
+
+    def begin(
+        self,
+        config,
+        chunks: list[torch.nn.Module],
+        shape: Shape,
+        device: int,
+        agree: Callable[[str], None],
+        reduce: Callable[[], None],
+    ) -> Call:
+        """What the next training step runs.
+
+        Args:
+            config: Megatron's configuration of the model.
+            chunks: the model on this rank.
+            shape: of the step.
+            device: this rank's place in the pipeline.
+            agree: compares a new program's hash with the other ranks'.
+            reduce: sums all gradients of this rank over its data-parallel ranks.
+        """
+        check_asynchronous(config, chunks, self._source.loop_updates)
+        if not self._source.loop_updates:
+            self._optimizer.require()
+        stream = self._stream_of(chunks, shape.num_microbatches)
+        far = horizon(shape.num_devices, shape.num_microbatches)
+        left = self._left(stream)
+        moment = Moment(min(stream.before, far), min(stream.done, far), far if left is None else min(left, far))
+        plan = self._plan(shape, moment, agree)
+        window, weights = plan.window, stream.weights
+        weights.reserve(window.versions_held[device])
+        weights.forget_updates()
+        self._steps += 1
+
+        def update() -> None:
+            self._optimizer.step(chunks, reduce)
+            weights.forget_updates()
+
+        own = window.stream.placement.stages[device]
+        updates = {action: needed for action, needed in window.updates.items() if action.stage in own}
+        switch = WeightSwitch(weights, window.versions, updates, None if self._source.loop_updates else update)
+        divisor = shape.num_microbatches if self._source.loop_updates else 1
+        return Call(plan, device, switch, divisor, left, stream)
+
+    @property
+    def loop_updates(self) -> bool:
+        """Whether the training loop reduces gradients and steps the optimizer, after every call."""
+        return self._source.loop_updates
+
+    def _stream_of(self, chunks: list[torch.nn.Module], batch: int) -> _Stream:
+        stream = self._stream
+        if stream is None or stream.chunks != chunks:
+            parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+            self._stream = stream = _Stream(chunks, WeightVersions(parameters), batch)
+            self._take_up(stream)
+        if stream.batch != batch:
+            if stream.before:
+                raise UnsupportedError(
+                    f"the number of microbatches changes from {stream.batch} to {batch} while microbatches are in flight; "
+                    "asynchronous schedules need one batch size, so drop --rampup-batch-size"
+                )
+            stream.batch = batch
+        return stream
+
+    def _take_up(self, stream: _Stream) -> None:
+        """Go on where a checkpoint was written."""
+        saved, self._saved = self._saved, None
+        if saved is None:
+            return
+        if not all(gather(saved.batch == stream.batch and saved.fits(self._identity, stream.weights))):
+            logger.warning(
+                "the older versions of the weights beside the checkpoint are of another schedule, batch size or split of "
+                "the model, so the first microbatches use the newest, as at the start of a run"
+            )
+            return
+        stream.weights.restore(saved.older)
+        stream.before = saved.before
+
+    def _to_save(self) -> SavedVersions | None:
+        stream = self._stream
+        if stream is None or not stream.before:
+            return None
+        return SavedVersions(self._identity, stream.batch, stream.before, stream.weights.older())
+
+    def _loaded(self, saved: SavedVersions | None) -> None:
+        """The model has the weights of a checkpoint: whatever is in flight is of others."""
+        if self._stream is not None:
+            self._stream.drop()
+            self._stream = None
+        self._saved = saved
+
+    def _left(self, stream: _Stream) -> int | None:
+        """Steps behind this one; ``None`` when nobody knows."""
+        left = steps_left() if self._train_steps is None else max(self._train_steps - self._steps - 1, 0)
+        if left is None:
+            if stream.before == 0:
+                logger.warning(
+                    "nobody knows which training step is the last, so every one reads data of the next; say it with "
+                    "enable(..., train_steps=N)"
+                )
+        elif left == stream.left and stream.before:
+            raise UnsupportedError(
+                "the training loop runs the same step again, but its forwards have left the pipeline; pass "
+                "--rerun-mode disabled"
+            )
+        return left
+
+    def _plan(self, shape: Shape, moment: Moment, agree: Callable[[str], None]) -> WindowPlan:
+        key = (shape, moment)
+        if key not in self._plans:
+            plan = self._source.window_plan(shape, moment)
+            agree(digest_of(plan.window.program))
+            self._plans[key] = plan
+        return self._plans[key]
+
+    def close(self) -> None:
+        """Leave the model with its newest weights, and the loop with its optimizer."""
+        if self._stream is not None:
+            self._stream.drop()
+            self._stream = None
+        self._optimizer.release()
+        self._plans.clear()

@@ -1,0 +1,37 @@
+"""What Megatron's own training loop has been told, for the few who must know beside the flags. Other loops have no such
+arguments, and everything here then says that nobody knows."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from megatron_pipemem.errors import UnsupportedError
+
+
+def _arguments():
+    module = sys.modules.get("megatron.training.global_vars")
+    return None if module is None else module._GLOBAL_ARGS
+
+
+def steps_left() -> int | None:
+    """Training steps behind the one that runs now; ``None`` when nobody knows.
+
+    Raises:
+        UnsupportedError: the loop will skip batches, so data that are read ahead are of the wrong ones.
+    """
+    arguments = _arguments()
+    if arguments is None or getattr(arguments, "curr_iteration", None) is None or arguments.train_iters is None:
+        return None
+    if getattr(arguments, "iterations_to_skip", None):
+        raise UnsupportedError(
+            "asynchronous schedules read data of the next batch, so none can be skipped; drop --iterations-to-skip"
+        )
+    return arguments.train_iters - arguments.curr_iteration - 1
+
+
+def checkpoint_folder(purpose: str, iteration: int) -> Path:
+    """Where the loop keeps a checkpoint of that iteration; ``purpose`` is ``save`` or ``load``."""
+    from megatron.training.checkpointing import get_checkpoint_name
+
+    return Path(get_checkpoint_name(getattr(_arguments(), purpose), iteration, return_base_dir=True))

@@ -1,0 +1,177 @@
+"""Several versions of a stage's weights, and which of them its parameters show.
+
+Every version alive is one flat buffer per element type; parameters are pointed into the version that an action uses, so
+nothing is copied per microbatch. The optimizer always updates what the parameters show, in place: a version that somebody
+still needs is copied to a free buffer first, one that nobody needs becomes the next one where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+
+from megatron_pipemem.schedule.action import Action, Kind
+
+_ALIGNMENT = 128  # bytes, so that every parameter begins where kernels like it
+
+Buffers = dict[torch.dtype, torch.Tensor]
+
+
+class WeightVersions:
+    """The weights of one stage. Versions are numbered from the newest at some moment, see ``renumber``.
+
+    Args:
+        parameters: of the stage; their memory moves into the first buffer.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]):
+        self._parameters = list(dict.fromkeys(parameters))
+        self._sizes: dict[torch.dtype, int] = {}
+        self._offsets: list[int] = []
+        for parameter in self._parameters:
+            offset = self._sizes.get(parameter.dtype, 0)
+            step = _ALIGNMENT // parameter.element_size()
+            self._offsets.append(offset)
+            self._sizes[parameter.dtype] = offset + -(-parameter.numel() // step) * step
+        self._counters = [parameter._version for parameter in self._parameters]
+        self._free: list[Buffers] = []
+        self.newest = 0
+        self.most_held = 1
+        """How many versions there have been at once."""
+        self._held = {0: self._allocate()}
+        self._shown: int | None = None
+        for parameter, view in zip(self._parameters, self._views(0), strict=True):
+            view.copy_(parameter.detach())
+        self.show(0)
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        return self._parameters
+
+    @property
+    def sizes(self) -> Mapping[torch.dtype, int]:
+        """Elements of a version's buffers."""
+        return self._sizes
+
+    @property
+    def version_bytes(self) -> int:
+        """Of one version: all parameters, each rounded up to its alignment."""
+        return sum(size * dtype.itemsize for dtype, size in self._sizes.items())
+
+    @property
+    def bytes(self) -> int:
+        """Of all buffers."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self.buffers())
+
+    def buffers(self) -> list[torch.Tensor]:
+        return [buffer for buffers in (*self._held.values(), *self._free) for buffer in buffers.values()]
+
+    def reserve(self, versions: int) -> None:
+        """Have room for so many."""
+        while len(self._held) + len(self._free) < versions:
+            self._free.append(self._allocate())
+
+    def show(self, version: int) -> None:
+        """Point the parameters into a version."""
+        if version == self._shown:
+            return
+        for parameter, view in zip(self._parameters, self._views(version), strict=True):
+            parameter.data = view
+        self._shown = version
+
+    def advance(self, needed: Collection[int]) -> None:
+        """Begin the next version: the parameters show it, as yet with the values of the one before, ready for the optimizer.
+
+        Args:
+            needed: the versions up to now that are still to be used. All others are given up.
+        """
+        for version in [v for v in self._held if v != self.newest and v not in needed]:
+            self._free.append(self._held.pop(version))
+        following = self.newest + 1
+        if self.newest in needed:
+            self._held[following] = self._free.pop() if self._free else self._allocate()
+            for dtype, buffer in self._held[following].items():
+                buffer.copy_(self._held[self.newest][dtype])
+        else:
+            self._held[following] = self._held.pop(self.newest)
+        self.newest = following
+        self.most_held = max(self.most_held, len(self._held))
+        self._shown = None
+        self.show(following)
+
+    def renumber(self, by: int) -> None:
+        """Add ``by`` to the numbers of all versions."""
+        self._held = {version + by: buffers for version, buffers in self._held.items()}
+        self.newest += by
+        self._shown = None if self._shown is None else self._shown + by
+
+    def keep_only_newest(self) -> None:
+        """Forget the older versions, and show the newest."""
+        self.show(self.newest)
+        for version in [v for v in self._held if v != self.newest]:
+            self._free.append(self._held.pop(version))
+
+    def forget_updates(self) -> None:
+        """Tell autograd that no weights have changed which a kept graph still needs.
+
+        It counts the in-place changes of a parameter, and refuses graphs that saved it before. Ours are sound: the changes
+        went to another buffer, and backwards see the version of their forwards.
+        """
+        torch._C._autograd._unsafe_set_version_counter(tuple(self._parameters), tuple(self._counters))
+
+    def older(self) -> dict[int, Buffers]:
+        """All versions but the newest."""
+        return {version: buffers for version, buffers in self._held.items() if version != self.newest}
+
+    def restore(self, older: Mapping[int, Mapping[torch.dtype, torch.Tensor]]) -> None:
+        """Take in older versions that ``older`` gave; the newest stays as it is."""
+        self.keep_only_newest()
+        for version, saved in older.items():
+            self._held[version] = self._free.pop() if self._free else self._allocate()
+            for dtype, buffer in self._held[version].items():
+                buffer.copy_(saved[dtype])
+
+    def _allocate(self) -> Buffers:
+        device = self._parameters[0].device if self._parameters else None
+        return {dtype: torch.zeros(size, dtype=dtype, device=device) for dtype, size in self._sizes.items()}
+
+    def _views(self, version: int) -> list[torch.Tensor]:
+        buffers = self._held[version]
+        return [
+            buffers[parameter.dtype][offset : offset + parameter.numel()].view(parameter.shape)
+            for parameter, offset in zip(self._parameters, self._offsets, strict=True)
+        ]
+
+
+class WeightSwitch:
+    """Shows every action of one call the weights that it uses, and makes the next version behind those that update.
+
+    Args:
+        weights: of this rank's stage.
+        versions: what every forward and backward uses.
+        updates: the actions behind which the next version is made, and the versions that are needed after that.
+        update: run when the parameters show the next version; ``None`` where the training loop updates after the call.
+    """
+
+    def __init__(
+        self,
+        weights: WeightVersions,
+        versions: Mapping[Action, int],
+        updates: Mapping[Action, Collection[int]],
+        update=None,
+    ):
+        self._weights = weights
+        self._versions = versions
+        self._updates = updates
+        self._update = update
+
+    def before(self, action: Action) -> None:
+        if action.kind is Kind.F or action.kind is Kind.B:
+            self._weights.show(self._versions[action])
+
+    def after(self, action: Action) -> None:
+        if action in self._updates:
+            self._weights.advance(self._updates[action])
+            if self._update is not None:
+                self._update()

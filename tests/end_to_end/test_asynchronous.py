@@ -1,0 +1,65 @@
+"""Pipelines that are not flushed train as their papers' formulas say, in one process and without a pipeline."""
+
+from __future__ import annotations
+
+import pytest
+
+UNTIED = "--untie-embeddings-and-output-weights"
+PER_MICROBATCH = (UNTIED, "--clip-grad", "0")
+FLAGS = {"pipedream-2bw": (UNTIED,), "pipedream": PER_MICROBATCH}
+VERTICAL = ("--pipemem-option", "vertical_sync=true")
+CHECKPOINTS = ("--train-iters", "6", "--save-interval", "3")
+
+
+def bits(losses: list[float]) -> list[str]:
+    return [loss.hex() for loss in losses]
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "versions"),
+    [
+        ("pipedream-2bw", (), (2, 2, 2, 2)),
+        ("pipedream", (), (4, 3, 2, 1)),
+        ("pipedream-vertical-sync", VERTICAL, (4, 4, 4, 4)),
+    ],
+)
+def test_trains_as_its_formula_says(train, emulate, rule, options, versions):
+    """Every microbatch meets the same weights, and gradients add up in the same order, so losses agree to the bit."""
+    name = rule.removesuffix("-vertical-sync")
+    run = train(name, *FLAGS[name], *options)
+    assert bits(run.losses) == bits(emulate(rule, *FLAGS[name]).losses)
+    assert run.losses[2:] != train("1f1b", *FLAGS[name]).losses[2:], "as synchronous training: nothing was late"
+    assert run.predicted_peaks == run.counted_peaks
+    assert run.of_ranks("predicted_weight_bytes") == run.of_ranks("counted_weight_bytes")
+    assert [rank["weight_versions"] for rank in run.ranks] == list(versions)
+
+
+def test_tied_embeddings_and_evaluation_in_between(train, emulate):
+    """The two copies of a tied weight are summed at the end of a step instead of after every microbatch: 1e-6."""
+    evaluation = ("--eval-interval", "2", "--eval-iters", "1")
+    run, emulated = train("pipedream-2bw", *evaluation), emulate("pipedream-2bw", *evaluation)
+    assert run.losses == pytest.approx(emulated.losses, rel=1e-6)
+    assert len(run.validation) == len(emulated.validation) > 2
+    for own, other in zip(run.validation, emulated.validation, strict=True):
+        assert own == pytest.approx(other, rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "flags"), [("pipedream-2bw", ("--overlap-grad-reduce",)), ("pipedream", ())])
+def test_with_data_parallel_replicas(train, emulate, name, flags):
+    """Two replicas' gradients are summed apart and then together: 1e-6."""
+    run = train(name, *FLAGS[name], *flags, "--pipeline-model-parallel-size", "2")
+    emulated = emulate(name, *FLAGS[name], stages=2, replicas=2)
+    assert run.losses == pytest.approx(emulated.losses, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_resumed_run_is_the_uninterrupted_one(train, tmp_path, name):
+    whole = train(name, *FLAGS[name], *CHECKPOINTS, "--save", str(tmp_path))
+    load = ("--load", str(tmp_path), "--ckpt-step", "3", "--override-opt_param-scheduler")
+    resumed = train(name, *FLAGS[name], "--train-iters", "6", *load, initialise=False)
+    assert bits(resumed.losses) == bits(whole.losses[3:])
+    for file in tmp_path.glob("iter_0000003/pipemem_weights_*"):
+        file.unlink()
+    fresh = train(name, *FLAGS[name], "--train-iters", "6", *load, "--seed", "1234", initialise=False)
+    assert bits(fresh.losses) != bits(resumed.losses), "the older versions of the weights made no difference"
+    assert fresh.losses[0] > 0

@@ -1,0 +1,59 @@
+"""Asynchronous schedules in plans: only where they are named, with all versions of the weights and a step's real end."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_pipemem.planner.cluster import Cluster, HostChannel, Link
+from megatron_pipemem.planner.model import Model
+from megatron_pipemem.planner.runs import Parallelism, Run
+from megatron_pipemem.planner.search.planning import plan
+from megatron_pipemem.planner.search.space import Limits
+
+CLUSTER = Cluster(
+    memory_gib=24.0,
+    tflops=300.0,
+    intra_node=Link(200.0),
+    inter_node=Link(20.0),
+    host=HostChannel(20.0, 20.0),
+    host_memory_gib=500.0,
+    nodes=1,
+    devices_per_node=4,
+)
+RUN = Run(
+    Model(layers=8, hidden=2048, heads=16, vocabulary=32000, sequence=1024), CLUSTER, Parallelism(global_batch=32)
+)
+
+
+def best(name: str, **limits):
+    shape = {"pp": [4], "dp": [1], "tp": [1], "micro_batch": [1], "recompute": ["none"], "variant": ["plain"]}
+    allowed = {"schedule": [name], **shape, **{key: [value] for key, value in limits.items()}}
+    (found, *_) = plan(RUN, limits=Limits(allowed), search_seconds=0).plans
+    return found
+
+
+def test_versions_and_the_end_of_a_step_are_priced():
+    synchronous, late, each = best("1f1b"), best("pipedream-2bw"), best("pipedream")
+    busiest = synchronous.step.work.index(max(synchronous.step.work))
+    assert late.step.layers == synchronous.step.layers
+    # It saves a fill of three forwards at least, and still ends with the backwards.
+    forwards = min(synchronous.step.costs.forward)
+    assert synchronous.makespan - late.makespan >= 3 * forwards * 0.99
+    assert late.makespan > late.work == pytest.approx(32 * synchronous.step.work[busiest])
+    weights = late.step.weights
+    for rank in range(4):
+        assert late.peaks[rank] - synchronous.peaks[rank] == pytest.approx(weights[rank])
+        assert each.peaks[rank] - synchronous.peaks[rank] == pytest.approx((3 - rank) * weights[rank])
+    assert each.step.optimizer == pytest.approx(32 * late.step.optimizer)
+
+
+def test_replicas_reduce_for_themselves():
+    late, each = (best(name, dp=2, pp=2) for name in ("pipedream-2bw", "pipedream"))
+    assert "use-distributed-optimizer" not in late.run.megatron and late.run.megatron["overlap-grad-reduce"]
+    assert "overlap-grad-reduce" not in each.run.megatron
+    assert each.step.reduction > late.step.reduction
+
+
+def test_nobody_gets_one_without_asking():
+    found = plan(RUN, limits=Limits({"pp": [4], "recompute": ["none"], "variant": ["plain"]}), search_seconds=0, top=50)
+    assert not {"pipedream", "pipedream-2bw"} & {each.schedule for each in found.plans}
