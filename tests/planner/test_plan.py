@@ -35,7 +35,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.validator import validate
 
 MODEL = Model(layers=8, hidden=2048, heads=16, vocabulary=32000, sequence=1024)
@@ -101,6 +101,63 @@ def test_two_copies_of_the_model_hold_it_twice_and_are_added_up():
     rejected: Counter[str] = Counter()
     assert all(placement.replicas == 1 for placement in orders(run, Limits(), rejected))
     assert rejected["gems: two copies of the model take more memory than they save"] == 1
+
+
+def every_variant(run: Run, limits: Limits) -> list[tuple[float, str]]:
+    """Seconds and variant of all that fits, each simulated with all microbatches."""
+    found = []
+    for cut in cuts(run, limits, Counter()):
+        size = {"num_devices": cut.parallelism.pp, "num_microbatches": cut.parallelism.microbatches}
+        for placement, several in orders(cut, limits, Counter()).items():
+            for order in several:
+                alone = build_schedule(order.name, **size)
+                for variant in (None, *variants_module.variants()):
+                    step = price(cut, placement) if variant is None else variant.prepare(cut, placement, None)
+                    room = step.room(run.cluster.memory_bytes)
+                    if variant is not None and variant.frees_memory and fits(simulate(alone, step.costs), room):
+                        continue
+                    try:
+                        timeline = simulate(alone if variant is None else variant.apply(alone, step, room), step.costs)
+                    except PipememError:
+                        continue
+                    if fits(timeline, room):
+                        seconds = timeline.makespan + step.outside
+                        found.append((seconds, PLAIN if variant is None else variant.name))
+    return sorted(found)
+
+
+def fits(timeline: Timeline, room: tuple[float, ...]) -> bool:
+    return all(peak <= most for peak, most in zip(timeline.peaks, room, strict=True))
+
+
+@pytest.mark.parametrize("memory_gib", [3.0, 5.0, 24.0])
+def test_the_listed_plans_are_the_best_of_all_variants(memory_gib):
+    cluster = replace(CLUSTER, memory_gib=memory_gib, host=HostChannel(200.0, 200.0))
+    # Twenty and forty microbatches over two devices are more than the planner runs at first.
+    run = replace(RUN, cluster=cluster, parallelism=Parallelism(global_batch=40))
+    limits = {"schedule": ("1f1b", "zb-h1", "v-half"), "tp": (1, 4), "pp": (2, 4), "recompute": ("none",)}
+    limits = Limits({**limits, "micro_batch": (1, 2)})
+    wanted = every_variant(run, limits)
+    found = plan(run, limits=limits, top=10, search_seconds=0)
+    assert [each.seconds for each in found.plans] == pytest.approx([seconds for seconds, _ in wanted[:10]])
+    assert {each.variant for each in found.plans} >= {name for _, name in wanted[:10]}
+    assert not any(each.extended for each in found.plans)
+    assert found.considered == len(found.plans) + found.rejected.total()
+
+
+def test_a_plan_that_fails_in_full_gives_way_to_the_next(monkeypatch):
+    def apply(order: Schedule, step, room):
+        if order.num_microbatches == 40:
+            raise UnsupportedError("not so many")
+        return order
+
+    monkeypatch.setattr(variants_module, "_VARIANTS", {})
+    monkeypatch.setattr(variants_module, "_OURS", {})
+    register_variant(Variant("short", lambda choice: choice, lambda *asked: price(*asked[:2]), apply))
+    limits = {"schedule": ("1f1b",), "tp": (4,), "pp": (2,), "recompute": ("none",), "micro_batch": (1,)}
+    found = plan(replace(RUN, parallelism=Parallelism(global_batch=40)), limits=Limits(limits), top=2, search_seconds=0)
+    assert [each.variant for each in found.plans] == [PLAIN]
+    assert found.rejected == {"short cannot be had with 1f1b": 1}
 
 
 def test_every_cut_of_the_devices_is_considered():

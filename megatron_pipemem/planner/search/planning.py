@@ -3,8 +3,9 @@
 A best-first search. Every cut of the model first stands with a bound that takes a few sums: all its work, evenly shared. The
 most promising is priced stage by stage and then stands with the certified bound of its placement within the memory left
 for activations, then its schedules with what they really take. Whatever comes out of the queue with its real time is the
-next best of all; what is never looked at cannot beat what is listed. At the end a search for better orders starts from the
-cuts that have room for one.
+next best of all; what still waits then cannot beat it, but for two things. A variant of an order is taken to be no faster
+than the order alone, which is tested and not proven; and offload that takes long to plan is set aside, and counted as such.
+At the end a search for better orders starts from the cuts that have room for one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_pipemem.planner.runs import Run
 from megatron_pipemem.planner.search import layout
 from megatron_pipemem.planner.search.asynchronous import asynchronous
 from megatron_pipemem.planner.search.prices import Pace
-from megatron_pipemem.planner.search.replay import lengths, measured, replay
+from megatron_pipemem.planner.search.replay import lengths, measured, replay, same_passes
 from megatron_pipemem.planner.search.space import Limits, Order, cuts, orders
 from megatron_pipemem.planner.search.step import Step, least_seconds, least_static, mfu, price
 from megatron_pipemem.planner.search.variants import PLAIN, Variant, variants
@@ -40,10 +41,10 @@ TOO_MUCH_STATIC = "parameters, gradients and optimizer alone exceed the memory"
 TOO_MUCH_KEPT = "one microbatch's activations exceed the memory left"
 TOO_HIGH = "the schedule's peak exceeds the memory left"
 SLOWER = "slower than those listed, by a bound or by their time"
-UNTRIED = "offload that would take long to plan, while others are at hand; leave the planner less by --only"
+UNTRIED = "offload that takes long to plan: not tried, could be faster; leave the planner less by --only"
 _LARGEST_SEARCH = 60_000  # passes of a step that is worth searching
 _SEARCHES = 3
-_EFFORT = 50_000  # passes times chunks in which copies are planned while other ways are left
+_EFFORT = 30_000  # passes times chunks in which copies are planned while other ways are left
 _WORTH_SEARCHING = 0.005  # of the time: what a better order could save at least
 
 Progress = Callable[[str], None]
@@ -64,6 +65,7 @@ class Plan:
         capacity: bytes of a device for all that.
         memory_seconds: what the least time of this cut would lose without its limit of memory.
         base: what a variant's order is made from.
+        extended: from shorter steps, until it is run in full.
     """
 
     run: Run
@@ -76,6 +78,7 @@ class Plan:
     capacity: float
     memory_seconds: float
     base: _Base | None = None
+    extended: bool = False
 
     @property
     def seconds(self) -> float:
@@ -166,7 +169,7 @@ def plan(
     """
     started = time.perf_counter()
     planner = _Planner(run, run.cluster.memory_bytes if memory is None else memory, limits or Limits(), progress, pace)
-    plans = [each for each in map(planner.exact, planner.best(top)) if each is not None]
+    plans = planner.best(top)
     if search_seconds > 0 and planner.limits.admits(schedule=SEARCHED):
         plans += planner.search(plans, search_seconds)
     plans = sorted(plans, key=lambda each: each.seconds)[:top]
@@ -209,6 +212,7 @@ class _Planner:
         self._queue: list[_Entry] = []
         self._aside: list[_Entry] = []
         self._effort: float = _EFFORT
+        self._times: dict[object, tuple[float, tuple[float, ...]]] = {}
         for cut in cuts(run, limits, self.rejected):
             if least_static(cut) > memory:
                 self.rejected[TOO_MUCH_STATIC] += 1
@@ -232,7 +236,7 @@ class _Planner:
             if not self._queue:
                 self._queue, self._aside, self._effort = self._aside, [], float("inf")
             bound, _, entry = heapq.heappop(self._queue)
-            if isinstance(entry, Plan):
+            if isinstance(entry, Plan) and not entry.extended:
                 found.append(entry)
                 continue
             self._progress(f"{len(found)} of {count} found, {len(self._queue)} waiting, {bound:.4g} s at least")
@@ -241,24 +245,12 @@ class _Planner:
             elif isinstance(entry, _Group):
                 self._run_orders(entry)
             elif isinstance(entry, _Base):
-                self._vary(entry)
+                self._vary(entry, _short(entry.group.run))
+            elif isinstance(entry, Plan):
+                self._run_in_full(entry)
             else:
                 self._price(entry)
         return found
-
-    def exact(self, plan: Plan) -> Plan | None:
-        """With every microbatch run, where a long step was extended from shorter ones; ``None`` where it then does not fit."""
-        if plan.order is not None or family(plan.schedule).asynchronous:
-            return plan
-        cut, step = plan.run.parallelism, plan.step
-        if plan.base is not None:
-            try:
-                return self._varied(plan.base, cut.microbatches)
-            except PipememError:
-                return None
-        whole = replay(plan.schedule, cut.pp, cut.microbatches, cut.chunks)
-        peaks = zip(whole.peaks(step.costs), step.static, step.buffers, strict=True)
-        return replace(plan, makespan=whole.makespan(step.costs), peaks=tuple(map(sum, peaks)))
 
     def search(self, plans: list[Plan], seconds: float) -> Iterator[Plan]:
         """Better orders for the most promising groups, if a bound leaves hope."""
@@ -319,7 +311,7 @@ class _Planner:
         if step.placement.replicas > 1:  # how they share the microbatches is their orders' business
             free = m * sum(step.work) / step.placement.num_devices
         else:
-            free = lower_bound(step.placement, m, step.costs)
+            free = max(lower_bound(step.placement, m, step.costs), m * _busiest(step))
         bound = free
         if variant is not None and variant.frees_memory:
             kept = (step.costs.memory or {}).get(Kind.F, (0,) * step.placement.num_stages)
@@ -328,7 +320,7 @@ class _Planner:
                 return
         elif step.placement.replicas == 1:
             try:
-                bound = lower_bound(step.placement, m, step.costs, room)
+                bound = max(free, lower_bound(step.placement, m, step.costs, room))
             except PipememError:
                 self.rejected[TOO_MUCH_KEPT] += len(found)
                 return
@@ -354,6 +346,19 @@ class _Planner:
         else:
             self._put(made.seconds, made)
 
+    def _run_in_full(self, plan: Plan) -> None:
+        """Let a plan whose step was extended from shorter ones wait with what all its microbatches take."""
+        cut = plan.run.parallelism
+        if plan.base is not None:
+            self._vary(plan.base, cut.microbatches)
+            return
+        whole = replay(plan.schedule, cut.pp, cut.microbatches, cut.chunks)
+        costs, step = plan.step.costs, plan.step
+        fits = all(peak <= room for peak, room in zip(whole.peaks(costs), step.room(self._memory), strict=True))
+        peaks = tuple(map(sum, zip(whole.peaks(costs), step.static, step.buffers, strict=True)))
+        made = replace(plan, makespan=whole.makespan(costs), peaks=peaks, extended=False)
+        self._wait(made if fits else None)
+
     def _run_order(self, group: _Group, order: Order) -> Plan | None:
         """``None`` where it does not fit."""
         cut, costs = group.run.parallelism, group.step.costs
@@ -362,15 +367,23 @@ class _Planner:
             size["chunks"] = order.chunks
         if "costs" in family(order.name).options:
             return self._found(group, order, build_schedule(order.name, **size, costs=costs))
-        seconds, peaks = measured(order.name, cut.pp, cut.microbatches, order.chunks, costs)
+        seconds, peaks = self._measured(group, order)
         if self._fits(group, peaks):
-            return self._plan(group, order, None, seconds, peaks)
+            made = self._plan(group, order, None, seconds, peaks)
+            return replace(made, extended=len(lengths(cut.pp, cut.microbatches)) > 1)
         return None
+
+    def _measured(self, group: _Group, order: Order) -> tuple[float, tuple[float, ...]]:
+        """Seconds and peaks of an order alone, which offload and both ways to cut the vocabulary start from."""
+        cut, costs = group.run.parallelism, group.step.costs
+        key = (order, cut.pp, cut.microbatches, same_passes(costs))
+        if key not in self._times:
+            self._times[key] = measured(order.name, cut.pp, cut.microbatches, order.chunks, costs)
+        return self._times[key]
 
     def _consider(self, group: _Group, variant: Variant, order: Order) -> None:
         """Let a variant of an order wait with what the order takes alone."""
-        cut = group.run.parallelism
-        seconds, peaks = measured(order.name, cut.pp, cut.microbatches, order.chunks, group.step.costs)
+        seconds, peaks = self._measured(group, order)
         fits = self._fits(group, peaks)
         if fits and variant.frees_memory:
             self.rejected[f"{variant.name}: the order fits without"] += 1
@@ -384,27 +397,25 @@ class _Planner:
         group = entry.group if isinstance(entry, _Base) else entry
         if group.variant is None or not group.variant.frees_memory:
             return True
-        placement, cut = group.step.placement, group.run.parallelism
-        effort = 3 * lengths(cut.pp, cut.microbatches)[-1] * placement.num_stages * placement.num_chunks
+        placement = group.step.placement
+        effort = 3 * _short(group.run) * placement.num_stages * placement.num_chunks
         if effort > self._effort:
             return False
         if isinstance(entry, _Base):
             self._effort -= effort
         return True
 
-    def _vary(self, base: _Base) -> None:
-        cut = base.group.run.parallelism
-        *before, count = lengths(cut.pp, cut.microbatches)
+    def _vary(self, base: _Base, microbatches: int) -> None:
+        """Let a variant wait with what so many microbatches take, and for the rest what the busiest device computes."""
+        rest = base.group.run.parallelism.microbatches - microbatches
         try:
-            found = self._varied(base, count)
-            if found is not None and before:
-                shorter = self._varied(base, before[0])
-                each = (found.makespan - shorter.makespan) / (count - before[0]) if shorter is not None else 0.0
-                makespan = found.makespan + each * (cut.microbatches - count)
-                found = None if shorter is None else replace(found, order=None, makespan=makespan)
+            found = self._varied(base, microbatches)
         except PipememError:
             self.rejected[f"{base.variant.name} cannot be had with {base.order.name}"] += 1
             return
+        if found is not None and rest:
+            makespan = found.makespan + rest * _busiest(base.group.step)
+            found = replace(found, order=None, makespan=makespan, extended=True)
         self._wait(found)
 
     def _varied(self, base: _Base, microbatches: int) -> Plan | None:
@@ -441,6 +452,22 @@ class _Planner:
             capacity=self._memory,
             memory_seconds=group.memory_seconds,
         )
+
+
+def _short(run: Run) -> int:
+    """Microbatches of the shortest step that tells of a whole one."""
+    return lengths(run.parallelism.pp, run.parallelism.microbatches)[0]
+
+
+def _busiest(step: Step) -> float:
+    """Seconds per microbatch that some device computes at least, the passes of a cut vocabulary included."""
+    prices, vocabulary = step.costs.seconds(step.placement), step.costs.vocabulary
+    cut = {} if vocabulary is None else vocabulary.seconds(step.placement.num_devices)
+    return max(
+        sum(prices[kind][stage] for kind in (Kind.F, Kind.I, Kind.W) for stage in stages)
+        + sum(seconds[device] for kind, seconds in cut.items() if kind is not Kind.LOSS)
+        for device, stages in enumerate(step.placement.stages)
+    )
 
 
 def _count(entries: Sequence[_Entry]) -> int:

@@ -6,10 +6,11 @@ every pass waits for is worked out once; a replay is then one sweep over the pas
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
@@ -25,6 +26,9 @@ class Replay:
 
     Args:
         schedule: F, I, W and B of whole microbatches.
+
+    Raises:
+        ScheduleError: the schedule waits for ever.
     """
 
     schedule: Schedule
@@ -33,22 +37,28 @@ class Replay:
         schedule, placement = self.schedule, self.schedule.placement
         devices, stages = placement.devices, placement.num_stages
         fused = {action for order in schedule.orders for action in order if action.kind is Kind.B}
-        spans = simulate(schedule).spans
-        # In order of their starts, as every pass takes a while, passes come after all that they wait for.
-        timed = sorted(
-            (start, device, action)
-            for device, (order, ran) in enumerate(zip(schedule.orders, spans, strict=True))
-            for action, (start, _) in zip(order, ran, strict=True)
-        )
-        index = {action: number for number, (_, _, action) in enumerate(timed)}
+        index: dict[Action, int] = {}  # in an order in which passes come after all that they wait for
         passes: list[_Pass] = []
-        for _, device, action in timed:
-            needed = tuple(
-                (index[each], devices[each.stage] * placement.num_devices + device)
-                for each in dependencies(action, placement, fused)
-                if devices[each.stage] != device  # a device's own order sees to the others
-            )
-            passes.append((device, _KINDS.index(action.kind) * stages + action.stage, needed))
+        waiting: dict[Action, list[int]] = {}
+        following, runnable = [0] * placement.num_devices, list(range(placement.num_devices))
+        while runnable:
+            device = runnable.pop()
+            order = schedule.orders[device]
+            while following[device] < len(order):
+                action = order[following[device]]
+                needed = dependencies(action, placement, fused)
+                # A device's own order sees to the others.
+                needed = [each for each in needed if devices[each.stage] != device]
+                if (missing := next((each for each in needed if each not in index), None)) is not None:
+                    waiting.setdefault(missing, []).append(device)
+                    break
+                links = tuple((index[each], devices[each.stage] * placement.num_devices + device) for each in needed)
+                index[action] = len(passes)
+                passes.append((device, _KINDS.index(action.kind) * stages + action.stage, links))
+                following[device] += 1
+                runnable += waiting.pop(action, ())
+        if waiting:
+            simulate(schedule)  # says who waits for whom
         object.__setattr__(self, "_passes", passes)
 
     def makespan(self, costs: Costs) -> float:
@@ -93,6 +103,13 @@ def lengths(num_devices: int, num_microbatches: int) -> tuple[int, ...]:
         return (num_microbatches,)
     longer = whole + num_microbatches % num_devices
     return longer - num_devices, longer
+
+
+def same_passes(costs: Costs) -> tuple[object, ...]:
+    """What a replay depends on: equal for costs that differ in copies or in the vocabulary's passes only."""
+    links = tuple(sorted(costs.p2p.items())) if isinstance(costs.p2p, Mapping) else costs.p2p
+    kept = None if costs.memory is None else tuple(costs.memory.get(kind) for kind in _KINDS)
+    return costs.forward, costs.backward_input, costs.backward_weight, links, kept
 
 
 def measured(
