@@ -57,8 +57,7 @@ def _choice(choice: ScheduleChoice) -> ScheduleChoice:
 
 
 def _apply(schedule: Schedule, step: Step, room: tuple[float, ...]) -> Schedule:
-    # Where computing would have to wait for copies all the time, another cut is faster.
-    plan = plan_offload(schedule, step.costs, memory_cap=room, host_budget=step.host, slow_down=False)
+    plan = plan_offload(schedule, step.costs, memory_cap=room, host_budget=step.host)
     return plan.schedule
 
 

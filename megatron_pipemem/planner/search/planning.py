@@ -44,7 +44,7 @@ SLOWER = "slower than those listed, by a bound or by their time"
 UNTRIED = "offload that takes long to plan: not tried, could be faster; leave the planner less by --only"
 _LARGEST_SEARCH = 60_000  # passes of a step that is worth searching
 _SEARCHES = 3
-_EFFORT = 30_000  # passes times chunks in which copies are planned while other ways are left
+_EFFORT = 20_000  # passes times chunks in which copies are planned while other ways are left
 _WORTH_SEARCHING = 0.005  # of the time: what a better order could save at least
 
 Progress = Callable[[str], None]
