@@ -132,7 +132,8 @@ class Executor:
         carried = carried or InFlight()
         self._inputs: dict[tuple[int, int], torch.Tensor | None] = dict(carried.inputs)
         self._outputs: dict[tuple[int, int], torch.Tensor] = dict(carried.outputs)
-        transport.arrived(carried.arrived)
+        if carried.arrived:
+            transport.arrived(carried.arrived)
         self._local_inputs: dict[tuple[int, int], torch.Tensor] = {}
         self._local_gradients: dict[tuple[int, int], torch.Tensor] = {}
         self._queues: dict[tuple[int, int], WeightGradientQueue] = {}
