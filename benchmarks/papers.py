@@ -99,8 +99,8 @@ VOCABULARY_MICROBATCHES = 128
 
 MISSES = {
     "grid": "V-ZB at 1024 gains less: the paper's 1F1B, whose cut is not known, is further behind than our best one.",
-    "offload": "A device has 64 GiB of its node's 1 TiB for activations, which is too little for the 66.6B model (with 2 TiB it is "
-    "6.9 % faster), and no planned offload keeps the 83.8B model within the device.",
+    "offload": "A device has 64 GiB of its node's 1 TiB for activations, which is too little for the 66.6B model (with 2 TiB "
+    "it is 6.9 % faster), and no planned offload keeps the 83.8B model within the device.",
     "vocabulary": "Where layers move away, our partition at times finds a better split than the paper's. Of the cut "
     "vocabulary, collectives take the slowest link, and a small shard's passes are too short to hide them.",
 }
