@@ -67,7 +67,9 @@ def test_refusals(refuses):
     assert "give a number" in refuses(*SIZE, "--head-cost", "much")
     assert "say with --layers" in refuses(*SIZE, "--head-cost", "2layers")
     assert "give --head-cost" in refuses(*SIZE, "--vocab-parallel", "auto")
-    assert "of one model copy, and this placement holds 2" in refuses("simulate", "chimera", "-p", 2, "-m", 2, "--vocab-parallel", 1)
+    assert "of one model copy, and this placement holds 2" in refuses(
+        "simulate", "chimera", "-p", 2, "-m", 2, "--vocab-parallel", 1
+    )
 
 
 def test_a_file_keeps_its_passes(pipemem, pipemem_json, tmp_path):
