@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 WORKER = Path(__file__).with_name("worker.py")
-START_SECONDS = 120
+START_SECONDS = 300
 CASE_SECONDS = 240
 LOST_PEER_SECONDS = 5
 

@@ -15,7 +15,7 @@ NAMES = [
 BOUNDARY_BYTES = 64 * 64 * 4  # tokens x hidden size, fp32
 EMBEDDINGS = {"tied": (), "untied": ("--untie-embeddings-and-output-weights",)}
 # Every kind of placement and of backward; the others train with tied embeddings only.
-BOTH = {"1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "1f1b-v", "gis", "dualpipe-v"}
+BOTH = {"1f1b", "interleaved", "zb-h1", "v-half", "1f1b-v"}
 # Sixteen stages for eight layers.
 FLAGS = {"hanayo": ("--pipeline-model-parallel-layout", "Et||t||t||t||t||t|t||t||L")}
 

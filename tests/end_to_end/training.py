@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.utils import unwrap_model
 from megatron.training import training
+from megatron.training.argument_utils import ArgumentGroupFactory
 
 from megatron_pipemem import disable
 from megatron_pipemem.cpu.emulation import emulated
@@ -26,6 +27,22 @@ from megatron_pipemem.runtime.offload.channel import Direction
 from megatron_pipemem.runtime.offload.host_channel import HostChannel
 
 ENTRY = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
+
+
+def _parse_sources_once() -> None:
+    """Megatron reads the help of its flags out of its own sources, anew for every command line."""
+    known: dict[type, dict[str, str]] = {}
+    read = ArgumentGroupFactory._get_field_docstrings
+
+    def from_memory(factory: ArgumentGroupFactory, config: type) -> dict[str, str]:
+        if config not in known:
+            known[config] = read(factory, config)
+        return dict(known[config])
+
+    ArgumentGroupFactory._get_field_docstrings = from_memory
+
+
+_parse_sources_once()
 
 
 def _load_entry() -> ModuleType:
