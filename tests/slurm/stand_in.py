@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -15,24 +14,15 @@ def flag(name: str) -> str:
 
 rank = int(os.environ["RANK"])
 print(f"rank {rank} of {os.environ['WORLD_SIZE']} on {os.environ['SLURMD_NODENAME']}", flush=True)
-if flag("--behaviour") == "fail":
-    started = Path(flag("--save"))
-    started.mkdir(parents=True, exist_ok=True)
+started = Path(flag("--save"))
+started.mkdir(parents=True, exist_ok=True)
+if flag("--behaviour") == "hang" and not (started / f"rank-{rank}").exists():
     (started / f"rank-{rank}").touch()
-    while len(list(started.glob("rank-*"))) < 4:
-        time.sleep(0.1)
-    if rank == 3:
-        sys.exit(7)
-if flag("--behaviour") == "save":
-    saved = Path(flag("--save")) / "latest_checkpointed_iteration.txt"
-    if saved.exists():
-        print(f"rank {rank} goes on", flush=True)
-
-    def save(number: int, frame: object) -> None:
-        saved.parent.mkdir(parents=True, exist_ok=True)
-        saved.write_text("5")
-        sys.exit(0)
-
-    signal.signal(signal.SIGUSR1, save)
-    print(f"rank {rank} is ready", flush=True)
+    print(f"rank {rank} hangs", flush=True)
+    time.sleep(300)
+(started / f"rank-{rank}").touch()
+while len(list(started.glob("rank-*"))) < 4:
+    time.sleep(0.1)
+if rank == 3:
+    sys.exit(7)
 time.sleep(300)

@@ -38,35 +38,42 @@ class GridRun:
         self._output = folder.with_suffix(".out")
         self._process: subprocess.Popen | None = None
 
-    def start(self) -> None:
+    def start(self, *options: str) -> None:
+        """Unless it runs already."""
+        if self._process is not None:
+            return
         with self._output.open("w") as output:
             self._process = subprocess.Popen(
-                self._words, env=self._environment, cwd=self.folder.parent, stdout=output, stderr=subprocess.DEVNULL
+                [*self._words, *options],
+                env=self._environment,
+                cwd=self.folder.parent,
+                stdout=output,
+                stderr=subprocess.DEVNULL,
             )
 
     def wait(self) -> tuple[int, dict]:
         """Its exit code and what it printed."""
-        if self._process is None:
-            self.start()
         code = self._process.wait(240)
         return code, json.loads(self._output.read_text())
 
     def point(self, index: int) -> Path:
         return self.folder / "points" / f"{index:03}"
 
-    def stop(self) -> None:
+    def kill(self) -> None:
+        """As ``kill -9``: it cannot tidy up, and may be started again."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
+        self._process = None
 
 
 @pytest.fixture(scope="module")
 def grid(slurm, workplace):
-    """An array job with two points, the second of which fails, and one that is never started."""
+    """An array job with two points, the second of which hangs and fails when tried again, and one that is never started."""
     base = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
     points = [
         {"schedule.name": "v-half"},
-        {"script": STAND_IN, "megatron.behaviour": "fail", "training.save_interval": 4},
+        {"script": STAND_IN, "megatron.behaviour": "hang", "training.save_interval": 4},
         {"parallelism.pp": 64},
     ]
     common = {"training.iterations": STEPS, "cluster.devices_per_node": 2, "cluster.nodes": 4}
@@ -75,10 +82,34 @@ def grid(slurm, workplace):
     words = [sys.executable, "-m", "megatron_pipemem", "grid", str(file), "--launcher", "slurm", "--json"]
     run = GridRun(words, workplace / "grid", slurm.environment)
     yield run
-    run.stop()
+    run.kill()
 
 
-def test_a_crashed_node_costs_the_steps_since_the_last_checkpoint(slurm, submit, grid):
+@pytest.fixture
+def uninterrupted(slurm, grid):
+    """The folder of the grid's first point, trained to its end."""
+    grid.start()
+    slurm.until(lambda: (grid.point(0) / "result.json").exists(), "the first point ends", 240)
+    return grid.point(0)
+
+
+def assert_losses(log: Path, resumed: int, uninterrupted: Path) -> None:
+    """A job that was started again lost nothing: its log and its last report tell the losses of an uninterrupted one.
+
+    Args:
+        log: of both starts.
+        resumed: the first step of the second.
+        uninterrupted: folder of a grid's point with the same steps.
+    """
+    # As the second loss of a start, Megatron logs the mean of the first two; the report has every step's own.
+    steps = {(step, loss) for step, loss in losses(log.read_text()) if step != resumed + 1}
+    whole = {(step, loss) for step, loss in losses((uninterrupted / "log.txt").read_text()) if step != resumed + 1}
+    assert steps == whole
+    report = json.loads((log.parent / log.name.rsplit("-", 1)[0] / "report.json").read_text())
+    assert report["losses"] == json.loads((uninterrupted / "report.json").read_text())["losses"][resumed - 1 :]
+
+
+def test_a_crashed_node_costs_the_steps_since_the_last_checkpoint(slurm, submit, grid, request):
     job, log = submit("train", TRAINING)
     slurm.until_log(job, log, lambda text: len(losses(text)) >= 5, 180)
     second = slurm.job(job)["NodeList"]
@@ -95,17 +126,18 @@ def test_a_crashed_node_costs_the_steps_since_the_last_checkpoint(slurm, submit,
     resumed = numbers[restart]
     assert resumed > 4 and resumed % 4 == 1, "it goes on after a checkpoint"
     assert numbers[restart:] == list(range(resumed, STEPS + 1))
-    grid.wait()
-    uninterrupted = (grid.point(0) / "log.txt").read_text()
-    # As the second loss of a start, Megatron logs the mean of the first two; the report has every step's own.
-    expected = {step: loss for step, loss in losses(uninterrupted) if step != resumed + 1}
-    assert {(step, loss) for step, loss in steps if step != resumed + 1} == set(expected.items())
-    report = json.loads((log.parent / "train" / "report.json").read_text())
-    whole = json.loads((grid.point(0) / "report.json").read_text())
-    assert report["losses"] == whole["losses"][resumed - 1 :]
+    assert_losses(log, resumed, request.getfixturevalue("uninterrupted"))
 
 
-def test_a_grid_runs_as_an_array_job(grid):
+def test_an_array_job_that_was_killed_goes_on_where_it_was(slurm, grid, uninterrupted):
+    hanging = grid.point(1) / "log.txt"
+    slurm.until(lambda: hanging.exists() and hanging.read_text().count("hangs") == 4, "the second point hangs", 120)
+    grid.kill()
+    (job,) = json.loads((grid.folder / "slurm-jobs.json").read_text())
+    slurm.call("scancel", job)
+    slurm.until(lambda: not slurm.processes(job), "none of its processes is left", 60)
+    trained = (uninterrupted / "result.json").stat().st_mtime_ns
+    grid.start("--resume")
     code, printed = grid.wait()
     assert code == 1, printed
     good, failed, impossible = printed["results"]
@@ -113,6 +145,7 @@ def test_a_grid_runs_as_an_array_job(grid):
     assert good["peaks_agree"] is True and good["front"] is True
     assert failed["status"] == "failed" and failed["exit_code"] != 0
     assert impossible["status"] == "infeasible" and "64" in impossible["reason"]
+    assert (uninterrupted / "result.json").stat().st_mtime_ns == trained, "what is done is not done again"
     assert not (grid.point(2) / "log.txt").exists()
     assert (grid.folder / "report.png").stat().st_size > 0
 
@@ -129,13 +162,15 @@ def test_ranks_are_in_the_order_of_nodes_and_a_failing_one_ends_the_job(slurm, s
     slurm.until(lambda: not slurm.processes(job), "none of its processes is left", 20)
 
 
-def test_the_signal_before_the_time_limit_saves_and_requeues_and_scancel_ends_all(slurm, submit):
-    job, log = submit("save", {**TRAINING, "script": STAND_IN, "megatron": {"behaviour": "save"}})
-    slurm.until_log(job, log, lambda text: text.count("is ready") == 4, 120)
+def test_the_signal_before_the_time_limit_saves_and_requeues(slurm, submit, uninterrupted):
+    only_when_told = {"iterations": STEPS, "save_interval": 10 * STEPS}
+    job, log = submit("save", {**TRAINING, "training": only_when_told})
+    slurm.until_log(job, log, lambda text: len(losses(text)) >= 3, 180)
     slurm.call("scancel", "--batch", "--signal=USR1", job)
-    slurm.until_log(job, log, lambda text: text.count("is ready") == 8, 120)
-    assert log.read_text().count("goes on") == 4
-    assert slurm.job(job)["Restarts"] == "1"
-    slurm.call("scancel", job)
-    assert slurm.ended(job, 30)["JobState"] == "CANCELLED"
-    slurm.until(lambda: not slurm.processes(job), "none of its processes is left", 20)
+    found = slurm.ended(job, 240)
+    text = log.read_text()
+    assert (found["JobState"], found["Restarts"]) == ("COMPLETED", "1"), text
+    assert [step for step, _ in losses(text)] == list(range(1, STEPS + 1)), "no step is lost, none trained twice"
+    saved = int(re.findall(r"successfully loaded checkpoint .* at iteration (\d+)", text)[0])
+    assert 3 <= saved < STEPS
+    assert_losses(log, saved + 1, uninterrupted)
