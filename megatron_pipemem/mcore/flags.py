@@ -6,6 +6,7 @@ import argparse
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.offloading import DEFAULT_HOST_SHARE, OFFLOAD_MODES, RECOMPUTE_MODES
+from megatron_pipemem.mcore.plan_file import add_planned_flags
 from megatron_pipemem.mcore.plugin import STOCK, Settings, source_for
 from megatron_pipemem.mcore.vocabulary.source import CHOICES, OFF
 
@@ -22,11 +23,22 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         The settings, ``None`` when no flag is given, and the other arguments in their order.
 
     Raises:
-        UnsupportedError: an unknown ``--pipemem-*`` flag, a missing value, or flags without ``--pipemem-schedule``.
+        UnsupportedError: an unknown ``--pipemem-*`` flag, a missing value, flags without ``--pipemem-schedule``, or a plan that
+            other flags contradict.
+        ConfigError: the plan cannot be read.
         UnknownScheduleError: no such schedule.
         ScheduleError: a schedule file that must not run.
     """
-    parser = _Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    planned = _Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    planned.add_argument(
+        "--pipemem-plan",
+        metavar="FILE",
+        help="add what pipemem plan --output wrote: parallelism, layout, schedule; other flags may repeat it, not contradict",
+    )
+    plan, arguments = planned.parse_known_args(arguments)
+    if plan.pipemem_plan is not None:
+        arguments = add_planned_flags(plan.pipemem_plan, arguments)
+    parser = _Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS, parents=[planned])
     parser.add_argument("--pipemem-schedule", metavar="NAME|FILE.csv|auto|stock", help="which schedule to run")
     parser.add_argument(
         "--pipemem-memory-cap",

@@ -93,22 +93,40 @@ def script_flags(run: Run) -> list[str]:
     Raises:
         ConfigError: it does, or something has no flag.
     """
-    fixed: dict[str, tuple[str, Any]] = {}
-    for key, flags in (
-        ("model", model_flags(run.model)),
-        ("parallelism", _parallelism_flags(run)),
-        ("schedule", _schedule_flags(run)),
-        ("training", _training_flags(run)),
-        ("precision", {} if run.precision == "fp32" else {run.precision: True}),
-        ("output", _output_flags(run)),
-    ):
-        fixed |= {name: (key, value) for name, value in flags.items()}
-    own = {name.replace("_", "-"): value for name, value in run.megatron.items()}
-    for name in own:
-        if name in fixed:
-            raise ConfigError(f"is set by the run's key {fixed[name][0]!r} already; change it there", key=name)
-    flags = {name: value for name, (_, value) in fixed.items()}
-    return words({**flags, **_defaults(run), **own})
+    fixed = _fixed(run, {**_planned(run), "training": _training_flags(run), "output": _output_flags(run)})
+    return words({**fixed, **_defaults(run), **_own(run)})
+
+
+def planned_flags(run: Run) -> list[str]:
+    """Those of ``script_flags`` that a plan decides or rests on: model, parallelism, schedule, precision, and what the run
+    says under ``megatron``.
+
+    Raises:
+        ConfigError: as ``script_flags``.
+    """
+    return words({**_fixed(run, _planned(run)), **_own(run)})
+
+
+def _planned(run: Run) -> dict[str, Flags]:
+    """By the run's key that they come from."""
+    return {
+        "model": model_flags(run.model),
+        "parallelism": _parallelism_flags(run),
+        "schedule": _schedule_flags(run),
+        "precision": {} if run.precision == "fp32" else {run.precision: True},
+    }
+
+
+def _fixed(run: Run, flags: dict[str, Flags]) -> Flags:
+    for key, names in flags.items():
+        for name in _own(run):
+            if name in names:
+                raise ConfigError(f"is set by the run's key {key!r} already; change it there", key=name)
+    return {name: value for names in flags.values() for name, value in names.items()}
+
+
+def _own(run: Run) -> Flags:
+    return {name.replace("_", "-"): value for name, value in run.megatron.items()}
 
 
 def words(flags: Flags) -> list[str]:
@@ -182,7 +200,7 @@ def _parallelism_flags(run: Run) -> Flags:
 def _schedule_flags(run: Run) -> Flags:
     choice, cut = run.schedule, run.parallelism
     options = dict(choice.options)
-    if cut.chunks is not None and choice.name != STOCK:
+    if cut.chunks is not None and choice.name != STOCK and not choice.name.endswith(".csv"):  # a file says it itself
         options["chunks"] = cut.chunks
     recomputes: Flags = {}
     if choice.recompute == "selective":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+import yaml
 
 pytest.importorskip("megatron.core")
 
@@ -107,3 +108,42 @@ def test_bad_flags_are_refused_in_words(flags, error, words):
 def test_asks_megatron_for_the_chunks_the_schedule_needs(schedule, given, added):
     settings, others = take_flags([*MEGATRON, *given, "--pipemem-schedule", schedule])
     assert add_virtual_stages(settings, others) == [*MEGATRON, *given, *added]
+
+
+@pytest.fixture
+def plan_file(tmp_path):
+    """A run that ``pipemem plan`` could have written: a searched order of four chunks in a file."""
+    order = tmp_path / "best.csv"
+    order.write_text(build_schedule("gis", num_devices=2, num_microbatches=4, chunks=4).to_csv())
+    model = {"layers": 8, "hidden": 64, "heads": 4, "vocabulary": 1000, "sequence": 64}
+    parallelism = {"tp": 2, "pp": 2, "chunks": 4, "micro_batch": 2, "global_batch": 8}
+    run = {"model": model, "cluster": "cpu", "parallelism": parallelism, "schedule": {"name": str(order)}}
+    run["megatron"] = {"clip-grad": 0}
+    file = tmp_path / "best.yaml"
+    file.write_text(yaml.safe_dump(run))
+    return str(file)
+
+
+def test_a_plan_adds_what_the_command_line_lacks(plan_file):
+    settings, others = take_flags(
+        ["--num-layers", "8", "--pipemem-plan", plan_file, "--train-iters", "3", "--clip-grad=0"]
+    )
+    assert settings.schedule.endswith("best.csv") and settings.options == {}
+    assert others[:5] == ["--num-layers", "8", "--train-iters", "3", "--clip-grad=0"]
+    words = " ".join(others)
+    for flag in ("--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--hidden-size 64"):
+        assert words.count(flag) == 1
+    assert words.count("--clip-grad") == words.count("--num-layers") == 1
+    assert add_virtual_stages(settings, others)[-1] == "4"
+
+
+def test_a_plan_holds_only_for_what_it_was_made_for(plan_file):
+    with pytest.raises(UnsupportedError, match=r"--num-layers is 9 here and 8 in .*best\.yaml"):
+        take_flags(["--pipemem-plan", plan_file, "--num-layers", "9"])
+    with pytest.raises(UnsupportedError, match="--pipemem-schedule is v-half here"):
+        take_flags(["--pipemem-plan", plan_file, "--pipemem-schedule", "v-half"])
+
+
+def test_a_plan_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(PipememError, match="no file nothere.yaml"):
+        take_flags(["--pipemem-plan", "nothere.yaml"])
