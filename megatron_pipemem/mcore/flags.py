@@ -9,6 +9,7 @@ from megatron_pipemem.mcore.offloading import DEFAULT_HOST_SHARE, OFFLOAD_MODES,
 from megatron_pipemem.mcore.plan_file import add_planned_flags
 from megatron_pipemem.mcore.plugin import STOCK, Settings, source_for
 from megatron_pipemem.mcore.vocabulary.source import CHOICES, OFF
+from megatron_pipemem.planner.search import layout
 
 
 class _Parser(argparse.ArgumentParser):
@@ -114,15 +115,52 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
 
 
 _VIRTUAL_STAGES = "--num-virtual-stages-per-pipeline-rank"
-_CUTS = (_VIRTUAL_STAGES, "--num-layers-per-virtual-pipeline-stage", "--pipeline-model-parallel-layout")
+_LAYOUT = f"--{layout.FLAG}"
+_CUTS = (_VIRTUAL_STAGES, "--num-layers-per-virtual-pipeline-stage", _LAYOUT)
+# With these, Megatron takes the sizes of the model from elsewhere, and its own checks must do.
+_ELSEWHERE = ("--yaml-cfg", "--use-checkpoint-args", "--hybrid-layer-pattern")
+_UNEVEN = (
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
 
 
 def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
-    """Ask Megatron for the chunks the schedule needs, unless the user says how the model is cut."""
-    given = any(argument.split("=", 1)[0] in _CUTS for argument in arguments)
-    if settings.schedule == STOCK or given:
+    """Ask Megatron for the chunks the schedule needs, unless the user says how the model is cut.
+
+    Raises:
+        UnsupportedError: there is no pipeline, or the layers cannot be shared out evenly and nothing says how otherwise.
+    """
+    flags = {argument.split("=", 1)[0] for argument in arguments}
+    if settings.schedule == STOCK or flags.intersection(_ELSEWHERE):
+        return arguments
+    parser = _Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    parser.add_argument("--num-layers", type=int)
+    sizes, _ = parser.parse_known_args(arguments)
+    p, layers = sizes.pipeline_model_parallel_size, sizes.num_layers
+    if p == 1:
+        raise UnsupportedError(
+            f"there is no pipeline for schedule {settings.schedule}: pass --pipeline-model-parallel-size 2 or more, or "
+            f"--pipemem-schedule {STOCK} to measure Megatron's own step"
+        )
+    if flags.intersection(_CUTS):
         return arguments
     chunks = source_for(settings)[0].chunks
+    stages = p * chunks
+    if layers is not None and layers < stages:
+        raise UnsupportedError(
+            f"{layers} layers are too few for the {stages} stages that schedule {settings.schedule} has on {p} pipeline ranks; "
+            "take fewer ranks, or a schedule with fewer chunks per rank"
+        )
+    if layers is not None and layers % stages and not flags.intersection(_UNEVEN):
+        inner = [layers // stages + (0 < stage <= layers % stages) for stage in range(stages)]
+        raise UnsupportedError(
+            f"{layers} layers cannot be shared evenly by the {stages} stages that schedule {settings.schedule} has on {p} "
+            f"pipeline ranks; say what each holds, for example {_LAYOUT} '{layout.written(inner)}'"
+        )
     return arguments if chunks == 1 else [*arguments, _VIRTUAL_STAGES, str(chunks)]
 
 

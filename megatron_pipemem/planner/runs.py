@@ -225,6 +225,8 @@ def _fits_on_cluster(run: Run) -> str | None:
 
 def _schedules(run: Run) -> str | None:
     name, cut = run.schedule.name, run.parallelism
+    if cut.pp == 1 and name != STOCK:
+        return f"pp 1 leaves no pipeline for schedule {name}; set schedule.name to {STOCK}"
     if name in (STOCK, AUTO) or name.endswith(".csv"):
         return _stages_hold_layers(run, cut.chunks or 1) if name == STOCK else None
     try:

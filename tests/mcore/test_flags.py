@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -9,12 +10,15 @@ import yaml
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
 from megatron_pipemem.errors import PipememError, UnknownScheduleError, UnsupportedError
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.launch import enable_from_command_line
 from megatron_pipemem.schedule.registry import build_schedule
 
-MEGATRON = ["--num-layers", "8", "--bf16", "--lr", "1e-4"]
+MEGATRON = ["--num-layers", "8", "--bf16", "--lr", "1e-4", "--pipeline-model-parallel-size", "4"]
 
 
 def test_takes_our_flags_and_leaves_megatrons_in_order():
@@ -30,6 +34,8 @@ def test_takes_our_flags_and_leaves_megatrons_in_order():
             "out/report.json",
             "--lr",
             "1e-4",
+            "--pipeline-model-parallel-size",
+            "4",
         ]
     )
     assert others == MEGATRON
@@ -147,3 +153,29 @@ def test_a_plan_holds_only_for_what_it_was_made_for(plan_file):
 def test_a_plan_that_is_not_there_is_named(tmp_path):
     with pytest.raises(PipememError, match="no file nothere.yaml"):
         take_flags(["--pipemem-plan", "nothere.yaml"])
+
+
+@pytest.mark.parametrize(
+    "pipeline", [[], ["--pipeline-model-parallel-size", "1"], ["--pipeline-model-parallel-size=1"]]
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "v-half", "auto"])
+def test_without_a_pipeline_there_is_nothing_to_schedule(schedule, pipeline):
+    settings, others = take_flags(["--num-layers", "8", *pipeline, "--pipemem-schedule", schedule])
+    with pytest.raises(UnsupportedError, match="no pipeline for schedule .*--pipeline-model-parallel-size 2 or more"):
+        add_virtual_stages(settings, others)
+    settings, others = take_flags([*pipeline, "--pipemem-schedule", "stock"])
+    assert add_virtual_stages(settings, others) == pipeline
+
+
+def test_layers_that_do_not_divide_come_with_a_layout_that_works():
+    words = ["--pipeline-model-parallel-size", "4", "--num-layers"]
+    settings, others = take_flags([*words, "10", "--pipemem-schedule", "v-half"])
+    with pytest.raises(UnsupportedError, match="10 layers cannot be shared evenly by the 8 stages") as error:
+        add_virtual_stages(settings, others)
+    proposed = re.search(r"--pipeline-model-parallel-layout '(.+)'", str(error.value))[1]
+    assert PipelineParallelLayerLayout.from_str(proposed, 4).flatten_layout.count(LayerType.decoder) == 10
+    with_layout = [*others, "--pipeline-model-parallel-layout", proposed]
+    assert add_virtual_stages(settings, with_layout) == with_layout
+    settings, others = take_flags([*words, "6", "--pipemem-schedule", "v-half"])
+    with pytest.raises(UnsupportedError, match="6 layers are too few for the 8 stages"):
+        add_virtual_stages(settings, others)

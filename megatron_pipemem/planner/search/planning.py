@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pipemem.errors import PipememError
-from megatron_pipemem.planner.runs import Run
+from megatron_pipemem.planner.runs import STOCK, Run
 from megatron_pipemem.planner.search import layout
 from megatron_pipemem.planner.search.asynchronous import asynchronous
 from megatron_pipemem.planner.search.prices import Pace
@@ -307,7 +307,7 @@ class _Planner:
             step = price(run, placement, pace=self._pace)
             if self.limits.admits(variant=PLAIN):
                 self._bound(run, step, found, None)
-            for variant in variants() if placement.replicas == 1 else ():
+            for variant in variants() if placement.replicas == 1 and run.parallelism.pp > 1 else ():
                 if self.limits.admits(variant=variant.name):
                     self._bound(run, variant.prepare(run, placement, self._pace), found, variant)
         for each in asynchronous(run, self.limits, self._pace):
@@ -491,7 +491,8 @@ def _count(entries: Sequence[_Entry]) -> int:
 
 def _configured(group: _Group, order: Order) -> Run:
     """The run with this schedule and, where layers are not shared evenly, its layout."""
-    choice = replace(group.run.schedule, name=order.name)
+    # Without a pipeline Megatron takes its own step, which no schedule of ours replaces.
+    choice = replace(group.run.schedule, name=order.name if group.run.parallelism.pp > 1 else STOCK)
     if group.variant is not None:
         choice = group.variant.choice(choice)
     flags = {key: value for key, value in group.run.megatron.items() if key.replace("_", "-") not in layout.FLAGS}
