@@ -100,9 +100,48 @@ def inspection_step(data, model):
     return output, lambda output, non_loss_data: output
 
 
+def failing_step() -> str:
+    """What every rank is told when the first one fails in its third forward, and its neighbours wait for it in vain."""
+    calls = 0
+
+    def failing_forward_step(data, model):
+        nonlocal calls
+        calls += 1
+        if calls == 3 and dist.get_rank() == 0:
+            raise ArithmeticError("this rank cannot go on")
+        return forward_step(data, model)
+
+    original = imported_first()
+    megatron_pipemem.enable("v-half")
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=dist.get_world_size(),
+        virtual_pipeline_model_parallel_size=2,
+        distributed_timeout_minutes=0.1,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    models = megatron_pipemem.build_model_chunks(partial(build_chunk, make_config(2, False), False))
+    try:
+        imported_first()(
+            forward_step_func=failing_forward_step,
+            data_iterator=[batches(0) for _ in models],
+            model=models,
+            num_microbatches=MICROBATCHES,
+            seq_length=SEQUENCE,
+            micro_batch_size=2,
+        )
+        told = "nothing"
+    except Exception as error:
+        told = " ".join([type(error).__name__, str(error), *getattr(error, "__notes__", ())])
+    megatron_pipemem.disable()
+    parallel_state.destroy_model_parallel()
+    assert imported_first() is original
+    return told
+
+
 def run(case: dict) -> dict:
     """Losses of every microbatch, exact, and logits after training, on the last pipeline rank; nothing elsewhere."""
     schedule, ddp, chunks = case["schedule"], case["ddp"], case["chunks"]
+    told = failing_step() if case.get("fails_before") else None
     if schedule != "stock":
         megatron_pipemem.enable(schedule, vocab_parallel=case.get("vocab_parallel", "off"))
     devices = dist.get_world_size()
@@ -162,4 +201,4 @@ def run(case: dict) -> dict:
     megatron_pipemem.disable()
     parallel_state.destroy_model_parallel()
     assert not any(name.startswith("megatron.training") for name in sys.modules)
-    return {"losses": losses, "logits": [each.tolist() for each in logits]}
+    return {"losses": losses, "logits": [each.tolist() for each in logits], "told": told}

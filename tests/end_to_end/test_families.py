@@ -16,6 +16,7 @@ BOUNDARY_BYTES = 64 * 64 * 4  # tokens x hidden size, fp32
 EMBEDDINGS = {"tied": (), "untied": ("--untie-embeddings-and-output-weights",)}
 # Every kind of placement and of backward; the others train with tied embeddings only.
 BOTH = {"1f1b", "interleaved", "zb-h1", "v-half", "1f1b-v"}
+ITERATIONS = ("--train-iters", "5")
 # Sixteen stages for eight layers.
 FLAGS = {"hanayo": ("--pipeline-model-parallel-layout", "Et||t||t||t||t||t|t||t||L")}
 
@@ -34,13 +35,14 @@ def test_a_run_does_not_depend_on_earlier_runs(train):
 
 @every_case
 def test_trains_as_stock(train, assert_same_training, name, embeddings):
-    run = train(name, *EMBEDDINGS[embeddings], *FLAGS.get(name, ()))
-    assert_same_training(run, train("stock", *EMBEDDINGS[embeddings]))
+    run = train(name, *EMBEDDINGS[embeddings], *FLAGS.get(name, ()), *ITERATIONS)
+    assert len(run.losses) == 5
+    assert_same_training(run, train("stock", *EMBEDDINGS[embeddings], *ITERATIONS))
 
 
 @every_case
 def test_peak_bytes_are_foretold(train, name, embeddings):
-    run = train(name, *EMBEDDINGS[embeddings], *FLAGS.get(name, ()))
+    run = train(name, *EMBEDDINGS[embeddings], *FLAGS.get(name, ()), *ITERATIONS)
     assert all(peak > 0 for peak in run.counted_peaks)
     assert run.predicted_peaks == run.counted_peaks
 

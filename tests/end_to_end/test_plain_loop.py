@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from ranks import Ranks
 
@@ -24,12 +26,15 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory) -> list[list[str]]:
+def ranks(tmp_path_factory) -> Iterator[Ranks]:
     ranks = Ranks("plain_loop", tmp_path_factory.mktemp("plain_loop"))
-    try:
-        return [ranks.run(case)[-1]["losses"] for case in CASES]
-    finally:
-        ranks.stop()
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def losses(ranks) -> list[list[str]]:
+    return [ranks.run(case)[-1]["losses"] for case in CASES]
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=lambda i: "-".join(map(str, CASES[i].values())))
@@ -37,3 +42,13 @@ def test_trains_as_stock(losses, index):
     stock = CASES.index({**STOCK, "ddp": CASES[index]["ddp"]})
     assert len(set(losses[stock])) > 10
     assert losses[index] == losses[stock]
+
+
+def test_a_failed_step_ends_on_every_rank_and_leaves_nothing_behind(ranks, losses):
+    case = {"schedule": "zb-h1", "chunks": 1, "import_after": False, "ddp": True, "fails_before": True}
+    results = ranks.run(case)
+    told = [result["told"] for result in results]
+    assert told[0].startswith("ArithmeticError this rank cannot go on") and "device 0 failed at position" in told[0]
+    for device, text in enumerate(told[1:], 1):
+        assert f"device {device} failed at position" in text and "of schedule v-half" in text
+    assert results[-1]["losses"] == losses[CASES.index({**STOCK, "ddp": True})]
