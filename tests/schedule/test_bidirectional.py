@@ -119,6 +119,35 @@ def test_at_scale() -> None:
     assert simulate(schedule).peak == 33 / 32
 
 
+# ------------------------------------------------------------------------------------------------------ sums of copies
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sums"),
+    [
+        (0, [(1, 4, 4), (0, 6, 6)]),
+        (1, [(1, 4, 5), (0, 6, 7)]),  # the sum of stage 1 hides behind the last backward
+        (3, [(1, 4, 7), (0, 7, 10)]),  # and here that of stage 0 waits for it
+        ((1, 3), [(1, 4, 7), (0, 7, 8)]),
+    ],
+)
+def test_sums_of_copies_have_a_price(seconds: float | tuple[float, ...], sums: list[tuple[int, float, float]]) -> None:
+    """Of two microbatches on two devices, whose stages 1 have gradients at 4 and stages 0 at 6."""
+    timeline = simulate(build("chimera", 2, 2), Costs(copy_sum=seconds))
+    assert list(timeline.copy_sums) == sums
+    assert timeline.makespan == sums[-1][2]
+
+
+def test_sums_on_one_device_and_of_nothing_take_no_time() -> None:
+    costs = Costs(copy_sum=5)
+    gems = simulate(build("gems", 3, 4), costs)
+    assert [each.stage for each in gems.copy_sums] == [2, 0], "both copies of stage 1 are on device 1"
+    alone = simulate(build("chimera", 2, 1), costs)
+    assert [(each.stage, each.end) for each in alone.copy_sums] == [(1, 9), (0, 14)]
+    assert simulate(build("chimera", 2, 2).forward_only(), costs).makespan == 2
+    assert simulate(build("1f1b", 2, 2), costs).copy_sums == ()
+
+
 # ------------------------------------------------------------------------------------------------------------- Chimera
 
 
