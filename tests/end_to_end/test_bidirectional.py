@@ -80,6 +80,12 @@ def test_both_copies_of_the_middle_stage_on_one_device(train):
     assert_copies_are_equal(run)
 
 
+@pytest.mark.parametrize("name", ["chimera", "zbv"])
+def test_models_built_by_the_script(train, name):
+    """Both ways of building chunks that are not dealt round robin lead to the same model."""
+    assert train(name, by_provider=True) == train(name)
+
+
 def test_copies_start_equal_and_stay_so(train):
     """With Megatron's own initial values, which depend on the rank."""
     assert_copies_are_equal(train("chimera", "--train-iters", "2", initialise=False))

@@ -144,7 +144,7 @@ register_schedule(
         source="arXiv 2107.06925, section 3",
         min_devices=2,
         options={
-            "doubling": "true: forwards in pairs, for a peak of 2 and, at W = I = F, a bubble of (p/2-1)(F+B) for any m"
+            "doubling": "true: forwards in pairs, for a peak of 2 and, with units of 2p and B <= 2F, a bubble of (p/2-1)(F+B)"
         },
         chunks=2,
         needs="even p",
