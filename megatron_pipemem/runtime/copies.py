@@ -31,18 +31,13 @@ def connect_copies(placement: Placement, group: dist.ProcessGroup) -> Channels:
     dist.all_gather_object(pipelines, ranks)
     channels = {}
     for pipeline in sorted({tuple(each) for each in pipelines}):
-        for devices in sorted({holders(placement, stage) for stage in range(placement.model_stages)}):
+        for devices in sorted({placement.holders(stage) for stage in range(placement.model_stages)}):
             if len(devices) == 1:
                 continue
             created = dist.new_group([pipeline[device] for device in devices], group_desc="PIPEMEM_COPIES")
             if list(pipeline) == ranks and group.rank() in devices:
                 channels[devices] = created
     return channels
-
-
-def holders(placement: Placement, stage: int) -> tuple[int, ...]:
-    """The devices that hold copies of a stage, in order."""
-    return tuple(sorted({placement.devices[copy] for copy in placement.copies_of(stage)}))
 
 
 class CopySums:
@@ -78,7 +73,7 @@ class CopySums:
         first, *others = ([*self._gradients(copy)] for copy in here)
         for other in others:
             torch._foreach_add_(first, other)
-        channel = self._channels.get(holders(self._placement, stage))
+        channel = self._channels.get(self._placement.holders(stage))
         self._works[here[0]] = [] if channel is None else _start_sum(first, channel)
 
     def wait(self, stage: int) -> None:

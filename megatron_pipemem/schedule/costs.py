@@ -21,6 +21,7 @@ _PRICED = (
     ("backward_input", Kind.I),
     ("backward_weight", Kind.W),
     ("recompute", Kind.R),
+    ("copy_sum", Kind.SUM_COPIES),
 )
 
 
@@ -130,6 +131,8 @@ class Costs:
         channel: how fast activations move to the host; ``None``: at once.
         vocabulary: seconds of the passes and collectives of vocabulary parallelism. Default: the whole head takes as long
             as one device's share of the layers (their average), the embedding and the collectives take no time.
+        copy_sum: seconds to add up the gradients of a stage over the devices that hold its copies. Once per step, it is
+            priced like the actions of a microbatch.
     """
 
     forward: PerStage = 1.0
@@ -140,6 +143,7 @@ class Costs:
     recompute: PerStage | None = None
     channel: Channel | None = None
     vocabulary: VocabularyCosts | None = None
+    copy_sum: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for name, kind in _PRICED:
@@ -173,6 +177,14 @@ class Costs:
         }
         prices[Kind.B] = tuple(i + w for i, w in zip(prices[Kind.I], prices[Kind.W], strict=True))
         return prices
+
+    def copy_sum_seconds(self, placement: Placement) -> tuple[float, ...]:
+        """Seconds of SUM_COPIES, one value per stage.
+
+        Raises:
+            CostsError: a sequence has not one value per stage.
+        """
+        return _per_stage("copy_sum", self.copy_sum, placement)
 
     def vocabulary_costs(self, placement: Placement, barriers: int) -> VocabularyCosts:
         """Of a schedule with so many barriers."""
@@ -259,10 +271,11 @@ class Costs:
     def from_json(cls, path: str | Path) -> Costs:
         """Read ``{"forward": ..., "backward_input": ..., "backward_weight": ..., "p2p": ..., "memory": {"F": ...}}``.
 
-        ``p2p`` may be one per link, ``{"0-1": ..., "1-0": ...}``. ``recompute`` is a price like the others, and ``channel``
-        is ``{"offload": ..., "reload": ..., "duplex": false, "switches": [[0, 1]]}``, with ``{"ratio": k}`` in place of
-        the first two where ``k`` is all that is known (``Channel.of_ratio``). ``vocabulary`` holds ``{"score": ...,
-        "gradient": ...}``, the fields of ``VocabularyCosts``. What ``profile`` says is for readers of ``pipemem profile``.
+        ``p2p`` may be one per link, ``{"0-1": ..., "1-0": ...}``. ``recompute`` and ``copy_sum`` are prices like the
+        others, and ``channel`` is ``{"offload": ..., "reload": ..., "duplex": false, "switches": [[0, 1]]}``, with
+        ``{"ratio": k}`` in place of the first two where ``k`` is all that is known (``Channel.of_ratio``). ``vocabulary``
+        holds ``{"score": ..., "gradient": ...}``, the fields of ``VocabularyCosts``. What ``profile`` says is for readers of
+        ``pipemem profile``.
 
         Raises:
             CostsError: the file is missing, is not JSON, or has unknown keys or values of the wrong type.
@@ -272,7 +285,8 @@ class Costs:
         except (OSError, ValueError) as error:
             raise CostsError(f"cannot read costs from {path}: {error}") from error
         known = (
-            "forward", "backward_input", "backward_weight", "recompute", "p2p", "memory", "channel", "vocabulary", "profile"
+            "forward", "backward_input", "backward_weight", "recompute", "copy_sum", "p2p", "memory", "channel", "vocabulary",
+            "profile",
         )  # fmt: skip
         if not isinstance(data, dict) or set(data) - set(known):
             raise CostsError(f"{path}: costs are one JSON object with the keys {', '.join(known)}")

@@ -104,7 +104,7 @@ def check_sums(program: Program, places: Mapping[Action, tuple[int, int]]) -> Ma
     for device, position, action in sorted(sums):
         copies = placement.copies_of(action.stage)
         needs[Action(Kind.REDUCE_GRAD, action.stage)] = [Action(Kind.SUM_COPIES, copy) for copy in copies]
-        channel = tuple(sorted({placement.devices[copy] for copy in copies}))
+        channel = placement.holders(action.stage)
         posted.setdefault(channel, {}).setdefault(device, {})[copies[0]] = (position, action)
     for queues in posted.values():
         (first, own), *others = ((device, sorted(queue.values())) for device, queue in sorted(queues.items()))

@@ -88,6 +88,10 @@ class Placement:
         """The same stage in all replicas, itself included."""
         return tuple(range(stage % self.model_stages, self.num_stages, self.model_stages))
 
+    def holders(self, stage: int) -> tuple[int, ...]:
+        """The devices that hold copies of a stage, in order."""
+        return tuple(sorted({self.devices[copy] for copy in self.copies_of(stage)}))
+
     @classmethod
     def linear(cls, num_devices: int) -> Placement:
         """One stage per device, in order."""

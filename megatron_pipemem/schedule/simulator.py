@@ -38,6 +38,14 @@ class Transfer(NamedTuple):
     end: float
 
 
+class CopySum(NamedTuple):
+    """The gradients of a stage of the model are added up over its copies: when their channel did it."""
+
+    stage: int
+    start: float
+    end: float
+
+
 class Stall(NamedTuple):
     """Computing stood still until a copy had ended, also where it would have had nothing else to do."""
 
@@ -103,6 +111,7 @@ class Timeline:
         stalls: per device, its waits for copies that had not ended.
         host_peaks: per device, the most it held in host memory after any action.
         collectives: of vocabulary parallelism, in the order of their channel.
+        copy_sums: of every stage with copies on other devices, the deepest first.
     """
 
     schedule: Schedule
@@ -114,12 +123,16 @@ class Timeline:
     stalls: tuple[tuple[Stall, ...], ...] = ()
     host_peaks: tuple[float, ...] = ()
     collectives: tuple[CollectiveTransfer, ...] = ()
+    copy_sums: tuple[CopySum, ...] = ()
 
     @cached_property
     def makespan(self) -> float:
-        """First start to last end over all devices."""
+        """First start to last end over all devices, sums of copies included."""
         used = [spans for spans in self.spans if spans]
-        return max(spans[-1][1] for spans in used) - min(spans[0][0] for spans in used) if used else 0.0
+        if not used:
+            return 0.0
+        ends = [*(spans[-1][1] for spans in used), *(each.end for each in self.copy_sums)]
+        return max(ends) - min(spans[0][0] for spans in used)
 
     @cached_property
     def work(self) -> tuple[float, ...]:
@@ -165,9 +178,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[
     """Run ``schedule``: every action starts as soon as its device is free and its inputs have arrived.
 
     Messages take ``costs.p2p`` and do not occupy the devices; nor do collectives, which run one after the other, each
-    when all devices have posted it. A device posts when it has ready what it brings. One of ``n`` sequence pieces
-    costs ``1/n`` of everything: of the seconds, of its messages, and of the memory. Copies wait for their channel:
-    whose copy is issued first is served first. A device that waits for a copy does nothing else.
+    when all devices have posted it. A device posts when it has ready what it brings. Sums of copies take
+    ``costs.copy_sum`` when both ends have their last gradients, one after the other between two devices. One of ``n``
+    sequence pieces costs ``1/n`` of everything: of the seconds, of its messages, and of the memory. Copies to the host wait
+    for their channel: whose copy is issued first is served first. A device that waits for a copy does nothing else.
 
     Args:
         schedule: what to run.
@@ -264,7 +278,28 @@ def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[
         copies.stalls,
         host_peaks(orders, placement, costs, pieces),
         tuple(collectives.transfers),
+        _copy_sums(placement, costs, ends),
     )
+
+
+def _copy_sums(placement: Placement, costs: Costs, ends: Mapping[Action, float]) -> tuple[CopySum, ...]:
+    """In the order in which ``lower`` posts them; those within one device take no time."""
+    if placement.replicas == 1:
+        return ()
+    complete: dict[int, float] = {}
+    for (kind, stage, _), end in ends.items():
+        stage %= placement.model_stages
+        if kind in (Kind.W, Kind.B) and len(placement.holders(stage)) > 1:
+            complete[stage] = max(end, complete.get(stage, end))
+    seconds = costs.copy_sum_seconds(placement)
+    vacant: dict[tuple[int, ...], float] = {}
+    sums = []
+    for stage in sorted(complete, reverse=True):
+        channel = placement.holders(stage)
+        start = max(complete[stage], vacant.get(channel, 0.0))
+        vacant[channel] = start + seconds[stage]
+        sums.append(CopySum(stage, start, vacant[channel]))
+    return tuple(sums)
 
 
 class _Copies:

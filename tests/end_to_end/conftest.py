@@ -76,6 +76,8 @@ class Trainer:
         initialise: bool = True,
         sabotage: str | None = None,
         emulate: tuple[str, int, int] | None = None,
+        ranks: int | None = None,
+        by_provider: bool = False,
     ) -> Run:
         """A run of ``ITERATIONS`` steps on four ranks, PP4 unless ``flags`` say otherwise.
 
@@ -85,8 +87,10 @@ class Trainer:
             initialise: start from values that do not depend on the placement; ``False`` where a checkpoint is loaded.
             sabotage: what goes wrong on rank 1, see ``training.SABOTAGE``.
             emulate: arguments of ``cpu.emulation.emulated``; for runs without a pipeline.
+            ranks: fewer than there are; the others idle.
+            by_provider: the script builds the model and not Megatron.
         """
-        key = (schedule, flags, initialise, sabotage, emulate)
+        key = (schedule, flags, initialise, sabotage, emulate, ranks or self.ranks.size, by_provider)
         if key not in self._runs:
             self._runs[key] = self._train(*key)
         return self._runs[key]
@@ -98,6 +102,8 @@ class Trainer:
         initialise: bool,
         sabotage: str | None,
         emulate: tuple[str, int, int] | None,
+        ranks: int,
+        by_provider: bool,
     ) -> Run:
         taken_away = {flag.removeprefix("+") for flag in flags if flag.startswith("+")}
         given = [flag for flag in flags if not flag.startswith("+")]
@@ -115,6 +121,8 @@ class Trainer:
             "initialise": initialise,
             "sabotage": sabotage,
             "emulate": emulate,
+            "ranks": ranks,
+            "by_provider": by_provider,
         }
         seen = self.ranks.run(case)
         for rank, result in enumerate(seen):

@@ -43,7 +43,7 @@ class Ranks:
     _starts: int = 0
 
     def run(self, case: dict, seconds: float = CASE_SECONDS) -> list[dict]:
-        """What ``run(case)`` returned on every rank.
+        """What ``run(case)`` returned on every rank; of all, or of the case's first ``ranks``.
 
         Raises:
             CaseFailed: with the traceback of every rank that has one.
@@ -54,7 +54,7 @@ class Ranks:
             for process in self._processes:
                 process.stdin.write(json.dumps(case) + "\n")
                 process.stdin.flush()
-            return self._replies(seconds)
+            return self._replies(seconds)[: case.get("ranks", self.size)]
         except BaseException:
             self.stop()
             raise

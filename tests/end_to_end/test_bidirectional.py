@@ -11,6 +11,8 @@ import pytest
 NAMES = ("chimera", "gems", "dualpipe")
 UNTIED = "--untie-embeddings-and-output-weights"
 TWO_MICROBATCHES = ("--global-batch-size", "2")
+DOUBLED = ("--pipemem-option", "doubling=true")
+THREE_STAGES = ("--pipeline-model-parallel-size", "3", "--num-layers", "6")
 EVALUATED = ("--eval-iters", "3", "--eval-interval", "3")
 DATA_PARALLEL = (
     *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--overlap-grad-reduce"),
@@ -51,12 +53,45 @@ def test_one_microbatch_per_copy_is_exact(train, assert_same_training, name, emb
     assert_same_training(train(name, *flags), train("stock", *flags))
 
 
+@pytest.mark.parametrize(
+    ("microbatches", "options"),
+    [("3", ()), ("5", ()), ("5", DOUBLED), ("8", DOUBLED)],
+    ids=["less-than-a-unit", "a-ragged-unit", "a-ragged-doubled-unit", "a-doubled-unit"],
+)
+def test_units_of_chimera(train, microbatches, options):
+    flags = ("--global-batch-size", microbatches)
+    run = train("chimera", *flags, *options)
+    assert_close(run, train("stock", *flags))
+    assert run.predicted_peaks == run.counted_peaks
+    assert_copies_are_equal(run)
+
+
+def test_a_copy_without_a_microbatch_changes_nothing(train, assert_same_training):
+    flags = ("--global-batch-size", "1")
+    run = train("chimera", *flags)
+    assert_same_training(run, train("stock", *flags))
+    assert_copies_are_equal(run)
+
+
+def test_both_copies_of_the_middle_stage_on_one_device(train):
+    run = train("gems", *THREE_STAGES, ranks=3)
+    assert_close(run, train("stock", *THREE_STAGES, ranks=3))
+    assert run.predicted_peaks == run.counted_peaks
+    assert_copies_are_equal(run)
+
+
+@pytest.mark.parametrize("name", ["chimera", "zbv"])
+def test_models_built_by_the_script(train, name):
+    """Both ways of building chunks that are not dealt round robin lead to the same model."""
+    assert train(name, by_provider=True) == train(name)
+
+
 def test_copies_start_equal_and_stay_so(train):
     """With Megatron's own initial values, which depend on the rank."""
     assert_copies_are_equal(train("chimera", "--train-iters", "2", initialise=False))
 
 
-@pytest.mark.parametrize("name", ["gems", "dualpipe"])
+@pytest.mark.parametrize("name", ["chimera", "dualpipe"])
 def test_data_parallel_ranks_with_the_distributed_optimizer(train, name):
     run = train(name, *DATA_PARALLEL)
     assert_close(run, train("stock", *DATA_PARALLEL))

@@ -61,6 +61,7 @@ def run(case: dict) -> dict:
     Args:
         case: ``flags`` of Megatron and the plugin, ``report`` (a path), and optionally ``initialise``: whether every parameter
             gets a value that depends on its name alone, so that runs with other placements start from the same model.
+            With ``by_provider``, a function of the script builds the model, as older scripts have it, and not Megatron.
             ``sabotage`` names one of ``SABOTAGE`` for rank 1. ``emulate`` has the arguments of ``cpu.emulation.emulated``.
 
     Returns:
@@ -83,6 +84,7 @@ def run(case: dict) -> dict:
             _common_start(chunks, case.get("initialise", True), rows),
             sabotage(),
             emulation,
+            _model_by_provider() if case.get("by_provider") else nullcontext(),
         ):
             entry.main()
         weights += map(_digest, chunks)
@@ -103,6 +105,23 @@ def run(case: dict) -> dict:
         "weights": weights,
         "replaced": [".".join(name) for name, original in originals.items() if now.get(name) is not original],
     }
+
+
+@contextmanager
+def _model_by_provider() -> Iterator[None]:
+    pretrain = entry.pretrain
+
+    def with_provider(config, *args) -> None:
+        builder = config.model.get_builder_cls()(config.model)
+        config.model = None
+
+        def provider(pre_process, post_process, vp_stage=None, config=None, pg_collection=None) -> torch.nn.Module:
+            return builder.build_model(pg_collection, pre_process, post_process, vp_stage)
+
+        pretrain(config, *args, model_provider=provider)
+
+    with mock.patch.object(entry, "pretrain", with_provider):
+        yield
 
 
 def _digest(chunk: torch.nn.Module) -> str:

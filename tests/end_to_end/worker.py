@@ -1,6 +1,7 @@
 """One rank: runs the cases that arrive on its standard input, answers each by a line of JSON on its standard output.
 
-Started by ``ranks.py``. Every case has process groups of its own, so nothing of one reaches the next.
+Started by ``ranks.py``. Every case has process groups of its own, so nothing of one reaches the next. A case may take the first
+``ranks`` of them only.
 """
 
 from __future__ import annotations
@@ -31,10 +32,16 @@ def serve(program: str) -> None:
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=rank == 0)
     print(json.dumps({"ready": True}), file=replies)
     for number, line in enumerate(sys.stdin):
+        case = json.loads(line)
+        members = case.get("ranks", size)
+        if rank >= members:
+            print(json.dumps({"idle": True}), file=replies)
+            continue
+        os.environ["WORLD_SIZE"] = str(members)
         own_store = dist.PrefixStore(str(number), store)
-        dist.init_process_group("gloo", store=own_store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
+        dist.init_process_group("gloo", store=own_store, rank=rank, world_size=members, timeout=GROUP_TIMEOUT)
         try:
-            reply = run(json.loads(line))
+            reply = run(case)
             dist.barrier()
             dist.destroy_process_group()
         except BaseException:

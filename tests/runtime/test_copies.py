@@ -6,13 +6,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_pipemem.runtime.copies import CopySums, holders  # noqa: E402
+from megatron_pipemem.runtime.copies import CopySums  # noqa: E402
 from megatron_pipemem.schedule.placement import Placement  # noqa: E402
 
 
 def test_the_middle_device_of_an_odd_number_adds_by_itself():
     placement = Placement.bidirectional(3)
-    assert [holders(placement, stage) for stage in range(3)] == [(0, 2), (1,), (0, 2)]
+    assert [placement.holders(stage) for stage in range(3)] == [(0, 2), (1,), (0, 2)]
     gradients = {
         1: [torch.tensor([1.0, 2.0]), torch.tensor([3.0])],
         4: [torch.tensor([10.0, 20.0]), torch.tensor([30.0])],

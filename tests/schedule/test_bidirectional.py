@@ -12,7 +12,7 @@ from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.schedule import Order, Schedule
 from megatron_pipemem.schedule.simulator import count_messages, simulate
 from megatron_pipemem.schedule.validator import validate
 
@@ -25,6 +25,33 @@ def build(name: str, p: int, m: int) -> Schedule:
 
 def takes(name: str, p: int, m: int) -> bool:
     return name == "gems" or (p % 2 == 0 and (name == "chimera" or (m % 2 == 0 and m >= 2 * p)))
+
+
+def run_units(rows: list[list[list[Action]]], p: int) -> tuple[float, list[float]]:
+    """Makespan and work per device when some actions run as one unit: it takes the seconds of all, F = I = W = 1, and
+    gives their results at its end."""
+    seconds = {"F": 1, "I": 1, "W": 1, "B": 2}
+    end: dict[tuple[str, int, int], float] = {}
+    done, now, moved = [0] * p, [0.0] * p, True
+    while moved:
+        moved = False
+        for device, row in enumerate(rows):
+            while done[device] < len(row):
+                unit = row[done[device]]
+                needed = [
+                    (("F", s - 1, k) if kind == "F" else ("B", s + 1, k))
+                    for kind, s, k in unit
+                    if (kind == "F" and s % p) or (kind in "IB" and (s + 1) % p)
+                ]
+                if not all(each in end for each in needed):
+                    break
+                start = max([now[device], *(end[each] for each in needed)])
+                now[device] = start + sum(seconds[kind] for kind, _, _ in unit)
+                end |= {("B" if kind == "I" else str(kind), s, k): now[device] for kind, s, k in unit}
+                done[device] += 1
+                moved = True
+    assert done == [len(row) for row in rows]
+    return max(now), [sum(seconds[kind] for unit in row for kind, _, _ in unit) for row in rows]
 
 
 # ----------------------------------------------------------------------------------------------------------- placement
@@ -92,6 +119,35 @@ def test_at_scale() -> None:
     assert simulate(schedule).peak == 33 / 32
 
 
+# ------------------------------------------------------------------------------------------------------ sums of copies
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sums"),
+    [
+        (0, [(1, 4, 4), (0, 6, 6)]),
+        (1, [(1, 4, 5), (0, 6, 7)]),  # the sum of stage 1 hides behind the last backward
+        (3, [(1, 4, 7), (0, 7, 10)]),  # and here that of stage 0 waits for it
+        ((1, 3), [(1, 4, 7), (0, 7, 8)]),
+    ],
+)
+def test_sums_of_copies_have_a_price(seconds: float | tuple[float, ...], sums: list[tuple[int, float, float]]) -> None:
+    """Of two microbatches on two devices, whose stages 1 have gradients at 4 and stages 0 at 6."""
+    timeline = simulate(build("chimera", 2, 2), Costs(copy_sum=seconds))
+    assert list(timeline.copy_sums) == sums
+    assert timeline.makespan == sums[-1][2]
+
+
+def test_sums_on_one_device_and_of_nothing_take_no_time() -> None:
+    costs = Costs(copy_sum=5)
+    gems = simulate(build("gems", 3, 4), costs)
+    assert [each.stage for each in gems.copy_sums] == [2, 0], "both copies of stage 1 are on device 1"
+    alone = simulate(build("chimera", 2, 1), costs)
+    assert [(each.stage, each.end) for each in alone.copy_sums] == [(1, 9), (0, 14)]
+    assert simulate(build("chimera", 2, 2).forward_only(), costs).makespan == 2
+    assert simulate(build("1f1b", 2, 2), costs).copy_sums == ()
+
+
 # ------------------------------------------------------------------------------------------------------------- Chimera
 
 
@@ -130,6 +186,61 @@ def test_chimera_rates(p: int, units: int) -> None:
     assert max(equal.peaks) == 1
 
 
+def doubled(p: int, m: int) -> Schedule:
+    return build_schedule("chimera", num_devices=p, num_microbatches=m, doubling=True)
+
+
+def test_doubled_chimera_on_four_devices() -> None:
+    """Two forwards for every two backwards, and those of either direction one after the other."""
+    order = doubled(4, 8).orders[0]
+    assert " ".join(map(str, order)) == "0F0 0F1 0F2 0F3 7F4 7F5 7B4 7F6 7F7 7B5 0B0 7B6 0B1 7B7 0B2 0B3"
+
+
+@pytest.mark.parametrize("p", [2, 4, 6, 12])
+def test_doubled_chimera_with_every_number_of_microbatches(p: int) -> None:
+    for m in range(1, 6 * p + 2):
+        schedule = doubled(p, m)
+        validate(schedule)
+        if m in (1, p - 1, p, p + 1, 2 * p + 1, 4 * p):
+            assert oracle.check(schedule) == []
+            assert oracle.disordered_weight_gradients(schedule) == []
+        assert max(oracle.peak(schedule)) <= 2
+
+
+@pytest.mark.parametrize("p", [2, 4, 6, 8])
+@pytest.mark.parametrize("units", [1, 2, 5])
+def test_doubled_chimera_rates(p: int, units: int) -> None:
+    """One bubble per step in place of one per unit, for twice the activations."""
+    n = 2 * p * units
+    schedule = doubled(p, n)
+    # The paper's slots: as long as two forwards or one backward, three for two microbatches, p - 2 of them idle.
+    pairs = [
+        [[row[i], row[i + 1]] if row[i].kind is Kind.F else [row[i]] for i in range(len(row)) if not follows(row, i)]
+        for row in schedule.orders
+    ]
+    assert run_units(pairs, p) == (2 * (3 * n // 2 + p - 2), [3 * n] * p)
+    # A device passes on each of the two forwards when it ends.
+    for f, b in ((1, 2), (2, 3), (1, 1), (1, 3)):
+        timeline = simulate(schedule, Costs(f, b / 2, b / 2))
+        between = (units - 1) * (p - 2) * max(0, b - 2 * f)
+        assert timeline.makespan - timeline.ideal == (p // 2 - 1) * (f + b) + between
+    single = simulate(build("chimera", p, n))
+    timeline = simulate(schedule)
+    assert single.makespan - single.ideal - (timeline.makespan - timeline.ideal) == (p // 2 - 1) * (4 * units - 1)
+    assert (min(timeline.peaks) * p, max(timeline.peaks)) == (3 * p // 2 + 1, 2)
+
+
+def follows(row: Order, position: int) -> bool:
+    """Whether a forward is the second of its slot: of all units here, whole ones, an odd microbatch."""
+    return row[position].kind is Kind.F and row[position].microbatch % 2 == 1
+
+
+@pytest.mark.parametrize("doubling", ["yes", 1])
+def test_doubling_is_true_or_false(doubling: object) -> None:
+    with pytest.raises(UnsupportedError, match=f"chimera: doubling must be true or false, not {doubling!r}"):
+        build_schedule("chimera", num_devices=4, num_microbatches=8, doubling=doubling)
+
+
 # ---------------------------------------------------------------------------------------------------------------- GEMS
 
 
@@ -163,11 +274,9 @@ def test_gems_has_two_microbatches_alive_at_most() -> None:
 def overlapped(schedule: Schedule) -> tuple[float, list[float]]:
     """Makespan and work per device when a forward and the full backward behind it run as one unit.
 
-    The unit takes the seconds of both and gives both results at its end. The middle devices run their very first pair
-    apart.
+    The middle devices run their very first pair apart.
     """
     p = schedule.num_devices
-    seconds = {"F": 1, "I": 1, "W": 1, "B": 2}
     rows: list[list[list[Action]]] = []
     for device, order in enumerate(schedule.orders):
         row: list[list[Action]] = []
@@ -180,27 +289,7 @@ def overlapped(schedule: Schedule) -> tuple[float, list[float]]:
                 row.append([action])
             apart = apart and not is_pair
         rows.append(row)
-    end: dict[tuple[str, int, int], float] = {}
-    done, now, moved = [0] * p, [0.0] * p, True
-    while moved:
-        moved = False
-        for device, row in enumerate(rows):
-            while done[device] < len(row):
-                unit = row[done[device]]
-                needed = [
-                    (("F", s - 1, k) if kind == "F" else ("B", s + 1, k))
-                    for kind, s, k in unit
-                    if (kind == "F" and s % p) or (kind in "IB" and (s + 1) % p)
-                ]
-                if not all(each in end for each in needed):
-                    break
-                start = max([now[device], *(end[each] for each in needed)])
-                now[device] = start + sum(seconds[kind] for kind, _, _ in unit)
-                end |= {("B" if kind == "I" else str(kind), s, k): now[device] for kind, s, k in unit}
-                done[device] += 1
-                moved = True
-    assert done == [len(row) for row in rows]
-    return max(now), [sum(seconds[kind] for unit in row for kind, _, _ in unit) for row in rows]
+    return run_units(rows, p)
 
 
 def test_dualpipe_official_figure() -> None:

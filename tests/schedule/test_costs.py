@@ -35,6 +35,7 @@ def test_a_sequence_is_one_price_per_stage() -> None:
         ({"forward": (1, 2)}, "forward has 2 values but the placement has 4 stages; give one value per stage"),
         ({"backward_input": -1}, "cost of I is negative"),
         ({"backward_weight": (1, 1, -2, 1)}, "cost of W is negative: -2"),
+        ({"copy_sum": -1}, "cost of SUM_COPIES is negative"),
     ],
 )
 def test_prices_that_do_not_fit(prices: dict[str, object], message: str) -> None:
@@ -81,9 +82,9 @@ def test_the_memory_of_a_full_backward_may_be_given() -> None:
 
 def test_costs_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    written = {"forward": [1, 2], "backward_input": 1.5, "p2p": 0.1, "memory": {"F": 8, "W": [-8, -8]}}
+    written = {"forward": [1, 2], "backward_input": 1.5, "copy_sum": 3, "p2p": 0.1, "memory": {"F": 8, "W": [-8, -8]}}
     path.write_text(json.dumps(written))
-    expected = Costs((1.0, 2.0), 1.5, p2p=0.1, memory={Kind.F: 8.0, Kind.W: (-8.0, -8.0)})
+    expected = Costs((1.0, 2.0), 1.5, copy_sum=3.0, p2p=0.1, memory={Kind.F: 8.0, Kind.W: (-8.0, -8.0)})
     assert Costs.from_json(path) == expected
 
 

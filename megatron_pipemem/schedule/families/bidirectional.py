@@ -16,31 +16,41 @@ from megatron_pipemem.schedule.registry import Family, register_schedule
 from megatron_pipemem.schedule.schedule import Order, Schedule
 
 
-def chimera(num_devices: int, num_microbatches: int) -> Schedule:
+def chimera(num_devices: int, num_microbatches: int, doubling: bool = False) -> Schedule:
     """Units of ``p`` microbatches, half of them in either direction, on a grid of slots without conflicts.
 
     The next unit starts ``2p`` slots later, within the gaps at the end of the one before. A last unit with fewer
     microbatches leaves their slots empty.
 
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m``.
+        doubling: two forwards in a slot, so that it is as long as that of a backward; their backwards take two slots,
+            one after the other. A unit is twice as many microbatches in ``3p`` slots, and between units is no bubble.
+
     Raises:
-        UnsupportedError: an odd number of devices, on which the two directions would collide.
+        UnsupportedError: an odd number of devices, on which the two directions would collide, or ``doubling`` is neither
+            true nor false.
     """
     p, m = num_devices, num_microbatches
     _check_even("chimera", p)
+    if not isinstance(doubling, bool):
+        raise UnsupportedError(f"chimera: doubling must be true or false, not {doubling!r}")
     placement = Placement.bidirectional(p)
-    slots: list[list[tuple[int, Action]]] = [[] for _ in range(p)]
-    for unit in range(0, m, p):
-        size = min(p, m - unit)
+    forwards = 2 if doubling else 1
+    rows: list[list[tuple[int, Action]]] = [[] for _ in range(p)]
+    for unit, first in enumerate(range(0, m, forwards * p)):
+        size = min(forwards * p, m - first)
         for k in range(size):
-            replica, turn = (0, k) if k < (size + 1) // 2 else (1, k - (size + 1) // 2)
-            begin = 2 * (unit + turn)
+            replica, turn = divmod(k, (size + 1) // 2)
+            begin = unit * (forwards + 1) * p
             for s in range(p):
                 stage = replica * p + s
-                slots[placement.devices[stage]] += [
-                    (begin + s, Action(Kind.F, stage, unit + k)),
-                    (begin + 2 * p - 1 - s, Action(Kind.B, stage, unit + k)),
+                rows[placement.devices[stage]] += [
+                    (begin + s + 2 * (turn // forwards), Action(Kind.F, stage, first + k)),
+                    (begin + 2 * p - 1 - s + 2 * turn, Action(Kind.B, stage, first + k)),
                 ]
-    return Schedule("chimera", placement, m, tuple(tuple(action for _, action in sorted(row)) for row in slots))
+    return Schedule("chimera", placement, m, tuple(tuple(action for _, action in sorted(row)) for row in rows))
 
 
 def gems(num_devices: int, num_microbatches: int) -> Schedule:
@@ -133,6 +143,9 @@ register_schedule(
         bubble="(p-2)(B + (m/p-1)(B-F))",
         source="arXiv 2107.06925, section 3",
         min_devices=2,
+        options={
+            "doubling": "true: forwards in pairs, for a peak of 2 and, with units of 2p and B <= 2F, a bubble of (p/2-1)(F+B)"
+        },
         chunks=2,
         needs="even p",
         replicas=2,
