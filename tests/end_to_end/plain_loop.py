@@ -17,6 +17,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.pipeline_parallel import get_forward_backward_func as imported_first
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -111,7 +112,7 @@ def failing_step() -> str:
             raise ArithmeticError("this rank cannot go on")
         return forward_step(data, model)
 
-    original = imported_first()
+    original = schedules.forward_backward_pipelining_with_interleaving
     megatron_pipemem.enable("v-half")
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=dist.get_world_size(),
@@ -134,7 +135,7 @@ def failing_step() -> str:
         told = " ".join([type(error).__name__, str(error), *getattr(error, "__notes__", ())])
     megatron_pipemem.disable()
     parallel_state.destroy_model_parallel()
-    assert imported_first() is original
+    assert schedules.forward_backward_pipelining_with_interleaving is original
     return told
 
 
