@@ -65,7 +65,7 @@ def our_steps(schedules: Iterable[tuple[str, Schedule, Costs]]) -> Iterator[Step
         program = lower(schedule)
         validate_program(program)
         if placement.devices not in channels:
-            channels[placement.devices] = connect(placement, dist.group.WORLD)
+            channels[placement.devices] = connect(placement, dist.group.WORLD, CPU)
         device = Device(pass_seconds(schedule, costs))
         kind, vocabulary = _Runner, None
         if schedule.vocabulary:

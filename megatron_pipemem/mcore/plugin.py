@@ -184,7 +184,10 @@ def enable(schedule: str, **settings) -> None:
 
 
 def disable() -> None:
-    """Put every replaced symbol back. Does nothing when the plugin is not enabled."""
+    """Put every replaced symbol back and close our process groups. Does nothing when the plugin is not enabled.
+
+    Every rank must call it, between steps. After a step that failed, the process groups stay as they are.
+    """
     global _enabled
     if _enabled is None:
         return

@@ -41,6 +41,7 @@ from megatron_pipemem.mcore.weight_memory import count_weights
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.copies import Channels, CopySums, connect_copies
 from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.runtime.groups import destroy_groups
 from megatron_pipemem.runtime.links import measure_links
 from megatron_pipemem.runtime.trace import CudaTrace, HostTrace
 from megatron_pipemem.runtime.transport import Edge, MessageFormat, Transport, connect
@@ -103,7 +104,7 @@ USED = (
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """The pipeline this rank belongs to, opened once per process group."""
+    """The pipeline this rank belongs to, opened once per process group and placement."""
 
     device: int
     ranks: Sequence[int]
@@ -139,7 +140,8 @@ class ForwardBackward:
         self._record = record
         self._replanner = replanner
         self._vocabulary = VocabularySteps()
-        self._pipelines: dict[dist.ProcessGroup, _Pipeline] = {}
+        self._pipelines: dict[tuple[dist.ProcessGroup, Placement], _Pipeline] = {}
+        self._in_step = False
         self.hooked: list[torch.nn.Parameter] = []
 
     def __call__(
@@ -183,13 +185,14 @@ class ForwardBackward:
                 "iterator per chunk"
             )
         self._chunk_placement.check_built(chunks, placement, pp_group.rank())
-        pipeline = self._connect(pp_group, placement)
-        self.hooked += attach_ddp_hooks(chunks)
         message = MessageFormat(
             _message_shape(seq_length, micro_batch_size, decoder_seq_length, config, groups, adjust_tensor_shapes_fn),
             config.pipeline_dtype or config.params_dtype,
             torch.cuda.current_device(),
         )
+        self._in_step = True
+        pipeline = self._connect(pp_group, placement, message.device)
+        self.hooked += attach_ddp_hooks(chunks)
         shape = Shape(
             pp_group.size(),
             len(chunks),
@@ -302,6 +305,7 @@ class ForwardBackward:
             else:
                 program, observed.weights = call.plan.window.up_to_its_end, call.weight_bytes()
             self._record.add_step(plan, program, pipeline.device, pp_group, observed)
+        self._in_step = False
         return step.loss_data
 
     def _plan_anew(self, shape: Shape, pipeline: _Pipeline, placement: Placement, message: MessageFormat) -> None:
@@ -330,20 +334,25 @@ class ForwardBackward:
             time=self._record is not None or (replanner is not None and replanner.wants_seconds),
         )
 
-    def _connect(self, group: dist.ProcessGroup, placement: Placement) -> _Pipeline:
-        if group not in self._pipelines:
-            self._pipelines[group] = _Pipeline(
+    def _connect(self, group: dist.ProcessGroup, placement: Placement, device: torch.device | int) -> _Pipeline:
+        key = group, placement
+        if key not in self._pipelines:
+            self._pipelines[key] = _Pipeline(
                 group.rank(),
                 dist.get_process_group_ranks(group),
-                connect(placement, group),
-                connect_copies(placement, group),
+                connect(placement, group, device),
+                connect_copies(placement, group, device),
             )
-        return self._pipelines[group]
+        return self._pipelines[key]
 
     def close(self) -> None:
         """Forget everything that steps left for the next one."""
-        self._vocabulary.close()
+        opened = self._vocabulary.close()
+        for pipeline in self._pipelines.values():
+            opened += [*pipeline.channels.values(), *pipeline.copies.values()]
         self._pipelines.clear()
+        if not self._in_step:  # after a step that failed, others may be gone, and a backend would wait for them
+            destroy_groups(opened)
         self._programs.clear()
         self._offloading.close()
         if self._asynchronous is not None:

@@ -7,19 +7,22 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 import torch.distributed as dist
 
+from megatron_pipemem.runtime.groups import new_groups
 from megatron_pipemem.schedule.placement import Placement
 
 Channels = Mapping[tuple[int, ...], dist.ProcessGroup]
 
 
-def connect_copies(placement: Placement, group: dist.ProcessGroup) -> Channels:
+def connect_copies(placement: Placement, group: dist.ProcessGroup, device: torch.device | int | str) -> Channels:
     """Open a process group for every set of devices that holds copies of the same stages, its order of sums its own.
 
-    Every rank of the job must call this at the same time. Empty where the model stands on the devices once.
+    Every rank of the job must call this at the same time. Empty where the model stands on the devices once. As with
+    messages (``transport.connect``), the first sum of a group would wait for the other devices, so one is made here.
 
     Args:
         placement: says who holds copies of what.
         group: the pipeline's process group; its ranks are the devices, in order.
+        device: where the gradients are.
 
     Returns:
         The groups of this rank, by their devices.
@@ -27,16 +30,13 @@ def connect_copies(placement: Placement, group: dist.ProcessGroup) -> Channels:
     if placement.replicas == 1:
         return {}
     ranks = dist.get_process_group_ranks(group)
-    pipelines: list[list[int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, ranks)
-    channels = {}
-    for pipeline in sorted({tuple(each) for each in pipelines}):
-        for devices in sorted({placement.holders(stage) for stage in range(placement.model_stages)}):
-            if len(devices) == 1:
-                continue
-            created = dist.new_group([pipeline[device] for device in devices], group_desc="PIPEMEM_COPIES")
-            if list(pipeline) == ranks and group.rank() in devices:
-                channels[devices] = created
+    sets = sorted({placement.holders(stage) for stage in range(placement.model_stages)})
+    shared = [devices for devices in sets if len(devices) > 1]
+    opened = new_groups([[ranks[each] for each in devices] for devices in shared], group, "PIPEMEM_COPIES")
+    channels = {devices: created for devices, created in zip(shared, opened, strict=True) if group.rank() in devices}
+    hello = torch.zeros(1, device=device)
+    for channel in channels.values():
+        dist.all_reduce(hello, group=channel)
     return channels
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -330,17 +330,15 @@ class Executor:
             return self._offload.capture(key)
         return self._ledger.watch_saved() if self._ledger is not None and self._has_backward else nullcontext()
 
-    def _measured(self, action: Action) -> AbstractContextManager:
-        profiled = torch.autograd._profiler_enabled()
-        if self._trace is None and not profiled:
-            return nullcontext()
-        stack = ExitStack()
+    @contextmanager
+    def _measured(self, action: Action) -> Iterator[None]:
         # torch's own pipeline runtime uses the same names, so its profiles and ours read alike.
-        if profiled:
-            stack.enter_context(torch.profiler.record_function(f"PP:{action}"))
-        if self._trace is not None:
-            stack.enter_context(self._trace.measure(action))
-        return stack
+        profiled = torch.autograd._profiler_enabled()
+        with (
+            torch.profiler.record_function(f"PP:{action}") if profiled else nullcontext(),
+            self._trace.measure(action) if self._trace is not None else nullcontext(),
+        ):
+            yield
 
 
 def _key(action: Action) -> tuple[int, int]:

@@ -1,20 +1,22 @@
 """Messages between pipeline ranks: one first-in-first-out channel per directed edge.
 
-NCCL has no tags and serves the operations between two ranks of one process group in the order they were posted, so two
-ranks that exchange activations one way and gradients the other way within one group can wait for each other for ever. Two
-groups over the same ranks, one for each direction, remove that coupling, and the program's order, which both ends share
-and the validator has proved, replaces the tags.
+NCCL has no tags. It serves what two ranks exchange within one process group in the order in which they posted it, and once
+``init_process_group(device_id=...)`` has bound the default group to a device, everything that one rank posts to a group,
+whoever the peers are. Edges that share a device thus never share a group here. That leaves every edge its own order, which
+both ends share and the validator has proved, and which replaces the tags.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 import torch.distributed as dist
 
+from megatron_pipemem.runtime.groups import new_groups
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.placement import Placement
 
@@ -36,36 +38,50 @@ def edges(placement: Placement) -> list[Edge]:
     return sorted(used, key=lambda edge: (min(edge), max(edge), edge))
 
 
-def connect(placement: Placement, group: dist.ProcessGroup) -> dict[Edge, dist.ProcessGroup]:
+def colour(directed: Iterable[Edge]) -> dict[Edge, int]:
+    """Number edges so that those of one number share no device: each gets the smallest number free at both its ends.
+
+    Neighbours in a line or an even ring take 4 numbers, an odd ring 6.
+    """
+    taken: dict[int, set[int]] = defaultdict(set)
+    colours: dict[Edge, int] = {}
+    for edge in directed:
+        ends = [taken[device] for device in edge]
+        colours[edge] = next(number for number in count() if not any(number in end for end in ends))
+        for end in ends:
+            end.add(colours[edge])
+    return colours
+
+
+def connect(
+    placement: Placement, group: dist.ProcessGroup, device: torch.device | int | str
+) -> dict[Edge, dist.ProcessGroup]:
     """Open the channels of one pipeline. Every rank of the job must call this at the same time.
 
-    Messages to higher devices go through ``group`` itself, messages to lower ones through a second group over the same
-    ranks. Backends open a connection at its first message and block until the other end does the same, so all are opened
-    here, in one order that every rank shares.
+    Backends open a connection at its first message and block until the other end does the same, so all are opened here, in
+    one order that every rank shares.
 
     Args:
         placement: says which devices are neighbours.
         group: the pipeline's process group; its ranks are the devices, in order.
+        device: where the messages are, which decides the backend that carries them.
 
     Returns:
-        The group that carries each directed edge of this rank.
+        The group that carries each directed edge of this rank; it is in no other group opened here.
     """
     ranks = dist.get_process_group_ranks(group)
-    pipelines: list[list[int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, ranks)
-    downward = None
-    for pipeline in sorted({tuple(each) for each in pipelines}):
-        created = dist.new_group(list(pipeline), group_desc="PIPEMEM_DOWNWARD")
-        if list(pipeline) == ranks:
-            downward = created
+    colours = colour(edges(placement))
+    members: dict[int, set[int]] = defaultdict(set)
+    for edge, number in colours.items():
+        members[number] |= {ranks[end] for end in edge}
+    opened = new_groups([sorted(members[number]) for number in sorted(members)], group, "PIPEMEM_MESSAGES")
     own = group.rank()
-    hello = torch.zeros(1, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    hello = torch.zeros(1, device=device)
     channels = {}
-    for source, destination in edges(placement):
+    for (source, destination), number in colours.items():
         if own not in (source, destination):
             continue
-        channel = group if source < destination else downward
-        channels[source, destination] = channel
+        channel = channels[source, destination] = opened[number]
         if own == source:
             dist.send(hello, ranks[destination], group=channel)
         else:
@@ -183,9 +199,8 @@ class Transport:
 
     def _reap(self) -> None:
         for action, works in list(self._sends.items()):
-            if not all(work.is_completed() for work, _ in works):
-                return
-            del self._sends[action]
+            if all(work.is_completed() for work, _ in works):
+                del self._sends[action]
 
     def _start(self, receive: _Receive, edge: Edge, shape: tuple[int, ...]) -> None:
         receive.tensor = torch.empty(shape, dtype=self.message.dtype, device=self.message.device)

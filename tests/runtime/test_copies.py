@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_pipemem.runtime.copies import CopySums  # noqa: E402
+from megatron_pipemem.runtime import copies  # noqa: E402
+from megatron_pipemem.runtime.copies import CopySums, connect_copies  # noqa: E402
 from megatron_pipemem.schedule.placement import Placement  # noqa: E402
 
 
@@ -25,3 +28,15 @@ def test_the_middle_device_of_an_odd_number_adds_by_itself():
         sums.wait(stage)
     for copy in gradients.values():
         assert [tensor.tolist() for tensor in copy] == [[11.0, 22.0], [33.0]]
+
+
+def test_groups_of_copies_open_before_the_first_step(monkeypatch):
+    """Where a backend opens a group at its first sum, that would wait for the other device in the middle of a program."""
+    wanted, hellos = [], []
+    monkeypatch.setattr(copies, "new_groups", lambda ranks, *_: wanted.extend(ranks) or [*map(tuple, ranks)])
+    monkeypatch.setattr(copies.dist, "get_process_group_ranks", lambda group: [1, 3, 5])
+    monkeypatch.setattr(copies.dist, "all_reduce", lambda tensor, group: hellos.append((group, tensor.device.type)))
+    placement = Placement.bidirectional(3)
+    assert connect_copies(placement, SimpleNamespace(rank=lambda: 2), "meta") == {(0, 2): (1, 5)}
+    assert connect_copies(placement, SimpleNamespace(rank=lambda: 1), "meta") == {}
+    assert (wanted, hellos) == ([[1, 5], [1, 5]], [((1, 5), "meta")])

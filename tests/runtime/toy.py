@@ -180,7 +180,7 @@ def run_case(case: dict, device: int, devices: int, connections: dict, engine: O
     validate_program(program)
     groups = connections.setdefault(schedule.placement.devices, None)
     if groups is None:
-        groups = connections[schedule.placement.devices] = connect(schedule.placement, dist.group.WORLD)
+        groups = connections[schedule.placement.devices] = connect(schedule.placement, dist.group.WORLD, "cpu")
     with torch.set_grad_enabled(not forward_only):
         runners, ledger, trace = run_step(program, device, groups, engine, variable=case.get("variable", False))
     moved = engine.statistics()

@@ -188,6 +188,18 @@ def test_passes_need_the_switch_and_a_schedule_that_takes_them():
     assert schedule.digest != replace(schedule, vocabulary=2).digest
 
 
+@pytest.mark.parametrize("kinds", [(Kind.R,), (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)])
+def test_passes_leave_activations_where_they_are(kinds):
+    """The stages at the ends of the pipeline cannot run again."""
+    schedule = with_vocabulary(build_schedule("1f1b", num_devices=2, num_microbatches=2), 1)
+    row = schedule.orders[0]
+    backward = row.index(Action(Kind.B, 0, 0))
+    added = tuple(Action(kind, 0, 0) for kind in kinds)
+    moved = replace(schedule, orders=((*row[:backward], *added, *row[backward:]), schedule.orders[1]))
+    with pytest.raises(ScheduleError, match="neither moved nor recomputed"):
+        validate_program(lower(moved))
+
+
 def test_bytes_of_passes_count_against_the_cap():
     costs = Costs(
         memory={Kind.F: 4.0, Kind.W: -2.0, Kind.I: -2.0, Kind.BCAST_X: 1.0, Kind.S: (10.0, 0.0), Kind.T: (-11.0, -1.0)}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 import torch.distributed as dist
 
@@ -12,6 +10,7 @@ from megatron_pipemem.mcore.vocabulary.batches import Call, calls_of, share_batc
 from megatron_pipemem.mcore.vocabulary.build import shards_group_of, shards_of
 from megatron_pipemem.mcore.vocabulary.stages import FirstStage, LastStage
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
+from megatron_pipemem.runtime.groups import new_groups
 from megatron_pipemem.runtime.vocabulary.passes import Channels, VocabularyPasses
 from megatron_pipemem.schedule.placement import Placement
 
@@ -86,27 +85,19 @@ class VocabularySteps:
             ledger,
         )
 
-    def close(self) -> None:
-        self._channels.clear()
+    def close(self) -> list[dist.ProcessGroup]:
+        """Forget the communicators, and return them."""
+        channels, self._channels = self._channels, {}
+        return [group for each in channels.values() for group in (each.pipeline, each.shards)]
 
 
 def _connect(pipeline: dist.ProcessGroup, shards: dist.ProcessGroup) -> Channels:
     """Groups over the same ranks as these, and both connected. Every rank of the job calls this at the same time."""
-    opened = _twin(pipeline, "PIPEMEM_VOCABULARY")
-    # Without tensor parallelism they are the same ranks.
-    gathering = opened if shards.size() == pipeline.size() else _twin(shards, "PIPEMEM_VOCABULARY_SHARDS")
+    (opened,) = new_groups([dist.get_process_group_ranks(pipeline)], pipeline, "PIPEMEM_VOCABULARY")
+    gathering = opened
+    if shards.size() != pipeline.size():  # without tensor parallelism they are the same ranks
+        (gathering,) = new_groups([dist.get_process_group_ranks(shards)], shards, "PIPEMEM_VOCABULARY_SHARDS")
     hello = torch.zeros(1, device=torch.cuda.current_device())
     for group in dict.fromkeys((opened, gathering)):
         dist.all_reduce(hello, group=group)
     return Channels(opened, gathering)
-
-
-def _twin(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
-    ranks = dist.get_process_group_ranks(group)
-    everyones: list[Sequence[int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, ranks)
-    created: Iterator[tuple[list[int], dist.ProcessGroup]] = (
-        (list(members), dist.new_group(list(members), group_desc=name))
-        for members in sorted({tuple(each) for each in everyones})
-    )
-    return next(twin for members, twin in list(created) if members == list(ranks))

@@ -23,9 +23,10 @@ def check_switch(schedule: Schedule) -> None:
     if schedule.vocabulary:
         if schedule.vocabulary not in BARRIERS:
             raise ScheduleError(f"vocabulary parallelism has 1 or 2 barriers, not {schedule.vocabulary}; give either")
-        if schedule.pieces > 1 or schedule.updates is not None:
+        if schedule.pieces > 1 or schedule.updates is not None or schedule.offloads or schedule.recomputed:
             raise ScheduleError(
-                "vocabulary parallelism goes with whole microbatches and one version of the weights; leave the passes out"
+                "vocabulary parallelism goes with whole microbatches, one version of the weights, and activations that are "
+                "neither moved nor recomputed; leave the passes out"
             )
         check_placement(schedule.placement)
         return

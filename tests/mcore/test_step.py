@@ -1,0 +1,68 @@
+"""What the forward-backward function keeps between steps, and lets go of."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
+
+import torch.distributed as dist  # noqa: E402
+
+from megatron_pipemem.mcore import step  # noqa: E402
+from megatron_pipemem.mcore.placement import ChunkPlacement  # noqa: E402
+from megatron_pipemem.mcore.plugin import Settings, source_for  # noqa: E402
+from megatron_pipemem.mcore.programs import ProgramCache  # noqa: E402
+from megatron_pipemem.mcore.stages import ChunkStage  # noqa: E402
+from megatron_pipemem.mcore.step import ForwardBackward  # noqa: E402
+from megatron_pipemem.mcore.vocabulary.stages import FirstStage, LastStage  # noqa: E402
+from megatron_pipemem.runtime.executor import StageRunner  # noqa: E402
+from megatron_pipemem.runtime.groups import new_groups  # noqa: E402
+from megatron_pipemem.runtime.transport import edges  # noqa: E402
+from megatron_pipemem.schedule.placement import Placement  # noqa: E402
+
+ONE_CHUNK, TWO_CHUNKS = Placement.linear(4), Placement.interleaved(4, 2)
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def function(monkeypatch) -> ForwardBackward:
+    def connect(placement, group, device):
+        (channel,) = new_groups([[0]], group, "TEST")
+        return dict.fromkeys(edges(placement), channel)
+
+    monkeypatch.setattr(step, "connect", connect)
+    source, offloading = source_for(Settings("interleaved"))
+    return ForwardBackward(ProgramCache(source), ChunkPlacement(source.placement, True), offloading, None)
+
+
+def test_two_models_on_one_pipeline_have_each_their_channels(world, function):
+    """Only the ring of two chunks joins the last device with the first."""
+    two = function._connect(world, TWO_CHUNKS, "cpu")
+    one = function._connect(world, ONE_CHUNK, "cpu")
+    assert (3, 0) in two.channels and (3, 0) not in one.channels
+    assert function._connect(world, Placement.interleaved(4, 2), "cpu") is two
+
+
+@pytest.mark.parametrize("broken_off", [False, True])
+def test_closing_destroys_the_groups_unless_others_may_be_gone(world, function, broken_off):
+    channels = function._connect(world, ONE_CHUNK, "cpu").channels
+    function._in_step = broken_off
+    function.close()
+    open_groups = dist.distributed_c10d._world.pg_map
+    assert all((group in open_groups) == broken_off for group in channels.values())
+    assert world in open_groups
+
+
+@pytest.mark.parametrize("kind", [ChunkStage, FirstStage, LastStage])
+@pytest.mark.parametrize("name", ["forward", "recompute", "backward", "release_output", "reduce_gradients"])
+def test_stages_have_the_signatures_the_executor_calls(kind, name):
+    assert inspect.signature(getattr(kind, name)) == inspect.signature(getattr(StageRunner, name))

@@ -1,0 +1,68 @@
+"""Process groups of our own, in a job of one rank."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+from megatron_pipemem.runtime import groups  # noqa: E402
+from megatron_pipemem.runtime.groups import destroy_groups, new_groups  # noqa: E402
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def is_open(group: dist.ProcessGroup) -> bool:
+    try:
+        return dist.get_process_group_ranks(group) == [0]
+    except KeyError:
+        return False
+
+
+def test_groups_wait_as_long_as_their_parent(world):
+    parent = dist.new_group([0], timeout=timedelta(seconds=77))
+    opened = new_groups([[0], [0]], parent, "TEST")
+    assert len({*opened}) == 2
+    for group in opened:
+        assert group.group_desc == "TEST"
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+
+
+def test_every_rank_creates_what_all_want_in_one_order(world, monkeypatch):
+    """Ranks 0 and 1 want two groups, ranks 2 and 3 one; rank 0 sees all three being made."""
+    everyones = [((2, 3),), ((0, 1), (0,)), ((2, 3),), ((0, 1), (0,))]
+    made = []
+
+    def gather(received, ours):
+        assert ours == ((0, 1), (0,))
+        received[:] = everyones
+
+    monkeypatch.setattr(groups.dist, "all_gather_object", gather)
+    monkeypatch.setattr(groups.dist, "new_group", lambda ranks, **_: made.append(ranks) or tuple(ranks))
+    assert new_groups([[0, 1], [0]], world, "TEST") == [(0, 1), (0,)]
+    assert made == [[0, 1], [0], [2, 3]]
+
+
+def test_groups_are_destroyed_once_and_only_ours(world):
+    ours, other = new_groups([[0], [0]], world, "TEST")
+    destroy_groups([ours, ours])
+    assert not is_open(ours) and is_open(other) and is_open(world)
+
+
+def test_groups_that_went_with_the_default_one_are_gone_already(world):
+    ours = new_groups([[0]], world, "TEST")
+    dist.destroy_process_group()
+    destroy_groups(ours)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    destroy_groups(ours)
+    assert is_open(dist.group.WORLD)

@@ -1,0 +1,143 @@
+"""Messages: which process group carries them, and when their memory may go. No process group is opened here."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.runtime import transport  # noqa: E402
+from megatron_pipemem.runtime.transport import MessageFormat, Transport, colour, connect, edges  # noqa: E402
+from megatron_pipemem.schedule.action import MESSAGES, SENDS, Action, Kind  # noqa: E402
+from megatron_pipemem.schedule.lowering import lower  # noqa: E402
+from megatron_pipemem.schedule.lowering.messages import Router  # noqa: E402
+from megatron_pipemem.schedule.placement import Placement  # noqa: E402
+from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
+from megatron_pipemem.schedule.schedule import Program  # noqa: E402
+
+FAMILIES = {family.name: family for family in families() if not family.simulated_only}
+
+
+def sticks(program: Program, group_of: dict[tuple[int, int], int]) -> bool:
+    """Whether a rank that serves all it posts to a group strictly in order waits for ever."""
+    placement = program.placement
+    router = Router(placement)
+
+    def message(action: Action) -> tuple[tuple[int, int], tuple[str, int, int | None]]:
+        """Its edge, and a name that both ends give it."""
+        here = action.stage
+        neighbour = placement.next_stage if action.kind in (Kind.SEND_F, Kind.RECV_I) else placement.previous_stage
+        there = neighbour(here)
+        source, destination = (here, there) if action.kind in SENDS else (there, here)
+        devices = placement.devices
+        return (devices[source], devices[destination]), (action.kind.value[-1], source, action.microbatch)
+
+    queues: dict[tuple[int, int], deque] = defaultdict(deque)
+    arrived = set()
+    at = [0] * placement.num_devices
+    moved = True
+    while moved:
+        moved = False
+        for device, actions in enumerate(program.actions):
+            while at[device] < len(actions):
+                action = actions[at[device]]
+                if action.kind in MESSAGES:
+                    edge, name = message(action)
+                    queues[device, group_of[edge]].append(name)
+                elif (receive := router.awaited(action)) is not None and message(receive)[1] not in arrived:
+                    break
+                at[device] += 1
+                moved = True
+        for (source, destination), group in group_of.items():
+            sent, wanted = queues[source, group], queues[destination, group]
+            while sent and wanted and sent[0] == wanted[0]:
+                arrived.add(sent.popleft())
+                wanted.popleft()
+                moved = True
+    return any(map(len, queues.values())) or at != [len(actions) for actions in program.actions]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_schedule_sticks_where_a_rank_serves_a_group_in_order(name):
+    played = 0
+    for p in range(max(2, FAMILIES[name].min_devices), 9):
+        fewest = FAMILIES[name].fewest_microbatches(p)
+        for m in sorted({fewest, p, 2 * p, 2 * p + 1}):
+            try:
+                schedule = build_schedule(name, num_devices=p, num_microbatches=m)
+            except UnsupportedError:  # the family wants other numbers
+                continue
+            group_of = colour(edges(schedule.placement))
+            assert not sticks(lower(schedule), group_of), (p, m)
+            assert not sticks(lower(schedule.forward_only()), group_of), (p, m)
+            played += 1
+    assert played
+
+
+@pytest.mark.parametrize("name", ["gis", "gis-h", "po-h", "po-f", "interleaved", "looped-bfs"])
+def test_two_groups_one_per_direction_would_stick(name):
+    program = lower(build_schedule(name, num_devices=3, num_microbatches=1))
+    assert sticks(program, {edge: int(edge[0] > edge[1]) for edge in edges(program.placement)})
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda edge: edge[0] != edge[1]), unique=True))
+def test_edges_of_one_colour_share_no_device(directed):
+    colours = colour(directed)
+    assert [*colours] == directed
+    used = Counter((number, device) for edge, number in colours.items() for device in edge)
+    assert all(times == 1 for times in used.values())
+    crowd = max(Counter(device for edge in directed for device in edge).values(), default=1)
+    assert {*colours.values()} <= set(range(2 * crowd - 1))
+
+
+@pytest.mark.parametrize("p", range(2, 9))
+def test_groups_do_not_grow_in_number_with_the_pipeline(p):
+    def groups(placement: Placement) -> int:
+        return len({*colour(edges(placement)).values()})
+
+    line = 2 if p == 2 else 4
+    assert {groups(each) for each in (Placement.linear(p), Placement.wave(p, 4), Placement.bidirectional(p))} == {line}
+    assert groups(Placement.interleaved(p, 2)) == (6 if p % 2 else line)
+
+
+def test_channels_open_on_the_device_of_the_messages(monkeypatch):
+    """A group over two backends takes the one of the tensor's device, and each opens at its first message."""
+    opened = {}
+
+    def new_groups(wanted, parent, description):
+        opened.update(enumerate(wanted))
+        return range(len(wanted))
+
+    hellos = []
+    monkeypatch.setattr(transport, "new_groups", new_groups)
+    monkeypatch.setattr(transport.dist, "get_process_group_ranks", lambda group: [7, 5, 3, 1])
+    for call in ("send", "recv"):
+        monkeypatch.setattr(
+            transport.dist,
+            call,
+            lambda tensor, peer, group, call=call: hellos.append((call, peer, group, tensor.device.type)),
+        )
+    channels = connect(Placement.linear(4), SimpleNamespace(rank=lambda: 1), "meta")
+    assert channels == {(0, 1): 0, (1, 0): 1, (1, 2): 2, (2, 1): 3}
+    assert opened == {0: [1, 3, 5, 7], 1: [1, 3, 5, 7], 2: [3, 5], 3: [3, 5]}
+    assert hellos == [("recv", 7, 0, "meta"), ("send", 7, 1, "meta"), ("send", 3, 2, "meta"), ("recv", 3, 3, "meta")]
+
+
+def test_a_send_that_waits_keeps_no_other_edge_from_letting_go(monkeypatch):
+    """An early activation that the next rank is slow to receive, and gradients that the one before has received."""
+    left = {2: False, 0: True}
+    monkeypatch.setattr(
+        transport.dist, "isend", lambda tensor, peer, group: SimpleNamespace(is_completed=lambda: left[peer])
+    )
+    message = MessageFormat((1,), torch.float32, torch.device("cpu"))
+    channels = {(1, 2): None, (1, 0): None}
+    messages = Transport(1, Placement.linear(3), range(3), channels, message)
+    messages.post_send(Action(Kind.SEND_F, 1, 0), torch.zeros(1))
+    messages.post_send(Action(Kind.SEND_I, 1, 0), torch.zeros(1))
+    assert [*messages._sends] == [Action(Kind.SEND_F, 1, 0)]
