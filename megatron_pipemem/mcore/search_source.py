@@ -30,6 +30,7 @@ from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, parse_cap
+from megatron_pipemem.schedule.options import check_effort, searched_placements
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.plain import serial_schedule
 from megatron_pipemem.schedule.registry import family
@@ -86,11 +87,9 @@ class SearchSource(Source):
                 f"schedule 'auto' has no option {unknown[0]!r}; its options: placement, chunks, seconds, seed"
             )
         self._kind = options.get("placement")
-        if self._kind not in (None, "v", "interleaved", "linear"):
-            raise UnsupportedError(f"placement {self._kind!r} is none of v, interleaved, linear")
-        self.chunks = _number(options, "chunks", 1 if self._kind == "linear" else 2, int)
-        self.seconds = _number(options, "seconds", _SECONDS, float)
-        self._seed = _number(options, "seed", 0, int)
+        self.chunks = searched_placements(1, self._kind, options.get("chunks"))[0].num_chunks
+        self.seconds, self._seed = options.get("seconds", _SECONDS), options.get("seed", 0)
+        check_effort(self.seconds, seed=self._seed)
         self.is_round_robin = self._kind in ("interleaved", "linear") or self.chunks == 1
         self._cap = memory_cap
         self._in_bytes = memory_cap is not None and memory_cap.in_bytes
@@ -135,35 +134,23 @@ class SearchSource(Source):
         return found
 
     def _choose(self, num_devices: int, chunks: int) -> Placement:
-        if (chunks == 1) != (self._kind == "linear") and self._kind is not None:
-            needed = "1 model chunk" if self._kind == "linear" else "at least 2 model chunks"
-            raise UnsupportedError(
-                f"placement {self._kind} needs {needed} per pipeline rank, not {chunks}; change "
-                "--num-virtual-stages-per-pipeline-rank or --pipemem-option placement"
-            )
-        if chunks == 1:
-            return Placement.linear(num_devices)
-        candidates = {
-            "v": Placement.wave(num_devices, chunks),
-            "interleaved": Placement.interleaved(num_devices, chunks),
-        }
-        if self._kind is not None:
-            return candidates[self._kind]
-        if self.needs_bytes:
-            return candidates["v"]  # the same bytes on every device, so the most is made of a cap that is not yet known
-        self._check_cap(candidates["v"])
+        candidates = searched_placements(num_devices, self._kind, chunks)
+        # Of several the first is over a V: the same bytes on every device, so the most is made of a cap not yet known.
+        if len(candidates) == 1 or self.needs_bytes:
+            return candidates[0]
+        self._check_cap(candidates[0])
 
-        def fastest() -> str:
+        def fastest() -> int:
             m = microbatches_of_the_run() or 4 * num_devices
-            result = self._search_within(self._cap and self._cap.amount, list(candidates.values()), m)
+            result = self._search_within(self._cap and self._cap.amount, candidates, m)
             best = result.best.schedule
             if not self._in_bytes:
                 self._answers[best.placement, m] = _Found(best.to_csv(), result.best.lower_bound, result.seconds)
-            return next(name for name, placement in candidates.items() if placement == best.placement)
+            return candidates.index(best.placement)
 
-        name = decided_by_rank_zero(fastest)
-        logger.info("placement %s for %d pipeline ranks with %d chunks each", name, num_devices, chunks)
-        return candidates[name]
+        chosen = candidates[decided_by_rank_zero(fastest)]
+        logger.info("placement %s for %d pipeline ranks with %d chunks each", chosen.name, num_devices, chunks)
+        return chosen
 
     def _search(self, placement: Placement, num_microbatches: int) -> _Found:
         """The fastest schedule whose whole program keeps the cap."""
@@ -349,13 +336,3 @@ def prices_of(costs: str) -> tuple[Costs, str]:
         CostsError: a file that cannot be read.
     """
     return (Costs(), "unit") if costs in ("unit", PROFILE) else (Costs.from_json(costs), "file")
-
-
-def _number(options: Mapping[str, object], name: str, default: float, kind: type):
-    try:
-        value = kind(options.get(name, default))
-    except (TypeError, ValueError):
-        value = -1
-    if value < 0 or (name != "seed" and value == 0):
-        raise UnsupportedError(f"option {name}={options[name]!r} of schedule 'auto' is no positive number")
-    return value

@@ -69,6 +69,11 @@ def test_options_become_numbers_where_they_are():
     assert settings.options == {"group_size": 6, "chunks": 3}
 
 
+def test_fractions_are_numbers_too():
+    settings, _ = take_flags(["--pipemem-schedule", "po-h", "--pipemem-option", "k=0.5"])
+    assert settings.options == {"k": 0.5}
+
+
 @pytest.mark.parametrize(
     ("flags", "error", "words"),
     [
@@ -81,6 +86,10 @@ def test_options_become_numbers_where_they_are():
         (["--pipemem-schedule", "auto", "--pipemem-option", "placement=w"], UnsupportedError, "interleaved"),
         (["--pipemem-schedule", "none.csv"], UnsupportedError, "none.csv"),
         (["--pipemem-schedule", "interleaved", "--pipemem-option", "chunks"], UnsupportedError, "KEY=VALUE"),
+        (["--pipemem-schedule", "interleaved", "--pipemem-option", "chunks="], UnsupportedError, "KEY=VALUE"),
+        (["--pipemem-schedule", "po-h", "--pipemem-option", "chunks=abc"], UnsupportedError, "chunks must be a whole"),
+        (["--pipemem-schedule", "auto", "--pipemem-option", "seed=--5"], UnsupportedError, "seed of a search"),
+        (["--pipemem-schedule", "auto", "--pipemem-option", "chunks=2.5"], UnsupportedError, "chunks of a search"),
     ],
 )
 def test_bad_flags_are_refused_in_words(flags, error, words):
