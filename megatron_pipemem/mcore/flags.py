@@ -6,9 +6,10 @@ import argparse
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.offloading import DEFAULT_HOST_SHARE, OFFLOAD_MODES, RECOMPUTE_MODES
-from megatron_pipemem.mcore.plugin import STOCK, Settings, source_for
+from megatron_pipemem.mcore.plugin import Settings, source_for
 from megatron_pipemem.mcore.vocabulary.source import CHOICES, OFF
 from megatron_pipemem.schedule.options import parse_options
+from megatron_pipemem.schedule.request import STOCK
 
 
 class _Parser(argparse.ArgumentParser):
