@@ -203,7 +203,7 @@ def test_nodes_have_given_ranks():
         (["--set", "schedule.options=[1]"], "schedule.options: is [1]; give a mapping"),
         (["--set", "megatron=[1]"], "key megatron: is [1]; give a mapping"),
         (["--set", "schedule.recompute_modules={a: 1}"], "give a list"),
-        (["--set", "megatron.--lr=1"], "megatron.--lr: is written without dashes"),
+        (["--set", "megatron.--lr=1"], "key --lr: is written without dashes"),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_line(arguments, reason):

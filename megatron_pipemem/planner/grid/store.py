@@ -85,6 +85,52 @@ class Store:
             if result is not None and result.status == "infeasible":
                 self._write(point)
 
+    def settings(self) -> list[Settings]:
+        """Of all points, in their order.
+
+        Raises:
+            ConfigError: the folder holds no grid.
+        """
+        return [entry.settings for entry in self._entries()]
+
+    def run(self, index: int) -> Run:
+        return load(self.run_file(index), Run)
+
+    def results(self) -> list[Result | None]:
+        """Of all points; ``None`` for those that have not ended."""
+        return [read_result(self._result_file(index)) for index in range(len(self.settings()))]
+
+    def open_points(self) -> list[int]:
+        """Points that are to be started: those without a result, and those that failed."""
+        return [index for index, result in enumerate(self.results()) if result is None or result.status == "failed"]
+
+    def begin(self, index: int) -> None:
+        """Forget the result of a point that is started again: should that come to no end, it has none."""
+        self._result_file(index).unlink(missing_ok=True)
+
+    def finish(self, index: int, exit_code: int) -> Result:
+        """Collect and keep the result of a point whose training has ended."""
+        return self._keep(collect(index, self.settings()[index], self.run(index), self.log(index), exit_code))
+
+    def fail(self, index: int, reason: str) -> Result:
+        """Keep the result of a point that could not be trained."""
+        return self._keep(Result(index, self.settings()[index], "failed", reason))
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Be the only one that starts points of this grid.
+
+        Raises:
+            UnsupportedError: another process does.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / ".lock").open("w") as lock:
+            if not try_lock(lock):
+                raise UnsupportedError(
+                    f"another pipemem grid works in {self.folder}; wait for it, or choose another --output"
+                )
+            yield
+
     def _write(self, point: Point) -> None:
         place = self.place(point.index)
         place.mkdir(parents=True, exist_ok=True)
@@ -113,14 +159,6 @@ class Store:
             "and --set"
         )
 
-    def settings(self) -> list[Settings]:
-        """Of all points, in their order.
-
-        Raises:
-            ConfigError: the folder holds no grid.
-        """
-        return [entry.settings for entry in self._entries()]
-
     def _entries(self) -> list[_Entry]:
         try:
             return [_Entry(**entry) for entry in json.loads(self._index.read_text(encoding="utf-8"))["points"]]
@@ -129,50 +167,12 @@ class Store:
                 f"holds no grid ({error}); give the folder that pipemem grid wrote", file=self.folder
             ) from error
 
-    def run(self, index: int) -> Run:
-        return load(self.run_file(index), Run)
-
-    def results(self) -> list[Result | None]:
-        """Of all points; ``None`` for those that have not ended."""
-        return [read_result(self._result_file(index)) for index in range(len(self.settings()))]
-
-    def open_points(self) -> list[int]:
-        """Points that are to be started: those without a result, and those that failed."""
-        return [index for index, result in enumerate(self.results()) if result is None or result.status == "failed"]
-
-    def begin(self, index: int) -> None:
-        """Forget the result of a point that is started again: should that come to no end, it has none."""
-        self._result_file(index).unlink(missing_ok=True)
-
-    def finish(self, index: int, exit_code: int) -> Result:
-        """Collect and keep the result of a point whose training has ended."""
-        return self._keep(collect(index, self.settings()[index], self.run(index), self.log(index), exit_code))
-
-    def fail(self, index: int, reason: str) -> Result:
-        """Keep the result of a point that could not be trained."""
-        return self._keep(Result(index, self.settings()[index], "failed", reason))
-
     def _keep(self, result: Result) -> Result:
         write_result(result, self._result_file(result.index))
         return result
 
     def _result_file(self, index: int) -> Path:
         return self.place(index) / "result.json"
-
-    @contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Be the only one that starts points of this grid.
-
-        Raises:
-            UnsupportedError: another process does.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / ".lock").open("w") as lock:
-            if not try_lock(lock):
-                raise UnsupportedError(
-                    f"another pipemem grid works in {self.folder}; wait for it, or choose another --output"
-                )
-            yield
 
 
 def store_of_point(place: Path) -> tuple[Store, int]:
