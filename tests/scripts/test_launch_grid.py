@@ -220,6 +220,7 @@ def test_filters_read_values_as_runs_do(write_grid):
         ({"set": {"training.iteration": 4}}, "set.training.iteration"),
         ({"set": {"training": {"iteration": 4}}}, "set.training.iteration"),
         ({"product": {"training.iteration": [4]}}, "product.training.iteration"),
+        ({"product": {"training": [{"iterations": 4}, {"iteration": 4}]}}, "product.training.iteration"),
         ({"points": [{"schedule.name": "stock"}, {"training.iteration": 4}]}, "points.training.iteration"),
         ({"only": [{"training.iteration": 4}]}, "only.training.iteration"),
     ],

@@ -170,7 +170,7 @@ def _check_keys(grid: Grid, overrides: Mapping[str, Any], file: Path) -> None:
         check_key(Run, key)
     for user, keys in (
         ("set", flat(grid.set)),
-        ("product", grid.product),
+        *(("product", flat({key: value})) for key, values in grid.product.items() for value in values),
         *(("points", flat(entry)) for entry in grid.points),
         *(("only", flat(pattern)) for pattern in grid.only),
         *(("exclude", flat(pattern)) for pattern in grid.exclude),
