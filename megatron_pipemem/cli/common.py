@@ -14,12 +14,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megatron_pipemem.errors import PipememError, ScheduleError, ScheduleFormatError, UnsupportedError
+from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
 from megatron_pipemem.schedule.costs import Channel, Costs, CostsError
-from megatron_pipemem.schedule.csv_format import LETTERS, Table, read_table
+from megatron_pipemem.schedule.csv_format import LETTERS, Table, read_schedule_file, read_table
 from megatron_pipemem.schedule.memory_cap import parse_cap
 from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload
 from megatron_pipemem.schedule.offload.search import search_offload
+from megatron_pipemem.schedule.options import parse_options, searched_placements
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, check_options
 from megatron_pipemem.schedule.schedule import Schedule
@@ -135,7 +136,7 @@ def load_schedule(
     Raises:
         PipememError: it cannot be built, found, read or run; the message says why.
     """
-    settings = parse_options([*(options or ()), *([] if chunks is None else [f"chunks={chunks}"])])
+    settings = parse_options("-o", [*(options or ()), *([] if chunks is None else [f"chunks={chunks}"])])
     costs = costs or Costs()
     cap = None if memory_cap is None else parse_cap(memory_cap)
     if cap is not None and cap.in_bytes and costs.memory is None:
@@ -246,20 +247,10 @@ def _search(
     return Loaded(result.schedule, costs, memory_cap, result)
 
 
-def _placements(devices: int, settings: dict[str, object]) -> list[Placement] | None:
+def _placements(devices: int, settings: dict[str, object]) -> tuple[Placement, ...] | None:
     """What ``-o placement`` and ``--chunks`` leave to search; ``None`` for all that the search considers by default."""
     kind, chunks = settings.pop("placement", None), settings.pop("chunks", None)
-    if kind is None and chunks is None:
-        return None
-    if kind not in (None, "v", "interleaved", "linear"):
-        raise UnsupportedError(f"-o placement={kind}: take v, interleaved or linear")
-    chunks = chunks or (1 if kind == "linear" else 2)
-    if not isinstance(chunks, int) or chunks < 1 or (chunks == 1) != (kind == "linear" or chunks == 1):
-        raise UnsupportedError(f"--chunks {chunks} does not go with placement {kind}")
-    by_kind = {"v": Placement.wave(devices, chunks), "interleaved": Placement.interleaved(devices, chunks)}
-    if kind == "linear" or chunks == 1:
-        return [Placement.linear(devices)]
-    return list(by_kind.values()) if kind is None else [by_kind[kind]]
+    return None if kind is None and chunks is None else searched_placements(devices, kind, chunks)
 
 
 def read_schedule(path: Path, dialect: Dialect, microbatches: int | None = None) -> tuple[Table, Schedule]:
@@ -268,7 +259,7 @@ def read_schedule(path: Path, dialect: Dialect, microbatches: int | None = None)
     Raises:
         ScheduleFormatError: the file cannot be read as a schedule.
     """
-    table = read_table(read_text(path), dialect)
+    table = read_table(read_schedule_file(path), dialect)
     count = table.num_microbatches() if microbatches is None else microbatches
     header = table.header
     schedule = Schedule(
@@ -280,16 +271,6 @@ def read_schedule(path: Path, dialect: Dialect, microbatches: int | None = None)
 def is_file(name: str) -> bool:
     """Whether a user who typed ``name`` means a file rather than a family."""
     return name.endswith((".csv", ".txt")) or Path(name).is_file()
-
-
-def read_text(path: Path) -> str:
-    """Raises ScheduleFormatError when the file cannot be read as text."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ScheduleFormatError(f"cannot read {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ScheduleFormatError(f"cannot read {path}: not UTF-8 text (byte {error.start})") from error
 
 
 def with_channel(costs: Costs, ratio: float | None) -> Costs:
@@ -336,27 +317,6 @@ def check_size(devices: int, microbatches: int) -> None:
     for count, what in ((devices, "--devices"), (microbatches, "--microbatches")):
         if count < 1:
             raise UnsupportedError(f"{what} must be at least 1, not {count}")
-
-
-def parse_options(options: Sequence[str]) -> dict[str, object]:
-    """``KEY=VALUE`` pairs; values that read as JSON (numbers, true, null) are taken as such, others as text.
-
-    Raises:
-        UnsupportedError: a pair has no ``=`` or no key, or a key comes twice.
-    """
-    settings: dict[str, object] = {}
-    for pair in options:
-        key, equals, value = pair.partition("=")
-        key = key.strip().replace("-", "_")
-        if not equals or not key:
-            raise UnsupportedError(f"-o {pair!r}: write KEY=VALUE, as in -o chunks=4")
-        if key in settings:
-            raise UnsupportedError(f"-o {pair!r}: {key} is given twice")
-        try:
-            settings[key] = json.loads(value)
-        except ValueError:
-            settings[key] = value
-    return settings
 
 
 def console() -> Console:

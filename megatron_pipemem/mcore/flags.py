@@ -7,9 +7,11 @@ import argparse
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.offloading import DEFAULT_HOST_SHARE, OFFLOAD_MODES, RECOMPUTE_MODES
 from megatron_pipemem.mcore.plan_file import add_planned_flags
-from megatron_pipemem.mcore.plugin import STOCK, Settings, source_for
+from megatron_pipemem.mcore.plugin import Settings, source_for
 from megatron_pipemem.mcore.vocabulary.source import CHOICES, OFF
 from megatron_pipemem.planner.search import layout
+from megatron_pipemem.schedule.options import parse_options
+from megatron_pipemem.schedule.request import STOCK
 
 
 class _Parser(argparse.ArgumentParser):
@@ -103,11 +105,11 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         costs=found.pipemem_costs,
         trace=found.pipemem_trace,
         report=found.pipemem_report,
-        options=dict(_option("option", text, parser) for text in found.pipemem_option),
+        options=parse_options("--pipemem-option", found.pipemem_option),
         offload=found.pipemem_offload,
         host_memory=found.pipemem_host_memory,
         recompute=found.pipemem_recompute,
-        offload_options=dict(_option("offload-option", text, parser) for text in found.pipemem_offload_option),
+        offload_options=parse_options("--pipemem-offload-option", found.pipemem_offload_option),
         vocab_parallel=found.pipemem_vocab_parallel,
     )
     source_for(settings)
@@ -169,12 +171,3 @@ def _units_or_text(cap: str) -> float | str:
         return float(cap)
     except ValueError:
         return cap
-
-
-def _option(flag: str, text: str, parser: _Parser) -> tuple[str, object]:
-    key, separator, value = text.partition("=")
-    if not separator or not key or not value:
-        parser.error(f"--pipemem-{flag} {text!r} is not KEY=VALUE")
-    if value in ("true", "false"):
-        return key, value == "true"
-    return key, int(value) if value.lstrip("-").isdigit() else value

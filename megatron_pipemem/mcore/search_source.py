@@ -14,7 +14,6 @@ from megatron_pipemem.mcore.asynchronous.source import AsynchronousSource
 from megatron_pipemem.mcore.offload_source import OffloadSource
 from megatron_pipemem.mcore.offloading import Offloading
 from megatron_pipemem.mcore.sources import (
-    FILE_SUFFIX,
     Changes,
     FamilySource,
     FileSource,
@@ -30,9 +29,18 @@ from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, parse_cap
+from megatron_pipemem.schedule.options import searched_placements
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.plain import serial_schedule
 from megatron_pipemem.schedule.registry import family
+from megatron_pipemem.schedule.request import (
+    AUTO,
+    FILE_SUFFIX,
+    check_barriers,
+    check_request,
+    check_search_options,
+    prices_of,
+)
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search import SearchResult, search_schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
@@ -41,9 +49,6 @@ from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.vocabulary.search import search_vocabulary
 
 logger = logging.getLogger(__name__)
-
-AUTO = "auto"
-PROFILE = "profile"
 
 _CAP_TOLERANCE = 1e-9
 _SEARCHES_FOR_A_CAP = 4
@@ -80,17 +85,10 @@ class SearchSource(Source):
 
     def __init__(self, memory_cap: MemoryCap | None, costs: Costs, priced_by: str, options: Mapping[str, object]):
         super().__init__(AUTO, costs, priced_by)
-        unknown = sorted(set(options) - {"placement", "chunks", "seconds", "seed"})
-        if unknown:
-            raise UnsupportedError(
-                f"schedule 'auto' has no option {unknown[0]!r}; its options: placement, chunks, seconds, seed"
-            )
+        check_search_options(options)
         self._kind = options.get("placement")
-        if self._kind not in (None, "v", "interleaved", "linear"):
-            raise UnsupportedError(f"placement {self._kind!r} is none of v, interleaved, linear")
-        self.chunks = _number(options, "chunks", 1 if self._kind == "linear" else 2, int)
-        self.seconds = _number(options, "seconds", _SECONDS, float)
-        self._seed = _number(options, "seed", 0, int)
+        self.chunks = searched_placements(1, self._kind, options.get("chunks"))[0].num_chunks
+        self.seconds, self._seed = options.get("seconds", _SECONDS), options.get("seed", 0)
         self.is_round_robin = self._kind in ("interleaved", "linear") or self.chunks == 1
         self._cap = memory_cap
         self._in_bytes = memory_cap is not None and memory_cap.in_bytes
@@ -135,35 +133,23 @@ class SearchSource(Source):
         return found
 
     def _choose(self, num_devices: int, chunks: int) -> Placement:
-        if (chunks == 1) != (self._kind == "linear") and self._kind is not None:
-            needed = "1 model chunk" if self._kind == "linear" else "at least 2 model chunks"
-            raise UnsupportedError(
-                f"placement {self._kind} needs {needed} per pipeline rank, not {chunks}; change "
-                "--num-virtual-stages-per-pipeline-rank or --pipemem-option placement"
-            )
-        if chunks == 1:
-            return Placement.linear(num_devices)
-        candidates = {
-            "v": Placement.wave(num_devices, chunks),
-            "interleaved": Placement.interleaved(num_devices, chunks),
-        }
-        if self._kind is not None:
-            return candidates[self._kind]
-        if self.needs_bytes:
-            return candidates["v"]  # the same bytes on every device, so the most is made of a cap that is not yet known
-        self._check_cap(candidates["v"])
+        candidates = searched_placements(num_devices, self._kind, chunks)
+        # Of several the first is over a V: the same bytes on every device, so the most is made of a cap not yet known.
+        if len(candidates) == 1 or self.needs_bytes:
+            return candidates[0]
+        self._check_cap(candidates[0])
 
-        def fastest() -> str:
+        def fastest() -> int:
             m = microbatches_of_the_run() or 4 * num_devices
-            result = self._search_within(self._cap and self._cap.amount, list(candidates.values()), m)
+            result = self._search_within(self._cap and self._cap.amount, candidates, m)
             best = result.best.schedule
             if not self._in_bytes:
                 self._answers[best.placement, m] = _Found(best.to_csv(), result.best.lower_bound, result.seconds)
-            return next(name for name, placement in candidates.items() if placement == best.placement)
+            return candidates.index(best.placement)
 
-        name = decided_by_rank_zero(fastest)
-        logger.info("placement %s for %d pipeline ranks with %d chunks each", name, num_devices, chunks)
-        return candidates[name]
+        chosen = candidates[decided_by_rank_zero(fastest)]
+        logger.info("placement %s for %d pipeline ranks with %d chunks each", chosen.name, num_devices, chunks)
+        return chosen
 
     def _search(self, placement: Placement, num_microbatches: int) -> _Found:
         """The fastest schedule whose whole program keeps the cap."""
@@ -271,40 +257,15 @@ def source_of(
         CostsError: a file of costs that cannot be read.
     """
     check_vocab_parallel(vocab_parallel)
-    if vocab_parallel != OFF and offloading is not None and offloading.settings.plans:
-        raise UnsupportedError(
-            "offload and recomputation are not planned together with vocabulary passes; pass --pipemem-vocab-parallel off, or "
-            "--pipemem-offload off and --pipemem-recompute none with Megatron's own --recompute-* flags"
-        )
-    if schedule != AUTO and not schedule.endswith(FILE_SUFFIX) and family(schedule).asynchronous:
-        _check_alone(schedule, costs, offloading, vocab_parallel)
+    plans_offload = offloading is not None and offloading.settings.plans
+    check_request(schedule, memory_cap, costs, options, plans_offload, vocab_parallel)
     source = _source_without_vocabulary(schedule, memory_cap, costs, options, offloading)
+    check_barriers(schedule, source.barriers, vocab_parallel)
     if vocab_parallel != OFF:
         # What a search finds keeps its cap already.
         units = None if memory_cap is None or schedule == AUTO else parse_cap(memory_cap).amount
         return VocabularySource(source, vocab_parallel, units)
-    if source.barriers:
-        raise UnsupportedError(
-            f"{schedule} is a schedule for a vocabulary cut over the pipeline; pass --pipemem-vocab-parallel "
-            f"{3 - source.barriers}"
-        )
     return source
-
-
-def _check_alone(schedule: str, costs: str, offloading: Offloading | None, vocab_parallel: str) -> None:
-    """Raises:
-    UnsupportedError: an asynchronous schedule is asked to go with something that plans a step as one that ends empty.
-    """
-    for asked, off in (
-        (offloading is not None and offloading.settings.plans, "--pipemem-offload off and --pipemem-recompute none"),
-        (vocab_parallel != OFF, "--pipemem-vocab-parallel off"),
-        (costs == PROFILE, "--pipemem-costs unit or a file"),
-    ):
-        if asked:
-            raise UnsupportedError(
-                f"schedule {schedule!r} leaves microbatches in flight between steps, which offload, recomputation, "
-                f"vocabulary parallelism and profiles do not know; pass {off}"
-            )
 
 
 def _source_without_vocabulary(
@@ -325,37 +286,8 @@ def _source_of(schedule: str, cap: MemoryCap | None, costs: str, options: Mappin
     prices, priced_by = prices_of(costs)
     if schedule == AUTO:
         return SearchSource(cap, prices, priced_by, options)
-    if cap is not None and cap.in_bytes:
-        raise UnsupportedError(
-            f"a memory cap in bytes ({format_bytes(cap.amount)}) needs --pipemem-schedule auto, which fits a schedule to it, "
-            f"or --pipemem-offload; {schedule!r} is what it is, so give the cap in activation units (1.0 is what 1F1B's "
-            "first rank holds)"
-        )
     units = None if cap is None else cap.amount
     if schedule.endswith(FILE_SUFFIX):
-        if options:
-            raise UnsupportedError(
-                f"a schedule file has no options; drop --pipemem-option {next(iter(options))}={next(iter(options.values()))}"
-            )
         return FileSource(schedule, units, prices, priced_by)
     kind = AsynchronousSource if family(schedule).asynchronous else FamilySource
     return kind(schedule, units, options, prices, priced_by)
-
-
-def prices_of(costs: str) -> tuple[Costs, str]:
-    """The costs that a run begins with, and where they are from.
-
-    Raises:
-        CostsError: a file that cannot be read.
-    """
-    return (Costs(), "unit") if costs in ("unit", PROFILE) else (Costs.from_json(costs), "file")
-
-
-def _number(options: Mapping[str, object], name: str, default: float, kind: type):
-    try:
-        value = kind(options.get(name, default))
-    except (TypeError, ValueError):
-        value = -1
-    if value < 0 or (name != "seed" and value == 0):
-        raise UnsupportedError(f"option {name}={options[name]!r} of schedule 'auto' is no positive number")
-    return value

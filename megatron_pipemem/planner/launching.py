@@ -10,7 +10,8 @@ from typing import Any
 
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner.model import Model
-from megatron_pipemem.planner.runs import STOCK, Run, resolve_script
+from megatron_pipemem.planner.runs import Run, resolve_script
+from megatron_pipemem.schedule.request import STOCK
 
 Flags = dict[str, Any]
 """Name without dashes in front -> value, as under ``megatron:`` of a run."""
@@ -74,8 +75,10 @@ def command(run: Run, nodes: Nodes | None = None) -> Command:
 
 
 def min_nodes(run: Run) -> int:
-    """Nodes of its cluster that a run fills."""
-    return -(-run.parallelism.ranks // run.cluster.devices_per_node)
+    """The fewest nodes that a run's ranks fit on and share evenly, however many its cluster has."""
+    ranks = run.parallelism.ranks
+    least = -(-ranks // run.cluster.devices_per_node)
+    return next(count for count in range(least, ranks + 1) if ranks % count == 0)
 
 
 def ranks_per_node(run: Run, count: int) -> int:
@@ -94,7 +97,7 @@ def script_flags(run: Run) -> list[str]:
         ConfigError: it does, or something has no flag.
     """
     fixed = _fixed(run, {**_planned(run), "training": _training_flags(run), "output": _output_flags(run)})
-    return words({**fixed, **_defaults(run), **_own(run)})
+    return words({**fixed, **_defaults(run), **run.flags})
 
 
 def planned_flags(run: Run) -> list[str]:
@@ -104,7 +107,7 @@ def planned_flags(run: Run) -> list[str]:
     Raises:
         ConfigError: as ``script_flags``.
     """
-    return words({**_fixed(run, _planned(run)), **_own(run)})
+    return words({**_fixed(run, _planned(run)), **run.flags})
 
 
 def _planned(run: Run) -> dict[str, Flags]:
@@ -118,15 +121,13 @@ def _planned(run: Run) -> dict[str, Flags]:
 
 
 def _fixed(run: Run, flags: dict[str, Flags]) -> Flags:
-    for key, names in flags.items():
-        for name in _own(run):
+    for name in run.flags:
+        if name.startswith("-"):
+            raise ConfigError("is written without dashes in front", key=name)
+        for key, names in flags.items():
             if name in names:
                 raise ConfigError(f"is set by the run's key {key!r} already; change it there", key=name)
     return {name: value for names in flags.values() for name, value in names.items()}
-
-
-def _own(run: Run) -> Flags:
-    return {name.replace("_", "-"): value for name, value in run.megatron.items()}
 
 
 def words(flags: Flags) -> list[str]:
@@ -198,12 +199,15 @@ def _parallelism_flags(run: Run) -> Flags:
 
 
 def _schedule_flags(run: Run) -> Flags:
-    choice, cut = run.schedule, run.parallelism
-    options = dict(choice.options)
-    if cut.chunks is not None and choice.name != STOCK and not choice.name.endswith(".csv"):  # a file says it itself
-        options["chunks"] = cut.chunks
+    choice = run.schedule
+    options = choice.options if choice.name == STOCK else run.schedule_options
     recomputes: Flags = {}
     if choice.recompute == "selective":
+        if "activation" in choice.recompute_modules:
+            raise ConfigError(
+                "the training script cannot recompute an FFN's activation alone; leave it out to launch",
+                key="schedule.recompute_modules",
+            )
         recomputes = {"recompute-granularity": "selective", "recompute-modules": choice.recompute_modules}
     elif choice.recompute == "full":
         recomputes = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}

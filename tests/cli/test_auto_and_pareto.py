@@ -36,9 +36,10 @@ def test_auto_takes_placement_chunks_and_seed(pipemem_json, refuses):
     size = ("simulate", "auto", "-p", 4, "-m", 8)
     assert pipemem_json(*size, "-o", "placement=linear")["chunks"] == 1
     assert pipemem_json(*size, "--chunks", 4, "--memory-cap", 1)["chunks"] == 4
-    assert "take v, interleaved or linear" in refuses(*size, "-o", "placement=x")
+    assert "none of v, interleaved, linear" in refuses(*size, "-o", "placement=x")
     assert "its options: chunks, placement" in refuses(*size, "-o", "colour=1")
-    assert "does not go with placement" in refuses(*size, "-o", "placement=linear", "--chunks", 2)
+    assert "linear needs 1 model chunk" in refuses(*size, "-o", "placement=linear", "--chunks", 2)
+    assert "v needs at least 2 model chunks" in refuses(*size, "-o", "placement=v", "--chunks", 1)
 
 
 def test_a_cap_in_bytes(pipemem, pipemem_json, refuses, byte_costs):

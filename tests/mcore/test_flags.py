@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from megatron_pipemem.errors import PipememError, UnknownScheduleError, UnsupportedError
+from megatron_pipemem.errors import PipememError, ScheduleFormatError, UnknownScheduleError, UnsupportedError
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.launch import enable_from_command_line
 from megatron_pipemem.schedule.registry import build_schedule
@@ -76,6 +76,11 @@ def test_options_become_numbers_where_they_are():
     assert settings.options == {"group_size": 6, "chunks": 3}
 
 
+def test_fractions_are_numbers_too():
+    settings, _ = take_flags(["--pipemem-schedule", "po-h", "--pipemem-option", "k=0.5"])
+    assert settings.options == {"k": 0.5}
+
+
 @pytest.mark.parametrize(
     ("flags", "error", "words"),
     [
@@ -86,8 +91,12 @@ def test_options_become_numbers_where_they_are():
         (["--pipemem-schedule", "v-half", "--pipemem-memory-cap", "lots"], UnsupportedError, "'lots'"),
         (["--pipemem-schedule", "v-half", "--pipemem-memory-cap", "6GiB"], UnsupportedError, "auto"),
         (["--pipemem-schedule", "auto", "--pipemem-option", "placement=w"], UnsupportedError, "interleaved"),
-        (["--pipemem-schedule", "none.csv"], UnsupportedError, "none.csv"),
+        (["--pipemem-schedule", "none.csv"], ScheduleFormatError, "none.csv"),
         (["--pipemem-schedule", "interleaved", "--pipemem-option", "chunks"], UnsupportedError, "KEY=VALUE"),
+        (["--pipemem-schedule", "interleaved", "--pipemem-option", "chunks="], UnsupportedError, "KEY=VALUE"),
+        (["--pipemem-schedule", "po-h", "--pipemem-option", "chunks=abc"], UnsupportedError, "chunks must be a whole"),
+        (["--pipemem-schedule", "auto", "--pipemem-option", "seed=--5"], UnsupportedError, "seed of a search"),
+        (["--pipemem-schedule", "auto", "--pipemem-option", "chunks=2.5"], UnsupportedError, "chunks of a search"),
     ],
 )
 def test_bad_flags_are_refused_in_words(flags, error, words):

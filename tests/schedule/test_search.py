@@ -194,6 +194,10 @@ def test_even_without_time_no_family_is_better(p2p: float) -> None:
         ({"placements": [Placement.linear(3)]}, "on 4 devices"),
         ({"num_microbatches": 0}, "no step"),
         ({"costs": Costs(0, 0, 0)}, "all passes cost 0"),
+        ({"seconds": "abc"}, "seconds of a search must be a number"),
+        ({"seconds": float("nan")}, "seconds of a search must be a number"),
+        ({"effort": -1}, "effort of a search must be a number"),
+        ({"seed": "--5"}, "seed of a search must be a whole number"),
     ],
 )
 def test_questions_without_an_answer(change: dict[str, object], message: str) -> None:

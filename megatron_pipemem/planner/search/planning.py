@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pipemem.errors import PipememError
-from megatron_pipemem.planner.runs import STOCK, Run
+from megatron_pipemem.planner.runs import Run
 from megatron_pipemem.planner.search import layout
 from megatron_pipemem.planner.search.asynchronous import asynchronous
 from megatron_pipemem.planner.search.prices import Pace
@@ -32,6 +32,7 @@ from megatron_pipemem.planner.search.variants import PLAIN, Variant, variants
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.registry import build_schedule, family
+from megatron_pipemem.schedule.request import STOCK
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search import search_schedule
 from megatron_pipemem.schedule.simulator import simulate

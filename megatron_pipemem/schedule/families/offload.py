@@ -42,8 +42,7 @@ def po_h(
     Raises:
         UnsupportedError: an option is out of range.
     """
-    count = (chunks + 1) // 2 if offload_chunks is None else offload_chunks
-    return _pipe_offload("po-h", num_devices, num_microbatches, chunks, k, placement, count, costs)
+    return _pipe_offload("po-h", num_devices, num_microbatches, chunks, k, placement, offload_chunks, costs, part=2)
 
 
 def po_f(
@@ -59,8 +58,7 @@ def po_f(
 
     Arguments and errors are those of ``po_h``; ``offload_chunks`` is ``chunks`` by default.
     """
-    count = chunks if offload_chunks is None else offload_chunks
-    return _pipe_offload("po-f", num_devices, num_microbatches, chunks, k, placement, count, costs)
+    return _pipe_offload("po-f", num_devices, num_microbatches, chunks, k, placement, offload_chunks, costs, part=1)
 
 
 def uniform_repeating(
@@ -82,9 +80,19 @@ def uniform_repeating(
 
 
 def _pipe_offload(
-    name: str, p: int, m: int, v: int, k: float | None, placement: str, offload_chunks: int, costs: Costs | None
+    name: str,
+    p: int,
+    m: int,
+    v: int,
+    k: float | None,
+    placement: str,
+    offload_chunks: int | None,
+    costs: Costs | None,
+    part: int,
 ) -> Schedule:
     check_whole(name, "chunks", v, least=1)
+    if offload_chunks is None:
+        offload_chunks = -(-v // part)
     check_whole(name, "offload_chunks", offload_chunks, least=0)
     base = uniform_repeating(p, m, v, placement)
     costs = costs or Costs()

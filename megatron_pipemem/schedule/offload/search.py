@@ -14,6 +14,7 @@ from megatron_pipemem.schedule.families.offload import uniform_repeating
 from megatron_pipemem.schedule.offload.planner import OffloadPlan, plan_offload
 from megatron_pipemem.schedule.offload.recompute import with_recompute
 from megatron_pipemem.schedule.offload.weights import with_prompt_weights
+from megatron_pipemem.schedule.options import check_effort
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
@@ -109,10 +110,12 @@ def search_offload(
         effort: of the searches for orders, see ``search_schedule``.
 
     Raises:
-        UnsupportedError: nothing keeps the cap; the message says what is in the way and the least peak that was reached.
+        UnsupportedError: nothing keeps the cap; the message says what is in the way and the least peak that was reached. Or
+            seconds or effort is out of range.
         CostsError: the costs fit no placement.
     """
     started = time.perf_counter()
+    check_effort(seconds, effort)
     search = _Search(num_devices, num_microbatches, costs, memory_cap, host_budget)
     bases: dict[tuple, tuple[float, str, Schedule]] = {}
     deadline = started + seconds

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.bounds import lower_bound, one_microbatch
 from megatron_pipemem.schedule.costs import Costs, CostsError
+from megatron_pipemem.schedule.options import check_effort
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible, justify
@@ -73,7 +74,8 @@ def search_schedule(
         The best schedule of every placement, the fastest first, with certified lower bounds.
 
     Raises:
-        UnsupportedError: no schedule of any of the placements fits the cap; the message says what is needed at least.
+        UnsupportedError: no schedule of any of the placements fits the cap; the message says what is needed at least. Or an
+            argument is out of range.
         CostsError: the costs do not fit a placement.
     """
     started = time.perf_counter()
@@ -82,6 +84,7 @@ def search_schedule(
         raise UnsupportedError(
             f"{num_devices} devices and {num_microbatches} microbatches are no step; give at least 1 of each"
         )
+    check_effort(seconds, effort, seed)
     caps = _checked_caps(memory_cap, num_devices)
     if placements is None:
         placements = _usual_placements(num_devices, costs)

@@ -1,0 +1,77 @@
+"""Options of schedules and of searches as users type them, wherever they do."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.placement import Placement
+
+
+def parse_options(flag: str, pairs: Iterable[str]) -> dict[str, object]:
+    """``KEY=VALUE`` pairs; values that read as JSON (numbers, true, null) are taken as such, others as text.
+
+    Args:
+        flag: before each of them, for messages.
+        pairs: as typed; ``-`` in a key is ``_``.
+
+    Raises:
+        UnsupportedError: a pair lacks ``=``, its key or its value, or a key comes twice.
+    """
+    options: dict[str, object] = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        key = key.strip().replace("-", "_")
+        if not key or not value:
+            raise UnsupportedError(f"{flag} {pair!r}: write KEY=VALUE, as in {flag} chunks=4")
+        if key in options:
+            raise UnsupportedError(f"{flag} {pair!r}: {key} is given twice")
+        try:
+            options[key] = json.loads(value)
+        except ValueError:
+            options[key] = value
+    return options
+
+
+def check_effort(seconds: object, effort: object = 1.0, seed: object = 0) -> None:
+    """For what says how long a search tries.
+
+    Raises:
+        UnsupportedError: seconds or effort is no number of at least 0, or the seed no whole number.
+    """
+    for name, value in (("seconds", seconds), ("effort", effort)):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+            raise UnsupportedError(f"{name} of a search must be a number of at least 0, not {value!r}")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise UnsupportedError(f"seed of a search must be a whole number, not {seed!r}")
+
+
+def searched_placements(num_devices: int, kind: object = None, chunks: object = None) -> tuple[Placement, ...]:
+    """The placements that a user leaves to a search.
+
+    Args:
+        num_devices: ``p``.
+        kind: ``v``, ``interleaved`` or ``linear``; ``None`` for any.
+        chunks: stages per device; ``None`` for 1 if ``kind`` is ``linear``, else 2.
+
+    Raises:
+        UnsupportedError: one of them is nothing of the kind, or they do not go together.
+    """
+    if kind not in (None, "v", "interleaved", "linear"):
+        raise UnsupportedError(f"placement {kind!r} of a search is none of v, interleaved, linear")
+    if chunks is None:
+        chunks = 1 if kind == "linear" else 2
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+        raise UnsupportedError(f"chunks of a search must be a whole number of at least 1, not {chunks!r}")
+    if kind is not None and (chunks == 1) != (kind == "linear"):
+        needed = "1 model chunk" if kind == "linear" else "at least 2 model chunks"
+        raise UnsupportedError(
+            f"placement {kind} needs {needed} per pipeline rank, not {chunks}; change the placement, or the chunks (--chunks, "
+            "or in a run --num-virtual-stages-per-pipeline-rank)"
+        )
+    if chunks == 1:
+        return (Placement.linear(num_devices),)
+    several = {"v": Placement.wave(num_devices, chunks), "interleaved": Placement.interleaved(num_devices, chunks)}
+    return tuple(several.values()) if kind is None else (several[kind],)
