@@ -362,6 +362,24 @@ megatron: {lr: 1.0e-4}
 """
 
 
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        ("schedule=v-hlf", "key schedule: cannot be 'v-hlf'; did you mean 'v-half'?"),
+        ("variant=vocab-1", "did you mean 'vocabulary-1'?"),
+        ("recompute=some", "known are full, none, selective"),
+        ("tp=three", "possible on 8 devices are 1, 2, 4"),
+        ("pp=3", "possible on 8 devices are 1, 2, 4, 8"),
+        ("tp=[1", "cannot be '[1'"),
+    ],
+)
+def test_limits_that_leave_nothing_are_refused_at_once(tmp_path, limit, words):
+    source = tmp_path / "run.yaml"
+    source.write_text(CONFIG)
+    refused = CliRunner().invoke(app, ["plan", str(source), "--only", limit])
+    assert refused.exit_code == 2 and words in refused.stderr
+
+
 def test_the_command_writes_a_run_that_launches(tmp_path):
     source, target = tmp_path / "run.yaml", tmp_path / "planned" / "best.yaml"
     source.write_text(CONFIG)

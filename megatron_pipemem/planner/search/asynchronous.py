@@ -7,6 +7,7 @@ microbatch pays for the reduction and the optimizer so often, with nothing to hi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,17 @@ from megatron_pipemem.schedule.windows import family_window, steady, updates_per
 _GRADIENT = 4  # bytes per parameter
 _SHARED = (DISTRIBUTED, "overlap-param-gather")
 _PER_MICROBATCH = ("overlap-grad-reduce",)
+_REFUSED = {
+    "fp8-format": "quantised weights know no versions",
+    "fp4-format": "quantised weights know no versions",
+    "moe-router-enable-expert-bias": "the router's bias knows no versions",
+}
+"""Flags that runs start with only under other schedules, and why."""
+_REFUSED_PER_MICROBATCH = {
+    "clip-grad": "stages that update at different times have no norm in common",
+    "calculate-per-token-loss": "a microbatch updates before the tokens of its batch are counted",
+    "log-num-zeros-in-grad": "gradients are gone when the step ends",
+}
 
 
 @dataclass(frozen=True)
@@ -42,20 +54,49 @@ class Priced:
     peaks: tuple[float, ...]
 
 
-def asynchronous(run: Run, limits: Limits, pace: Pace | None) -> Iterator[Priced]:
-    """The asynchronous families that are named in the limits and can run this cut, priced."""
+def asynchronous(run: Run, limits: Limits, pace: Pace | None, rejected: Counter[str]) -> Iterator[Priced]:
+    """The asynchronous families that are named in the limits and can run this cut, priced.
+
+    Args:
+        run: a cut, without a schedule.
+        limits: what may be chosen.
+        pace: what was measured.
+        rejected: counts what cannot be, by reason.
+    """
     named = limits.allowed.get("schedule", ())
-    p, m = run.parallelism.pp, run.parallelism.microbatches
+    p = run.parallelism.pp
     for family in families():
         if not family.asynchronous or family.name not in named or p == 1:
             continue
         per_batch = updates_per_batch(family.name)
-        if per_batch and m < p or not limits.admits(chunks=1):
+        if not limits.admits(chunks=1):
+            continue
+        if (reason := _impossible(run, per_batch)) is not None:
+            rejected[f"{family.name}: {reason}"] += 1
             continue
         dropped = _SHARED if per_batch else (*_SHARED, *_PER_MICROBATCH)
-        flags = {key: value for key, value in run.megatron.items() if key.replace("_", "-") not in dropped}
+        flags = {name: value for key, value in run.megatron.items() if (name := key.replace("_", "-")) not in dropped}
+        if not per_batch:
+            flags["clip-grad"] = 0
         own = replace(run, megatron=flags)
         yield _priced(family, own, price(own, Placement.linear(p), pace=pace), per_batch)
+
+
+def _impossible(run: Run, per_batch: bool) -> str | None:
+    """Why a run cannot train asynchronously, in the words of what would refuse it when it starts."""
+    flags = {key.replace("_", "-"): value for key, value in run.megatron.items()}
+    if per_batch and run.parallelism.microbatches < run.parallelism.pp:
+        return "needs as many microbatches as pipeline ranks"
+    for flag, reason in (_REFUSED if per_batch else _REFUSED | _REFUSED_PER_MICROBATCH).items():
+        if flags.get(flag):
+            return f"{reason}; drop {flag}"
+    if per_batch:
+        return None
+    if run.model.tied:
+        return "cannot tie the embedding to the head, whose stages update at different times; set tied: false"
+    if run.precision == "fp16":
+        return "cannot scale losses for stages that update at different times; take bf16 or fp32"
+    return None
 
 
 def _priced(family: Family, run: Run, step: Step, per_batch: bool) -> Priced:
