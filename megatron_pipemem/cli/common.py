@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megatron_pipemem.errors import PipememError, ScheduleError, ScheduleFormatError, UnsupportedError
-from megatron_pipemem.schedule.costs import Channel, Costs, CostsError
+from megatron_pipemem.errors import CostsError, PipememError, ScheduleError, ScheduleFormatError, UnsupportedError
+from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.csv_format import LETTERS, Table, read_table
 from megatron_pipemem.schedule.memory_cap import parse_cap
 from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload

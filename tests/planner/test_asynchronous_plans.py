@@ -72,7 +72,10 @@ def test_planned_flags_pass_the_refusals_of_the_run(name):
     from megatron_pipemem.mcore.asynchronous.refusals import check_asynchronous
 
     asked = {"use_distributed_optimizer": True, "overlap-grad-reduce": True}
-    flags = {"clip-grad": 1.0, **best(name, replace(RUN, megatron=asked), dp=2, pp=2).run.megatron}  # Megatron's default
+    flags = {
+        "clip-grad": 1.0,
+        **best(name, replace(RUN, megatron=asked), dp=2, pp=2).run.megatron,
+    }  # Megatron's default
     config = SimpleNamespace(**{"fp16": False, "log_num_zeros_in_grad": False}, **_attributes(flags))
     check_asynchronous(config, [], loop_updates=name == "pipedream-2bw")
     if name == "pipedream":

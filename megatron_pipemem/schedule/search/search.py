@@ -11,9 +11,9 @@ from itertools import chain, pairwise
 from random import Random
 from typing import TYPE_CHECKING
 
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.schedule.bounds import lower_bound, one_microbatch
-from megatron_pipemem.schedule.costs import Costs, CostsError
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.options import check_effort
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.search.cache import ResultCache
