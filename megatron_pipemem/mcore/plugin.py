@@ -184,7 +184,11 @@ def enable(schedule: str, **settings) -> None:
 
 
 def disable() -> None:
-    """Put every replaced symbol back. Does nothing when the plugin is not enabled."""
+    """Put every replaced symbol back. Does nothing when the plugin is not enabled.
+
+    Models stay as they were built: those for a V placement, and those with Transformer Engine modules whose weight gradients
+    are delayed, need the plugin to train on. Of the latter it warns.
+    """
     global _enabled
     if _enabled is None:
         return
@@ -193,6 +197,8 @@ def disable() -> None:
     if enabled.forward_backward is not None:
         for parameter in enabled.forward_backward.hooked:
             delattr(parameter, linear.GRADIENT_READY)
+        if enabled.forward_backward.has_run_delayed:
+            logger.warning(transformer_engine.STAYS_DELAYED)
         enabled.forward_backward.close()
 
 

@@ -141,6 +141,8 @@ class ForwardBackward:
         self._vocabulary = VocabularySteps()
         self._pipelines: dict[dist.ProcessGroup, _Pipeline] = {}
         self.hooked: list[torch.nn.Parameter] = []
+        self.has_run_delayed = False
+        """Whether modules of Transformer Engine have left their weight gradients to this."""
 
     def __call__(
         self,
@@ -253,6 +255,7 @@ class ForwardBackward:
             )
             for chunk, stage in enumerate(placement.stages[pipeline.device])
         }
+        self.has_run_delayed |= any(stage.delayed for stage in stages.values())
         transport = Transport(pipeline.device, placement, pipeline.ranks, pipeline.channels, message)
         passes = None
         if program.schedule.vocabulary:
