@@ -15,6 +15,7 @@ from megatron_pipemem.mcore.offload_source import OffloadSource
 from megatron_pipemem.mcore.offloading import Offloading
 from megatron_pipemem.mcore.sources import (
     FILE_SUFFIX,
+    ONE_BY_ONE,
     Changes,
     FamilySource,
     FileSource,
@@ -57,6 +58,7 @@ class _Found(NamedTuple):
     csv: str
     lower_bound: float
     seconds: float
+    notes: str = ""
 
 
 class SearchSource(Source):
@@ -126,12 +128,8 @@ class SearchSource(Source):
         result = decided_by_rank_zero(lambda: self._search(placement, shape.num_microbatches))
         schedule = Schedule.from_csv(result.csv, name=AUTO)
         costs = self._search_costs(placement)
-        found = Plan(schedule, costs, self.priced_by, reason, result.lower_bound, result.seconds)
-        if before is not None:
-            kept = replace(found, schedule=before.schedule, reason=f"{reason}; no schedule is that much faster")
-            if found.timeline.makespan > kept.timeline.makespan * (1 - minimum_gain):
-                return kept
-        return found
+        found = Plan(schedule, costs, self.priced_by, reason, result.lower_bound, result.seconds, result.notes)
+        return self._if_faster(found, before, minimum_gain)
 
     def _choose(self, num_devices: int, chunks: int) -> Placement:
         candidates = searched_placements(num_devices, self._kind, chunks)
@@ -161,17 +159,23 @@ class SearchSource(Source):
             return _Found(result.schedule.to_csv(), result.lower_bound, result.seconds)
         # Messages are posted between the actions that a search knows, so some bytes come on top of what it counts.
         caps = [self._cap.amount] * placement.num_devices
+        why = f"{_SEARCHES_FOR_A_CAP} searches found schedules that exceed it with their messages"
+        seconds = 0.0
         for _ in range(_SEARCHES_FOR_A_CAP):
             try:
                 result = self._search_within(caps, [placement], num_microbatches)
-            except UnsupportedError:
+            except UnsupportedError as error:
+                why = str(error)
                 break
+            seconds += result.seconds
             held = self._program_peaks(result.schedule)
             if max(held) <= self._cap.amount:
-                return _Found(result.schedule.to_csv(), result.lower_bound, result.seconds)
+                return _Found(result.schedule.to_csv(), result.lower_bound, seconds)
             caps = [cap - max(0, peak - self._cap.amount) for cap, peak in zip(caps, held, strict=True)]
+        logger.warning("memory cap of %s: %s (%s)", format_bytes(self._cap.amount), ONE_BY_ONE, why)
         serial = serial_schedule(placement, num_microbatches)
-        return _Found(serial.to_csv(), lower_bound(placement, num_microbatches, self._search_costs(placement)), 0.0)
+        bound = lower_bound(placement, num_microbatches, self._search_costs(placement))
+        return _Found(serial.to_csv(), bound, seconds, ONE_BY_ONE)
 
     def _search_within(
         self, memory_cap: float | Sequence[float] | None, placements: Sequence[Placement], num_microbatches: int
