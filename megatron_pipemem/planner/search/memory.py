@@ -58,12 +58,6 @@ def held(run: Run) -> Held | None:
     return min(ways, key=lambda way: max(way.device))
 
 
-def rank_bytes(run: Run) -> tuple[float, ...] | None:
-    """``held(run).device``."""
-    found = held(run)
-    return None if found is None else found.device
-
-
 def too_large(run: Run) -> str | None:
     """Why a run's ranks do not fit, in one sentence, or ``None``."""
     try:
