@@ -14,7 +14,7 @@ from megatron_pipemem.mcore.sources import ONE_BY_ONE, Changes, Plan, Shape, Sou
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes
+from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, loosened
 from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload, with_recompute
 from megatron_pipemem.schedule.offload.search import search_offload
 from megatron_pipemem.schedule.placement import Placement
@@ -28,7 +28,6 @@ ASSUMED_RATIO = 1.0
 """Of the round trip of a layer's activations to its F, I and W, until both are measured."""
 
 _HOST_FILL = 0.8  # blocks of many sizes do not fill a pool
-_CAP_TOLERANCE = 1e-9
 _PLANS_FOR_A_CAP = 4
 
 
@@ -207,8 +206,8 @@ class OffloadSource(Source):
         """By how much the highest peak exceeds the cap."""
         if self._cap is None:
             return 0.0
-        excess = max(self._held(schedule, costs)) - self._cap.amount
-        return excess if excess > _CAP_TOLERANCE * self._cap.amount else 0.0
+        held = max(self._held(schedule, costs))
+        return held - self._cap.amount if held > loosened(self._cap.amount) else 0.0
 
     def _held(self, schedule: Schedule, costs: Costs) -> Sequence[float]:
         """The most that every device holds, between messages too where their bytes are known."""

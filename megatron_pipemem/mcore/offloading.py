@@ -20,10 +20,10 @@ from megatron_pipemem.runtime.offload import OffloadEngine
 from megatron_pipemem.runtime.offload.host_link import HostLink, measure_host_link
 from megatron_pipemem.runtime.offload.host_memory import available_memory
 from megatron_pipemem.schedule.memory_cap import format_bytes, parse_cap
+from megatron_pipemem.schedule.options import OFFLOAD
 
 logger = logging.getLogger(__name__)
 
-OFFLOAD_MODES = ("off", "half", "full", "auto")
 RECOMPUTE_MODES = ("none", "full", "auto")
 
 
@@ -74,7 +74,7 @@ class OffloadSettings:
         Raises:
             UnsupportedError: one of them is nothing of the kind.
         """
-        for what, given, allowed in (("offload", mode, OFFLOAD_MODES), ("recompute", recompute, RECOMPUTE_MODES)):
+        for what, given, allowed in (("offload", mode, OFFLOAD), ("recompute", recompute, RECOMPUTE_MODES)):
             if given not in allowed:
                 raise UnsupportedError(f"--pipemem-{what} {given!r} is none of {', '.join(allowed)}")
         readers = {"bandwidth": _bytes, "min_bytes": _whole_bytes, "guard": _switch, "ratio": _positive}

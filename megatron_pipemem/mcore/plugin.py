@@ -23,11 +23,10 @@ from megatron_pipemem.mcore.run_record import RunRecord
 from megatron_pipemem.mcore.search_source import PROFILE, prices_of, source_of
 from megatron_pipemem.mcore.sources import Source
 from megatron_pipemem.mcore.step import USED, WITH_INTERLEAVING, WITHOUT_INTERLEAVING, ForwardBackward
-from megatron_pipemem.mcore.vocabulary.source import OFF, check_vocab_parallel
+from megatron_pipemem.mcore.vocabulary.source import check_vocab_parallel
+from megatron_pipemem.schedule.options import OFF, STOCK
 
 logger = logging.getLogger(__name__)
-
-STOCK = "stock"
 
 TRAIN = Symbol("megatron.training.training", "train")
 TRAINING_LOG = Symbol("megatron.training.training", "training_log", ("loss_dict", "grad_norm"))

@@ -25,13 +25,13 @@ from megatron_pipemem.mcore.sources import (
     microbatches_of_the_run,
     with_messages,
 )
-from megatron_pipemem.mcore.vocabulary.source import OFF, VocabularySource, check_vocab_parallel
+from megatron_pipemem.mcore.vocabulary.source import VocabularySource, check_vocab_parallel
 from megatron_pipemem.schedule.action import VOCABULARY, Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, parse_cap
-from megatron_pipemem.schedule.options import check_effort, searched_placements
+from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, loosened, parse_cap
+from megatron_pipemem.schedule.options import AUTO, OFF, check_effort, searched_placements
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.plain import serial_schedule
 from megatron_pipemem.schedule.registry import family
@@ -44,10 +44,8 @@ from megatron_pipemem.schedule.vocabulary.search import search_vocabulary
 
 logger = logging.getLogger(__name__)
 
-AUTO = "auto"
 PROFILE = "profile"
 
-_CAP_TOLERANCE = 1e-9
 _SEARCHES_FOR_A_CAP = 4
 _SECONDS = 10.0
 
@@ -225,7 +223,7 @@ class SearchSource(Source):
         serial = serial_schedule(placement, 1)
         held = self._program_peaks(serial) if self._in_bytes else peaks(serial.orders, placement, Costs())
         least = max(held)
-        if least <= self._cap.amount + _CAP_TOLERANCE:
+        if least <= loosened(self._cap.amount):
             return
         if self._in_bytes:
             cap, needed = format_bytes(self._cap.amount), format_bytes(least)

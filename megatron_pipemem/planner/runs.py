@@ -20,12 +20,9 @@ from megatron_pipemem.planner.cluster import Cluster
 from megatron_pipemem.planner.model import Execution, Model, Recompute
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.memory_cap import parse_cap
+from megatron_pipemem.schedule.options import AUTO, OFFLOAD, STOCK, VOCABULARY
 from megatron_pipemem.schedule.registry import build_schedule, family
 from megatron_pipemem.schedule.validator import validate
-
-STOCK, AUTO = "stock", "auto"
-OFFLOAD = ("off", "half", "full", "auto")
-VOCABULARY = ("off", "1", "2", "auto")
 
 
 @dataclass(frozen=True)

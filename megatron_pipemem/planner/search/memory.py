@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.planner.cluster import GIB
-from megatron_pipemem.planner.runs import AUTO, STOCK, Run
+from megatron_pipemem.planner.runs import Run
 from megatron_pipemem.planner.search import layout
 from megatron_pipemem.planner.search.offload import offload_step
 from megatron_pipemem.planner.search.step import price
@@ -16,6 +16,7 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import one_microbatch
 from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap
 from megatron_pipemem.schedule.offload import plan_offload
+from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
