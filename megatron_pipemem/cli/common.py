@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megatron_pipemem.errors import CostsError, PipememError, ScheduleError, ScheduleFormatError, UnsupportedError
+from megatron_pipemem.errors import CostsError, PipememError, ScheduleError, UnsupportedError
 from megatron_pipemem.schedule.costs import Channel, Costs
-from megatron_pipemem.schedule.csv_format import LETTERS, Table, read_table
+from megatron_pipemem.schedule.csv_format import LETTERS, Table, read_schedule_file, read_table
 from megatron_pipemem.schedule.memory_cap import parse_cap
 from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload
 from megatron_pipemem.schedule.offload.search import search_offload
@@ -258,7 +258,7 @@ def read_schedule(path: Path, dialect: Dialect, microbatches: int | None = None)
     Raises:
         ScheduleFormatError: the file cannot be read as a schedule.
     """
-    table = read_table(read_text(path), dialect)
+    table = read_table(read_schedule_file(path), dialect)
     count = table.num_microbatches() if microbatches is None else microbatches
     header = table.header
     schedule = Schedule(
@@ -270,16 +270,6 @@ def read_schedule(path: Path, dialect: Dialect, microbatches: int | None = None)
 def is_file(name: str) -> bool:
     """Whether a user who typed ``name`` means a file rather than a family."""
     return name.endswith((".csv", ".txt")) or Path(name).is_file()
-
-
-def read_text(path: Path) -> str:
-    """Raises ScheduleFormatError when the file cannot be read as text."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ScheduleFormatError(f"cannot read {path}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ScheduleFormatError(f"cannot read {path}: not UTF-8 text (byte {error.start})") from error
 
 
 def with_channel(costs: Costs, ratio: float | None) -> Costs:

@@ -11,9 +11,10 @@ import typer
 
 from megatron_pipemem.cli.common import Json, fail, print_json
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.planner.feasibility import feasible
 from megatron_pipemem.planner.launching import Nodes, command, min_nodes, ranks_per_node
 from megatron_pipemem.planner.loading import load
-from megatron_pipemem.planner.runs import Run, feasible
+from megatron_pipemem.planner.runs import Run
 
 Set = Annotated[
     list[str] | None,

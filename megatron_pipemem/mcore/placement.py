@@ -26,6 +26,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import replicas
 from megatron_pipemem.mcore.patching import Symbol
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.request import check_copies
 
 RANK = Symbol("megatron.core.parallel_state", "get_pipeline_model_parallel_rank")
 IS_FIRST = Symbol("megatron.core.parallel_state", "is_pipeline_first_stage", ("ignore_virtual", "vp_stage"))
@@ -86,7 +87,7 @@ class ChunkPlacement:
                         f"placement {placement.name} gives some device other than one stage of every round of "
                         f"{num_devices}; Megatron can only build placements that do"
                     )
-            replicas.check_placement(placement)
+            check_copies(placement)
             self._found[key] = placement
         return self._found[key]
 

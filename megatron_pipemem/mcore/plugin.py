@@ -20,11 +20,12 @@ from megatron_pipemem.mcore.placement import ChunkPlacement
 from megatron_pipemem.mcore.programs import ProgramCache
 from megatron_pipemem.mcore.replanning import Replanner
 from megatron_pipemem.mcore.run_record import RunRecord
-from megatron_pipemem.mcore.search_source import PROFILE, prices_of, source_of
+from megatron_pipemem.mcore.search_source import source_of
 from megatron_pipemem.mcore.sources import Source
 from megatron_pipemem.mcore.step import USED, WITH_INTERLEAVING, WITHOUT_INTERLEAVING, ForwardBackward
 from megatron_pipemem.mcore.vocabulary.source import check_vocab_parallel
 from megatron_pipemem.schedule.options import OFF, STOCK
+from megatron_pipemem.schedule.request import PROFILE, check_request, prices_of
 
 logger = logging.getLogger(__name__)
 
@@ -85,16 +86,14 @@ def source_for(settings: Settings) -> tuple[Source | None, Offloading]:
     )
     check_vocab_parallel(settings.vocab_parallel)
     if settings.schedule == STOCK:
-        if offloading.settings.plans:
-            raise UnsupportedError(
-                "Megatron's own schedule has no place for offload or recomputation of ours; name another one, for example "
-                "--pipemem-schedule 1f1b, or use Megatron's own flags"
-            )
-        if settings.vocab_parallel != OFF:
-            raise UnsupportedError(
-                "Megatron's own schedules have no passes for a cut vocabulary; take a schedule of this package, or pass "
-                "--pipemem-vocab-parallel off"
-            )
+        check_request(
+            STOCK,
+            settings.memory_cap,
+            settings.costs,
+            settings.options,
+            offloading.settings.plans,
+            settings.vocab_parallel,
+        )
         return None, offloading
     source = source_of(
         settings.schedule, settings.memory_cap, settings.costs, settings.options, offloading, settings.vocab_parallel

@@ -64,17 +64,6 @@ _REFUSED: tuple[tuple[str, Callable[[object], bool], str], ...] = (
 )
 
 
-def check_runs(name: str, reason: str) -> None:
-    """Raises:
-    UnsupportedError: there is a reason why the schedule of that name can be simulated only.
-    """
-    if reason:
-        raise UnsupportedError(
-            f"schedule {name} can be simulated and drawn but not run, because {reason}; pick one that `pipemem schedules` "
-            "does not mark as simulated only"
-        )
-
-
 def check_config(config) -> None:
     """Raises:
     UnsupportedError: the configuration asks for something that cannot run under our schedules.

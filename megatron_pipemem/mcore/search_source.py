@@ -14,7 +14,6 @@ from megatron_pipemem.mcore.asynchronous.source import AsynchronousSource
 from megatron_pipemem.mcore.offload_source import OffloadSource
 from megatron_pipemem.mcore.offloading import Offloading
 from megatron_pipemem.mcore.sources import (
-    FILE_SUFFIX,
     ONE_BY_ONE,
     Changes,
     FamilySource,
@@ -31,10 +30,17 @@ from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, loosened, parse_cap
-from megatron_pipemem.schedule.options import AUTO, OFF, check_effort, searched_placements
+from megatron_pipemem.schedule.options import AUTO, OFF, searched_placements
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.plain import serial_schedule
 from megatron_pipemem.schedule.registry import family
+from megatron_pipemem.schedule.request import (
+    FILE_SUFFIX,
+    check_barriers,
+    check_request,
+    check_search_options,
+    prices_of,
+)
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search import SearchResult, search_schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
@@ -43,8 +49,6 @@ from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.vocabulary.search import search_vocabulary
 
 logger = logging.getLogger(__name__)
-
-PROFILE = "profile"
 
 _SEARCHES_FOR_A_CAP = 4
 _SECONDS = 10.0
@@ -81,15 +85,10 @@ class SearchSource(Source):
 
     def __init__(self, memory_cap: MemoryCap | None, costs: Costs, priced_by: str, options: Mapping[str, object]):
         super().__init__(AUTO, costs, priced_by)
-        unknown = sorted(set(options) - {"placement", "chunks", "seconds", "seed"})
-        if unknown:
-            raise UnsupportedError(
-                f"schedule 'auto' has no option {unknown[0]!r}; its options: placement, chunks, seconds, seed"
-            )
+        check_search_options(options)
         self._kind = options.get("placement")
         self.chunks = searched_placements(1, self._kind, options.get("chunks"))[0].num_chunks
         self.seconds, self._seed = options.get("seconds", _SECONDS), options.get("seed", 0)
-        check_effort(self.seconds, seed=self._seed)
         self.is_round_robin = self._kind in ("interleaved", "linear") or self.chunks == 1
         self._cap = memory_cap
         self._in_bytes = memory_cap is not None and memory_cap.in_bytes
@@ -260,40 +259,15 @@ def source_of(
         CostsError: a file of costs that cannot be read.
     """
     check_vocab_parallel(vocab_parallel)
-    if vocab_parallel != OFF and offloading is not None and offloading.settings.plans:
-        raise UnsupportedError(
-            "offload and recomputation are not planned together with vocabulary passes; pass --pipemem-vocab-parallel off, or "
-            "--pipemem-offload off and --pipemem-recompute none with Megatron's own --recompute-* flags"
-        )
-    if schedule != AUTO and not schedule.endswith(FILE_SUFFIX) and family(schedule).asynchronous:
-        _check_alone(schedule, costs, offloading, vocab_parallel)
+    plans_offload = offloading is not None and offloading.settings.plans
+    check_request(schedule, memory_cap, costs, options, plans_offload, vocab_parallel)
     source = _source_without_vocabulary(schedule, memory_cap, costs, options, offloading)
+    check_barriers(schedule, source.barriers, vocab_parallel)
     if vocab_parallel != OFF:
         # What a search finds keeps its cap already.
         units = None if memory_cap is None or schedule == AUTO else parse_cap(memory_cap).amount
         return VocabularySource(source, vocab_parallel, units)
-    if source.barriers:
-        raise UnsupportedError(
-            f"{schedule} is a schedule for a vocabulary cut over the pipeline; pass --pipemem-vocab-parallel "
-            f"{3 - source.barriers}"
-        )
     return source
-
-
-def _check_alone(schedule: str, costs: str, offloading: Offloading | None, vocab_parallel: str) -> None:
-    """Raises:
-    UnsupportedError: an asynchronous schedule is asked to go with something that plans a step as one that ends empty.
-    """
-    for asked, off in (
-        (offloading is not None and offloading.settings.plans, "--pipemem-offload off and --pipemem-recompute none"),
-        (vocab_parallel != OFF, "--pipemem-vocab-parallel off"),
-        (costs == PROFILE, "--pipemem-costs unit or a file"),
-    ):
-        if asked:
-            raise UnsupportedError(
-                f"schedule {schedule!r} leaves microbatches in flight between steps, which offload, recomputation, "
-                f"vocabulary parallelism and profiles do not know; pass {off}"
-            )
 
 
 def _source_without_vocabulary(
@@ -314,27 +288,8 @@ def _source_of(schedule: str, cap: MemoryCap | None, costs: str, options: Mappin
     prices, priced_by = prices_of(costs)
     if schedule == AUTO:
         return SearchSource(cap, prices, priced_by, options)
-    if cap is not None and cap.in_bytes:
-        raise UnsupportedError(
-            f"a memory cap in bytes ({format_bytes(cap.amount)}) needs --pipemem-schedule auto, which fits a schedule to it, "
-            f"or --pipemem-offload; {schedule!r} is what it is, so give the cap in activation units (1.0 is what 1F1B's "
-            "first rank holds)"
-        )
     units = None if cap is None else cap.amount
     if schedule.endswith(FILE_SUFFIX):
-        if options:
-            raise UnsupportedError(
-                f"a schedule file has no options; drop --pipemem-option {next(iter(options))}={next(iter(options.values()))}"
-            )
         return FileSource(schedule, units, prices, priced_by)
     kind = AsynchronousSource if family(schedule).asynchronous else FamilySource
     return kind(schedule, units, options, prices, priced_by)
-
-
-def prices_of(costs: str) -> tuple[Costs, str]:
-    """The costs that a run begins with, and where they are from.
-
-    Raises:
-        CostsError: a file that cannot be read.
-    """
-    return (Costs(), "unit") if costs in ("unit", PROFILE) else (Costs.from_json(costs), "file")

@@ -6,23 +6,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
 from megatron.core import num_microbatches_calculator
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.refusals import check_runs
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.plain import forward_schedule
-from megatron_pipemem.schedule.registry import build_schedule, check_options, chunks_per_device, family
+from megatron_pipemem.schedule.registry import build_schedule, chunks_per_device, family
+from megatron_pipemem.schedule.request import check_devices_of_file, check_microbatches_of_file, schedule_of_file
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
-from megatron_pipemem.schedule.validator import validate
-
-FILE_SUFFIX = ".csv"
 
 ONE_BY_ONE = "one microbatch at a time, because nothing else was found to keep the cap"
 
@@ -190,11 +186,9 @@ class FamilySource(Source):
     ):
         super().__init__(name, costs or Costs(), priced_by)
         chosen = family(name)
-        check_runs(name, chosen.simulated_only)
         self._family = chosen
         self._memory_cap = memory_cap
         self._options = dict(options or {})
-        check_options(name, self._options)
         self.may_split = chosen.splits_backward
         self.may_offload = chosen.offloads
         self.is_round_robin = self._options.get("placement", chosen.placement) in ("linear", "interleaved")
@@ -251,22 +245,12 @@ class FileSource(Source):
         priced_by: where ``costs`` are from.
 
     Raises:
-        UnsupportedError: there is no such file.
-        ScheduleFormatError: it is no schedule.
-        ScheduleError: the schedule is wrong or above the cap.
+        PipememError: see ``schedule_of_file``.
     """
 
     def __init__(self, path: str, memory_cap: float | None, costs: Costs, priced_by: str):
         super().__init__(path, costs, priced_by)
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeError) as error:
-            raise UnsupportedError(
-                f"cannot read the schedule file: {error}; give the path of a CSV file that every rank can read"
-            ) from error
-        self._schedule = Schedule.from_csv(text, name=Path(path).name)
-        check_runs(path, self._schedule.simulated_only)
-        validate(self._schedule, memory_cap=memory_cap)
+        self._schedule = schedule_of_file(path, memory_cap)
         self.barriers = self._schedule.vocabulary
         placement = self._schedule.placement
         self.may_split = self._schedule.splits_backward
@@ -277,21 +261,11 @@ class FileSource(Source):
         self.chunks = placement.num_chunks // placement.replicas
 
     def placement(self, num_devices: int, chunks: int | None) -> Placement:
-        if num_devices != self._schedule.num_devices:
-            raise UnsupportedError(
-                f"{self.name} schedules {self._schedule.num_devices} devices but the pipeline has {num_devices} ranks; pass "
-                f"--pipeline-model-parallel-size {self._schedule.num_devices}, or a file for {num_devices} devices"
-            )
+        check_devices_of_file(self._schedule, num_devices)
         return self._schedule.placement
 
     def plan(self, shape: Shape, reason: str, before: Plan | None = None, minimum_gain: float = 0.0) -> Plan:
-        own = self._schedule.num_microbatches
-        if shape.num_microbatches != own:
-            raise UnsupportedError(
-                f"{self.name} schedules {own} microbatches but this step has {shape.num_microbatches}; choose "
-                "--global-batch-size = micro-batch size x data-parallel size x "
-                f"{own} without ramp-up, or give a file for {shape.num_microbatches} microbatches"
-            )
+        check_microbatches_of_file(self._schedule, shape.num_microbatches)
         return Plan(self._schedule, self.costs, self.priced_by, reason)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner.model import Model
-from megatron_pipemem.planner.runs import STOCK, Run, resolve_script
+from megatron_pipemem.planner.runs import Run, resolve_script
+from megatron_pipemem.schedule.options import STOCK
 
 Flags = dict[str, Any]
 """Name without dashes in front -> value, as under ``megatron:`` of a run."""
@@ -74,8 +75,10 @@ def command(run: Run, nodes: Nodes | None = None) -> Command:
 
 
 def min_nodes(run: Run) -> int:
-    """Nodes of its cluster that a run fills."""
-    return -(-run.parallelism.ranks // run.cluster.devices_per_node)
+    """The fewest nodes that a run's ranks fit on and share evenly, however many its cluster has."""
+    ranks = run.parallelism.ranks
+    least = -(-ranks // run.cluster.devices_per_node)
+    return next(count for count in range(least, ranks + 1) if ranks % count == 0)
 
 
 def ranks_per_node(run: Run, count: int) -> int:
@@ -103,12 +106,15 @@ def script_flags(run: Run) -> list[str]:
         ("output", _output_flags(run)),
     ):
         fixed |= {name: (key, value) for name, value in flags.items()}
-    own = {name.replace("_", "-"): value for name, value in run.megatron.items()}
-    for name in own:
+    for name in run.flags:
+        if name.startswith("-"):
+            raise ConfigError("is written without dashes in front", key=f"megatron.{name}")
         if name in fixed:
-            raise ConfigError(f"is set by the run's key {fixed[name][0]!r} already; change it there", key=name)
+            raise ConfigError(
+                f"is set by the run's key {fixed[name][0]!r} already; change it there", key=f"megatron.{name}"
+            )
     flags = {name: value for name, (_, value) in fixed.items()}
-    return words({**flags, **_defaults(run), **own})
+    return words({**flags, **_defaults(run), **run.flags})
 
 
 def words(flags: Flags) -> list[str]:
@@ -180,12 +186,15 @@ def _parallelism_flags(run: Run) -> Flags:
 
 
 def _schedule_flags(run: Run) -> Flags:
-    choice, cut = run.schedule, run.parallelism
-    options = dict(choice.options)
-    if cut.chunks is not None and choice.name != STOCK:
-        options["chunks"] = cut.chunks
+    choice = run.schedule
+    options = choice.options if choice.name == STOCK else run.schedule_options
     recomputes: Flags = {}
     if choice.recompute == "selective":
+        if "activation" in choice.recompute_modules:
+            raise ConfigError(
+                "the training script cannot recompute an FFN's activation alone; leave it out to launch",
+                key="schedule.recompute_modules",
+            )
         recomputes = {"recompute-granularity": "selective", "recompute-modules": choice.recompute_modules}
     elif choice.recompute == "full":
         recomputes = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}

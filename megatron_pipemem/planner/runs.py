@@ -15,14 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from megatron_pipemem.errors import ConfigError, PipememError
+from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner.cluster import Cluster
 from megatron_pipemem.planner.model import Execution, Model, Recompute
-from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.memory_cap import parse_cap
-from megatron_pipemem.schedule.options import AUTO, OFFLOAD, STOCK, VOCABULARY
-from megatron_pipemem.schedule.registry import build_schedule, family
-from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.schedule.options import OFFLOAD, STOCK, VOCABULARY
 
 
 @dataclass(frozen=True)
@@ -55,6 +51,8 @@ class Parallelism:
         for key in ("tp", "pp", "dp", "cp", "ep", "micro_batch", "global_batch"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"is {getattr(self, key)}; give a whole number of at least 1", key=key)
+        if self.chunks is not None and self.chunks < 1:
+            raise ConfigError(f"is {self.chunks}; give a whole number of at least 1, or leave it out", key="chunks")
 
     @property
     def ranks(self) -> int:
@@ -178,6 +176,17 @@ class Run:
         return self.cluster.backend == "gloo"
 
     @property
+    def flags(self) -> dict[str, Any]:
+        """What it says under ``megatron``, by the names of the training script's flags without dashes in front."""
+        return {key.replace("_", "-"): value for key, value in self.megatron.items()}
+
+    @property
+    def schedule_options(self) -> dict[str, Any]:
+        """Options of its schedule, stages per pipeline rank included."""
+        chunks = self.parallelism.chunks
+        return self.schedule.options | ({} if chunks is None else {"chunks": chunks})
+
+    @property
     def execution(self) -> Execution:
         """What the costs of a microbatch depend on."""
         cut, choice = self.parallelism, self.schedule
@@ -194,88 +203,22 @@ class Run:
         )
 
 
-def feasible(run: Run) -> str | None:
-    """Why a run cannot work, in one sentence, or ``None``. Looks at everything that can be known without a device."""
-    return next((reason for check in _CHECKS if (reason := check(run)) is not None), None)
-
-
-def _divides(run: Run) -> str | None:
-    cut = run.parallelism
-    batch = cut.micro_batch * cut.dp
-    if cut.global_batch % batch:
-        return f"global_batch {cut.global_batch} is no multiple of micro_batch x dp = {cut.micro_batch} x {cut.dp}"
-    if (cut.dp * cut.cp) % cut.ep:
-        return f"dp x cp = {cut.dp * cut.cp} is no multiple of ep {cut.ep}"
-    try:
-        run.execution.check(run.model)
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
-def _fits_on_cluster(run: Run) -> str | None:
-    there = run.cluster.num_devices
-    if run.parallelism.ranks > there:
-        return f"tp x pp x dp x cp = {run.parallelism.ranks} devices, the cluster has {there}"
-    return None
-
-
-def _schedules(run: Run) -> str | None:
-    name, cut = run.schedule.name, run.parallelism
-    if name in (STOCK, AUTO) or name.endswith(".csv"):
-        return _stages_hold_layers(run, cut.chunks or 1) if name == STOCK else None
-    try:
-        reason = family(name).simulated_only
-        if reason:
-            return f"schedule {name} can be simulated but not run, because {reason}"
-        cap = None if run.schedule.memory_cap is None else parse_cap(run.schedule.memory_cap)
-        schedule = build_schedule(
-            name,
-            num_devices=cut.pp,
-            num_microbatches=cut.microbatches,
-            memory_cap=None if cap is None or cap.in_bytes else cap.amount,
-            **run.schedule.options,
-            **({} if cut.chunks is None else {"chunks": cut.chunks}),
-        )
-        validate(schedule, Costs())
-    except PipememError as error:
-        return str(error)
-    return _stages_hold_layers(run, schedule.placement.model_stages // cut.pp)
-
-
-def _goes_together(run: Run) -> str | None:
-    if run.schedule.offload != "off" and run.schedule.vocab_parallel != "off":
-        return "offload is not planned together with vocabulary passes; switch one of them off"
-    return None
-
-
-def _fits_in_memory(run: Run) -> str | None:
-    from megatron_pipemem.planner.search.memory import too_large  # which is about runs itself
-
-    return too_large(run)
-
-
-def _stages_hold_layers(run: Run, chunks: int) -> str | None:
-    stages = run.parallelism.pp * chunks
-    if run.model.layers % stages and not _CUTS.intersection(key.replace("_", "-") for key in run.megatron):
-        return (
-            f"{run.model.layers} layers cannot be split evenly over {stages} stages (pp {run.parallelism.pp} x {chunks} "
-            "chunks); say how by pipeline-model-parallel-layout under the training script's flags"
-        )
-    return None
-
-
-_CUTS = {"pipeline-model-parallel-layout", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"}
-_CHECKS = (_divides, _fits_on_cluster, _schedules, _goes_together, _fits_in_memory)
-
-
 def resolve_script(run: Run) -> Path:
     """The training script of a run.
 
     Raises:
         ConfigError: there is none.
     """
-    path = Path(run.script) if run.script is not None else Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
+    if run.script is not None:
+        path = Path(run.script)
+        if not path.is_file():
+            raise ConfigError(f"there is no training script {path}; give the path of one", key="script")
+        return path
+    path = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
     if not path.is_file():
-        raise ConfigError(f"there is no training script {path}; give the path of one", key="script")
+        raise ConfigError(
+            "names no training script, and this package was installed without its repository's; give the path of "
+            "scripts/pretrain_gpt.py in a checkout, or of a script of your own",
+            key="script",
+        )
     return path

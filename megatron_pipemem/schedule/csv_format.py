@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleFormatError
@@ -130,6 +131,22 @@ class Table:
         else:
             units = max((action.microbatch for order in self.orders for action in order), default=-1) + 1
         return -(-units // self.header.pieces)
+
+
+def read_schedule_file(path: str | Path) -> str:
+    """The text of a schedule file.
+
+    Raises:
+        ScheduleFormatError: there is no such file, it cannot be read, or is no text.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        not_text = isinstance(error, UnicodeDecodeError)
+        why = f"not UTF-8 text (byte {error.start})" if not_text else error.strerror or str(error)
+        raise ScheduleFormatError(
+            f"cannot read {path}: {why}; give the path of a schedule file that every process can read"
+        ) from error
 
 
 def read_table(text: str, dialect: str = "auto") -> Table:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_pipemem.errors import ScheduleError
+from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.schedule.action import COMPUTE, SENDS, Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
@@ -119,6 +119,24 @@ def updates_per_batch(name: str) -> bool:
     """Whether a family updates once per batch, so that a training loop can do it between two calls; else it updates after
     every microbatch."""
     return UPDATE_EVERY in family(name).options
+
+
+def check_batch(name: str, num_devices: int, batch: int) -> None:
+    """Whether a family keeps its promise of two versions of the weights.
+
+    Args:
+        name: of an asynchronous family.
+        num_devices: ``p``.
+        batch: microbatches per call.
+
+    Raises:
+        UnsupportedError: it updates once per call, and calls are too short for that.
+    """
+    if updates_per_batch(name) and batch < num_devices:
+        raise UnsupportedError(
+            f"schedule {name} keeps two versions of the weights only if a step has at least as many microbatches as the "
+            f"pipeline has ranks, {num_devices}, not {batch}; raise --global-batch-size"
+        )
 
 
 def family_window(name: str, num_devices: int, batch: int, moment: Moment, **arguments: object) -> Window:

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.search_source import source_of
 from megatron_pipemem.mcore.sources import FamilySource, Shape
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule, families, family
@@ -68,4 +69,4 @@ def test_cap_and_costs_fit_the_order_and_measured_costs_fit_it_again():
 
 def test_cap_and_costs_are_no_options():
     with pytest.raises(UnsupportedError, match="costs is no option of schedule 'zb-auto' alone"):
-        FamilySource("zb-auto", options={"costs": 1})
+        source_of("zb-auto", None, "unit", {"costs": 1})

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_pipemem.errors import PipememError, UnknownScheduleError, UnsupportedError
+from megatron_pipemem.errors import PipememError, ScheduleFormatError, UnknownScheduleError, UnsupportedError
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.launch import enable_from_command_line
 from megatron_pipemem.schedule.registry import build_schedule
@@ -84,7 +84,7 @@ def test_fractions_are_numbers_too():
         (["--pipemem-schedule", "v-half", "--pipemem-memory-cap", "lots"], UnsupportedError, "'lots'"),
         (["--pipemem-schedule", "v-half", "--pipemem-memory-cap", "6GiB"], UnsupportedError, "auto"),
         (["--pipemem-schedule", "auto", "--pipemem-option", "placement=w"], UnsupportedError, "interleaved"),
-        (["--pipemem-schedule", "none.csv"], UnsupportedError, "none.csv"),
+        (["--pipemem-schedule", "none.csv"], ScheduleFormatError, "none.csv"),
         (["--pipemem-schedule", "interleaved", "--pipemem-option", "chunks"], UnsupportedError, "KEY=VALUE"),
         (["--pipemem-schedule", "interleaved", "--pipemem-option", "chunks="], UnsupportedError, "KEY=VALUE"),
         (["--pipemem-schedule", "po-h", "--pipemem-option", "chunks=abc"], UnsupportedError, "chunks must be a whole"),

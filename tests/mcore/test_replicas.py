@@ -16,7 +16,7 @@ from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.dealing import deal  # noqa: E402
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags  # noqa: E402
 from megatron_pipemem.mcore.refusals import check_chunks  # noqa: E402
-from megatron_pipemem.mcore.replicas import check_config, check_placement, gradients  # noqa: E402
+from megatron_pipemem.mcore.replicas import check_config, gradients  # noqa: E402
 from megatron_pipemem.mcore.sources import FamilySource, Shape  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.source import VocabularySource  # noqa: E402
 from megatron_pipemem.mcore.weight_memory import count_weights, predict_weights  # noqa: E402
@@ -25,6 +25,7 @@ from megatron_pipemem.schedule.lowering import lower  # noqa: E402
 from megatron_pipemem.schedule.placement import Placement  # noqa: E402
 from megatron_pipemem.schedule.plain import forward_schedule, serial_schedule  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
+from megatron_pipemem.schedule.request import check_copies  # noqa: E402
 from megatron_pipemem.schedule.simulator import simulate  # noqa: E402
 from megatron_pipemem.schedule.validator import validate, validate_program  # noqa: E402
 
@@ -116,7 +117,7 @@ def test_vocabulary_passes_are_refused_before_the_model_is_built():
 )
 def test_other_copies_are_refused(placement, words):
     with pytest.raises(UnsupportedError, match=words):
-        check_placement(placement)
+        check_copies(placement)
 
 
 @pytest.mark.parametrize(

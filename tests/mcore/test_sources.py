@@ -68,7 +68,7 @@ def test_a_file_for_other_numbers_is_refused_with_the_way_out(file):
 def test_a_file_is_checked_before_anything_runs(file, tmp_path):
     with pytest.raises(ScheduleError, match="cap"):
         source_of(file(), 0.5, "unit", {})
-    with pytest.raises(UnsupportedError, match="every rank can read"):
+    with pytest.raises(ScheduleFormatError, match="cannot read .*none.csv"):
         source_of(str(tmp_path / "none.csv"), None, "unit", {})
     wrong = tmp_path / "wrong.csv"
     wrong.write_text("0F0,0B0,0B0\n")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from megatron_pipemem.planner.cluster import Cluster, HostChannel, Link
+from megatron_pipemem.planner.feasibility import feasible
 from megatron_pipemem.planner.model import Model
 from megatron_pipemem.planner.runs import Parallelism, Run
 from megatron_pipemem.planner.search.planning import plan
@@ -67,41 +67,27 @@ def test_nobody_gets_one_without_asking():
 
 @pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
 def test_planned_flags_pass_the_refusals_of_the_run(name):
-    pytest.importorskip("megatron.core")
-    from megatron_pipemem.mcore.asynchronous.optimizer import _check
-    from megatron_pipemem.mcore.asynchronous.refusals import check_asynchronous
-
     asked = {"use_distributed_optimizer": True, "overlap-grad-reduce": True}
-    flags = {
-        "clip-grad": 1.0,
-        **best(name, replace(RUN, megatron=asked), dp=2, pp=2).run.megatron,
-    }  # Megatron's default
-    config = SimpleNamespace(**{"fp16": False, "log_num_zeros_in_grad": False}, **_attributes(flags))
-    check_asynchronous(config, [], loop_updates=name == "pipedream-2bw")
-    if name == "pipedream":
-        _check(config)
-
-
-def _attributes(flags):
-    return {key.replace("-", "_"): value for key, value in flags.items()}
+    planned = best(name, replace(RUN, megatron=asked), dp=2, pp=2).run
+    assert (planned.schedule.name, feasible(planned)) == (name, None)
 
 
 @pytest.mark.parametrize(
     ("run", "reason"),
     [
-        (replace(RUN, model=replace(RUN.model, tied=True)), "tied: false"),
-        (replace(RUN, precision="fp16"), "bf16 or fp32"),
-        (replace(RUN, megatron={"calculate_per_token_loss": True}), "drop calculate-per-token-loss"),
-        (replace(RUN, megatron={"clip-grad": 1.0}), "drop clip-grad"),
+        (replace(RUN, model=replace(RUN.model, tied=True)), "tie the embedding to the head"),
+        (replace(RUN, precision="fp16"), "use bf16 or fp32"),
+        (replace(RUN, megatron={"calculate_per_token_loss": True}), "drop --calculate-per-token-loss"),
+        (replace(RUN, megatron={"clip-grad": 1.0}), "pass --clip-grad 0"),
     ],
 )
 def test_what_cannot_update_by_the_microbatch_is_not_planned(run, reason):
     refused = answer("pipedream", run)
     assert not refused.plans
-    assert [each for each in refused.rejected if each.startswith("pipedream: ") and each.endswith(reason)]
+    assert [each for each in refused.rejected if each.startswith("pipedream: ") and reason in each]
     assert answer("pipedream-2bw", run).plans
 
 
 def test_two_versions_need_a_microbatch_for_every_rank():
     refused = answer("pipedream-2bw", replace(RUN, parallelism=Parallelism(global_batch=3)))
-    assert not refused.plans and "pipedream-2bw: needs as many microbatches as pipeline ranks" in refused.rejected
+    assert not refused.plans and any("as many microbatches as" in each for each in refused.rejected)

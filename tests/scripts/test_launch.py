@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 
 from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.planner.feasibility import feasible
 from megatron_pipemem.planner.launching import Nodes, command, model_flags, script_flags, words
 from megatron_pipemem.planner.loading import load, names
 from megatron_pipemem.planner.model import Model
-from megatron_pipemem.planner.runs import Run, feasible
+from megatron_pipemem.planner.runs import Run
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "runs" / "tiny-cpu.yaml"

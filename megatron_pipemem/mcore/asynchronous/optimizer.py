@@ -8,6 +8,7 @@ import torch
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.patching import Symbol
+from megatron_pipemem.planner.asynchronous_refusals import refused
 
 _PARAMETERS = ("config", "model_chunks")
 GET_OPTIMIZER = Symbol("megatron.core.optimizer", "get_megatron_optimizer", _PARAMETERS)
@@ -25,7 +26,9 @@ class StageOptimizer:
 
         def get_megatron_optimizer(config, model_chunks, *args, **kwargs):
             optimizer = original(config, model_chunks, *args, **kwargs)
-            _check(config)
+            reason = refused(lambda attribute: getattr(config, attribute, None), per_batch=False)
+            if reason is not None:
+                raise UnsupportedError(reason)
             self.release()
             self._caught = optimizer
             # The loop steps once per batch. By then the stage has done so for every microbatch.
@@ -64,22 +67,3 @@ class StageOptimizer:
         if self._caught is not None:
             del self._caught.step
             self._caught = None
-
-
-def _check(config) -> None:
-    for refused, sentence in (
-        (
-            config.clip_grad > 0,
-            "the gradient's norm is a sum over all stages, which update at different times; pass --clip-grad 0",
-        ),
-        (
-            config.fp16,
-            "loss scaling skips updates of all stages together, which update at different times; use bf16 or fp32",
-        ),
-        (
-            config.log_num_zeros_in_grad,
-            "gradients are gone when the step ends; drop --log-num-zeros-in-grad",
-        ),
-    ):
-        if refused:
-            raise UnsupportedError(f"not supported by a schedule that updates after every microbatch: {sentence}")

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.sources import FamilySource, Plan, Shape
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.simulator import Timeline
-from megatron_pipemem.schedule.windows import UPDATE_EVERY, Moment, Window, family_window, updates_per_batch
+from megatron_pipemem.schedule.windows import Moment, Window, check_batch, family_window, updates_per_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +32,6 @@ class AsynchronousSource(FamilySource):
         options: of the family.
         costs: prices of plans.
         priced_by: where ``costs`` are from.
-
-    Raises:
-        UnsupportedError: an option that the training loop decides.
     """
 
     def __init__(
@@ -46,11 +42,6 @@ class AsynchronousSource(FamilySource):
         costs: Costs | None = None,
         priced_by: str = "unit",
     ):
-        if UPDATE_EVERY in (options or {}):
-            raise UnsupportedError(
-                f"{UPDATE_EVERY} of schedule {name!r} is the number of microbatches of a step here; drop the option and "
-                "choose --global-batch-size"
-            )
         super().__init__(name, memory_cap, options, costs, priced_by)
         self.loop_updates = updates_per_batch(name)
         """Whether the optimizer steps once per call, by the training loop, and not once per microbatch."""
@@ -68,12 +59,7 @@ class AsynchronousSource(FamilySource):
             ScheduleError: it is wrong; it is never executed.
         """
         batch = shape.num_microbatches
-        if self.loop_updates and batch < shape.num_devices:
-            raise UnsupportedError(
-                f"schedule {self.name} keeps two versions of the weights only if a step has at least as many microbatches "
-                f"as the pipeline has ranks, {shape.num_devices}, not {batch}; raise --global-batch-size"
-            )
-
+        check_batch(self.name, shape.num_devices, batch)
         cut = family_window(
             self.name,
             shape.num_devices,

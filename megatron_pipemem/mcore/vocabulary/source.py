@@ -35,9 +35,6 @@ class VocabularySource(Source):
         inner: plans without them, or with as many barriers as it is told.
         vocab_parallel: the paper's algorithm, ``1`` or ``2``, or ``auto``: decided for the model when that has been built.
         memory_cap: in activation units, for schedules with passes that ``inner`` does not know; ``None`` for no limit.
-
-    Raises:
-        UnsupportedError: ``inner`` is for the other algorithm.
     """
 
     def __init__(self, inner: Source, vocab_parallel: str, memory_cap: float | None = None):
@@ -50,10 +47,6 @@ class VocabularySource(Source):
         self._without: dict[Shape, Plan] = {}
         self._memory_cap = memory_cap
         barriers = inner.barriers if vocab_parallel == AUTO else BARRIERS_OF_ALGORITHM[int(vocab_parallel)]
-        if inner.barriers not in (0, barriers):
-            raise UnsupportedError(
-                f"{self.name} is a schedule for --pipemem-vocab-parallel {3 - inner.barriers}, not {vocab_parallel}; pass that"
-            )
         self._undecided = barriers == 0
         self._decide(barriers)
 

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.planner.feasibility import feasible
 from megatron_pipemem.planner.loading import load, locate, nearest, override, parse_override, read_raw, typed
-from megatron_pipemem.planner.runs import Run, feasible
+from megatron_pipemem.planner.runs import Run
 
 Settings = dict[str, Any]
 """Dotted key of a run -> value."""

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.planner.asynchronous_refusals import check_run
 from megatron_pipemem.planner.runs import Run
 from megatron_pipemem.planner.search.prices import Pace, all_reduce
 from megatron_pipemem.planner.search.space import Limits
@@ -22,17 +24,6 @@ from megatron_pipemem.schedule.windows import family_window, steady, updates_per
 _GRADIENT = 4  # bytes per parameter
 _SHARED = (DISTRIBUTED, "overlap-param-gather")
 _PER_MICROBATCH = ("overlap-grad-reduce",)
-_REFUSED = {
-    "fp8-format": "quantised weights know no versions",
-    "fp4-format": "quantised weights know no versions",
-    "moe-router-enable-expert-bias": "the router's bias knows no versions",
-}
-"""Flags that runs start with only under other schedules, and why."""
-_REFUSED_PER_MICROBATCH = {
-    "clip-grad": "stages that update at different times have no norm in common",
-    "calculate-per-token-loss": "a microbatch updates before the tokens of its batch are counted",
-    "log-num-zeros-in-grad": "gradients are gone when the step ends",
-}
 
 
 @dataclass(frozen=True)
@@ -71,32 +62,16 @@ def asynchronous(run: Run, limits: Limits, pace: Pace | None, rejected: Counter[
         per_batch = updates_per_batch(family.name)
         if not limits.admits(chunks=1):
             continue
-        if (reason := _impossible(run, per_batch)) is not None:
-            rejected[f"{family.name}: {reason}"] += 1
-            continue
         dropped = _SHARED if per_batch else (*_SHARED, *_PER_MICROBATCH)
-        flags = {name: value for key, value in run.megatron.items() if (name := key.replace("_", "-")) not in dropped}
-        if not per_batch:
-            flags["clip-grad"] = 0
+        clipping = {} if per_batch else {"clip-grad": 0}
+        flags = clipping | {name: value for name, value in run.flags.items() if name not in dropped}
         own = replace(run, megatron=flags)
+        try:
+            check_run(own, family.name)
+        except UnsupportedError as error:
+            rejected[f"{family.name}: {error}"] += 1
+            continue
         yield _priced(family, own, price(own, Placement.linear(p), pace=pace), per_batch)
-
-
-def _impossible(run: Run, per_batch: bool) -> str | None:
-    """Why a run cannot train asynchronously, in the words of what would refuse it when it starts."""
-    flags = {key.replace("_", "-"): value for key, value in run.megatron.items()}
-    if per_batch and run.parallelism.microbatches < run.parallelism.pp:
-        return "needs as many microbatches as pipeline ranks"
-    for flag, reason in (_REFUSED if per_batch else _REFUSED | _REFUSED_PER_MICROBATCH).items():
-        if flags.get(flag):
-            return f"{reason}; drop {flag}"
-    if per_batch:
-        return None
-    if run.model.tied:
-        return "cannot tie the embedding to the head, whose stages update at different times; set tied: false"
-    if run.precision == "fp16":
-        return "cannot scale losses for stages that update at different times; take bf16 or fp32"
-    return None
 
 
 def _priced(family: Family, run: Run, step: Step, per_batch: bool) -> Priced:

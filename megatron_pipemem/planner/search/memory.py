@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from megatron_pipemem.errors import PipememError
-from megatron_pipemem.planner.cluster import GIB
 from megatron_pipemem.planner.runs import Run
 from megatron_pipemem.planner.search import layout
 from megatron_pipemem.planner.search.offload import offload_step
@@ -19,6 +16,7 @@ from megatron_pipemem.schedule.offload import plan_offload
 from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.request import FILE_SUFFIX, schedule_of_file
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import host_peaks, peaks
 from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM
@@ -50,7 +48,7 @@ def held(run: Run) -> Held | None:
         PipememError: there is no such schedule, or it cannot do what is asked of it.
     """
     choice, cut = run.schedule, run.parallelism
-    schedule = None if choice.name == AUTO else _schedule(run)
+    schedule = None if choice.name == AUTO else schedule_of(run)
     placement = Placement.interleaved(cut.pp, cut.chunks or 2) if schedule is None else schedule.placement
     layers = layout.layers_of(run, placement.model_stages)
     if layers is None:
@@ -59,26 +57,22 @@ def held(run: Run) -> Held | None:
     return min(ways, key=lambda way: max(way.device))
 
 
-def too_large(run: Run) -> str | None:
-    """Why a run's ranks do not fit, in one sentence, or ``None``."""
-    try:
-        found = held(run)
-    except PipememError as error:
-        return str(error)
-    if found is None:
-        return None
-    there, most = run.cluster.memory_bytes, max(found.device)
-    if most > there:
-        return (
-            f"pipeline rank {found.device.index(most)} needs {most / GIB:.1f} GiB of {there / GIB:.1f} GiB; cut the model "
-            "further, recompute, or take a schedule with a lower peak"
-        )
-    if (most := max(found.host)) > found.room:
-        return (
-            f"pipeline rank {found.host.index(most)} sends {most / GIB:.1f} GiB to its host, which has {found.room / GIB:.1f} "
-            "GiB for each rank; offload less, or cut the model further"
-        )
-    return None
+def schedule_of(run: Run) -> Schedule:
+    """The schedule that a run names, as it is before offload and vocabulary passes are added.
+
+    Raises:
+        PipememError: there is no such schedule, or not of these sizes.
+    """
+    choice, cut = run.schedule, run.parallelism
+    cap = _cap(run) if choice.offload == "off" else None  # which keeps it by offloading
+    units = None if cap is None or cap.in_bytes else cap.amount
+    if choice.name.endswith(FILE_SUFFIX):
+        return schedule_of_file(choice.name, units)
+    name = choice.name
+    if name == STOCK:
+        name = "1f1b" if (cut.chunks or 1) == 1 else "interleaved"
+    size = {"num_devices": cut.pp, "num_microbatches": cut.microbatches}
+    return build_schedule(name, **size, memory_cap=units, **run.schedule_options)
 
 
 def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
@@ -124,22 +118,3 @@ def _held(run: Run, placement: Placement, schedule: Schedule | None, layers: tup
 def _cap(run: Run) -> MemoryCap | None:
     cap = run.schedule.memory_cap
     return None if cap is None else parse_cap(cap)
-
-
-def _schedule(run: Run) -> Schedule:
-    choice, cut = run.schedule, run.parallelism
-    if choice.name.endswith(".csv"):
-        return Schedule.from_csv(Path(choice.name).read_text(encoding="utf-8"))
-    name, options = choice.name, dict(choice.options)
-    if name == STOCK:
-        name = "1f1b" if (cut.chunks or 1) == 1 else "interleaved"
-    if cut.chunks is not None and cut.chunks > 1:
-        options["chunks"] = cut.chunks
-    cap = _cap(run) if choice.offload == "off" else None  # which keeps it by offloading
-    return build_schedule(
-        name,
-        num_devices=cut.pp,
-        num_microbatches=cut.microbatches,
-        memory_cap=None if cap is None or cap.in_bytes else cap.amount,
-        **options,
-    )

@@ -1,0 +1,113 @@
+"""Whether a run can work, as far as that can be known without a device."""
+
+from __future__ import annotations
+
+from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
+from megatron_pipemem.planner.asynchronous_refusals import check_run
+from megatron_pipemem.planner.cluster import GIB
+from megatron_pipemem.planner.launching import min_nodes, script_flags
+from megatron_pipemem.planner.runs import Run, resolve_script
+from megatron_pipemem.planner.search import layout
+from megatron_pipemem.planner.search.memory import held, schedule_of
+from megatron_pipemem.schedule.options import AUTO, STOCK, searched_placements
+from megatron_pipemem.schedule.registry import family
+from megatron_pipemem.schedule.request import (
+    FILE_SUFFIX,
+    check_barriers,
+    check_copies,
+    check_devices_of_file,
+    check_microbatches_of_file,
+    check_request,
+    prices_of,
+)
+from megatron_pipemem.schedule.validator import validate
+
+
+def feasible(run: Run) -> str | None:
+    """Why a run cannot work, in one sentence, or ``None``. Looks at everything that can be known without a device."""
+    try:
+        for check in _CHECKS:
+            check(run)
+    except PipememError as error:
+        return str(error)
+    return None
+
+
+def _divides(run: Run) -> None:
+    cut = run.parallelism
+    batch = cut.micro_batch * cut.dp
+    if cut.global_batch % batch:
+        raise ConfigError(
+            f"global_batch {cut.global_batch} is no multiple of micro_batch x dp = {cut.micro_batch} x {cut.dp}"
+        )
+    if (cut.dp * cut.cp) % cut.ep:
+        raise ConfigError(f"dp x cp = {cut.dp * cut.cp} is no multiple of ep {cut.ep}")
+    run.execution.check(run.model)
+
+
+def _fits_on_cluster(run: Run) -> None:
+    ranks, cluster = run.parallelism.ranks, run.cluster
+    if ranks > cluster.num_devices:
+        raise UnsupportedError(f"tp x pp x dp x cp = {ranks} devices, the cluster has {cluster.num_devices}")
+    if min_nodes(run) > cluster.nodes:
+        raise UnsupportedError(
+            f"tp x pp x dp x cp = {ranks} ranks cannot be shared evenly by {cluster.nodes} nodes or fewer, with "
+            f"{cluster.devices_per_node} devices each"
+        )
+
+
+def _has_command(run: Run) -> None:
+    resolve_script(run)
+    script_flags(run)
+
+
+def _schedules(run: Run) -> None:
+    choice, cut = run.schedule, run.parallelism
+    plans_offload = choice.offload != "off" or run.flags.get("pipemem-recompute", "none") != "none"
+    options = run.schedule_options
+    check_request(choice.name, choice.memory_cap, choice.costs, options, plans_offload, choice.vocab_parallel)
+    prices_of(choice.costs)
+    if choice.name == AUTO:
+        placements = searched_placements(cut.pp, options.get("placement"), options.get("chunks"))
+        _stages_hold_layers(run, placements[0].num_chunks)
+        return
+    schedule = schedule_of(run)
+    if choice.name.endswith(FILE_SUFFIX):
+        check_devices_of_file(schedule, cut.pp)
+        check_microbatches_of_file(schedule, cut.microbatches)
+    elif choice.name != STOCK:
+        validate(schedule)
+        if family(choice.name).asynchronous:
+            check_run(run, choice.name)
+    check_barriers(choice.name, schedule.vocabulary, choice.vocab_parallel)
+    check_copies(schedule.placement)
+    _stages_hold_layers(run, schedule.placement.model_stages // cut.pp)
+
+
+def _stages_hold_layers(run: Run, chunks: int) -> None:
+    stages = run.parallelism.pp * chunks
+    if run.model.layers % stages and not set(layout.FLAGS).intersection(run.flags):
+        raise UnsupportedError(
+            f"{run.model.layers} layers cannot be split evenly over {stages} stages (pp {run.parallelism.pp} x {chunks} "
+            "chunks); say how by pipeline-model-parallel-layout under the training script's flags"
+        )
+
+
+def _fits_in_memory(run: Run) -> None:
+    found = held(run)
+    if found is None:
+        return
+    there, most = run.cluster.memory_bytes, max(found.device)
+    if most > there:
+        raise UnsupportedError(
+            f"pipeline rank {found.device.index(most)} needs {most / GIB:.1f} GiB of {there / GIB:.1f} GiB; cut the model "
+            "further, recompute, or take a schedule with a lower peak"
+        )
+    if (most := max(found.host)) > found.room:
+        raise UnsupportedError(
+            f"pipeline rank {found.host.index(most)} sends {most / GIB:.1f} GiB to its host, which has {found.room / GIB:.1f} "
+            "GiB for each rank; offload less, or cut the model further"
+        )
+
+
+_CHECKS = (_divides, _fits_on_cluster, _has_command, _schedules, _fits_in_memory)

@@ -1,0 +1,228 @@
+"""What a user asks of the schedules of a run, as far as it can be judged before anything is built.
+
+The launcher asks here before it starts a run, and the run itself when it starts, so that both refuse the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.csv_format import read_schedule_file
+from megatron_pipemem.schedule.memory_cap import format_bytes, parse_cap
+from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, check_effort, searched_placements
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import check_options, family
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.windows import UPDATE_EVERY
+
+PROFILE = "profile"
+FILE_SUFFIX = ".csv"
+
+_SEARCH_OPTIONS = ("placement", "chunks", "seconds", "seed")
+
+
+def check_request(
+    schedule: str,
+    memory_cap: float | str | None,
+    costs: str,
+    options: Mapping[str, object],
+    plans_offload: bool,
+    vocab_parallel: str,
+) -> None:
+    """Whether the parts of a request go together.
+
+    Args:
+        schedule: a family, a schedule file, ``auto`` or ``stock``.
+        memory_cap: as ``parse_cap`` reads it, or ``None``.
+        costs: ``unit``, ``profile`` or a JSON file.
+        options: of the schedule.
+        plans_offload: whether offload or recomputation is to be added to what the schedule says itself.
+        vocab_parallel: ``off``, ``1``, ``2`` or ``auto``.
+
+    Raises:
+        UnknownScheduleError: no such family.
+        UnsupportedError: they do not; the message says what to change.
+    """
+    cap = None if memory_cap is None else parse_cap(memory_cap)
+    cuts = vocab_parallel != OFF
+    if schedule == STOCK:
+        _check_stock(plans_offload, cuts)
+        return
+    if cuts and plans_offload:
+        raise UnsupportedError(
+            "offload and recomputation are not planned together with vocabulary passes; pass --pipemem-vocab-parallel off, or "
+            "--pipemem-offload off and --pipemem-recompute none with Megatron's own --recompute-* flags"
+        )
+    if cap is not None and cap.in_bytes and schedule != AUTO and not plans_offload:
+        raise UnsupportedError(
+            f"a memory cap in bytes ({format_bytes(cap.amount)}) needs --pipemem-schedule auto, which fits a schedule to it, "
+            f"or --pipemem-offload; {schedule!r} is what it is, so give the cap in activation units (1.0 is what 1F1B's "
+            "first rank holds)"
+        )
+    if schedule == AUTO:
+        check_search_options(options)
+    elif schedule.endswith(FILE_SUFFIX):
+        if options:
+            raise UnsupportedError(
+                f"a schedule file has no options; drop --pipemem-option {next(iter(options))}={next(iter(options.values()))}"
+            )
+    else:
+        chosen = family(schedule)
+        check_runs(schedule, chosen.simulated_only)
+        check_options(schedule, options)
+        if chosen.asynchronous:
+            _check_asynchronous(schedule, costs, options, plans_offload, cuts)
+
+
+def check_search_options(options: Mapping[str, object]) -> None:
+    """Raises:
+    UnsupportedError: ``auto`` has no such option, or not with that value.
+    """
+    unknown = sorted(set(options) - set(_SEARCH_OPTIONS))
+    if unknown:
+        raise UnsupportedError(
+            f"schedule 'auto' has no option {unknown[0]!r}; its options: {', '.join(_SEARCH_OPTIONS)}"
+        )
+    searched_placements(1, options.get("placement"), options.get("chunks"))
+    check_effort(options.get("seconds", 0), seed=options.get("seed", 0))
+
+
+def check_runs(name: str, reason: str) -> None:
+    """Raises:
+    UnsupportedError: there is a reason why the schedule of that name can be simulated only.
+    """
+    if reason:
+        raise UnsupportedError(
+            f"schedule {name} can be simulated and drawn but not run, because {reason}; pick one that `pipemem schedules` "
+            "does not mark as simulated only"
+        )
+
+
+def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
+    """Whether a schedule that has vocabulary passes has those that are asked for.
+
+    Args:
+        name: of the schedule.
+        barriers: of its passes; 0 when it has none, so that any can be added.
+        vocab_parallel: see ``check_request``.
+
+    Raises:
+        UnsupportedError: others are asked for, or none.
+    """
+    if barriers and vocab_parallel not in (AUTO, str(_algorithm(barriers))):
+        raise UnsupportedError(
+            f"{name} is a schedule for a vocabulary cut over the pipeline; pass --pipemem-vocab-parallel "
+            f"{_algorithm(barriers)}, not {vocab_parallel}"
+        )
+
+
+def check_copies(placement: Placement) -> None:
+    """Raises:
+    UnsupportedError: there are copies of the model elsewhere than Megatron can build them.
+    """
+    if placement.replicas == 1:
+        return
+    if placement.name != "bidirectional":
+        raise UnsupportedError(
+            f"{placement.replicas} copies of the model run in opposite directions only, stage r and stage p-1-r on device r; "
+            "this placement has them elsewhere"
+        )
+    if placement.num_devices == 1:
+        raise UnsupportedError(
+            "two copies of the model need at least two pipeline ranks; pass --pipeline-model-parallel-size 2 or more, or "
+            "another schedule"
+        )
+
+
+def prices_of(costs: str) -> tuple[Costs, str]:
+    """The costs that a run begins with, and where they are from.
+
+    Raises:
+        CostsError: a file that cannot be read.
+    """
+    return (Costs(), "unit") if costs in ("unit", PROFILE) else (Costs.from_json(costs), "file")
+
+
+def schedule_of_file(path: str, memory_cap: float | None) -> Schedule:
+    """The schedule of a file, proved.
+
+    Args:
+        path: of a file as ``Schedule.to_csv`` writes it.
+        memory_cap: in activation units, or ``None``.
+
+    Raises:
+        ScheduleFormatError: the file cannot be read as a schedule.
+        UnsupportedError: it is one that can be simulated only.
+        ScheduleError: it is wrong or above the cap.
+    """
+    schedule = Schedule.from_csv(read_schedule_file(path), name=Path(path).name)
+    check_runs(path, schedule.simulated_only)
+    validate(schedule, memory_cap=memory_cap)
+    return schedule
+
+
+def check_devices_of_file(schedule: Schedule, num_devices: int) -> None:
+    """Raises:
+    UnsupportedError: a file's schedule is for another number of devices.
+    """
+    if num_devices != schedule.num_devices:
+        raise UnsupportedError(
+            f"{schedule.name} schedules {schedule.num_devices} devices but the pipeline has {num_devices} ranks; pass "
+            f"--pipeline-model-parallel-size {schedule.num_devices}, or a file for {num_devices} devices"
+        )
+
+
+def check_microbatches_of_file(schedule: Schedule, num_microbatches: int) -> None:
+    """Raises:
+    UnsupportedError: a file's schedule is for another number of microbatches.
+    """
+    own = schedule.num_microbatches
+    if num_microbatches != own:
+        raise UnsupportedError(
+            f"{schedule.name} schedules {own} microbatches but this step has {num_microbatches}; choose "
+            f"--global-batch-size = micro-batch size x data-parallel size x {own} without ramp-up, or give a file for "
+            f"{num_microbatches} microbatches"
+        )
+
+
+def _check_stock(plans_offload: bool, cuts: bool) -> None:
+    if plans_offload:
+        raise UnsupportedError(
+            "Megatron's own schedule has no place for offload or recomputation of ours; name another one, for example "
+            "--pipemem-schedule 1f1b, or use Megatron's own flags"
+        )
+    if cuts:
+        raise UnsupportedError(
+            "Megatron's own schedules have no passes for a cut vocabulary; take a schedule of this package, or pass "
+            "--pipemem-vocab-parallel off"
+        )
+
+
+def _check_asynchronous(
+    schedule: str, costs: str, options: Mapping[str, object], plans_offload: bool, cuts: bool
+) -> None:
+    """Refuses what plans a step as one that ends empty, and an option that the training loop decides."""
+    for asked, off in (
+        (plans_offload, "--pipemem-offload off and --pipemem-recompute none"),
+        (cuts, "--pipemem-vocab-parallel off"),
+        (costs == PROFILE, "--pipemem-costs unit or a file"),
+    ):
+        if asked:
+            raise UnsupportedError(
+                f"schedule {schedule!r} leaves microbatches in flight between steps, which offload, recomputation, "
+                f"vocabulary parallelism and profiles do not know; pass {off}"
+            )
+    if UPDATE_EVERY in options:
+        raise UnsupportedError(
+            f"{UPDATE_EVERY} of schedule {schedule!r} is the number of microbatches of a step here; drop the option and "
+            "choose --global-batch-size"
+        )
+
+
+def _algorithm(barriers: int) -> int:
+    return next(algorithm for algorithm, count in BARRIERS_OF_ALGORITHM.items() if count == barriers)
