@@ -192,6 +192,8 @@ def _offloaded(
         check_size(devices, microbatches)
         seconds = settings.pop("seconds", 20.0)
         recompute = settings.pop("recompute", False)
+        if not isinstance(recompute, bool):
+            raise UnsupportedError(f"-o recompute={recompute}: take true or false")
         placements = _placements(devices, settings)
         if settings:
             raise UnsupportedError(

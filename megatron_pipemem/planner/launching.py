@@ -241,11 +241,10 @@ def _defaults(run: Run) -> Flags:
         "eval-interval": 1000,
         "lr": 1e-4,
     }
-    return flags | (_CPU if run.on_cpu else {})
+    return flags | (CPU_FLAGS if run.on_cpu else {})
 
 
-# What the training script needs to run without CUDA, Transformer Engine and Apex.
-_CPU: Flags = {
+CPU_FLAGS: Flags = {
     "distributed-backend": "gloo",
     "transformer-impl": "local",
     "num-workers": 0,
@@ -257,6 +256,7 @@ _CPU: Flags = {
     "no-bias-swiglu-fusion": True,
     "no-rope-fusion": True,
 }
+"""What the training script needs to run without CUDA, Transformer Engine and Apex."""
 
 
 def _rendezvous(run: Run, nodes: Nodes) -> list[str]:
