@@ -67,12 +67,12 @@ def grid(
                 raise UnsupportedError(
                     f"{store.folder} holds a grid already; --resume goes on with it, or choose another --output"
                 )
-            store.check_same(points)
+            store.resume(points)
         else:
             store.create(grid_file, points)
-        for point in points:
-            if point.reason is not None:
-                progress.print(f"{point.name}: not started, {point.reason}", soft_wrap=True, markup=False)
+        for result in store.results():
+            if result is not None and result.status == "infeasible":
+                progress.print(f"{label(result.settings)}: not started, {result.reason}", soft_wrap=True, markup=False)
         missing = _train(store, launcher, max_parallel, sbatch or (), progress)
     for index in missing:
         report_note(

@@ -108,11 +108,9 @@ def script_flags(run: Run) -> list[str]:
         fixed |= {name: (key, value) for name, value in flags.items()}
     for name in run.flags:
         if name.startswith("-"):
-            raise ConfigError("is written without dashes in front", key=f"megatron.{name}")
+            raise ConfigError("is written without dashes in front", key=name)
         if name in fixed:
-            raise ConfigError(
-                f"is set by the run's key {fixed[name][0]!r} already; change it there", key=f"megatron.{name}"
-            )
+            raise ConfigError(f"is set by the run's key {fixed[name][0]!r} already; change it there", key=name)
     flags = {name: value for name, (_, value) in fixed.items()}
     return words({**flags, **_defaults(run), **run.flags})
 

@@ -97,6 +97,29 @@ def override(raw: dict[str, Any], key: str, value: Any) -> None:
     here[last] = value
 
 
+def check_key(kind: type, key: str, user: str = "", file: Path | None = None) -> None:
+    """Whether files of a kind can have a dotted key; below a mapping that takes any key, everything goes.
+
+    Args:
+        kind: a dataclass.
+        key: as for ``override``.
+        user: what stands before the key in ``file``, with a dot behind it.
+        file: where the key is from.
+
+    Raises:
+        ConfigError: they cannot; it names the file and the key as it is there.
+    """
+    here: Any = kind
+    for part in key.split("."):
+        if get_origin(here) is dict:
+            return
+        known = [field.name for field in fields(here) if field.init] if is_dataclass(here) else []
+        if part != BASE and part not in known:
+            raise ConfigError(f"unknown key; {nearest(part, known)}", key=f"{user}{key}", file=file)
+        hint = str if part == BASE else get_type_hints(here)[part]
+        here = _dataclass_in(hint) or hint
+
+
 def names(kind: type[Configured]) -> list[str]:
     """The configurations of a kind that ship with the package."""
     return sorted(path.stem for path in (SHIPPED / kind.config_folder).glob("*.yaml"))
@@ -157,6 +180,7 @@ def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[
             continue
         if key not in hints:
             raise ConfigError(f"unknown key; {nearest(key, [*hints, BASE])}", key=f"{prefix}{key}", file=file)
+        _check_container(hints[key], value, f"{prefix}{key}", file)
         inner = _dataclass_in(hints[key])
         if inner is not None and value is not None:
             if isinstance(value, str) or (isinstance(value, Mapping) and BASE in value):
@@ -166,6 +190,15 @@ def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[
             value = OmegaConf.to_container(OmegaConf.merge(resolved[key], value), resolve=False)
         resolved[key] = value
     return resolved
+
+
+def _check_container(hint: Any, value: Any, key: str, file: Path | None) -> None:
+    """Refuse a list for a mapping and the reverse, for which OmegaConf has no error that names the key."""
+    wanted = get_origin(hint)
+    if wanted is dict and isinstance(value, (list, tuple)):
+        raise ConfigError(f"is {value!r}; give a mapping of keys to values", key=key, file=file)
+    if wanted in (list, tuple) and isinstance(value, Mapping):
+        raise ConfigError(f"is {value!r}; give a list of values", key=key, file=file)
 
 
 def _resolve_base(base: Any, kind: type, file: Path | None, key: str, trail: tuple[Path, ...]) -> dict[str, Any]:

@@ -67,6 +67,17 @@ def test_imports_point_one_way(part, may_import):
             assert parts <= may_import, source
 
 
+def test_setup_installs_what_the_command_line_imports():
+    """All but torch, which comes with an extra, and without which most commands work."""
+    setup = ast.parse((PACKAGE.parent / "setup.py").read_text(encoding="utf-8"))
+    required = next(k.value for k in ast.walk(setup) if isinstance(k, ast.keyword) and k.arg == "install_requires")
+    installed = {requirement.split(">=")[0] for requirement in ast.literal_eval(required)}
+    parts = ("cli", "planner", "report", "schedule")
+    names = {name.split(".")[0] for source in SOURCES if part_of(source) in parts for name in imported(source)}
+    others = names - set(sys.stdlib_module_names) - {"megatron_pipemem", "torch"}
+    assert {{"yaml": "pyyaml"}.get(name, name) for name in others} == installed
+
+
 def test_schedule_needs_no_third_party_module():
     """Every module of ``schedule/`` imports where torch, megatron and numpy cannot be; one of the search's needs numpy."""
     code = """

@@ -16,11 +16,13 @@ from typer.testing import CliRunner
 
 from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.planner import runs
 from megatron_pipemem.planner.feasibility import feasible
-from megatron_pipemem.planner.launching import Nodes, command, model_flags, script_flags, words
+from megatron_pipemem.planner.launching import Nodes, command, min_nodes, model_flags, script_flags, words
 from megatron_pipemem.planner.loading import load, names
 from megatron_pipemem.planner.model import Model
 from megatron_pipemem.planner.runs import Run
+from megatron_pipemem.schedule.registry import build_schedule
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "runs" / "tiny-cpu.yaml"
@@ -197,6 +199,11 @@ def test_nodes_have_given_ranks():
         (["--set", "schedule.offload=some"], "schedule.offload"),
         (["--set", "schedul.name=x"], "did you mean 'schedule'"),
         (["--set", "script=nowhere.py"], "nowhere.py"),
+        (["--set", "parallelism.chunks=-1"], "parallelism.chunks: is -1"),
+        (["--set", "schedule.options=[1]"], "schedule.options: is [1]; give a mapping"),
+        (["--set", "megatron=[1]"], "key megatron: is [1]; give a mapping"),
+        (["--set", "schedule.recompute_modules={a: 1}"], "give a list"),
+        (["--set", "megatron.--lr=1"], "key --lr: is written without dashes"),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_line(arguments, reason):
@@ -204,6 +211,88 @@ def test_what_cannot_work_is_refused_in_a_line(arguments, reason):
     assert result.exit_code == 2 and result.stdout == ""
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ") and reason in line
+
+
+ASYNCHRONOUS = ("schedule.name=pipedream", "model.tied=false")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (["schedule.name=nowhere.csv"], "cannot read nowhere.csv: No such file"),
+        (["schedule.costs=nowhere.json"], "cannot read costs from nowhere.json"),
+        (["schedule.memory_cap=6GiB"], "needs --pipemem-schedule auto"),
+        (["schedule.name=auto", "schedule.memory_cap=abc"], "memory cap 'abc'"),
+        (["schedule.name=auto", "schedule.options={foo: 1}"], "no option 'foo'"),
+        (["schedule.name=auto", "schedule.options={chunks: 3}"], "8 layers cannot be split evenly over 12 stages"),
+        (["schedule.name=stock", "schedule.vocab_parallel=2"], "no passes for a cut vocabulary"),
+        (["schedule.name=stock", "schedule.offload=full"], "no place for offload"),
+        (["schedule.name=gems", "parallelism.pp=1"], "at least two pipeline ranks"),
+        (["schedule.recompute=selective", "schedule.recompute_modules=[activation]"], "cannot recompute an FFN's"),
+        (["schedule.name=zb-auto", "schedule.options={costs: 1}"], "costs is no option"),
+        (
+            ["schedule.offload=full", "megatron.pipemem-recompute=full", "schedule.vocab_parallel=1"],
+            "not planned together",
+        ),
+        ([*ASYNCHRONOUS, "schedule.offload=full"], "--pipemem-offload off"),
+        ([*ASYNCHRONOUS, "megatron.clip-grad=1.0"], "--clip-grad 0"),
+        ([*ASYNCHRONOUS, "megatron.clip-grad=null"], "--clip-grad 0"),
+        ([*ASYNCHRONOUS, "precision=fp16"], "loss scaling"),
+        ([*ASYNCHRONOUS, "model.tied=true"], "cannot tie"),
+        (
+            ["schedule.name=pipedream-2bw", "megatron.use_distributed_optimizer=true"],
+            "drop --use-distributed-optimizer",
+        ),
+        (["schedule.name=pipedream-2bw", "parallelism.global_batch=3"], "at least as many microbatches"),
+        (["schedule.name=pipedream-2bw", "schedule.options={update_every: 4}"], "choose --global-batch-size"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused_before_it_starts(changes, reason):
+    assert reason in feasible(tiny(*changes))
+
+
+def test_a_schedule_file_has_to_fit_the_run(tmp_path):
+    file = tmp_path / "mine.csv"
+    for name, changes, reason in (
+        ("v-half", (), None),
+        ("v-half", ("parallelism.pp=2",), "schedules 4 devices but the pipeline has 2 ranks"),
+        ("v-half", ("parallelism.global_batch=12",), "8 microbatches but this step has 12"),
+        ("v-half", ("parallelism.chunks=2",), "a schedule file has no options"),
+        ("v-half", ("schedule.memory_cap=0.5",), "cap"),
+        ("seq1f1b", (), "can be simulated and drawn but not run"),
+    ):
+        file.write_text(build_schedule(name, num_devices=4, num_microbatches=8).to_csv())
+        found = feasible(tiny(f"schedule.name={file}", *changes))
+        assert found is None if reason is None else reason in found
+    file.write_bytes(b"\xff\xfe")
+    assert "not UTF-8 text" in feasible(tiny(f"schedule.name={file}"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ASYNCHRONOUS,
+        ("schedule.name=pipedream-2bw", "megatron.clip-grad=1.0"),
+        ("schedule.name=gems",),
+        ("schedule.name=stock", "parallelism.chunks=2"),
+        ("schedule.name=auto", "schedule.memory_cap=6GiB", "schedule.options={seconds: 1}"),
+        ("schedule.name=1f1b", "schedule.offload=full", "schedule.memory_cap=0.6"),
+        ("schedule.recompute=selective", "schedule.recompute_modules=[mlp]"),
+    ],
+)
+def test_what_a_run_takes_is_not_refused(changes):
+    assert feasible(tiny(*changes)) is None
+
+
+def test_an_installed_package_asks_for_the_training_script(monkeypatch):
+    monkeypatch.setattr(runs, "__file__", "/python/site-packages/megatron_pipemem/planner/runs.py")
+    assert "key script: names no training script" in feasible(tiny())
+    assert feasible(tiny(f"script={ROOT / 'scripts' / 'pretrain_gpt.py'}")) is None
+
+
+def test_ranks_share_the_fewest_nodes_evenly():
+    run = tiny("cluster.devices_per_node=4", "cluster.nodes=4", "parallelism={tp: 1, pp: 3, dp: 3, global_batch: 9}")
+    assert min_nodes(run) == 3
 
 
 def test_printed_commands_are_what_a_shell_runs():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -19,9 +22,9 @@ from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.planner.grid import slurm
 from megatron_pipemem.planner.grid.config import flat, label, load_points
-from megatron_pipemem.planner.grid.local import LocalRunner
+from megatron_pipemem.planner.grid.local import LocalRunner, _end_left_over
 from megatron_pipemem.planner.grid.results import Result, collect, read_result, step_seconds, write_result
-from megatron_pipemem.planner.grid.store import Store, store_of_point
+from megatron_pipemem.planner.grid.store import Store, store_of_point, try_lock
 from megatron_pipemem.planner.launching import Command
 
 ROOT = Path(__file__).parents[2]
@@ -124,20 +127,116 @@ def test_infeasible_points_say_why(write_grid):
             points=[
                 {"parallelism.pp": 3},
                 {"parallelism.dp": 64, "parallelism.global_batch": 64},
-                {"schedule.name": "gis"},
+                {"schedule.name": "seq1f1b"},
                 {"parallelism.tp": "many"},
                 {"schedule.memory_cap": 0.55},
             ]
         )
     )
     reasons = [point.reason for point in points]
-    assert "8 layers" in reasons[0] and "256 devices, the cluster has 8" in reasons[1]
-    assert reasons[2] is not None and "parallelism.tp" in reasons[3] and reasons[4] is None or "cap" in reasons[4]
+    assert "8 layers" in reasons[0]
+    assert "256 devices, the cluster has 8" in reasons[1]
+    assert "can be simulated and drawn but not run" in reasons[2]
+    assert "parallelism.tp" in reasons[3]
+    assert "cap" in reasons[4]
+
+
+BAD = [
+    {"megatron.num-layers": 4},
+    {"model.activation": "geglu"},
+    {"script": "nowhere.py"},
+    {"schedule.name": "nowhere.csv"},
+    {"megatron": [1]},
+    {"parallelism": {"pp": 9, "dp": 1}, "cluster": {"nodes": 2, "devices_per_node": 8}, "model.layers": 18},
+]
+
+
+def test_points_that_cannot_start_are_infeasible_and_do_not_stop_the_others(write_grid, tmp_path):
+    good = [{"schedule.name": "v-half"}, {"schedule.name": "v-min"}]
+    points = load_points(write_grid(points=[good[0], *BAD, good[1]]))
+    assert points[0].reason is None and points[-1].reason is None
+    told = [
+        "num-layers",
+        "geglu",
+        "nowhere.py",
+        "nowhere.csv",
+        "megatron",
+        "9 ranks cannot be shared evenly by 2 nodes",
+    ]
+    for point, words in zip(points[1:-1], told, strict=True):
+        assert words in point.reason
+    made = Store(tmp_path / "grid")
+    made.create(tmp_path / "grid.yaml", points)
+    LocalRunner(made, lambda *_: None, training).train(made.open_points(), 1)
+    assert [result.status for result in made.results()] == ["done", *["infeasible"] * len(BAD), "done"]
+
+
+def test_a_point_that_cannot_be_started_here_fails_alone(store, write_grid, tmp_path):
+    def command_of(store: Store, index: int) -> Command:
+        if index == 0:
+            raise ConfigError("cannot be written as a command", key="script")
+        return training(store, index)
+
+    events = []
+    LocalRunner(store, lambda index, result: events.append((index, result and result.status)), command_of).train(
+        [0, 2], 1
+    )
+    failed, _, done, *_ = store.results()
+    assert (failed.status, failed.reason) == ("failed", "key script: cannot be written as a command")
+    assert done.status == "done" and (0, "failed") in events
+    large = Store(tmp_path / "large")
+    large.create(tmp_path / "grid.yaml", load_points(write_grid(set={"cluster": {"nodes": 2, "devices_per_node": 2}})))
+    LocalRunner(large, lambda *_: None).train([0], 1)
+    assert "2 nodes; --launcher slurm starts it" in large.results()[0].reason
+
+
+def test_filters_read_values_as_runs_do(write_grid):
+    product = {"schedule.vocab_parallel": [1, 2], "schedule.memory_cap": [1.5, 2], "megatron.lr": [0.1, 0.2]}
+
+    def kept(**filters) -> set:
+        found = load_points(write_grid(product=product, **filters))
+        return {tuple(point.settings.values()) for point in found}
+
+    everything = kept()
+    assert len(everything) == 8
+    assert kept(exclude=[{"schedule.vocab_parallel": 2}]) == {each for each in everything if each[0] == 1}
+    assert kept(only=[{"schedule.memory_cap": [1.5]}]) == {each for each in everything if each[1] == 1.5}
+    assert kept(exclude=[{"schedule.offload": "off", "megatron.lr": 0.1}]) == {
+        each for each in everything if each[2] == 0.2
+    }
+    assert kept(only=[{"model": "tiny-gpt"}]) == everything
+    for pattern, reason in (
+        ({"megatron.rl": 0.1}, r"exclude\.megatron\.rl: is set by no point"),
+        ({"schedule.vocab_parallel": 7}, "no point can have 7: .*give off, 1, 2 or auto"),
+        ({"parallelism.pp": "four"}, "no point can have 'four'"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            kept(exclude=[pattern])
+
+
+@pytest.mark.parametrize(
+    ("keys", "place"),
+    [
+        ({"set": {"training.iteration": 4}}, "set.training.iteration"),
+        ({"set": {"training": {"iteration": 4}}}, "set.training.iteration"),
+        ({"product": {"training.iteration": [4]}}, "product.training.iteration"),
+        ({"points": [{"schedule.name": "stock"}, {"training.iteration": 4}]}, "points.training.iteration"),
+        ({"only": [{"training.iteration": 4}]}, "only.training.iteration"),
+    ],
+)
+def test_a_wrong_key_is_the_grids_mistake(write_grid, keys, place):
+    file = write_grid(**keys)
+    with pytest.raises(ConfigError, match="did you mean 'iterations'") as caught:
+        load_points(file)
+    assert (caught.value.file, caught.value.key) == (str(file), place)
+    with pytest.raises(ConfigError, match="did you mean 'schedule'"):
+        load_points(write_grid(), ["schedul.name=x"])
 
 
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
+        ({"set": {"parallelism.tp": "many"}}, "no point is a run: .*parallelism.tp"),
         ({"product": {"schedule.name": "stock"}}, "product.schedule.name"),
         ({"product": {"schedule.name": []}}, "give a list of values"),
         ({"points": ["v-half"]}, "mappings of keys"),
@@ -289,14 +388,60 @@ def test_two_grids_do_not_share_a_folder(store):
 
 
 def test_the_folder_of_another_grid_is_refused(store, write_grid):
-    store.check_same(
-        load_points(write_grid(product={"schedule.name": ["stock", "1f1b", "v-half", "1f1b-v", "no-such"]}))
-    )
-    with pytest.raises(UnsupportedError, match="other points"):
-        store.check_same(load_points(write_grid(product={"schedule.name": ["stock"]})))
+    product = {"schedule.name": ["stock", "1f1b", "v-half", "1f1b-v", "no-such"]}
+    store.resume(load_points(write_grid(product=product)))
+    for keys, overrides, reason in (
+        ({"product": {"schedule.name": ["stock"]}}, (), "5 points, not 1"),
+        (
+            {"product": {"schedule.name": ["stock", "1f1b", "v-min", "1f1b-v", "no-such"]}},
+            (),
+            "name=v-half, schedule.name is 'v-half', and now is 'v-min'",
+        ),
+        ({"product": product, "set": {"training.iterations": 3}}, (), "iterations is the run's own, and now is 3"),
+        ({"product": product}, ("megatron.lr=0.5",), "megatron.lr is the run's own, and now is 0.5"),
+    ):
+        with pytest.raises(UnsupportedError, match=reason):
+            store.resume(load_points(write_grid(**keys), overrides))
     with pytest.raises(ConfigError, match="no folder of a grid's point"):
         store_of_point(store.folder)
     assert store_of_point(store.place(3))[1] == 3
+
+
+def test_infeasible_points_are_judged_again(write_grid, tmp_path):
+    script = tmp_path / "train.py"
+    points = [{"script": str(script)}, {"schedule.name": "no-such"}]
+    made = Store(tmp_path / "grid")
+    made.create(tmp_path / "grid.yaml", load_points(write_grid(points=points)))
+    assert made.open_points() == []
+    script.write_text("")
+    made.resume(load_points(write_grid(points=points)))
+    assert made.open_points() == [0] and made.run(0).script == str(script)
+    assert made.results()[1].status == "infeasible"
+
+
+def test_an_interrupt_starts_nothing_more(store):
+    def interrupted(store: Store, index: int) -> Command:
+        runner._stopping.set()
+        return training(store, index)
+
+    runner = LocalRunner(store, lambda *_: None, interrupted)
+    runner.train([0], 1)
+    assert starts(store, 0) == [] and store.results()[0] is None
+
+
+def test_a_left_over_that_ends_by_itself_is_no_error(store):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    file = store.place(0) / ".running"
+    with file.open("w") as held, file.open("r") as lock:
+        assert try_lock(held)
+        held.write(json.dumps({"pid": gone.pid, "host": platform.node()}))
+        held.flush()
+        ends = threading.Timer(0.2, lambda: fcntl.flock(held, fcntl.LOCK_UN))
+        ends.start()
+        _end_left_over(lock, store.place(0))
+        ends.join()
+        assert not try_lock(held), "it has taken the lock over"
 
 
 def fake_slurm(tmp_path, monkeypatch, queue: str = "") -> Path:
@@ -318,7 +463,9 @@ def test_an_array_job_for_every_number_of_nodes(tmp_path, write_grid, monkeypatc
     store.create(tmp_path / "grid.yaml", load_points(write_grid(points=cuts, set=common)))
     script = ROOT / "scripts" / "slurm" / "grid.sbatch"
     assert slurm.queued(store) == set(), "nothing was submitted yet"
+    store.fail(1, "the last time")
     assert slurm.submit(store, [0, 1, 2], 5, script, ["--partition=big"]) == ["41", "41"]
+    assert store.results()[1] is None, "should the job be cancelled, nobody takes the last failure for its own"
     two, one = called.read_text().splitlines()
     assert "--array=0,2%5 --nodes=2 --gpus-per-node=2" in two and "--array=1%5 --nodes=1 --gpus-per-node=2" in one
     assert two.endswith(f"--partition=big {script} {store.folder}")

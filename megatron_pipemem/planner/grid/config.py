@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner.feasibility import feasible
-from megatron_pipemem.planner.loading import load, locate, nearest, override, parse_override, read_raw, typed
+from megatron_pipemem.planner.loading import check_key, load, locate, override, parse_override, read_raw, typed
 from megatron_pipemem.planner.runs import Run
 
 Settings = dict[str, Any]
@@ -86,10 +86,6 @@ class Point:
     run: Run | None
     reason: str | None
 
-    @property
-    def name(self) -> str:
-        return label(self.settings)
-
 
 def label(settings: Settings) -> str:
     """Settings on one line: ``pp=4, name=v-half``."""
@@ -104,20 +100,29 @@ def load_points(path: str | Path, overrides: Sequence[str] = ()) -> list[Point]:
         overrides: ``key=value`` for the runs of all points, as under ``set``.
 
     Raises:
-        ConfigError: the file, or the run it starts from, is wrong; or a filter asks for a key that runs do not have.
+        ConfigError: the file, or the run it starts from, is wrong; it names a key that runs do not have; no point is a run;
+            or a filter asks for what no point has.
     """
     grid = load(path, Grid)
     grid_file = locate(str(path), Grid)
-    base = locate(grid.run, Run, user=grid_file, key="run")
-    raw = read_raw(base)
-    common = flat(grid.set) | dict(map(parse_override, overrides))
+    base = _Base(locate(grid.run, Run, user=grid_file, key="run"))
+    given = dict(map(parse_override, overrides))
+    _check_keys(grid, given, grid_file)
+    common = flat(grid.set) | given
     rows = [dict(zip(grid.product, values, strict=True)) for values in itertools.product(*grid.product.values())]
+    settings = [flat({**entry, **row}) for entry, row in itertools.product(grid.points or [{}], rows)]
+    changes = [common | each for each in settings]
+    runs = [base.run(each) for each in changes]
+    able = [run for run in runs if isinstance(run, Run)]
+    if not able:
+        raise ConfigError(f"no point is a run: {runs[0]}", file=grid_file)
+    kept = _filter(grid, grid_file, base, changes, able)
     points: list[Point] = []
-    for entry, row in itertools.product(grid.points or [{}], rows):
-        settings = flat({**entry, **row})
-        point = _point(len(points), settings, common | settings, raw, base)
-        if point.run is None or _kept(point.run, grid, grid_file):
-            points.append(point)
+    for own, everything, run in zip(settings, changes, runs, strict=True):
+        if isinstance(run, ConfigError):
+            points.append(Point(len(points), own, everything, base.file, None, str(run)))
+        elif kept(run):
+            points.append(Point(len(points), own, everything, base.file, run, feasible(run)))
     if not points:
         raise ConfigError("its filters leave no point", file=grid_file)
     return points
@@ -137,35 +142,85 @@ def placed(point: Point, folder: Path) -> Point:
     return point if point.run is None else replace(point, run=replace(point.run, output=str(folder)))
 
 
-def _point(index: int, settings: Settings, changes: Settings, raw: Mapping[str, Any], base: Path) -> Point:
-    changed = copy.deepcopy(dict(raw))
-    for key, value in changes.items():
-        override(changed, key, value)
-    try:
-        run = typed(changed, Run, base)
-    except ConfigError as error:
-        return Point(index, settings, changes, base, None, str(error))
-    return Point(index, settings, changes, base, run, feasible(run))
+class _Base:
+    """The run that all points start from.
+
+    Args:
+        file: of it.
+    """
+
+    def __init__(self, file: Path):
+        self.file = file
+        self._raw = read_raw(file)
+
+    def run(self, changes: Mapping[str, Any]) -> Run | ConfigError:
+        """The run with these changes, or why it is none."""
+        changed = copy.deepcopy(self._raw)
+        for key, value in changes.items():
+            override(changed, key, value)
+        try:
+            return typed(changed, Run, self.file)
+        except ConfigError as error:
+            return error
 
 
-def _kept(run: Run, grid: Grid, file: Path) -> bool:
-    def matches(pattern: Mapping[str, Any], key: str) -> bool:
-        wanted = flat(pattern).items()
-        return all(_value(run, name, key, file) in (v if isinstance(v, list) else [v]) for name, v in wanted)
+def _check_keys(grid: Grid, overrides: Mapping[str, Any], file: Path) -> None:
+    """A key that runs do not have is a mistake in the grid, not in its points."""
+    for key in overrides:
+        check_key(Run, key)
+    for user, keys in (
+        ("set", flat(grid.set)),
+        ("product", grid.product),
+        *(("points", flat(entry)) for entry in grid.points),
+        *(("only", flat(pattern)) for pattern in grid.only),
+        *(("exclude", flat(pattern)) for pattern in grid.exclude),
+    ):
+        for key in keys:
+            check_key(Run, key, f"{user}.", file)
 
-    kept = not grid.only or any([matches(pattern, "only") for pattern in grid.only])
-    return kept and not any([matches(pattern, "exclude") for pattern in grid.exclude])
+
+def _filter(
+    grid: Grid, file: Path, base: _Base, changes: Sequence[Settings], runs: Sequence[Run]
+) -> Callable[[Run], bool]:
+    """Whether a run passes the grid's filters. Their values are read as a point's would be: ``2`` may be text in a run."""
+
+    def normal(name: str, value: Any, key: str) -> Any:
+        reason = None
+        for each in changes:  # a value need not go with every point
+            run = base.run(each | {name: value})
+            if isinstance(run, Run):
+                return _value(run, name)
+            reason = reason or run
+        raise ConfigError(f"no point can have {value!r}: {reason}", key=f"{key}.{name}", file=file)
+
+    def read(pattern: Mapping[str, Any], key: str) -> dict[str, list[Any]]:
+        wanted = flat(pattern)
+        for name in wanted:
+            if all(_value(run, name, _ABSENT) is _ABSENT for run in runs):
+                raise ConfigError("is set by no point, so that it can tell none apart", key=f"{key}.{name}", file=file)
+        return {
+            name: [normal(name, value, key) for value in (values if isinstance(values, list) else [values])]
+            for name, values in wanted.items()
+        }
+
+    def matches(run: Run, pattern: Mapping[str, list[Any]]) -> bool:
+        return all(_value(run, name) in values for name, values in pattern.items())
+
+    only, exclude = ([read(each, key) for each in getattr(grid, key)] for key in ("only", "exclude"))
+
+    def passes(run: Run) -> bool:
+        wanted = not only or any(matches(run, pattern) for pattern in only)
+        return wanted and not any(matches(run, pattern) for pattern in exclude)
+
+    return passes
 
 
-def _value(run: Run, name: str, key: str, file: Path) -> Any:
-    """A run's value of a dotted key; ``None`` for a flag it does not set."""
+def _value(run: Run, name: str, absent: Any = None) -> Any:
+    """A run's value of a dotted key; ``absent`` for a flag it does not set."""
     here: Any = run
     for part in name.split("."):
-        if is_dataclass(here):
-            known = [each.name for each in fields(here)]
-            if part not in known:
-                raise ConfigError(f"runs have no key {name!r}; {nearest(part, known)}", key=key, file=file)
-            here = getattr(here, part)
-        else:
-            here = here.get(part) if isinstance(here, Mapping) else None
+        here = here.get(part, absent) if isinstance(here, Mapping) else getattr(here, part, absent)
     return here
+
+
+_ABSENT = object()

@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.planner.grid.results import Result
 from megatron_pipemem.planner.grid.store import Store, try_lock
-from megatron_pipemem.planner.launching import Command, command
+from megatron_pipemem.planner.launching import Command, command, min_nodes
 
 _PATIENCE_SECONDS = 60.0
 
@@ -37,7 +38,7 @@ class LocalRunner:
     def __init__(self, store: Store, on_event: Event, command_of: Callable[[Store, int], Command] | None = None):
         self._store = store
         self._on_event = on_event
-        self._command_of = command_of or (lambda store, index: command(store.run(index)))
+        self._command_of = command_of or _on_this_node
         self._stopping = threading.Event()
         self._running: set[subprocess.Popen[bytes]] = set()
         self._guard = threading.Lock()
@@ -59,19 +60,31 @@ class LocalRunner:
     def _train(self, index: int) -> None:
         if self._stopping.is_set():
             return
+        try:
+            result = self._result(index)
+        except PipememError as error:  # of this point alone
+            result = self._store.fail(index, str(error))
+        if result is not None:
+            self._on_event(index, result)
+
+    def _result(self, index: int) -> Result | None:
+        """``None`` when all is being ended."""
         place = self._store.place(index)
         with (place / ".running").open("a+", encoding="utf-8") as lock:
             if not try_lock(lock):
                 _end_left_over(lock, place)
             self._on_event(index, None)
+            self._store.begin(index)
             code = self._wait(self._command_of(self._store, index), self._store.log(index), lock)
-        if not self._stopping.is_set():
-            self._on_event(index, self._store.finish(index, code))
+        return None if self._stopping.is_set() else self._store.finish(index, code)
 
-    def _wait(self, started: Command, log: Path, lock: IO[str]) -> int:
-        """The exit code. The child inherits the lock and keeps it should this process be killed."""
+    def _wait(self, started: Command, log: Path, lock: IO[str]) -> int | None:
+        """The exit code, or ``None`` when all is being ended and it was not started. The child inherits the lock and keeps it
+        should this process be killed."""
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **started.environment}
         with log.open("ab") as output, self._guard:
+            if self._stopping.is_set():
+                return None
             process = subprocess.Popen(
                 started.words,
                 stdin=subprocess.DEVNULL,
@@ -91,6 +104,13 @@ class LocalRunner:
         return code
 
 
+def _on_this_node(store: Store, index: int) -> Command:
+    run = store.run(index)
+    if (nodes := min_nodes(run)) > 1:
+        raise UnsupportedError(f"its {run.parallelism.ranks} ranks fill {nodes} nodes; --launcher slurm starts it")
+    return command(run)
+
+
 def _end_left_over(lock: IO[str], place: Path) -> None:
     """End what still trains a point after its grid was killed, and take the lock over.
 
@@ -103,7 +123,8 @@ def _end_left_over(lock: IO[str], place: Path) -> None:
     except ValueError:
         holder = {}
     if holder.get("host") == platform.node():
-        os.kill(holder["pid"], signal.SIGTERM)  # it holds the lock, so the number is not yet another process's
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(holder["pid"], signal.SIGTERM)  # it holds the lock, so the number is not yet another process's
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while not try_lock(lock):
         if time.monotonic() > deadline:

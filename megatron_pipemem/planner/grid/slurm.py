@@ -46,6 +46,8 @@ def submit(
         array = f"--array={','.join(map(str, members))}%{max_parallel}"
         logs = f"--output={store.folder}/slurm-%A_%a.log"
         root = f"--export=ALL,PIPEMEM_ROOT={script.absolute().parents[2]}"
+        for index in members:
+            store.begin(index)
         words = ["sbatch", "--parsable", array, *size, logs, root, *options, str(script), str(store.folder)]
         job = _slurm(words).strip().split(";")[0]
         jobs.append(job)

@@ -1,6 +1,6 @@
 """The folder of a grid.
 
-FOLDER/grid.json                 the grid's file and the settings of all points
+FOLDER/grid.json                 the grid's file, and the settings and all changes of all points
 FOLDER/points/007/run.yaml       a point's run, complete: later changes of other files do not reach it
 FOLDER/points/007/log.txt        what its training printed, over all starts
 FOLDER/points/007/report.json    predicted and counted bytes, bubbles, losses
@@ -13,17 +13,25 @@ import fcntl
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
 from megatron_pipemem.errors import ConfigError, UnsupportedError
-from megatron_pipemem.planner.grid.config import Point, Settings, placed
+from megatron_pipemem.planner.grid.config import Point, Settings, label, placed
 from megatron_pipemem.planner.grid.results import Result, collect, read_result, write_result
 from megatron_pipemem.planner.loading import load
 from megatron_pipemem.planner.runs import Run
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What the index says of a point; see ``Point``."""
+
+    settings: Settings
+    changes: Settings
 
 
 class Store:
@@ -60,24 +68,22 @@ class Store:
         The index comes last: a folder without one was left half made, and is made again.
         """
         for point in points:
-            place = self.place(point.index)
-            place.mkdir(parents=True, exist_ok=True)
-            if point.run is not None:
-                run = asdict(placed(point, place).run)
-                self.run_file(point.index).write_text(yaml.safe_dump(_plain(run), sort_keys=False), encoding="utf-8")
-            if point.reason is not None:
-                write_result(Result(point.index, point.settings, "infeasible", point.reason), place / "result.json")
-        index = {"grid": str(source), "points": [point.settings for point in points]}
+            self._write(point)
+        index = {"grid": str(source), "points": [asdict(_Entry(point.settings, point.changes)) for point in points]}
         beside = self._index.with_suffix(".new")
         beside.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         beside.replace(self._index)
 
-    def check_same(self, points: Sequence[Point]) -> None:
-        """Raises UnsupportedError when the folder belongs to a grid with other points."""
-        if self.settings() != [json.loads(json.dumps(point.settings)) for point in points]:
-            raise UnsupportedError(
-                f"{self.folder} holds a grid with other points; choose another --output, or undo the changes of the grid's file"
-            )
+    def resume(self, points: Sequence[Point]) -> None:
+        """Take over what has become of points that were not worth starting: they are judged, and written, anew.
+
+        Raises:
+            UnsupportedError: the folder belongs to a grid with other points.
+        """
+        self._check_same(points)
+        for point, result in zip(points, self.results(), strict=True):
+            if result is not None and result.status == "infeasible":
+                self._write(point)
 
     def settings(self) -> list[Settings]:
         """Of all points, in their order.
@@ -85,29 +91,30 @@ class Store:
         Raises:
             ConfigError: the folder holds no grid.
         """
-        try:
-            return json.loads(self._index.read_text(encoding="utf-8"))["points"]
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(
-                f"holds no grid ({error}); give the folder that pipemem grid wrote", file=self.folder
-            ) from error
+        return [entry.settings for entry in self._entries()]
 
     def run(self, index: int) -> Run:
         return load(self.run_file(index), Run)
 
     def results(self) -> list[Result | None]:
         """Of all points; ``None`` for those that have not ended."""
-        return [read_result(self.place(index) / "result.json") for index in range(len(self.settings()))]
+        return [read_result(self._result_file(index)) for index in range(len(self.settings()))]
 
     def open_points(self) -> list[int]:
         """Points that are to be started: those without a result, and those that failed."""
         return [index for index, result in enumerate(self.results()) if result is None or result.status == "failed"]
 
+    def begin(self, index: int) -> None:
+        """Forget the result of a point that is started again: should that come to no end, it has none."""
+        self._result_file(index).unlink(missing_ok=True)
+
     def finish(self, index: int, exit_code: int) -> Result:
         """Collect and keep the result of a point whose training has ended."""
-        result = collect(index, self.settings()[index], self.run(index), self.log(index), exit_code)
-        write_result(result, self.place(index) / "result.json")
-        return result
+        return self._keep(collect(index, self.settings()[index], self.run(index), self.log(index), exit_code))
+
+    def fail(self, index: int, reason: str) -> Result:
+        """Keep the result of a point that could not be trained."""
+        return self._keep(Result(index, self.settings()[index], "failed", reason))
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -123,6 +130,49 @@ class Store:
                     f"another pipemem grid works in {self.folder}; wait for it, or choose another --output"
                 )
             yield
+
+    def _write(self, point: Point) -> None:
+        place = self.place(point.index)
+        place.mkdir(parents=True, exist_ok=True)
+        if point.run is not None:
+            run = asdict(placed(point, place).run)
+            self.run_file(point.index).write_text(yaml.safe_dump(_plain(run), sort_keys=False), encoding="utf-8")
+        if point.reason is None:
+            self.begin(point.index)
+        else:
+            self._keep(Result(point.index, point.settings, "infeasible", point.reason))
+
+    def _check_same(self, points: Sequence[Point]) -> None:
+        there = self._entries()
+        if len(there) != len(points):
+            raise self._other(f"{len(there)} points, not {len(points)}")
+        for point, entry in zip(points, there, strict=True):
+            now = json.loads(json.dumps(point.changes))
+            for key in [*entry.changes, *now]:
+                if entry.changes.get(key, _UNCHANGED) != now.get(key, _UNCHANGED):
+                    before, after = (_shown(changes, key) for changes in (entry.changes, now))
+                    raise self._other(f"other points: of {label(entry.settings)}, {key} {before}, and now {after}")
+
+    def _other(self, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.folder} holds a grid with {what}; choose another --output, or undo what has changed in the grid's file "
+            "and --set"
+        )
+
+    def _entries(self) -> list[_Entry]:
+        try:
+            return [_Entry(**entry) for entry in json.loads(self._index.read_text(encoding="utf-8"))["points"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"holds no grid ({error}); give the folder that pipemem grid wrote", file=self.folder
+            ) from error
+
+    def _keep(self, result: Result) -> Result:
+        write_result(result, self._result_file(result.index))
+        return result
+
+    def _result_file(self, index: int) -> Path:
+        return self.place(index) / "result.json"
 
 
 def store_of_point(place: Path) -> tuple[Store, int]:
@@ -144,6 +194,13 @@ def try_lock(file: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+_UNCHANGED = object()
+
+
+def _shown(changes: Settings, key: str) -> str:
+    return f"is {changes[key]!r}" if key in changes else "is the run's own"
 
 
 def _plain(value: Any) -> Any:
