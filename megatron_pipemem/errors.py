@@ -62,6 +62,10 @@ class UnknownScheduleError(PipememError, KeyError):
         return str(self.args[0])
 
 
+class CostsError(PipememError, ValueError):
+    """Costs that do not fit the schedule or cannot be read."""
+
+
 class UnsupportedError(PipememError, ValueError):
     """A combination that this package refuses, with the reason and the way out in one sentence."""
 

@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from megatron_pipemem.planner.launching import CPU_FLAGS, words
 from megatron_pipemem.report import save_comparison
 from megatron_pipemem.schedule.registry import build_schedule, family
 from megatron_pipemem.schedule.simulator import Timeline, simulate
@@ -69,14 +70,8 @@ TRAINING = {
     "--eval-iters": 1,
     "--eval-interval": 1000,
     "--log-interval": 1,
-    "--num-workers": 0,
     "--distributed-timeout-minutes": 2,
 }
-# What Megatron needs to run without CUDA, Transformer Engine and Apex.
-CPU = (
-    "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion "
-    "--no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion --no-rope-fusion"
-).split()
 
 
 class RunFailed(Exception):
@@ -306,7 +301,7 @@ def main() -> int:
     console.width = max(console.width, 100)  # the table needs it
 
     pairs = {**MODEL, **TRAINING}
-    common = [*CPU, *(str(part) for pair in pairs.items() for part in pair)]
+    common = [*words(CPU_FLAGS), *(str(part) for pair in pairs.items() for part in pair)]
     rows, failed = [], []
     name, loss = TextColumn("{task.description}"), TextColumn("{task.fields[loss]}")
     columns = (SpinnerColumn(), name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), loss)

@@ -14,13 +14,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
-from megatron_pipemem.schedule.costs import Channel, Costs, CostsError
+from megatron_pipemem.errors import CostsError, PipememError, ScheduleError, UnsupportedError
+from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.csv_format import LETTERS, Table, read_schedule_file, read_table
 from megatron_pipemem.schedule.memory_cap import parse_cap
 from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload
 from megatron_pipemem.schedule.offload.search import search_offload
-from megatron_pipemem.schedule.options import parse_options, searched_placements
+from megatron_pipemem.schedule.options import AUTO, parse_options, searched_placements
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, check_options
 from megatron_pipemem.schedule.schedule import Schedule
@@ -32,7 +32,6 @@ INVALID, UNUSABLE = 1, 2
 """Exit codes: a schedule that must not run; anything else that the user can mend."""
 
 Dialect = Literal["auto", "pipemem", "torch", "torch-new", "torch-old"]
-AUTO = "auto"
 _WIDTH_OF_FILES = 130
 NAME_HELP = "A schedule of `pipemem schedules`, a file of `pipemem convert` or of torch, or `auto` for a search."
 DIALECT_HELP = "Letters of the file; by default they are detected, and said."
@@ -193,6 +192,8 @@ def _offloaded(
         check_size(devices, microbatches)
         seconds = settings.pop("seconds", 20.0)
         recompute = settings.pop("recompute", False)
+        if not isinstance(recompute, bool):
+            raise UnsupportedError(f"-o recompute={recompute}: take true or false")
         placements = _placements(devices, settings)
         if settings:
             raise UnsupportedError(

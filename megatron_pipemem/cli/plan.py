@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -97,7 +96,7 @@ def _limits(texts: Sequence[str]) -> Limits:
         key, equals, values = text.partition("=")
         if not equals or not values:
             raise ConfigError(f"--only {text!r}: write KEY=A,B as in tp=4,8")
-        allowed.setdefault(key, []).extend(yaml.safe_load(value) for value in values.split(","))
+        allowed.setdefault(key, []).extend(int(value) if value.isdecimal() else value for value in values.split(","))
     return Limits(allowed)
 
 

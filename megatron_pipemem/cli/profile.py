@@ -18,9 +18,9 @@ from megatron_pipemem.planner.model import Execution, Model
 from megatron_pipemem.planner.offload_ratio import cheap_recompute, cluster_offload_ratio, offload_ratio
 from megatron_pipemem.planner.profile import Bandwidths, Part, Profile, even_layers, from_formulas
 from megatron_pipemem.planner.runs import Run
+from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.request import AUTO, STOCK
 
 MIB = 1 << 20
 DEFAULT_CLUSTER = "a100-80g"

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.offloading import DEFAULT_HOST_SHARE, OFFLOAD_MODES, RECOMPUTE_MODES
+from megatron_pipemem.mcore.offloading import DEFAULT_HOST_SHARE, RECOMPUTE_MODES
 from megatron_pipemem.mcore.plan_file import add_planned_flags
 from megatron_pipemem.mcore.plugin import Settings, source_for
-from megatron_pipemem.mcore.vocabulary.source import CHOICES, OFF
 from megatron_pipemem.planner.search import layout
-from megatron_pipemem.schedule.options import parse_options
-from megatron_pipemem.schedule.request import STOCK
+from megatron_pipemem.schedule.options import OFF, OFFLOAD, STOCK, VOCABULARY, parse_options
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,7 +54,7 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
     )
     parser.add_argument(
         "--pipemem-offload",
-        metavar="|".join(OFFLOAD_MODES),
+        metavar="|".join(OFFLOAD),
         default="off",
         help="which activations wait on the host for their backward, beside what the schedule itself says",
     )
@@ -82,7 +80,7 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
     parser.add_argument("--pipemem-report", metavar="FILE", help="write predicted and counted bytes, bubbles, losses")
     parser.add_argument(
         "--pipemem-vocab-parallel",
-        metavar="|".join(CHOICES),
+        metavar="|".join(VOCABULARY),
         default=OFF,
         help="cut embedding and LM head over the pipeline's ranks, by Algorithm 1 (two barriers, two microbatches more in "
         "flight) or Algorithm 2 (one barrier, one microbatch more) of arXiv 2411.05288; auto: whichever of the three the "

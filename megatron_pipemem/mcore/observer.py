@@ -27,6 +27,7 @@ from megatron_pipemem.mcore.step import (
 from megatron_pipemem.mcore.weight_memory import count_weights
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.schedule import Program
 
 
@@ -78,7 +79,7 @@ class _Observer:
             group_size = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage
             shape = (group.size(), len(chunks), num_microbatches, group_size)
             if shape not in plans:
-                schedule = replace(source.build(*shape), name="stock")
+                schedule = replace(source.build(*shape), name=STOCK)
                 plans[shape] = Plan(schedule, source.costs, source.priced_by, "Megatron's own")
             schedule = plans[shape].schedule
             # What Megatron's loop variables keep alive depends on where the loop is, so its peak is counted, not foretold.

@@ -10,11 +10,11 @@ from typing import NamedTuple
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero
 from megatron_pipemem.mcore.offloading import Offloading
-from megatron_pipemem.mcore.sources import Changes, Plan, Shape, Source, with_messages
+from megatron_pipemem.mcore.sources import ONE_BY_ONE, Changes, Plan, Shape, Source, with_messages
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes
+from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, loosened
 from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload, with_recompute
 from megatron_pipemem.schedule.offload.search import search_offload
 from megatron_pipemem.schedule.placement import Placement
@@ -28,7 +28,6 @@ ASSUMED_RATIO = 1.0
 """Of the round trip of a layer's activations to its F, I and W, until both are measured."""
 
 _HOST_FILL = 0.8  # blocks of many sizes do not fill a pool
-_CAP_TOLERANCE = 1e-9
 _PLANS_FOR_A_CAP = 4
 
 
@@ -111,7 +110,11 @@ class OffloadSource(Source):
             base = self._base.plan(shape, reason)
             planned = decided_by_rank_zero(lambda: self._decide(base.schedule, costs, budget))
         schedule = Schedule.from_csv(planned.csv, name=self.name if base is None else base.schedule.name)
-        return Plan(schedule, costs, self.priced_by, reason, search_seconds=planned.seconds, notes=planned.notes)
+        found = Plan(schedule, costs, self.priced_by, reason, search_seconds=planned.seconds, notes=planned.notes)
+        # What ran before the bytes were known need not keep the cap.
+        if before is not None and self._excess(before.schedule, costs):
+            return found
+        return self._if_faster(found, before, minimum_gain)
 
     def _search(self, placement: Placement, num_microbatches: int, costs: Costs, budget: float | None) -> _Planned:
         """The fastest plan of any order that keeps the cap.
@@ -141,9 +144,8 @@ class OffloadSource(Source):
         serial = self._serial(placement, num_microbatches, self.name)
         if self._excess(serial, costs):
             raise UnsupportedError(self._refusal(result.plan, costs))
-        return _Planned(
-            serial.to_csv(), "one microbatch at a time, because nothing else was found to keep the cap", seconds
-        )
+        logger.warning("memory cap: %s", ONE_BY_ONE)
+        return _Planned(serial.to_csv(), ONE_BY_ONE, seconds)
 
     def _serial(self, placement: Placement, num_microbatches: int, name: str) -> Schedule:
         """One microbatch after another, each offloaded if anything may be: none holds less without recomputation."""
@@ -204,8 +206,8 @@ class OffloadSource(Source):
         """By how much the highest peak exceeds the cap."""
         if self._cap is None:
             return 0.0
-        excess = max(self._held(schedule, costs)) - self._cap.amount
-        return excess if excess > _CAP_TOLERANCE * self._cap.amount else 0.0
+        held = max(self._held(schedule, costs))
+        return held - self._cap.amount if held > loosened(self._cap.amount) else 0.0
 
     def _held(self, schedule: Schedule, costs: Costs) -> Sequence[float]:
         """The most that every device holds, between messages too where their bytes are known."""

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -19,11 +18,12 @@ from megatron_pipemem.mcore.agreement import gather
 from megatron_pipemem.planner.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.runtime.offload import OffloadEngine
 from megatron_pipemem.runtime.offload.host_link import HostLink, measure_host_link
+from megatron_pipemem.runtime.offload.host_memory import available_memory
 from megatron_pipemem.schedule.memory_cap import format_bytes, parse_cap
+from megatron_pipemem.schedule.options import OFFLOAD
 
 logger = logging.getLogger(__name__)
 
-OFFLOAD_MODES = ("off", "half", "full", "auto")
 RECOMPUTE_MODES = ("none", "full", "auto")
 
 
@@ -74,7 +74,7 @@ class OffloadSettings:
         Raises:
             UnsupportedError: one of them is nothing of the kind.
         """
-        for what, given, allowed in (("offload", mode, OFFLOAD_MODES), ("recompute", recompute, RECOMPUTE_MODES)):
+        for what, given, allowed in (("offload", mode, OFFLOAD), ("recompute", recompute, RECOMPUTE_MODES)):
             if given not in allowed:
                 raise UnsupportedError(f"--pipemem-{what} {given!r} is none of {', '.join(allowed)}")
         readers = {"bandwidth": _bytes, "min_bytes": _whole_bytes, "guard": _switch, "ratio": _positive}
@@ -122,7 +122,7 @@ class Offloading:
             UnsupportedError: the nodes do not have that much.
         """
         if self._budget is None:
-            nodes = gather(_Node(socket.gethostname(), psutil.virtual_memory().available))
+            nodes = gather(_Node(socket.gethostname(), available_memory()))
             self._budget = _rank_budget(nodes, self.settings.host_memory)
             logger.info("every rank may keep %s of activations on its host", format_bytes(self._budget))
         return self._budget

@@ -23,8 +23,9 @@ from megatron_pipemem.mcore.run_record import RunRecord
 from megatron_pipemem.mcore.search_source import source_of
 from megatron_pipemem.mcore.sources import Source
 from megatron_pipemem.mcore.step import USED, WITH_INTERLEAVING, WITHOUT_INTERLEAVING, ForwardBackward
-from megatron_pipemem.mcore.vocabulary.source import OFF, check_vocab_parallel
-from megatron_pipemem.schedule.request import PROFILE, STOCK, check_request, prices_of
+from megatron_pipemem.mcore.vocabulary.source import check_vocab_parallel
+from megatron_pipemem.schedule.options import OFF, STOCK
+from megatron_pipemem.schedule.request import PROFILE, check_request, prices_of
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +184,9 @@ def enable(schedule: str, **settings) -> None:
 def disable() -> None:
     """Put every replaced symbol back and close our process groups. Does nothing when the plugin is not enabled.
 
-    Every rank must call it, between steps. After a step that failed, the process groups stay as they are.
+    Every rank must call it, between steps. After a step that failed, the process groups stay as they are. Models stay as they
+    were built: those for a V placement, and those with Transformer Engine modules whose weight gradients are delayed, need
+    the plugin to train on. Of the latter it warns.
     """
     global _enabled
     if _enabled is None:
@@ -193,6 +196,8 @@ def disable() -> None:
     if enabled.forward_backward is not None:
         for parameter in enabled.forward_backward.hooked:
             delattr(parameter, linear.GRADIENT_READY)
+        if enabled.forward_backward.has_run_delayed:
+            logger.warning(transformer_engine.STAYS_DELAYED)
         enabled.forward_backward.close()
 
 

@@ -14,6 +14,7 @@ from megatron_pipemem.mcore.asynchronous.source import AsynchronousSource
 from megatron_pipemem.mcore.offload_source import OffloadSource
 from megatron_pipemem.mcore.offloading import Offloading
 from megatron_pipemem.mcore.sources import (
+    ONE_BY_ONE,
     Changes,
     FamilySource,
     FileSource,
@@ -23,18 +24,17 @@ from megatron_pipemem.mcore.sources import (
     microbatches_of_the_run,
     with_messages,
 )
-from megatron_pipemem.mcore.vocabulary.source import OFF, VocabularySource, check_vocab_parallel
+from megatron_pipemem.mcore.vocabulary.source import VocabularySource, check_vocab_parallel
 from megatron_pipemem.schedule.action import VOCABULARY, Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, parse_cap
-from megatron_pipemem.schedule.options import searched_placements
+from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, loosened, parse_cap
+from megatron_pipemem.schedule.options import AUTO, OFF, searched_placements
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.plain import serial_schedule
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.request import (
-    AUTO,
     FILE_SUFFIX,
     check_barriers,
     check_request,
@@ -50,7 +50,6 @@ from megatron_pipemem.schedule.vocabulary.search import search_vocabulary
 
 logger = logging.getLogger(__name__)
 
-_CAP_TOLERANCE = 1e-9
 _SEARCHES_FOR_A_CAP = 4
 _SECONDS = 10.0
 
@@ -61,6 +60,7 @@ class _Found(NamedTuple):
     csv: str
     lower_bound: float
     seconds: float
+    notes: str = ""
 
 
 class SearchSource(Source):
@@ -125,12 +125,8 @@ class SearchSource(Source):
         result = decided_by_rank_zero(lambda: self._search(placement, shape.num_microbatches))
         schedule = Schedule.from_csv(result.csv, name=AUTO)
         costs = self._search_costs(placement)
-        found = Plan(schedule, costs, self.priced_by, reason, result.lower_bound, result.seconds)
-        if before is not None:
-            kept = replace(found, schedule=before.schedule, reason=f"{reason}; no schedule is that much faster")
-            if found.timeline.makespan > kept.timeline.makespan * (1 - minimum_gain):
-                return kept
-        return found
+        found = Plan(schedule, costs, self.priced_by, reason, result.lower_bound, result.seconds, result.notes)
+        return self._if_faster(found, before, minimum_gain)
 
     def _choose(self, num_devices: int, chunks: int) -> Placement:
         candidates = searched_placements(num_devices, self._kind, chunks)
@@ -160,17 +156,23 @@ class SearchSource(Source):
             return _Found(result.schedule.to_csv(), result.lower_bound, result.seconds)
         # Messages are posted between the actions that a search knows, so some bytes come on top of what it counts.
         caps = [self._cap.amount] * placement.num_devices
+        why = f"{_SEARCHES_FOR_A_CAP} searches found schedules that exceed it with their messages"
+        seconds = 0.0
         for _ in range(_SEARCHES_FOR_A_CAP):
             try:
                 result = self._search_within(caps, [placement], num_microbatches)
-            except UnsupportedError:
+            except UnsupportedError as error:
+                why = str(error)
                 break
+            seconds += result.seconds
             held = self._program_peaks(result.schedule)
             if max(held) <= self._cap.amount:
-                return _Found(result.schedule.to_csv(), result.lower_bound, result.seconds)
+                return _Found(result.schedule.to_csv(), result.lower_bound, seconds)
             caps = [cap - max(0, peak - self._cap.amount) for cap, peak in zip(caps, held, strict=True)]
+        logger.warning("memory cap of %s: %s (%s)", format_bytes(self._cap.amount), ONE_BY_ONE, why)
         serial = serial_schedule(placement, num_microbatches)
-        return _Found(serial.to_csv(), lower_bound(placement, num_microbatches, self._search_costs(placement)), 0.0)
+        bound = lower_bound(placement, num_microbatches, self._search_costs(placement))
+        return _Found(serial.to_csv(), bound, seconds, ONE_BY_ONE)
 
     def _search_within(
         self, memory_cap: float | Sequence[float] | None, placements: Sequence[Placement], num_microbatches: int
@@ -220,7 +222,7 @@ class SearchSource(Source):
         serial = serial_schedule(placement, 1)
         held = self._program_peaks(serial) if self._in_bytes else peaks(serial.orders, placement, Costs())
         least = max(held)
-        if least <= self._cap.amount + _CAP_TOLERANCE:
+        if least <= loosened(self._cap.amount):
             return
         if self._in_bytes:
             cap, needed = format_bytes(self._cap.amount), format_bytes(least)

@@ -20,6 +20,8 @@ from megatron_pipemem.schedule.request import check_devices_of_file, check_micro
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
 
+ONE_BY_ONE = "one microbatch at a time, because nothing else was found to keep the cap"
+
 Changes = Mapping[Kind, tuple[float, ...]]
 """By how many bytes every kind of action, messages included, changes what its device holds, one value per stage."""
 
@@ -118,6 +120,17 @@ class Source(ABC):
             UnsupportedError: there is no such schedule.
         """
 
+    @staticmethod
+    def _if_faster(found: Plan, before: Plan | None, minimum_gain: float) -> Plan:
+        """``found``, or what ran before at today's costs if that is hardly slower; see ``plan``."""
+        if before is None:
+            return found
+        reason = found.reason
+        if found.schedule != before.schedule:
+            reason = f"{reason}; no schedule is that much faster"
+        kept = replace(found, schedule=before.schedule, reason=reason, notes=before.notes)
+        return kept if found.timeline.makespan > kept.timeline.makespan * (1 - minimum_gain) else found
+
     def forwards(self, shape: Shape) -> Schedule:
         """A schedule for evaluation steps of this shape."""
         placement = self.placement(shape.num_devices, shape.chunks)
@@ -210,7 +223,7 @@ class FamilySource(Source):
         return self.build(num_devices, chunks, self._family.fewest_microbatches(num_devices)).placement
 
     def plan(self, shape: Shape, reason: str, before: Plan | None = None, minimum_gain: float = 0.0) -> Plan:
-        return Plan(self._build(shape), self.costs, self.priced_by, reason)
+        return self._if_faster(Plan(self._build(shape), self.costs, self.priced_by, reason), before, minimum_gain)
 
     def forwards(self, shape: Shape) -> Schedule:
         try:

@@ -143,6 +143,8 @@ class ForwardBackward:
         self._pipelines: dict[tuple[dist.ProcessGroup, Placement], _Pipeline] = {}
         self._in_step = False
         self.hooked: list[torch.nn.Parameter] = []
+        self.has_run_delayed = False
+        """Whether modules of Transformer Engine have left their weight gradients to this."""
 
     def __call__(
         self,
@@ -256,6 +258,7 @@ class ForwardBackward:
             )
             for chunk, stage in enumerate(placement.stages[pipeline.device])
         }
+        self.has_run_delayed |= any(stage.delayed for stage in stages.values())
         transport = Transport(pipeline.device, placement, pipeline.ranks, pipeline.channels, message)
         passes = None
         if program.schedule.vocabulary:

@@ -24,6 +24,13 @@ DDP = Symbol(
     ("self", "config", "ddp_config", "module"),
 )
 
+STAYS_DELAYED = (
+    "the Transformer Engine modules of this model were built to delay their weight gradients, which nobody but this plugin "
+    "asks for: enable() it again before you train the model further, and build models to train without it from a new "
+    "configuration (delay_wgrad_compute is set on this one)"
+)
+"""For whoever takes the plugin off such a model."""
+
 
 def replacements() -> list[tuple[Symbol, Callable[[Callable], Callable]]]:
     """Make models built from now on with Transformer Engine delay their weight gradients."""

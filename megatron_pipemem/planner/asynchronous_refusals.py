@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.planner.runs import Run
+from megatron_pipemem.schedule.windows import check_batch, updates_per_batch
+
 # Attribute of Megatron's configuration -> why it may not be set, and what to do.
 _ALWAYS = {
     "use_distributed_optimizer": "its parameters are views of one buffer that it gathers into, so they cannot be "
@@ -33,7 +37,7 @@ TIED = (
 )
 
 
-def flag_value(flags: dict[str, object], attribute: str) -> object:
+def _flag_value(flags: dict[str, object], attribute: str) -> object:
     """What an option will be under a run's flags, Megatron's default included."""
     given = flags.get(_FLAGS.get(attribute, attribute.replace("_", "-")))
     return _DEFAULTS.get(attribute) if given is None or given is False else given
@@ -54,3 +58,17 @@ def refused(value_of: Callable[[str], object], per_batch: bool) -> str | None:
             if value_of(attribute):
                 return f"{whose} not support {attribute}: {sentence}"
     return None
+
+
+def check_run(run: Run, name: str) -> None:
+    """Raises:
+    UnsupportedError: the run would be refused when it starts under the asynchronous family of that name.
+    """
+    cut, per_batch = run.parallelism, updates_per_batch(name)
+    check_batch(name, cut.pp, cut.microbatches)
+    flags = run.flags | {run.precision: True}
+    reason = refused(lambda attribute: _flag_value(flags, attribute), per_batch)
+    if reason is None and run.model.tied and not per_batch:
+        reason = TIED
+    if reason is not None:
+        raise UnsupportedError(reason)

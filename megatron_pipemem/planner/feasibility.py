@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
-from megatron_pipemem.planner.asynchronous_refusals import TIED, flag_value, refused
+from megatron_pipemem.planner.asynchronous_refusals import check_run
 from megatron_pipemem.planner.cluster import GIB
 from megatron_pipemem.planner.launching import min_nodes, script_flags
 from megatron_pipemem.planner.runs import Run, resolve_script
 from megatron_pipemem.planner.search import layout
 from megatron_pipemem.planner.search.memory import held, schedule_of
-from megatron_pipemem.schedule.options import searched_placements
+from megatron_pipemem.schedule.options import AUTO, STOCK, searched_placements
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.request import (
-    AUTO,
     FILE_SUFFIX,
-    STOCK,
     check_barriers,
     check_copies,
     check_devices_of_file,
@@ -23,7 +21,6 @@ from megatron_pipemem.schedule.request import (
     prices_of,
 )
 from megatron_pipemem.schedule.validator import validate
-from megatron_pipemem.schedule.windows import check_batch, updates_per_batch
 
 
 def feasible(run: Run) -> str | None:
@@ -87,21 +84,10 @@ def _schedules(run: Run) -> None:
     elif choice.name != STOCK:
         validate(schedule)
         if family(choice.name).asynchronous:
-            _runs_asynchronously(run)
+            check_run(run, choice.name)
     check_barriers(choice.name, schedule.vocabulary, choice.vocab_parallel)
     check_copies(schedule.placement)
     _stages_hold_layers(run, schedule.placement.model_stages // cut.pp)
-
-
-def _runs_asynchronously(run: Run) -> None:
-    name, cut = run.schedule.name, run.parallelism
-    check_batch(name, cut.pp, cut.microbatches)
-    per_batch, flags = updates_per_batch(name), run.flags | {run.precision: True}
-    reason = refused(lambda attribute: flag_value(flags, attribute), per_batch)
-    if reason is None and run.model.tied and not per_batch:
-        reason = TIED
-    if reason is not None:
-        raise UnsupportedError(reason)
 
 
 def _stages_hold_layers(run: Run, chunks: int) -> None:

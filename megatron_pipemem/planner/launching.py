@@ -11,7 +11,7 @@ from typing import Any
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner.model import Model
 from megatron_pipemem.planner.runs import Run, resolve_script
-from megatron_pipemem.schedule.request import STOCK
+from megatron_pipemem.schedule.options import STOCK
 
 Flags = dict[str, Any]
 """Name without dashes in front -> value, as under ``megatron:`` of a run."""
@@ -254,11 +254,10 @@ def _defaults(run: Run) -> Flags:
         "eval-interval": 1000,
         "lr": 1e-4,
     }
-    return flags | (_CPU if run.on_cpu else {})
+    return flags | (CPU_FLAGS if run.on_cpu else {})
 
 
-# What the training script needs to run without CUDA, Transformer Engine and Apex.
-_CPU: Flags = {
+CPU_FLAGS: Flags = {
     "distributed-backend": "gloo",
     "transformer-impl": "local",
     "num-workers": 0,
@@ -270,6 +269,7 @@ _CPU: Flags = {
     "no-bias-swiglu-fusion": True,
     "no-rope-fusion": True,
 }
+"""What the training script needs to run without CUDA, Transformer Engine and Apex."""
 
 
 def _rendezvous(run: Run, nodes: Nodes) -> list[str]:

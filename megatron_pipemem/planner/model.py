@@ -282,9 +282,8 @@ def model_flops(model: Model) -> float:
     return (model.layers - model.expert_layers) * dense + (model.expert_layers and model.expert_layers * expert) + head
 
 
-def layer_parameters(model: Model, execution: Execution | None = None, experts: bool | None = None) -> int:
-    """Parameters of one layer on one rank; of the whole layer without ``execution``."""
-    execution = execution or Execution()
+def layer_parameters(model: Model, execution: Execution, experts: bool | None = None) -> int:
+    """Parameters of one layer on one rank."""
     experts = model.has_experts(0) if experts is None else experts
     per_norm = model.hidden * (2 if model.norm == "layernorm" else 1)
     qkv_bias = model.qkv_width if model.bias != "none" else 0
@@ -304,27 +303,16 @@ def layer_parameters(model: Model, execution: Execution | None = None, experts: 
     return count + (inner // execution.tp + outer) * model.experts // execution.ep + model.hidden * model.experts
 
 
-def embedding_parameters(model: Model, execution: Execution | None = None) -> int:
+def embedding_parameters(model: Model, execution: Execution) -> int:
     """Of the input embedding on one rank, learned positions included."""
-    tp = execution.tp if execution else 1
-    rows = padded_vocabulary(model, tp) // tp if execution else model.vocabulary
+    rows = padded_vocabulary(model, execution.tp) // execution.tp
     return model.hidden * (rows + (model.sequence if model.position == "learned" else 0))
 
 
-def head_parameters(model: Model, execution: Execution | None = None) -> int:
+def head_parameters(model: Model, execution: Execution) -> int:
     """Of final norm and output layer on one rank. A tied head far from its embedding has a copy, and is counted too."""
-    tp = execution.tp if execution else 1
-    rows = padded_vocabulary(model, tp) // tp if execution else model.vocabulary
+    rows = padded_vocabulary(model, execution.tp) // execution.tp
     return model.hidden * (rows + (2 if model.norm == "layernorm" else 1))
-
-
-def model_parameters(model: Model) -> int:
-    """All of them, a tied matrix once."""
-    layers = (model.layers - model.expert_layers) * layer_parameters(model, experts=False)
-    if model.expert_layers:
-        layers += model.expert_layers * layer_parameters(model, experts=True)
-    tied = model.vocabulary * model.hidden if model.tied else 0
-    return layers + embedding_parameters(model) + head_parameters(model) - tied
 
 
 def _ffn_weights_visited(model: Model, execution: Execution, experts: bool) -> float:

@@ -55,13 +55,3 @@ def cheap_recompute(execution: Execution) -> Execution:
         return execution
     modules = execution.recompute_modules if execution.recompute == "selective" else ()
     return replace(execution, recompute="selective", recompute_modules=tuple(dict.fromkeys((*modules, *CHEAP))))
-
-
-def offloadable_fraction(ratio: float, duplex: float = 0.5) -> float:
-    """The part of all activations that transfers can carry while computing.
-
-    Args:
-        ratio: k.
-        duplex: what each direction keeps of its speed while both run; 0.5 is one direction at a time.
-    """
-    return 1.0 if ratio <= 0 else min(1.0, 2 * duplex / ratio)

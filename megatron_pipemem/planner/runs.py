@@ -18,10 +18,8 @@ from typing import Any, ClassVar, Literal
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner.cluster import Cluster
 from megatron_pipemem.planner.model import Execution, Model, Recompute
-from megatron_pipemem.schedule.request import FILE_SUFFIX, STOCK
-
-OFFLOAD = ("off", "half", "full", "auto")
-VOCABULARY = ("off", "1", "2", "auto")
+from megatron_pipemem.schedule.options import OFFLOAD, STOCK, VOCABULARY
+from megatron_pipemem.schedule.request import FILE_SUFFIX
 
 
 @dataclass(frozen=True)

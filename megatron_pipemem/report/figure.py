@@ -231,7 +231,7 @@ def _draw_run(run: _Run, panels: Sequence[Axes], windows: tuple[Window, ...], po
         _draw_held(panel, run, (start, end), top)
         if run.end < end:
             panel.axvline(run.end, color=_TEXT, linewidth=0.9, linestyle=(0, (4, 3)))
-        _frame(panel, run)
+        _frame(panel)
     _name_devices(panels, run, row_points)
     if len(panels) > 1:
         _break(panels)
@@ -363,7 +363,7 @@ def _clip(curve: list[tuple[float, float]], window: Window) -> list[tuple[float,
     return [(start, level), *inside, (min(end, max(start, curve[-1][0])), last)]
 
 
-def _frame(axes: Axes, run: _Run) -> None:
+def _frame(axes: Axes) -> None:
     axes.set_yticks([])
     axes.tick_params(axis="x", length=2.5, labelbottom=False)
     for side in ("top", "left", "right"):

@@ -103,13 +103,6 @@ class Block:
         release = max((each for each in self.starts if each.stage == stage), key=self.starts.__getitem__)
         return self.starts[release] + SLOTS[release.kind] - self.starts[Pass(Kind.F, stage)]
 
-    def lifespan_bounds(self) -> tuple[int, ...]:
-        """Per device, a bound on the stage activations it holds: a stage with lifespan ``l`` has at most
-        ``ceil(l / interval)`` alive (arXiv 2405.15362, equation 1)."""
-        return tuple(
-            sum(-(-self.lifespan(stage) // self.interval) for stage in stages) for stages in self.placement.stages
-        )
-
     def peaks(self) -> tuple[int, ...]:
         """Per device, the most stage activations it holds at once when the block is repeated without end."""
 

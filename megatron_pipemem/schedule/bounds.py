@@ -8,10 +8,8 @@ from itertools import accumulate
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.placement import Placement
-
-# A cap written as a decimal fraction must not lose a stage by rounding.
-_TOLERANCE = 1e-9
 
 # Seconds and memory of a kind of work, and how much of it there is.
 _Share = tuple[float, float, int]
@@ -63,13 +61,13 @@ def lower_bound(
         caps = list(memory_cap) if isinstance(memory_cap, Sequence) else [memory_cap] * placement.num_devices
     bounds = []
     for device, (cap, need) in enumerate(zip(caps, needed, strict=True)):
-        if cap * (1 + _TOLERANCE) < need:
+        if loosened(cap) < need:
             what = "activation units" if costs.memory is None else "bytes"
             raise UnsupportedError(
                 f"no schedule of this placement holds less than {need:.4g} {what} on device {device}, one microbatch of its "
                 f"stages; raise the memory cap of {cap:.4g}"
             )
-        room = min(cap, num_microbatches * need) / unit * (1 + _TOLERANCE)
+        room = loosened(min(cap, num_microbatches * need) / unit)
         bounds.append(chain.device_bound(device, num_microbatches, int(room) if costs.memory is None else room))
     return max(bounds)
 
@@ -119,7 +117,7 @@ class _Chain:
         head = max(self._forward_start[first], self._input_start[last] - _most(forwards, cap))
         after_last_forward = self._end - self._forward_start[last] - self._forward[last]
         tail = max(0.0, after_last_forward - self._left(stages, cap, m, last + 1))
-        all_at_once = m * sum(self._takes[s] for s in stages) <= cap * (1 + _TOLERANCE)
+        all_at_once = m * sum(self._takes[s] for s in stages) <= loosened(cap)
         idle = max(head, tail) if all_at_once else head + tail
         for stage in stages:
             after_last_input = self._end - self._input_start[stage] - self._input[stage]
@@ -153,7 +151,7 @@ def _most(shares: Sequence[_Share], cap: float) -> float:
     """The longest that work takes which fits the cap at once."""
     if len({memory for _, memory, _ in shares}) == 1:
         memory = shares[0][1]
-        left = int(cap / memory * (1 + _TOLERANCE)) if memory > 0 else sum(count for _, _, count in shares)
+        left = int(loosened(cap / memory)) if memory > 0 else sum(count for _, _, count in shares)
         total = 0.0
         for seconds, _, count in sorted(shares, reverse=True):
             total += seconds * min(count, left)
@@ -162,8 +160,7 @@ def _most(shares: Sequence[_Share], cap: float) -> float:
     if len(shares) == 2 and all(memory > 0 for _, memory, _ in shares):
         (seconds, memory, count), other = shares
         return max(
-            n * seconds + _most([other], cap - n * memory)
-            for n in range(min(count, int(cap / memory * (1 + _TOLERANCE))) + 1)
+            n * seconds + _most([other], cap - n * memory) for n in range(min(count, int(loosened(cap / memory))) + 1)
         )
     # With parts of passes allowed, the densest first: never less than the best of whole ones.
     total, left = 0.0, max(0.0, cap)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megatron_pipemem.errors import PipememError
+from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.action import VOCABULARY, Kind
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts, per_device
@@ -23,10 +23,6 @@ _PRICED = (
     ("recompute", Kind.R),
     ("copy_sum", Kind.SUM_COPIES),
 )
-
-
-class CostsError(PipememError, ValueError):
-    """Costs that do not fit the schedule or cannot be read."""
 
 
 @dataclass(frozen=True)

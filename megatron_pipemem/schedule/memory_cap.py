@@ -45,6 +45,11 @@ def parse_cap(value: float | str) -> MemoryCap:
     return MemoryCap(amount, match is not None)
 
 
+def loosened(limit: float) -> float:
+    """A limit with what floats may be off by: peaks are sums of shares, and a cap of 2/3 means 4 of 6 stages."""
+    return limit * (1 + 1e-9)
+
+
 def format_bytes(count: float) -> str:
     """As ``parse_cap`` reads it, never less than ``count``."""
     for letter in "TGM":

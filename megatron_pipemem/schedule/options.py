@@ -1,4 +1,4 @@
-"""Options of schedules and of searches as users type them, wherever they do."""
+"""What users type about schedules and searches, wherever they do: names, choices, options."""
 
 from __future__ import annotations
 
@@ -8,6 +8,15 @@ from collections.abc import Iterable
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM
+
+STOCK, AUTO = "stock", "auto"
+"""Users name these in the place of a family: Megatron's own schedule, and a search."""
+OFF = "off"
+OFFLOAD = (OFF, "half", "full", AUTO)
+"""Which activations wait on the host: none, the longer-lived half of every device's, all, as many as it takes."""
+VOCABULARY = (OFF, *map(str, BARRIERS_OF_ALGORITHM), AUTO)
+"""How the vocabulary is cut over the pipeline: not, by an algorithm of arXiv 2411.05288, by whatever suits the model."""
 
 
 def parse_options(flag: str, pairs: Iterable[str]) -> dict[str, object]:

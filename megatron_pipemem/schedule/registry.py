@@ -13,13 +13,11 @@ from importlib.metadata import EntryPoint, entry_points
 
 from megatron_pipemem.errors import PipememError, UnknownScheduleError, UnsupportedError
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks
 
 ENTRY_POINT_GROUP = "megatron_pipemem.schedules"
-
-# Peaks are sums of stage shares; a cap written as a decimal fraction must not fail by rounding.
-_CAP_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
@@ -219,7 +217,7 @@ def _check_count(what: str, count: object) -> None:
 
 def _check_cap(chosen: Family, schedule: Schedule, memory_cap: float) -> None:
     peak = _peak(schedule)
-    if peak <= memory_cap + _CAP_TOLERANCE:
+    if peak <= loosened(memory_cap):
         return
     fitting = []
     for other in families():
@@ -234,7 +232,7 @@ def _check_cap(chosen: Family, schedule: Schedule, memory_cap: float) -> None:
             other_peak = _peak(_build(other, schedule.num_devices, schedule.num_microbatches, fitted))
         except PipememError:
             continue
-        if other_peak <= memory_cap + _CAP_TOLERANCE:
+        if other_peak <= loosened(memory_cap):
             fitting.append(f"{other.name} ({other_peak:.4g})")
     way_out = f"these fit: {', '.join(fitting)}" if fitting else "no registered schedule fits; raise the cap"
     raise UnsupportedError(

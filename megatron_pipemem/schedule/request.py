@@ -12,16 +12,15 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.csv_format import read_schedule_file
 from megatron_pipemem.schedule.memory_cap import format_bytes, parse_cap
-from megatron_pipemem.schedule.options import check_effort, searched_placements
+from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, check_effort, searched_placements
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import check_options, family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.validator import validate
-from megatron_pipemem.schedule.vocabulary.choice import OFF
 from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.windows import UPDATE_EVERY
 
-AUTO, STOCK, PROFILE = "auto", "stock", "profile"
+PROFILE = "profile"
 FILE_SUFFIX = ".csv"
 
 _SEARCH_OPTIONS = ("placement", "chunks", "seconds", "seed")

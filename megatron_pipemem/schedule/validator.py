@@ -14,6 +14,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.gradient_checks import check_reductions, check_sums
 from megatron_pipemem.schedule.lowering.messages import Edge, Message, Router
 from megatron_pipemem.schedule.memory_actions import backward_needs, check_memory_actions
+from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule
 from megatron_pipemem.schedule.simulator import dependencies, held_after
 from megatron_pipemem.schedule.vocabulary.checks import check_passes, check_switch
@@ -307,7 +308,7 @@ def _check_memory(schedule: Schedule, costs: Costs, cap: float | None, host_budg
     for limit, changes, over, mend in limits:
         if limit is None:
             continue
-        allowed = limit / unit * (1 + 1e-9)  # a cap of 2/3 means 4 of 6 stages, whatever floats make of it
+        allowed = loosened(limit / unit)
         for device, order in enumerate(schedule.orders):
             for position, held in enumerate(held_after(order, changes)):
                 if held > allowed:

@@ -232,6 +232,11 @@ def test_search_with_offload_and_recomputation(pipemem_json):
     assert found["recomputed"] and found["placement"] == "v"
 
 
+def test_recomputation_is_allowed_or_not(refuses):
+    size = ("simulate", "auto", "-p", 4, "-m", 8, "--offload", "auto", "--memory-cap", 0.3)
+    assert "take true or false" in refuses(*size, "-o", "recompute=no")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

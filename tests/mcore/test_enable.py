@@ -75,6 +75,14 @@ def test_is_idempotent_and_refuses_to_mix_settings():
     megatron_pipemem.enable("v-min")
 
 
+@pytest.mark.parametrize("delayed", [False, True])
+def test_says_that_modules_of_transformer_engine_stay_delayed(delayed, caplog):
+    megatron_pipemem.enable("zb-h1")
+    plugin._enabled.forward_backward.has_run_delayed = delayed
+    megatron_pipemem.disable()
+    assert ("delay_wgrad_compute" in caplog.text) == delayed
+
+
 def test_unknown_schedule_changes_nothing(stock):
     with pytest.raises(UnknownScheduleError, match="v-half"):
         megatron_pipemem.enable("vhalf")

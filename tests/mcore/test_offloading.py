@@ -100,6 +100,24 @@ def test_a_known_ratio_is_planned_for_from_the_first_step_on(schedule, mode):
         assert all(len(moved & set(stages)) <= (len(stages) + 1) // 2 for stages in plan.schedule.placement.stages)
 
 
+def test_an_offload_plan_that_is_hardly_better_does_not_replace_the_one_that_runs():
+    wanted = source("zb-auto", offload="half", offload_options={"ratio": 0.5})
+    shape = Shape(4, 1, 8)
+    before = wanted.plan(shape, "start")
+    wanted.measured(Costs(3.0, 1.0, 1.0), None)
+    kept = wanted.plan(shape, "drift", before, minimum_gain=0.9)
+    assert kept.schedule is before.schedule and kept.notes == before.notes and kept.costs.forward == 3.0
+    assert wanted.plan(shape, "drift", before, minimum_gain=-9.0).schedule != before.schedule
+
+
+def test_bytes_replace_a_plan_that_does_not_keep_them():
+    wanted = source("v-half", cap="420B", offload="auto", offload_options={"ratio": 0.5})
+    wanted.measured(None, counted(8))
+    everything = source("v-half").plan(SHAPE, "start")
+    found = wanted.plan(SHAPE, "bytes counted", everything, minimum_gain=0.9)
+    assert found.schedule != everything.schedule
+
+
 def test_without_a_ratio_bytes_are_counted_first_and_seconds_then(monkeypatch):
     wanted = source("v-half", offload="full")
     assert wanted.needs_bytes and wanted.needs_seconds

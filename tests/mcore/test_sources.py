@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("megatron.core")
 
 from megatron_pipemem.errors import PipememError, ScheduleError, ScheduleFormatError, UnsupportedError
+from megatron_pipemem.mcore import search_source
 from megatron_pipemem.mcore.search_source import SearchSource, source_of
-from megatron_pipemem.mcore.sources import Shape
+from megatron_pipemem.mcore.sources import ONE_BY_ONE, Shape
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
@@ -193,6 +195,32 @@ def test_a_schedule_that_is_hardly_better_does_not_replace_the_one_that_runs():
     assert "drift" in kept.reason
     source.measured(Costs((9.0, *[1.0] * 7), 1.0, 1.0), None)
     assert source.plan(shape, "drift", before, minimum_gain=-9.0).schedule is not before.schedule
+
+
+def test_a_family_that_fits_its_order_keeps_it_too():
+    source = source_of("zb-auto", 1.0, "unit", {})
+    before = source.plan(Shape(4, 1, 8), "start")
+    source.measured(Costs(3.0, 1.0, 1.0), None)
+    kept = source.plan(Shape(4, 1, 8), "drift", before, minimum_gain=0.9)
+    assert kept.schedule is before.schedule and kept.costs.forward == 3.0 and "that much faster" in kept.reason
+    assert source.plan(Shape(4, 1, 8), "drift", before, minimum_gain=-9.0).schedule != before.schedule
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_one_microbatch_at_a_time_is_said_to_be_the_last_resort(fails, monkeypatch, caplog):
+    def search_schedule(**question):
+        if fails:
+            raise UnsupportedError("nothing fits")
+        before = source_of("gpipe", None, "unit", {})
+        return SimpleNamespace(schedule=before.build(2, 1, 6), lower_bound=1.0, seconds=1.0)
+
+    monkeypatch.setattr(search_source, "search_schedule", search_schedule)
+    source = auto("210B", placement="linear")
+    source.measured(None, {kind: sizes[:2] for kind, sizes in CHANGES.items()})
+    plan = source.plan(Shape(2, 1, 6), "bytes counted")
+    assert [action.microbatch for action in plan.schedule.orders[0]] == sorted([*range(6)] * 3)
+    assert plan.notes == ONE_BY_ONE and ONE_BY_ONE in caplog.text
+    assert ("nothing fits" if fails else "exceed") in caplog.text
 
 
 def test_profile_starts_from_unit_costs_and_unknown_costs_are_refused():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_pipemem.planner.cluster import Cluster, HostChannel, Link
+from megatron_pipemem.planner.feasibility import feasible
 from megatron_pipemem.planner.model import Model
 from megatron_pipemem.planner.runs import Parallelism, Run
 from megatron_pipemem.planner.search.planning import plan
@@ -25,11 +28,14 @@ RUN = Run(
 )
 
 
-def best(name: str, **limits):
+def answer(name: str, run: Run = RUN, **limits):
     shape = {"pp": [4], "dp": [1], "tp": [1], "micro_batch": [1], "recompute": ["none"], "variant": ["plain"]}
     allowed = {"schedule": [name], **shape, **{key: [value] for key, value in limits.items()}}
-    (found, *_) = plan(RUN, limits=Limits(allowed), search_seconds=0).plans
-    return found
+    return plan(run, limits=Limits(allowed), search_seconds=0)
+
+
+def best(name: str, run: Run = RUN, **limits):
+    return answer(name, run, **limits).plans[0]
 
 
 def test_versions_and_the_end_of_a_step_are_priced():
@@ -57,3 +63,31 @@ def test_replicas_reduce_for_themselves():
 def test_nobody_gets_one_without_asking():
     found = plan(RUN, limits=Limits({"pp": [4], "recompute": ["none"], "variant": ["plain"]}), search_seconds=0, top=50)
     assert not {"pipedream", "pipedream-2bw"} & {each.schedule for each in found.plans}
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+def test_planned_flags_pass_the_refusals_of_the_run(name):
+    asked = {"use_distributed_optimizer": True, "overlap-grad-reduce": True}
+    planned = best(name, replace(RUN, megatron=asked), dp=2, pp=2).run
+    assert (planned.schedule.name, feasible(planned)) == (name, None)
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        (replace(RUN, model=replace(RUN.model, tied=True)), "tie the embedding to the head"),
+        (replace(RUN, precision="fp16"), "use bf16 or fp32"),
+        (replace(RUN, megatron={"calculate_per_token_loss": True}), "drop --calculate-per-token-loss"),
+        (replace(RUN, megatron={"clip-grad": 1.0}), "pass --clip-grad 0"),
+    ],
+)
+def test_what_cannot_update_by_the_microbatch_is_not_planned(run, reason):
+    refused = answer("pipedream", run)
+    assert not refused.plans
+    assert [each for each in refused.rejected if each.startswith("pipedream: ") and reason in each]
+    assert answer("pipedream-2bw", run).plans
+
+
+def test_two_versions_need_a_microbatch_for_every_rank():
+    refused = answer("pipedream-2bw", replace(RUN, parallelism=Parallelism(global_batch=3)))
+    assert not refused.plans and any("as many microbatches as" in each for each in refused.rejected)

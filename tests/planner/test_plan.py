@@ -24,7 +24,7 @@ from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.planner.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.planner.search import layout
 from megatron_pipemem.planner.search import variants as variants_module
-from megatron_pipemem.planner.search.memory import held, rank_bytes
+from megatron_pipemem.planner.search.memory import held
 from megatron_pipemem.planner.search.planning import SEARCHED, plan
 from megatron_pipemem.planner.search.prices import Pace, all_reduce, embedding, head, layer
 from megatron_pipemem.planner.search.replay import Replay, measured
@@ -210,8 +210,8 @@ def test_bytes_of_ranks_by_hand():
     static = [count * (2 + 4) + count * 12 / 2 for count in parameters]
     kept, last = layer_bytes(MODEL, Execution()).saved, head_bytes(MODEL, Execution()).saved
     messages = 4 * s * h * 2
-    held = (static[0] + 2 * 4 * kept + messages, static[1] + 4 * kept + last + messages + s * v * 4)
-    assert rank_bytes(run) == pytest.approx(held)
+    expected = (static[0] + 2 * 4 * kept + messages, static[1] + 4 * kept + last + messages + s * v * 4)
+    assert held(run).device == pytest.approx(expected)
 
 
 def test_without_the_distributed_optimizer_every_rank_holds_all_of_it():
@@ -363,6 +363,24 @@ megatron: {lr: 1.0e-4}
 """
 
 
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        ("schedule=v-hlf", "key schedule: cannot be 'v-hlf'; did you mean 'v-half'?"),
+        ("variant=vocab-1", "did you mean 'vocabulary-1'?"),
+        ("recompute=some", "known are full, none, selective"),
+        ("tp=three", "possible on 8 devices are 1, 2, 4"),
+        ("pp=3", "possible on 8 devices are 1, 2, 4, 8"),
+        ("tp=[1", "cannot be '[1'"),
+    ],
+)
+def test_limits_that_leave_nothing_are_refused_at_once(tmp_path, limit, words):
+    source = tmp_path / "run.yaml"
+    source.write_text(CONFIG)
+    refused = CliRunner().invoke(app, ["plan", str(source), "--only", limit])
+    assert refused.exit_code == 2 and words in refused.stderr
+
+
 def test_the_command_writes_a_run_that_launches(tmp_path):
     source, target = tmp_path / "run.yaml", tmp_path / "planned" / "best.yaml"
     source.write_text(CONFIG)
@@ -377,7 +395,7 @@ def test_the_command_writes_a_run_that_launches(tmp_path):
     run = load(target, Run)
     assert (run.schedule.name, run.parallelism.micro_batch) == (best["schedule"], best["micro_batch"])
     assert run.megatron["lr"] == 1e-4 and feasible(run) is None
-    assert max(rank_bytes(run)) == pytest.approx(max(best["peak_bytes"]))
+    assert max(held(run).device) == pytest.approx(max(best["peak_bytes"]))
     launched = CliRunner().invoke(app, ["launch", str(target), "--print", "--node-rank", "0", "--master-addr", "h"])
     assert launched.exit_code == 0 and f"--pipemem-schedule {best['schedule']}" in launched.stdout
 

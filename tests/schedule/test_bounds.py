@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import random_schedules
 
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.schedule.bounds import lower_bound
-from megatron_pipemem.schedule.costs import Costs, CostsError
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Schedule

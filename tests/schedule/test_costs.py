@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import Costs, CostsError
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 
 V = Placement.v_shape(2)

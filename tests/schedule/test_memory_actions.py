@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import random_schedules
 
-from megatron_pipemem.errors import ScheduleError
+from megatron_pipemem.errors import CostsError, ScheduleError
 from megatron_pipemem.schedule.action import COMPUTE, MEMORY, Action, Kind
-from megatron_pipemem.schedule.costs import Channel, Costs, CostsError
+from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.offload import plan_offload, with_recompute
 from megatron_pipemem.schedule.placement import Placement

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pipemem.errors import PipememError, UnsupportedError
+from megatron_pipemem.errors import CostsError, PipememError, UnsupportedError
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import one_microbatch
-from megatron_pipemem.schedule.costs import Costs, CostsError
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules
 from megatron_pipemem.schedule.search import search_schedule
@@ -258,6 +259,16 @@ def test_a_cache_that_cannot_be_written_costs_nothing(tmp_path, caplog) -> None:
     blocked.write_text("")
     search(2, 2, Costs(), 1.0, cache=ResultCache(blocked / "below"))
     assert "cannot" in caplog.text
+
+
+def test_a_user_without_a_home_searches_without_a_cache(monkeypatch, caplog) -> None:
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    search(2, 2, Costs(), 1.0, cache=ResultCache())
+    assert "XDG_CACHE_HOME" in caplog.text
 
 
 def test_fused_where_a_split_buys_nothing() -> None:

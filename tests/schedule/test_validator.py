@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import FAMILIES, build_or_skip, family_schedules, random_schedules
 
-from megatron_pipemem.errors import ScheduleError
+from megatron_pipemem.errors import CostsError, ScheduleError
 from megatron_pipemem.schedule.action import COMPUTE, MESSAGES, Action, Kind
-from megatron_pipemem.schedule.costs import Costs, CostsError
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
+from megatron_pipemem.errors import CostsError, PipememError, ScheduleError, UnsupportedError
 from megatron_pipemem.schedule.action import COLLECTIVES, Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
@@ -20,7 +20,7 @@ from megatron_pipemem.schedule.validator import validate, validate_program
 from megatron_pipemem.schedule.vocabulary.baselines import head_on_last_stage, interlaced, redistribute
 from megatron_pipemem.schedule.vocabulary.choice import ModelBytes, choose_vocabulary
 from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
-from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts, VocabularyCostsError
+from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts
 from megatron_pipemem.schedule.vocabulary.search import search_vocabulary
 from tests.schedule import program_oracle
 from tests.schedule.random_schedules import random_schedules
@@ -217,9 +217,9 @@ def test_prices():
     default = Costs(2, 2, 2).vocabulary_costs(Placement.v_shape(3), 1)
     assert default.score + default.gradient == pytest.approx(2.0)
     for wrong in ({"score": -1}, {"gradient": "much"}, {"collectives": {Kind.F: 1.0}}):
-        with pytest.raises(VocabularyCostsError):
+        with pytest.raises(CostsError):
             VocabularyCosts(**wrong)
-    with pytest.raises(VocabularyCostsError, match="one per device"):
+    with pytest.raises(CostsError, match="one per device"):
         VocabularyCosts(score=(1.0, 2.0)).seconds(3)
 
 

@@ -76,6 +76,7 @@ class Call:
         weights: switches versions while it runs.
         loss_divisor: the microbatches that one update averages over.
         left: training steps behind it, if known.
+        completed: told when it has not failed.
     """
 
     plan: WindowPlan
@@ -83,6 +84,7 @@ class Call:
     weights: WeightSwitch
     loss_divisor: int
     left: int | None
+    completed: Callable[[], None]
     _stream: _Stream
 
     def take_in_flight(self) -> InFlight:
@@ -117,6 +119,7 @@ class Call:
         stream.before += 1
         stream.done = window.moment.left
         stream.left = self.left
+        self.completed()
 
     def weight_bytes(self) -> WeightBytes:
         """Of all versions: as the schedule foretells them, and as they are there."""
@@ -173,6 +176,10 @@ class AsynchronousTraining:
             device: this rank's place in the pipeline.
             agree: compares a new program's hash with the other ranks'.
             reduce: sums all gradients of this rank over its data-parallel ranks.
+
+        Raises:
+            UnsupportedError: the configuration, the batch size or the number of steps is nothing an asynchronous schedule
+                can go on with.
         """
         check_asynchronous(config, chunks, self._source.loop_updates)
         if not self._source.loop_updates:
@@ -185,7 +192,6 @@ class AsynchronousTraining:
         window, weights = plan.window, stream.weights
         weights.reserve(window.versions_held[device])
         weights.forget_updates()
-        self._steps += 1
 
         def update() -> None:
             self._optimizer.step(chunks, reduce)
@@ -195,7 +201,10 @@ class AsynchronousTraining:
         updates = {action: needed for action, needed in window.updates.items() if action.stage in own}
         switch = WeightSwitch(weights, window.versions, updates, None if self._source.loop_updates else update)
         divisor = shape.num_microbatches if self._source.loop_updates else 1
-        return Call(plan, device, switch, divisor, left, stream)
+        return Call(plan, device, switch, divisor, left, self._count_step, stream)
+
+    def _count_step(self) -> None:
+        self._steps += 1
 
     @property
     def loop_updates(self) -> bool:
@@ -246,7 +255,12 @@ class AsynchronousTraining:
 
     def _left(self, stream: _Stream) -> int | None:
         """Steps behind this one; ``None`` when nobody knows."""
-        left = steps_left() if self._train_steps is None else max(self._train_steps - self._steps - 1, 0)
+        left = steps_left() if self._train_steps is None else self._train_steps - self._steps - 1
+        if self._train_steps is not None and left < 0:
+            raise UnsupportedError(
+                f"more than train_steps={self._train_steps} steps; the last one left the pipeline empty, so give "
+                "enable() the number of all training steps of this run"
+            )
         if left is None:
             if stream.before == 0:
                 logger.warning(

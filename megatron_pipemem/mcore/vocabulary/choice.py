@@ -7,8 +7,9 @@ import logging
 import torch
 
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.options import OFF
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.vocabulary.choice import OFF, REDISTRIBUTE, choose_vocabulary
+from megatron_pipemem.schedule.vocabulary.choice import REDISTRIBUTE, choose_vocabulary
 from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM
 
 logger = logging.getLogger(__name__)

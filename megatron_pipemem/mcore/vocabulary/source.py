@@ -12,22 +12,20 @@ from megatron_pipemem.mcore.sources import Changes, Plan, Shape, Source, microba
 from megatron_pipemem.mcore.vocabulary.build import cut_vocabulary
 from megatron_pipemem.mcore.vocabulary.choice import choose_barriers
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.options import AUTO, VOCABULARY
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.validator import validate
 from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM, check_placement
 from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
 
-OFF, AUTO = "off", "auto"
-CHOICES = (OFF, *map(str, BARRIERS_OF_ALGORITHM), AUTO)
-
 
 def check_vocab_parallel(vocab_parallel: str) -> None:
     """Raises:
     UnsupportedError: no such algorithm.
     """
-    if str(vocab_parallel) not in CHOICES:
-        raise UnsupportedError(f"--pipemem-vocab-parallel {vocab_parallel!r} is none of {', '.join(CHOICES)}")
+    if str(vocab_parallel) not in VOCABULARY:
+        raise UnsupportedError(f"--pipemem-vocab-parallel {vocab_parallel!r} is none of {', '.join(VOCABULARY)}")
 
 
 class VocabularySource(Source):

@@ -7,9 +7,12 @@ microbatch pays for the reduction and the optimizer so often, with nothing to hi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.planner.asynchronous_refusals import check_run
 from megatron_pipemem.planner.runs import Run
 from megatron_pipemem.planner.search.prices import Pace, all_reduce
 from megatron_pipemem.planner.search.space import Limits
@@ -42,19 +45,32 @@ class Priced:
     peaks: tuple[float, ...]
 
 
-def asynchronous(run: Run, limits: Limits, pace: Pace | None) -> Iterator[Priced]:
-    """The asynchronous families that are named in the limits and can run this cut, priced."""
+def asynchronous(run: Run, limits: Limits, pace: Pace | None, rejected: Counter[str]) -> Iterator[Priced]:
+    """The asynchronous families that are named in the limits and can run this cut, priced.
+
+    Args:
+        run: a cut, without a schedule.
+        limits: what may be chosen.
+        pace: what was measured.
+        rejected: counts what cannot be, by reason.
+    """
     named = limits.allowed.get("schedule", ())
-    p, m = run.parallelism.pp, run.parallelism.microbatches
+    p = run.parallelism.pp
     for family in families():
         if not family.asynchronous or family.name not in named or p == 1:
             continue
         per_batch = updates_per_batch(family.name)
-        if per_batch and m < p or not limits.admits(chunks=1):
+        if not limits.admits(chunks=1):
             continue
         dropped = _SHARED if per_batch else (*_SHARED, *_PER_MICROBATCH)
-        flags = {key: value for key, value in run.megatron.items() if key.replace("_", "-") not in dropped}
+        clipping = {} if per_batch else {"clip-grad": 0}
+        flags = clipping | {name: value for name, value in run.flags.items() if name not in dropped}
         own = replace(run, megatron=flags)
+        try:
+            check_run(own, family.name)
+        except UnsupportedError as error:
+            rejected[f"{family.name}: {error}"] += 1
+            continue
         yield _priced(family, own, price(own, Placement.linear(p), pace=pace), per_batch)
 
 

@@ -13,9 +13,10 @@ from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import one_microbatch
 from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap
 from megatron_pipemem.schedule.offload import plan_offload
+from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.request import AUTO, FILE_SUFFIX, STOCK, schedule_of_file
+from megatron_pipemem.schedule.request import FILE_SUFFIX, schedule_of_file
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import host_peaks, peaks
 from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM
@@ -54,12 +55,6 @@ def held(run: Run) -> Held | None:
         return None
     ways = [_held(run, placement, schedule, layers, barriers) for barriers in _barriers(run, schedule)]
     return min(ways, key=lambda way: max(way.device))
-
-
-def rank_bytes(run: Run) -> tuple[float, ...] | None:
-    """``held(run).device``."""
-    found = held(run)
-    return None if found is None else found.device
 
 
 def schedule_of(run: Run) -> Schedule:

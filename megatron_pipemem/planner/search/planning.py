@@ -26,20 +26,19 @@ from megatron_pipemem.planner.search import layout
 from megatron_pipemem.planner.search.asynchronous import asynchronous
 from megatron_pipemem.planner.search.prices import Pace
 from megatron_pipemem.planner.search.replay import lengths, measured, replay, same_passes
-from megatron_pipemem.planner.search.space import Limits, Order, cuts, orders
+from megatron_pipemem.planner.search.space import SEARCHED, Limits, Order, cuts, orders
 from megatron_pipemem.planner.search.step import Step, least_seconds, least_static, mfu, price
 from megatron_pipemem.planner.search.variants import PLAIN, Variant, variants
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.registry import build_schedule, family
-from megatron_pipemem.schedule.request import STOCK
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search import search_schedule
 from megatron_pipemem.schedule.simulator import simulate
 
 logger = logging.getLogger(__name__)
 
-SEARCHED = "search"
 TOO_MUCH_STATIC = "parameters, gradients and optimizer alone exceed the memory"
 TOO_MUCH_KEPT = "one microbatch's activations exceed the memory left"
 TOO_HIGH = "the schedule's peak exceeds the memory left"
@@ -169,11 +168,16 @@ def plan(
 
     Returns:
         No plans where nothing fits.
+
+    Raises:
+        ConfigError: the limits allow what is nothing to choose for this run.
     """
     started = time.perf_counter()
     memory = run.cluster.memory_bytes if memory is None else memory
+    limits = limits or Limits()
+    limits.check(run)
     with _rare_collection():
-        planner = _Planner(run, memory, limits or Limits(), progress, pace)
+        planner = _Planner(run, memory, limits, progress, pace)
         plans = planner.best(top)
         if search_seconds > 0 and planner.limits.admits(schedule=SEARCHED):
             plans += planner.search(plans, search_seconds)
@@ -311,7 +315,7 @@ class _Planner:
             for variant in variants() if placement.replicas == 1 and run.parallelism.pp > 1 else ():
                 if self.limits.admits(variant=variant.name):
                     self._bound(run, variant.prepare(run, placement, self._pace), found, variant)
-        for each in asynchronous(run, self.limits, self._pace):
+        for each in asynchronous(run, self.limits, self._pace, self.rejected):
             group = _Group(each.run, each.step, (), None, each.makespan + each.step.outside, 0.0)
             if self._fits(group, each.peaks):
                 self._put(group.bound, self._plan(group, Order(each.name), None, each.makespan, each.peaks))

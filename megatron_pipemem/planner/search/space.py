@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -12,10 +12,13 @@ from megatron_pipemem.planner.activations import layer_bytes
 from megatron_pipemem.planner.loading import nearest
 from megatron_pipemem.planner.runs import Run, ScheduleChoice
 from megatron_pipemem.planner.search.step import DISTRIBUTED
+from megatron_pipemem.planner.search.variants import PLAIN, variants
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import Family, build_schedule, families, family
 
 RECOMPUTE = ("none", "selective", "full")
+SEARCHED = "search"
+"""Stands among the names of families for an order that is searched for."""
 OUTCLASSED = {
     "gpipe": "1f1b is as fast and holds less",
     "looped-bfs": "interleaved is as fast and holds less",
@@ -31,7 +34,7 @@ OUTCLASSED = {
 _OF_REPLICAS = {DISTRIBUTED: True, "overlap-grad-reduce": True, "overlap-param-gather": True}
 """What the prices of several data-parallel ranks take for granted, where the run does not say otherwise."""
 _MOST_CHUNKS = 8
-_LARGEST_MICRO_BATCH = 16
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
 _LEAST_SAVED = 0.02  # of a layer's bytes
 
 
@@ -53,11 +56,23 @@ class Limits:
             if key not in KEYS:
                 raise ConfigError(f"cannot be limited; {nearest(key, KEYS)}", key=key)
 
+    def check(self, run: Run) -> None:
+        """Raises:
+        ConfigError: a value that is nothing the planner could choose for this run.
+        """
+        for key, values in self.allowed.items():
+            possible = KEYS[key](run)
+            for value in values:
+                if value in possible:
+                    continue
+                if isinstance(possible[0], str):
+                    hint = nearest(str(value), possible)
+                else:
+                    hint = f"possible on {run.cluster.num_devices} devices are {', '.join(map(str, possible))}"
+                raise ConfigError(f"cannot be {value!r}; {hint}", key=key)
+
     def admits(self, **values: object) -> bool:
         return all(value in self.allowed[key] for key, value in values.items() if key in self.allowed)
-
-
-KEYS = ("tp", "pp", "dp", "micro_batch", "chunks", "recompute", "schedule", "variant")
 
 
 def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
@@ -70,20 +85,19 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
         limits: what may be chosen.
         rejected: counts what cannot be, by reason.
     """
-    given, cluster = run.parallelism, run.cluster
-    devices = cluster.num_devices
+    given, devices = run.parallelism, run.cluster.num_devices
     if devices % given.cp:
         rejected[f"cp {given.cp} does not divide {devices} devices"] += 1
         return
-    for tp in _divisors(cluster.devices_per_node):
-        for pp in _divisors(devices // given.cp):
+    for tp in KEYS["tp"](run):
+        for pp in KEYS["pp"](run):
             dp = devices // (given.cp * tp * pp)
             if dp * given.cp * tp * pp != devices or not limits.admits(tp=tp, pp=pp, dp=dp):
                 continue
             if pp > run.model.layers + 2:
                 rejected["more pipeline ranks than layers, embedding and head"] += 1
                 continue
-            for micro_batch in _powers(_LARGEST_MICRO_BATCH):
+            for micro_batch in KEYS["micro_batch"](run):
                 for recompute in RECOMPUTE:
                     if not limits.admits(micro_batch=micro_batch, recompute=recompute):
                         continue
@@ -185,8 +199,18 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _powers(most: int) -> Iterator[int]:
-    power = 1
-    while power <= most:
-        yield power
-        power *= 2
+def _pipelines(run: Run) -> list[int]:
+    return _divisors(run.cluster.num_devices // run.parallelism.cp)
+
+
+KEYS: Mapping[str, Callable[[Run], Sequence[object]]] = {
+    "tp": lambda run: _divisors(run.cluster.devices_per_node),
+    "pp": _pipelines,
+    "dp": _pipelines,
+    "micro_batch": lambda run: _MICRO_BATCHES,
+    "chunks": lambda run: range(1, _MOST_CHUNKS + 1),
+    "recompute": lambda run: RECOMPUTE,
+    "schedule": lambda run: [SEARCHED, *(each.name for each in families() if not each.simulated_only)],
+    "variant": lambda run: [PLAIN, *(each.name for each in variants())],
+}
+"""What may be limited -> the values there are for a run."""

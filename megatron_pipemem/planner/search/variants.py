@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner.runs import Run, ScheduleChoice
@@ -40,11 +38,8 @@ class Variant:
     frees_memory: bool = False
 
 
-_OURS = {
-    "megatron_pipemem.schedule.vocabulary": "megatron_pipemem.planner.search.vocabulary",
-    "megatron_pipemem.schedule.offload": "megatron_pipemem.planner.search.offload",
-}
-"""What a variant needs of the schedules -> the module that registers it."""
+PLAIN = "plain"
+"""The name of a run without any variant."""
 _VARIANTS: dict[str, Variant] = {}
 
 
@@ -61,12 +56,10 @@ def register_variant(variant: Variant) -> Variant:
 
 
 def variants() -> tuple[Variant, ...]:
-    """All but the plain one: those of this package that its schedules can express, and what others registered."""
-    for needed, module in _OURS.items():
-        if find_spec(needed) is not None:
-            import_module(module)
+    """All but the plain one: those of this package, and what others registered."""
     return tuple(_VARIANTS.values())
 
 
-PLAIN = "plain"
-"""The name of a run without any variant."""
+# The variants of this package register themselves with the function above.
+from megatron_pipemem.planner.search import offload as _offload  # noqa: E402, F401
+from megatron_pipemem.planner.search import vocabulary as _vocabulary  # noqa: E402, F401

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from statistics import median
 
 import torch
 
-from megatron_pipemem.runtime.offload.channel import Channel, Copy, Direction
+from megatron_pipemem.runtime.offload.channel import Channel, Direction
+from megatron_pipemem.runtime.offload.host_link import copy_ends, copy_seconds, synchronize
 
 _MATRIX = 8192  # large enough that products, and not their launches, take the time
 
@@ -25,7 +25,7 @@ def measure_bandwidths(
         repeats: copies of which the median counts, after one that does not.
         matrix: rows and columns of the products.
     """
-    ends = {direction: _ends(channel, direction, nbytes) for direction in Direction}
+    ends = copy_ends(channel, nbytes)
     a = torch.randn(matrix, matrix, device=channel.device).to(torch.bfloat16)
     product = torch.empty_like(a)
 
@@ -39,47 +39,17 @@ def measure_bandwidths(
     found = {}
     for name, directions in ways.items():
         copies = [(direction, ends[direction]) for direction in directions]
-        alone = _copy_seconds(channel, copies, lambda: None, repeats)
+        alone = copy_seconds(channel, copies, repeats)
         # Products for longer than the copies take, so that none of them runs beside nothing.
         beside = partial(multiply, int(2 * alone / one) + 1)
         found[name] = nbytes / alone
-        found[f"{name}_computing"] = nbytes / _copy_seconds(channel, copies, beside, repeats)
+        found[f"{name}_computing"] = nbytes / copy_seconds(channel, copies, repeats, beside)
     return found
 
 
-def _ends(channel: Channel, direction: Direction, nbytes: int) -> Copy:
-    on_device = torch.ones(nbytes, dtype=torch.uint8, device=channel.device)
-    on_host = channel.host_memory(nbytes).fill_(2)
-    return Copy(on_host, on_device) if direction is Direction.OUT else Copy(on_device, on_host)
-
-
-def _copy_seconds(
-    channel: Channel, copies: Sequence[tuple[Direction, Copy]], beside: Callable[[], object], repeats: int
-) -> float:
-    took = []
-    for _ in range(1 + repeats):
-        _synchronize(channel)
-        begin = time.perf_counter()
-        tickets = [channel.start(direction, [copy], ()) for direction, copy in copies]
-        beside()
-        while not all(ticket.done() for ticket in tickets):
-            time.sleep(0)
-        took.append(time.perf_counter() - begin)
-        for ticket in tickets:
-            channel.join(ticket, lambda seconds: None)
-    channel.forget_stalls()
-    _synchronize(channel)
-    return median(took[1:])
-
-
 def _seconds(channel: Channel, work: Callable[[], object]) -> float:
-    _synchronize(channel)
+    synchronize(channel)
     begin = time.perf_counter()
     work()
-    _synchronize(channel)
+    synchronize(channel)
     return time.perf_counter() - begin
-
-
-def _synchronize(channel: Channel) -> None:
-    if channel.device.type == "cuda":
-        torch.cuda.synchronize(channel.device)

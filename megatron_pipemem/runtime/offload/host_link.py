@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -38,32 +39,59 @@ def measure_host_link(channel: Channel, nbytes: int = _BYTES) -> HostLink:
     Raises:
         OffloadError: the channel fails.
     """
-    pairs = {
-        direction: [torch.zeros(nbytes, dtype=torch.uint8, device=channel.device), channel.host_memory(nbytes).zero_()]
-        for direction in Direction
-    }
-    copies = {
-        Direction.OUT: Copy(pairs[Direction.OUT][1], pairs[Direction.OUT][0]),
-        Direction.IN: Copy(pairs[Direction.IN][0], pairs[Direction.IN][1]),
-    }
+    ends = copy_ends(channel, nbytes)
 
     def seconds(*directions: Direction) -> float:
-        taken = []
-        for _ in range(1 + _REPETITIONS):
-            _synchronise(channel)
-            begin = time.perf_counter()
-            tickets = [channel.start(direction, [copies[direction]], ()) for direction in directions]
-            for ticket in tickets:
-                channel.join(ticket, lambda stalled: None)
-            _synchronise(channel)
-            taken.append(time.perf_counter() - begin)
-        return median(taken[1:])  # the first one also pays for lazily mapped memory
+        return copy_seconds(channel, [(direction, ends[direction]) for direction in directions], _REPETITIONS)
 
     out, back, both = seconds(Direction.OUT), seconds(Direction.IN), seconds(*Direction)
-    channel.forget_stalls()
     return HostLink(nbytes / out, nbytes / back, both < _DUPLEX_FACTOR * max(out, back))
 
 
-def _synchronise(channel: Channel) -> None:
+def copy_ends(channel: Channel, nbytes: int) -> dict[Direction, Copy]:
+    """A copy of ``nbytes`` each way, between memory of their own."""
+    ends = {}
+    for direction in Direction:
+        on_device = torch.ones(nbytes, dtype=torch.uint8, device=channel.device)
+        on_host = channel.host_memory(nbytes).fill_(2)
+        ends[direction] = Copy(on_host, on_device) if direction is Direction.OUT else Copy(on_device, on_host)
+    return ends
+
+
+def copy_seconds(
+    channel: Channel,
+    copies: Sequence[tuple[Direction, Copy]],
+    repeats: int,
+    beside: Callable[[], object] = lambda: None,
+) -> float:
+    """Until all copies, started at once, are done: the median of ``repeats``, after one that pays for lazily mapped memory.
+
+    Args:
+        channel: that makes the copies.
+        copies: at most one each way.
+        repeats: how often.
+        beside: starts other work of the device when the copies have started; it is not waited for.
+
+    Raises:
+        OffloadError: the channel fails.
+    """
+    took = []
+    for _ in range(1 + repeats):
+        synchronize(channel)
+        begin = time.perf_counter()
+        tickets = [channel.start(direction, [copy], ()) for direction, copy in copies]
+        beside()
+        while not all(ticket.done() for ticket in tickets):
+            time.sleep(0)
+        took.append(time.perf_counter() - begin)
+        for ticket in tickets:
+            channel.join(ticket, lambda seconds: None)
+    channel.forget_stalls()
+    synchronize(channel)
+    return median(took[1:])
+
+
+def synchronize(channel: Channel) -> None:
+    """Wait for all work of the channel's device."""
     if channel.device.type == "cuda":
         torch.cuda.synchronize(channel.device)

@@ -12,6 +12,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.families.zero_bubble import zb_h1, zb_h2
+from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.passes import Pass, in_microbatch_order
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import Family, register_schedule
@@ -19,9 +20,6 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 
 NAME = "zb-auto"
-
-# A cap written as a decimal fraction must not lose a microbatch by rounding.
-_TOLERANCE = 1e-9
 
 
 def zb_auto(
@@ -44,7 +42,7 @@ def zb_auto(
         CostsError: the costs do not fit the placement.
     """
     p, costs, cap = num_devices, costs or Costs(), 1.0 if memory_cap is None else memory_cap
-    most = int(cap * p + _TOLERANCE)
+    most = int(loosened(cap * p))
     if most < 1:
         raise UnsupportedError(
             f"{NAME} holds at least {1 / p:.4g} activation units on {p} devices, one microbatch of one stage; raise the "
@@ -106,7 +104,7 @@ def _forwards_ahead(machine: _Machine, most: int) -> list[tuple[int, ...]]:
     round_trip = 0.0
     for device in reversed(range(p - 1)):
         round_trip += forward[device + 1] + backward[device + 1] + machine.down[device] + machine.up[device + 1]
-        while_waiting = int(round_trip / forward[device] + _TOLERANCE) if forward[device] else most
+        while_waiting = int(loosened(round_trip / forward[device])) if forward[device] else most
         many[device] = min(most, max(many[device + 1], 1 + while_waiting))
     middle = [(a + b + 1) // 2 for a, b in zip(few, many, strict=True)]
     return [tuple(few), tuple(many), tuple(middle)]

@@ -12,6 +12,8 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
+from megatron_pipemem.schedule.memory_cap import loosened
+
 TOO_SHORT, CHANNEL_FULL, NO_HOST_MEMORY = "lifespan too short", "channel full", "host memory"
 """Why activations stay on their device."""
 
@@ -182,7 +184,7 @@ class _Channel:
         if self._host_budget is None:
             return True
         held = self._host_held.get(item.device, 0.0) + item.size
-        return held <= self._host_budget[item.device] * (1 + 1e-9)
+        return held <= loosened(self._host_budget[item.device])
 
     def _next_time(self, now: float, due: float) -> float:
         """When something changes: a forward ends, a copy ends or must start, host memory is given back."""

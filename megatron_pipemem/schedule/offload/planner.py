@@ -12,6 +12,7 @@ from itertools import accumulate
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import COMPUTE, Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
+from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.offload.copies import (
     CHANNEL_FULL,
     NO_HOST_MEMORY,
@@ -21,6 +22,7 @@ from megatron_pipemem.schedule.offload.copies import (
     plan_round_trips,
 )
 from megatron_pipemem.schedule.offload.timetable import Timetable, paced, timetables
+from megatron_pipemem.schedule.options import OFF, OFFLOAD
 from megatron_pipemem.schedule.schedule import Order, Schedule
 from megatron_pipemem.schedule.simulator import Timeline, held_after, simulate
 
@@ -99,7 +101,7 @@ class OffloadPlan:
     def keeps_cap(self) -> bool:
         if self.memory_cap is None:
             return True
-        return all(peak <= cap * (1 + 1e-9) for peak, cap in zip(self.peaks, self.memory_cap, strict=True))
+        return all(peak <= loosened(cap) for peak, cap in zip(self.peaks, self.memory_cap, strict=True))
 
     @property
     def binds(self) -> str:
@@ -174,10 +176,9 @@ def _selected(schedule: Schedule, timeline: Timeline, select: Select) -> frozens
     """The stages that may be offloaded."""
     stages = schedule.placement.stages
     if isinstance(select, str):
-        counts = {"auto": None, "full": None, "off": 0, "half": -1}
-        if select not in counts:
-            raise UnsupportedError(f"cannot offload {select!r}; take off, half, full, auto, or a number of chunks")
-        number = counts[select]
+        if select not in OFFLOAD:
+            raise UnsupportedError(f"cannot offload {select!r}; take {', '.join(OFFLOAD)}, or a number of chunks")
+        number = {OFF: 0, "half": -1}.get(select)
     elif isinstance(select, int):
         if isinstance(select, bool) or select < 0:
             raise UnsupportedError(f"cannot offload {select} chunks; give a number of at least 0")
@@ -376,8 +377,7 @@ class _Planner:
             over = [
                 device
                 for device, order in group.orders.items()
-                if max(held_after(order, self._host_changes), default=0) * self._unit
-                > self._budgets[device] * (1 + 1e-9)
+                if max(held_after(order, self._host_changes), default=0) * self._unit > loosened(self._budgets[device])
             ]
             if not over:
                 return group
@@ -427,7 +427,7 @@ class _Planner:
         over = 0.0
         for device in devices:
             if self._caps is not None:
-                over += max(0.0, held[device] - self._caps[device] * (1 + 1e-9))
+                over += max(0.0, held[device] - loosened(self._caps[device]))
         kept = {_key(item): NOT_NEEDED for item in others}
         return _Group(orders, kept, over, max(held.values()), len(trips))
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.families.offload import uniform_repeating
+from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.offload.planner import OffloadPlan, plan_offload
 from megatron_pipemem.schedule.offload.recompute import with_recompute
 from megatron_pipemem.schedule.offload.weights import with_prompt_weights
@@ -22,8 +23,6 @@ from megatron_pipemem.schedule.search import search_schedule
 from megatron_pipemem.schedule.simulator import simulate
 
 logger = logging.getLogger(__name__)
-
-NAME = "auto"
 
 # Caps, over the one asked for, of the orders that are searched for: what exceeds it is to leave the device.
 _HIGHER = (1.0, 2.0, 4.0)
@@ -237,7 +236,7 @@ class _Search(NamedTuple):
             over = [
                 device
                 for device, (peak, cap) in enumerate(zip(free.peaks, caps, strict=True))
-                if peak > cap * (1 + 1e-9) and counts[device] < len(stages[device])
+                if peak > loosened(cap) and counts[device] < len(stages[device])
             ]
             if not over:
                 return

@@ -17,46 +17,58 @@ logger = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
-    """``$XDG_CACHE_HOME/megatron_pipemem``, by default under ``~/.cache``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_pipemem" / "search"
+    """``$XDG_CACHE_HOME/megatron_pipemem``, by default under ``~/.cache``.
+
+    Raises:
+        OSError: the user has no home.
+    """
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError as error:
+        raise OSError("this user has no home; set XDG_CACHE_HOME to a folder for caches") from error
+    return cache / "megatron_pipemem" / "search"
 
 
 class ResultCache:
     """One JSON file per question. A file that cannot be read or written costs a search, never a run.
 
     Args:
-        folder: where the files are; made when the first one is written.
+        folder: where the files are; made when the first one is written. ``None`` for ``default_folder()``.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = folder or default_folder()
+        self._folder = folder
 
     def get(self, question: object) -> SearchResult | None:
         """What an equal question was answered."""
-        path = self._path(question)
         try:
-            rows = json.loads(path.read_text(encoding="utf-8"))
-            return SearchResult(tuple(_from_json(row) for row in rows), 0.0)
+            path = self._path(question)
+            content = path.read_bytes()
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except OSError as error:
+            logger.warning("cannot read the cached search: %s; searching again", error)
+            return None
+        try:
+            return SearchResult(tuple(_from_json(row) for row in json.loads(content)), 0.0)
+        except (ValueError, KeyError, TypeError) as error:
             logger.warning("cannot use the cached search %s: %s; searching again", path, error)
             return None
 
     def put(self, question: object, result: SearchResult) -> None:
         """Keep an answer."""
-        path = self._path(question)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            path = self._path(question)
+            partial = path.with_suffix(f".{os.getpid()}.partial")
+            path.parent.mkdir(parents=True, exist_ok=True)
             partial.write_text(json.dumps([_to_json(each) for each in result.candidates]), encoding="utf-8")
             partial.replace(path)
         except OSError as error:
-            logger.warning("cannot keep the search in %s: %s", path, error)
+            logger.warning("cannot keep the search: %s", error)
 
     def _path(self, question: object) -> Path:
         text = f"{_code_version()} {question!r}"
-        return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+        return (self._folder or default_folder()) / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
 
 
 @lru_cache(maxsize=1)

@@ -11,8 +11,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.costs import Costs, CostsError
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 
@@ -137,7 +139,7 @@ def make_problem(
     allowed = (
         (total,) * placement.num_devices
         if caps is None
-        else tuple(min(total, int(cap * memory_scale * (1 + 1e-9))) for cap in caps)
+        else tuple(min(total, int(loosened(cap * memory_scale))) for cap in caps)
     )
     waits: list[tuple[tuple[int, int, int], ...]] = []
     for stage in range(stages):

@@ -61,11 +61,6 @@ class SearchResult:
         return self.best.lower_bound
 
     @property
-    def lower_bound_of_all(self) -> float:
-        """No schedule of any placement searched is faster, in seconds."""
-        return min(candidate.lower_bound for candidate in self.candidates)
-
-    @property
     def gap(self) -> float:
         """By how much of itself the makespan exceeds ``lower_bound`` at most; 0 proves it optimal for its placement."""
         excess = 1 - self.lower_bound / self.makespan

@@ -11,10 +11,11 @@ from itertools import chain, pairwise
 from random import Random
 from typing import TYPE_CHECKING
 
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.schedule.bounds import lower_bound, one_microbatch
-from megatron_pipemem.schedule.costs import Costs, CostsError
-from megatron_pipemem.schedule.options import check_effort
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.memory_cap import loosened
+from megatron_pipemem.schedule.options import AUTO, check_effort
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible, justify
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from megatron_pipemem.schedule.search.periodic import Block
 
 logger = logging.getLogger(__name__)
-
-NAME = "auto"
 
 _EXACT = 1 + 1e-6
 # Microbatches with which blocks are compared, per device: enough to start up and run dry, which is all that differs.
@@ -98,7 +97,7 @@ def search_schedule(
     explorations = []
     for placement in placements:
         needed = one_microbatch(placement, costs)
-        if caps is None or all(cap * (1 + 1e-9) >= need for cap, need in zip(caps, needed, strict=True)):
+        if caps is None or all(loosened(cap) >= need for cap, need in zip(caps, needed, strict=True)):
             explorations.append(_Exploration(placement, num_microbatches, costs, caps, seed))
     if not explorations:
         raise UnsupportedError(_nothing_fits(placements, costs, memory_cap))
@@ -299,6 +298,6 @@ class _Exploration:
         equal = [entry for entry in self._finalists if entry[0] <= self._finalists[0][0] * (1 + slack)]
         _, _, name, table = equal[most_robust(self._problem, [entry[3] for entry in equal], self.seed)]
         fused = fusable(self._problem, as_soon_as_possible(self._problem, table.orders))
-        schedule = to_schedule(NAME, self.placement, self._problem, table.orders, fused)
+        schedule = to_schedule(AUTO, self.placement, self._problem, table.orders, fused)
         timeline = simulate(schedule, self.costs)
         return Candidate(schedule, timeline.makespan, timeline.peaks, self.bound, name)

@@ -51,9 +51,7 @@ def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> N
     backwards = any(action.kind in (Kind.I, Kind.W, Kind.B) for action in places)
     wanted = dict(
         (action, device)
-        for device, action in vocabulary_actions(
-            schedule.placement, schedule.num_microbatches, schedule.vocabulary, backwards
-        )
+        for device, action in vocabulary_actions(schedule.placement, schedule.num_microbatches, backwards)
     )
     for action, device in wanted.items():
         if action not in places:

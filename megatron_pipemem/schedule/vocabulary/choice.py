@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.options import OFF
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.vocabulary.baselines import head_on_last_stage, redistribute
@@ -15,7 +16,7 @@ from megatron_pipemem.schedule.vocabulary.needs import BARRIERS, BARRIERS_OF_ALG
 from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts
 
-OFF, REDISTRIBUTE = "off", "redistribute"
+REDISTRIBUTE = "redistribute"
 _NAMES = {OFF: "the head on the last stage", REDISTRIBUTE: "moving layers away from the last stage"}
 _LEAST_GAIN = 0.01
 """Part of the makespan: for less nobody changes the model's layout, or keeps another microbatch in flight."""

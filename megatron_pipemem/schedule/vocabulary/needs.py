@@ -76,9 +76,7 @@ def vocabulary_needs(
 _AWAITED = {Kind.S: Kind.BCAST_X, Kind.LOSS: Kind.STATS, Kind.T: Kind.BCAST_G, Kind.IB: Kind.BCAST_E}
 
 
-def vocabulary_actions(
-    placement: Placement, num_microbatches: int, barriers: int, backwards: bool
-) -> Iterator[tuple[int, Action]]:
+def vocabulary_actions(placement: Placement, num_microbatches: int, backwards: bool) -> Iterator[tuple[int, Action]]:
     """``(device, action)`` of everything that vocabulary parallelism adds to a step."""
     everywhere = [Kind.IF, Kind.REDUCE_E, Kind.BCAST_X, Kind.S, Kind.STATS]
     if backwards:

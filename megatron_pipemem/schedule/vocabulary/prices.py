@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_pipemem.errors import PipememError
+from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.action import COLLECTIVES, Kind
 
 PerDevice = float | Sequence[float]
@@ -46,7 +46,7 @@ class VocabularyCosts:
         if isinstance(self.collectives, Mapping):
             prices = {Kind(kind): _seconds(f"collective {kind}", price) for kind, price in self.collectives.items()}
             if strange := sorted(set(prices) - COLLECTIVES):
-                raise VocabularyCostsError(f"{strange[0]} is no collective; give {', '.join(sorted(COLLECTIVES))}")
+                raise CostsError(f"{strange[0]} is no collective; give {', '.join(sorted(COLLECTIVES))}")
             object.__setattr__(self, "collectives", prices)
         else:
             object.__setattr__(self, "collectives", _seconds("collectives", self.collectives))
@@ -80,7 +80,7 @@ class VocabularyCosts:
         """Of every pass, one value per device.
 
         Raises:
-            VocabularyCostsError: a sequence has not one value per device.
+            CostsError: a sequence has not one value per device.
         """
         prices = {
             Kind.IF: self.embed,
@@ -98,18 +98,14 @@ class VocabularyCosts:
         return dict.fromkeys(COLLECTIVES, self.collectives)
 
 
-class VocabularyCostsError(PipememError, ValueError):
-    """Prices of the vocabulary passes that cannot be, or do not fit the devices."""
-
-
 def per_device(what: str, price: PerDevice, num_devices: int) -> tuple[float, ...]:
     """Raises:
-    VocabularyCostsError: a sequence has not one value per device.
+    CostsError: a sequence has not one value per device.
     """
     if not isinstance(price, Sequence):
         return (price,) * num_devices
     if len(price) != num_devices:
-        raise VocabularyCostsError(
+        raise CostsError(
             f"{what} has {len(price)} values for {num_devices} devices; give one per device, or one number for all"
         )
     return tuple(price)
@@ -121,5 +117,5 @@ def _seconds(what: str, price: object) -> float:
     except (TypeError, ValueError):
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise VocabularyCostsError(f"{what} of the vocabulary is {price!r}; give seconds of at least 0")
+        raise CostsError(f"{what} of the vocabulary is {price!r}; give seconds of at least 0")
     return seconds

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.plain import serial_schedule
 from megatron_pipemem.schedule.search import Candidate, SearchResult, search_schedule
@@ -16,7 +17,6 @@ from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
 
 _SEARCHES = 4
-_TOLERANCE = 1e-9
 
 
 def search_vocabulary(
@@ -73,14 +73,13 @@ def search_vocabulary(
         excess = [0.0] * num_devices
         for found in result.candidates:
             candidate = _with_passes(found, barriers, costs)
-            over = [0.0] * num_devices
-            if allowed is not None:
-                over = [peak - cap for peak, cap in zip(candidate.peaks, allowed, strict=True)]
-            if max(over) > _TOLERANCE * max(allowed or (1.0,)):
-                excess = [max(pair) for pair in zip(excess, over, strict=True)]
-            else:
+            if allowed is None or _keeps(candidate, allowed):
                 known = best.get(candidate.schedule.placement, candidate)
                 best[candidate.schedule.placement] = min(known, candidate, key=lambda c: c.makespan)
+            else:
+                excess = [
+                    max(more, peak - cap) for more, peak, cap in zip(excess, candidate.peaks, allowed, strict=True)
+                ]
         if not any(excess):
             break
         caps = tuple(cap - more for cap, more in zip(caps, excess, strict=True))
@@ -99,6 +98,10 @@ def _with_passes(found: Candidate, barriers: int, costs: Costs) -> Candidate:
     return Candidate(schedule, timeline.makespan, timeline.peaks, bound, found.found_by)
 
 
+def _keeps(candidate: Candidate, caps: Sequence[float]) -> bool:
+    return all(peak <= loosened(cap) for peak, cap in zip(candidate.peaks, caps, strict=True))
+
+
 def _serial(result: SearchResult, barriers: int, costs: Costs, allowed: Sequence[float]) -> dict[Placement, Candidate]:
     """One microbatch at a time, in the placements where that keeps the cap."""
     fitting, least = {}, []
@@ -107,7 +110,7 @@ def _serial(result: SearchResult, barriers: int, costs: Costs, allowed: Sequence
         serial = Candidate(serial_schedule(placement, m, found.schedule.name), 0.0, (), 0.0, "one by one")
         candidate = _with_passes(serial, barriers, costs)
         least.append(max(candidate.peaks))
-        if all(peak <= cap * (1 + _TOLERANCE) for peak, cap in zip(candidate.peaks, allowed, strict=True)):
+        if _keeps(candidate, allowed):
             fitting[placement] = candidate
     if not fitting:
         raise UnsupportedError(

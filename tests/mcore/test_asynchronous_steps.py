@@ -1,0 +1,51 @@
+"""The training steps of an asynchronous schedule as its stream counts them. No process group, nothing is computed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.mcore.asynchronous.source import AsynchronousSource  # noqa: E402
+from megatron_pipemem.mcore.asynchronous.training import AsynchronousTraining  # noqa: E402
+from megatron_pipemem.mcore.sources import Shape  # noqa: E402
+from megatron_pipemem.runtime.executor import InFlight  # noqa: E402
+
+
+class Steps:
+    """Runs steps that do nothing on one of two ranks."""
+
+    def __init__(self, train_steps: int):
+        self.training = AsynchronousTraining(AsynchronousSource("pipedream-2bw"), train_steps)
+        self.chunks = [torch.nn.Linear(2, 2)]
+
+    def begin(self):
+        return self.training.begin(SimpleNamespace(), self.chunks, Shape(2, 1, 4), 0, lambda digest: None, lambda: None)
+
+    def run(self, fails: bool = False) -> int:
+        call = self.begin()
+        with call.running(SimpleNamespace(in_flight=InFlight)):
+            # As a program does that updates the weights once.
+            call._stream.weights.advance([call._stream.weights.newest])
+            if fails:
+                raise ArithmeticError
+        return call.left
+
+
+def test_more_steps_than_were_told_are_refused_as_that():
+    steps = Steps(2)
+    assert [steps.run(), steps.run()] == [1, 0]
+    with pytest.raises(UnsupportedError, match="more than train_steps=2 steps"):
+        steps.begin()
+
+
+def test_a_step_that_failed_is_still_to_come():
+    steps = Steps(3)
+    assert steps.run() == 2
+    with pytest.raises(ArithmeticError):
+        steps.run(fails=True)
+    assert [steps.run(), steps.run()] == [1, 0]
