@@ -75,7 +75,8 @@ def test_ranks_that_read_nothing_are_left_alone():
 
 def test_megatron_is_told_of_one_copy():
     settings, _ = take_flags(["--pipemem-schedule", "chimera"])
-    assert add_virtual_stages(settings, []) == []
+    pipeline = ["--pipeline-model-parallel-size", "4"]
+    assert add_virtual_stages(settings, pipeline) == pipeline
 
 
 def test_evaluation_takes_any_number_of_microbatches():
