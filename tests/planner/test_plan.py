@@ -157,7 +157,7 @@ def test_a_plan_that_fails_in_full_gives_way_to_the_next(monkeypatch):
     limits = {"schedule": ("1f1b",), "tp": (4,), "pp": (2,), "recompute": ("none",), "micro_batch": (1,)}
     found = plan(replace(RUN, parallelism=Parallelism(global_batch=40)), limits=Limits(limits), top=2, search_seconds=0)
     assert [each.variant for each in found.plans] == [PLAIN]
-    assert found.rejected == {"short cannot be had with 1f1b": 1}
+    assert found.rejected == {"short cannot be had with 1f1b: not so many": 1}
 
 
 def test_every_cut_of_the_devices_is_considered():
