@@ -164,6 +164,21 @@ def test_without_a_price_everything_leaves_that_has_time_to() -> None:
     assert plan.delay == 0
 
 
+@pytest.mark.parametrize("name", ["gis-h", "interleaved", "zbv"])
+@pytest.mark.parametrize("channel", ["slow", "free"])
+def test_stages_that_take_no_time(name: str, channel: str) -> None:
+    """As those without layers do: many positions of an order then have one time, and a round trip's actions keep theirs."""
+    for empty in range(1, 5):
+        takes = tuple(float(stage != empty) for stage in range(6))
+        gives_back = tuple(-each for each in takes)
+        memory = {Kind.F: takes, Kind.I: (0.0,) * 6, Kind.W: gives_back} if channel == "slow" else None
+        copies = Channel(0.0 if channel == "free" else tuple(0.6 * each for each in takes))
+        costs = Costs(takes, takes, takes, memory=memory, channel=copies)
+        plan = plan_offload(build_schedule(name, num_devices=3, num_microbatches=8), costs)
+        check(plan)
+        assert plan.offloaded and (memory is None or empty not in {stage for stage, _ in plan.offloaded})
+
+
 @pytest.mark.parametrize("base", [("gis-h", {"group_size": 1}), ("zbv", {}), ("1f1b", {}), ("v-half", {})])
 def test_a_faster_channel_or_more_room_is_never_worse(base: tuple[str, dict[str, object]]) -> None:
     name, options = base
@@ -190,6 +205,9 @@ def test_reasons_are_told() -> None:
     assert "host memory" in poor.kept.values() and poor.host_peaks == (0,) * 4
     crowded = plan_offload(schedule, costs_of(2.0), memory_cap=0.01)
     assert not crowded.keeps_cap and crowded.binds
+    # Those that matter are of the device that exceeds its cap, not of the fullest.
+    cramped = plan_offload(schedule, costs_of(100.0), memory_cap=[9.0, 9.0, 0.1, 9.0])
+    assert cramped.obstacles == {"lifespan too short": 12}
 
 
 def test_stages_may_be_named() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner.activations import moved_bytes
 from megatron_pipemem.planner.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.planner.runs import Run, ScheduleChoice
@@ -58,6 +59,9 @@ def _choice(choice: ScheduleChoice) -> ScheduleChoice:
 
 def _apply(schedule: Schedule, step: Step, room: tuple[float, ...]) -> Schedule:
     plan = plan_offload(schedule, step.costs, memory_cap=room, host_budget=step.host)
+    if not plan.keeps_cap:
+        why = ", ".join(sorted(plan.obstacles)) or "what runs at the time"
+        raise UnsupportedError(f"too much has to stay on a device ({why})")
     return plan.schedule
 
 

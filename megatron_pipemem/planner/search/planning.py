@@ -430,8 +430,8 @@ class _Planner:
         rest = base.group.run.parallelism.microbatches - microbatches
         try:
             found = self._varied(base, microbatches)
-        except PipememError:
-            self.rejected[f"{base.variant.name} cannot be had with {base.order.name}"] += 1
+        except PipememError as error:
+            self.rejected[f"{base.variant.name} cannot be had with {base.order.name}: {error}"] += 1
             return
         if found is not None and rest:
             makespan = found.makespan + rest * _busiest(base.group.step)

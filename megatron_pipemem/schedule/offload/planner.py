@@ -103,20 +103,25 @@ class OffloadPlan:
             return True
         return all(peak <= loosened(cap) for peak, cap in zip(self.peaks, self.memory_cap, strict=True))
 
+    @cached_property
+    def obstacles(self) -> Counter[str]:
+        """Why, and how many, activations stay that would have to leave for a lower peak: on the devices that exceed their
+        cap or, without one, on the fullest. Empty when the cap is kept or nothing stays for want of room."""
+        if self.memory_cap is None:
+            limits = (max(self.peaks) * (1 - 1e-9),) * len(self.peaks)
+        else:
+            limits = tuple(cap * (1 + 1e-9) for cap in self.memory_cap)
+        place = self.base.placement.devices
+        return Counter(
+            why
+            for (stage, _), why in self.kept.items()
+            if self.peaks[place[stage]] > limits[place[stage]] and why not in (NOT_NEEDED, RECOMPUTED)
+        )
+
     @property
     def binds(self) -> str:
-        """What keeps the peak from being lower, in words; empty when the cap is kept or nothing stays for want of room."""
-        if self.memory_cap is not None and self.keeps_cap:
-            return ""
-        highest = max(self.peaks)
-        devices = [device for device, peak in enumerate(self.peaks) if peak >= highest * (1 - 1e-9)]
-        place = self.base.placement.devices
-        reasons = Counter(why for (stage, _), why in self.kept.items() if place[stage] in devices)
-        reasons.pop(NOT_NEEDED, None)
-        reasons.pop(RECOMPUTED, None)
-        if not reasons:
-            return ""
-        return ", ".join(f"{why} ({count} activations)" for why, count in reasons.most_common())
+        """``obstacles`` in words, the most frequent first."""
+        return ", ".join(f"{why} ({count} activations)" for why, count in self.obstacles.most_common())
 
 
 def plan_offload(
@@ -360,7 +365,8 @@ class _Planner:
                 elif action.kind in (Kind.I, Kind.B) and key in made:
                     out, back = self._out[action.stage] * factor, self._back[action.stage] * factor
                     size = -self._changes[Kind.WAIT_OFFLOAD][action.stage]
-                    items.append(Item(device, *key, made[key], start, out, back, size))
+                    if size:  # a stage without layers has nothing to send
+                        items.append(Item(device, *key, made[key], start, out, back, size))
         # Where not all of equally long-lived items have room, those that leave are spread evenly over the step.
         tick = 1e-6 * max((item.lifespan for item in items), default=1.0) or 1.0
         return sorted(items, key=lambda item: (-round(item.lifespan / tick), item.microbatch * _GOLDEN % 1, item.stage))
@@ -458,12 +464,15 @@ def _with_copies(order: Order, starts: Sequence[float], ends: Sequence[float], t
         made = place[offload._replace(kind=Kind.F)]
         full = offload._replace(kind=Kind.B)
         used = place[full if full in place else offload._replace(kind=Kind.I)]
-        left = bisect_left(starts, out + item.out - exact)
+        # Where passes take no time, many positions have the same time; a round trip's four actions stay in their order.
+        issued = min(used, max(made + 1, bisect_right(ends, out + exact)))
+        left = max(issued, bisect_left(starts, out + item.out - exact))
+        returning = min(used, max(left, bisect_right(ends, back + exact)))
         # Of what happens at one time: what has ended gives room to what begins. A copy that takes no time is both.
         events += [
-            (max(made + 1, bisect_right(ends, out + exact)), out, 2 if item.out else -1, offload),
-            (max(made + 1, left), out + item.out, 0, wait_offload),
-            (min(used, bisect_right(ends, back + exact)), back, 2 if item.back else 0.5, reload),
+            (issued, out, 2 if item.out else -1, offload),
+            (left, out + item.out, 0, wait_offload),
+            (returning, back, 2 if item.back else 0.5, reload),
             (used, item.used, 1, wait_reload),
         ]
     events.sort(key=lambda event: event[:3])
