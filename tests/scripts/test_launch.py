@@ -227,7 +227,7 @@ ASYNCHRONOUS = ("schedule.name=pipedream", "model.tied=false")
         (["schedule.name=auto", "schedule.options={chunks: 3}"], "8 layers cannot be split evenly over 12 stages"),
         (["schedule.name=stock", "schedule.vocab_parallel=2"], "no passes for a cut vocabulary"),
         (["schedule.name=stock", "schedule.offload=full"], "no place for offload"),
-        (["schedule.name=gems", "parallelism.pp=1"], "at least two pipeline ranks"),
+        (["schedule.name=gems", "parallelism.pp=1"], "pp 1 leaves no pipeline"),
         (["schedule.recompute=selective", "schedule.recompute_modules=[activation]"], "cannot recompute an FFN's"),
         (["schedule.name=zb-auto", "schedule.options={costs: 1}"], "costs is no option"),
         (
@@ -257,7 +257,8 @@ def test_a_schedule_file_has_to_fit_the_run(tmp_path):
         ("v-half", (), None),
         ("v-half", ("parallelism.pp=2",), "schedules 4 devices but the pipeline has 2 ranks"),
         ("v-half", ("parallelism.global_batch=12",), "8 microbatches but this step has 12"),
-        ("v-half", ("parallelism.chunks=2",), "a schedule file has no options"),
+        ("v-half", ("parallelism.chunks=2",), None),
+        ("v-half", ("parallelism.chunks=3",), "has 2 chunks per rank, not 3"),
         ("v-half", ("schedule.memory_cap=0.5",), "cap"),
         ("seq1f1b", (), "can be simulated and drawn but not run"),
     ):
