@@ -153,7 +153,6 @@ def test_a_plan_that_fails_in_full_gives_way_to_the_next(monkeypatch):
         return order
 
     monkeypatch.setattr(variants_module, "_VARIANTS", {})
-    monkeypatch.setattr(variants_module, "_OURS", {})
     register_variant(Variant("short", lambda choice: choice, lambda *asked: price(*asked[:2]), apply))
     limits = {"schedule": ("1f1b",), "tp": (4,), "pp": (2,), "recompute": ("none",), "micro_batch": (1,)}
     found = plan(replace(RUN, parallelism=Parallelism(global_batch=40)), limits=Limits(limits), top=2, search_seconds=0)
