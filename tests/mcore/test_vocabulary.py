@@ -49,6 +49,16 @@ def test_the_forward_step_is_asked_for_its_batches_and_draws_none_twice():
     assert int(next(again)["tokens"]) == 3, "whoever draws more gets new samples"
 
 
+def test_a_forward_step_may_take_its_batches_apart():
+    def popping_step(data, model):
+        batch = next(data)
+        return model(batch.pop("tokens"), None, None, labels=batch.pop("labels")), None
+
+    calls, again = calls_of(popping_step, samples([]), Model(), 2)
+    assert [int(call.labels) for call in calls] == [100, 101]
+    assert [int(popping_step(again, Model())[0]) for _ in range(3)] == [100, 102, 104]
+
+
 def test_a_forward_step_that_does_not_call_its_model_is_refused():
     with pytest.raises(UnsupportedError, match="does not call the model"):
         calls_of(lambda data, model: (next(data), None), samples([]), Model(), 1)
