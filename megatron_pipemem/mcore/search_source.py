@@ -97,7 +97,7 @@ class SearchSource(Source):
         self._changes: Changes | None = None
         self._chosen: dict[tuple[int, int], Placement] = {}
         # What the choice of the placement has found, on the rank that searches.
-        self._answers: dict[tuple[Placement, int], _Found] = {}
+        self._answers: dict[tuple[Placement, int, int], _Found] = {}
 
     @property
     def needs_bytes(self) -> bool:
@@ -134,6 +134,14 @@ class SearchSource(Source):
                 return kept
         return found
 
+    def likely(self, shape: Shape) -> Schedule:
+        if not self.needs_bytes:
+            return super().likely(shape)
+        # Nobody knows yet how much of it the cap will allow.
+        placement = self.placement(shape.num_devices, shape.chunks)
+        result = decided_by_rank_zero(lambda: _found(self._search_within(None, [placement], shape.num_microbatches)))
+        return Schedule.from_csv(result.csv, name=AUTO)
+
     def _choose(self, num_devices: int, chunks: int) -> Placement:
         if (chunks == 1) != (self._kind == "linear") and self._kind is not None:
             needed = "1 model chunk" if self._kind == "linear" else "at least 2 model chunks"
@@ -158,7 +166,7 @@ class SearchSource(Source):
             result = self._search_within(self._cap and self._cap.amount, list(candidates.values()), m)
             best = result.best.schedule
             if not self._in_bytes:
-                self._answers[best.placement, m] = _Found(best.to_csv(), result.best.lower_bound, result.seconds)
+                self._answers[best.placement, m, self.barriers] = _found(result)
             return next(name for name, placement in candidates.items() if placement == best.placement)
 
         name = decided_by_rank_zero(fastest)
@@ -167,11 +175,12 @@ class SearchSource(Source):
 
     def _search(self, placement: Placement, num_microbatches: int) -> _Found:
         """The fastest schedule whose whole program keeps the cap."""
-        if (placement, num_microbatches) in self._answers:
-            return self._answers[placement, num_microbatches]
+        key = placement, num_microbatches, self.barriers
+        if key in self._answers:
+            return self._answers[key]
         if not self._in_bytes:
             result = self._search_within(self._cap and self._cap.amount, [placement], num_microbatches)
-            return _Found(result.schedule.to_csv(), result.lower_bound, result.seconds)
+            return _found(result)
         # Messages are posted between the actions that a search knows, so some bytes come on top of what it counts.
         caps = [self._cap.amount] * placement.num_devices
         for _ in range(_SEARCHES_FOR_A_CAP):
@@ -181,7 +190,7 @@ class SearchSource(Source):
                 break
             held = self._program_peaks(result.schedule)
             if max(held) <= self._cap.amount:
-                return _Found(result.schedule.to_csv(), result.lower_bound, result.seconds)
+                return _found(result)
             caps = [cap - max(0, peak - self._cap.amount) for cap, peak in zip(caps, held, strict=True)]
         serial = serial_schedule(placement, num_microbatches)
         return _Found(serial.to_csv(), lower_bound(placement, num_microbatches, self._search_costs(placement)), 0.0)
@@ -245,6 +254,10 @@ class SearchSource(Source):
             f"microbatch alone; raise --pipemem-memory-cap to at least {needed}, take smaller microbatches, or recompute "
             "activations"
         )
+
+
+def _found(result: SearchResult) -> _Found:
+    return _Found(result.schedule.to_csv(), result.lower_bound, result.seconds)
 
 
 def source_of(

@@ -16,7 +16,11 @@ from megatron_pipemem.mcore.sources import Shape  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.batches import calls_of  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.choice import choose_barriers, head_in_layers  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.refusals import check_configuration  # noqa: E402
+from megatron_pipemem.schedule.costs import Costs  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
+from megatron_pipemem.schedule.simulator import simulate  # noqa: E402
+from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary  # noqa: E402
+from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts  # noqa: E402
 
 
 class Model(torch.nn.Module):
@@ -130,7 +134,51 @@ def test_a_head_counts_in_layers():
     assert head_in_layers(model(256_000, 3072, gated=False)) == pytest.approx(256_000 / (12 * 3072 + 2 * 2048))
 
 
+def vocabulary_of(head: float, layers: int, num_devices: int) -> int:
+    """Words of which the head takes so many devices' shares of F, with F = I = W."""
+    return round(head * layers / (3 * num_devices) / head_in_layers(model(10**9)) * 10**9)
+
+
+def chosen(
+    schedule: str, p: int, m: int, head: float, *, layout: tuple[int, ...] | None = None, costs: Costs | None = None
+) -> int:
+    base = build_schedule(schedule, num_devices=p, num_microbatches=m)
+    layout = layout or (32 // base.placement.num_stages,) * base.placement.num_stages
+    schedules = {0: base} | {barriers: with_vocabulary(base, barriers) for barriers in (1, 2)}
+    return choose_barriers(model(vocabulary_of(head, sum(layout), p)), layout, costs or Costs(), schedules)
+
+
 def test_auto_cuts_a_large_vocabulary_and_leaves_a_small_one():
-    schedule = build_schedule("1f1b", num_devices=8, num_microbatches=64)
-    assert choose_barriers(model(256_000), schedule) == 1
-    assert choose_barriers(model(256), schedule) == 0
+    assert chosen("1f1b", 8, 64, 8.0) == 1
+    assert chosen("1f1b", 8, 64, 0.01) == 0
+
+
+def test_auto_knows_where_the_layers_are():
+    assert chosen("1f1b", 4, 16, 1.7, layout=(2, 2, 2, 2)) == 1
+    assert chosen("1f1b", 4, 16, 1.7, layout=(3, 3, 2, 0)) == 0
+
+
+def test_auto_believes_the_costs_it_is_given():
+    assert chosen("1f1b", 4, 16, 1.7, costs=Costs(vocabulary=VocabularyCosts(score=0.001, gradient=0.001))) == 0
+    assert chosen("1f1b", 4, 16, 0.01, costs=Costs(vocabulary=VocabularyCosts(score=0.2, gradient=0.2))) == 1
+    # A last device that has less to do than others has time for its head.
+    assert chosen("1f1b", 4, 16, 0.5, costs=Costs((1, 1, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1))) == 2
+    assert chosen("1f1b", 4, 16, 0.5, costs=Costs((1, 1, 1, 0.5), (1, 1, 1, 0.5), (1, 1, 1, 0.5))) == 0
+
+
+def test_auto_keeps_a_layout_where_moving_layers_is_best_and_cutting_little_better(caplog):
+    caplog.set_level("INFO")
+    assert chosen("v-half", 4, 8, 0.4, layout=(8,) * 8) == 0
+    assert "--pipeline-model-parallel-layout for layers per stage (7, 9, 9, 8, 8, 8, 8, 7)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("schedule", "cap", "allowed"), [("1f1b", 1.25, {0, 1}), ("1f1b", 1.0, {0}), ("auto", 1.1, {0, 1, 2})]
+)
+def test_auto_has_to_keep_the_cap(schedule, cap, allowed, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = {"seconds": 1, "placement": "linear"} if schedule == "auto" else {}
+    source = source_of(schedule, cap, "unit", options, vocab_parallel="auto")
+    found = source._allowed(source.placement(4, 1), 1)
+    assert set(found) == allowed
+    assert all(each.vocabulary == barriers and simulate(each).peak <= cap + 1e-9 for barriers, each in found.items())

@@ -101,6 +101,18 @@ def cut_vocabulary(chunks: list[torch.nn.Module], placement: Placement, pg_colle
     models[0].add_module(NAME, VocabularyShards(partition, index, embedding, head, options))
 
 
+def layout_of(chunks: list[torch.nn.Module], placement: Placement, pipeline: dist.ProcessGroup) -> tuple[int, ...]:
+    """Layers of every stage as they were built. Every rank calls this."""
+    models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
+    everyones: list[list[int] | None] = [None] * pipeline.size()
+    dist.all_gather_object(everyones, [len(model.decoder.layers) for model in models], group=pipeline)
+    layout = [0] * placement.num_stages
+    for stages, layers in zip(placement.stages, everyones, strict=True):
+        for stage, held in zip(stages, layers, strict=True):
+            layout[stage] = held
+    return tuple(layout)
+
+
 def shards_of(chunks: list[torch.nn.Module]) -> VocabularyShards:
     """This rank's shards, of wrapped or bare chunks.
 

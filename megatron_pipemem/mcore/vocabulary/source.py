@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.mcore.sources import Changes, Plan, Shape, Source, microbatches_of_the_run
-from megatron_pipemem.mcore.vocabulary.build import cut_vocabulary
+from megatron_pipemem.mcore.vocabulary.build import cut_vocabulary, layout_of
 from megatron_pipemem.mcore.vocabulary.choice import choose_barriers
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.validator import validate
-from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM, check_placement
+from megatron_pipemem.schedule.vocabulary.needs import BARRIERS, BARRIERS_OF_ALGORITHM, check_placement
 from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
+
+logger = logging.getLogger(__name__)
 
 OFF, AUTO = "off", "auto"
 CHOICES = (OFF, *map(str, BARRIERS_OF_ALGORITHM), AUTO)
@@ -75,9 +78,9 @@ class VocabularySource(Source):
             return
         if self._undecided:
             self._undecided = False
-            shape = Shape(placement.num_devices, len(chunks), microbatches_of_the_run() or 4 * placement.num_devices)
             model = get_attr_wrapped_model(chunks[0], "pre_process", return_model_obj=True)
-            self._decide(choose_barriers(model, self._inner.plan(shape, "choice of vocabulary parallelism").schedule))
+            layout = layout_of(chunks, placement, pg_collection.pp)
+            self._decide(choose_barriers(model, layout, self.costs, self._allowed(placement, len(chunks))))
         if self.barriers:
             cut_vocabulary(chunks, placement, pg_collection, self.barriers)
 
@@ -92,6 +95,20 @@ class VocabularySource(Source):
     def measured(self, costs: Costs | None, changes: Changes | None) -> None:
         self._inner.measured(costs, changes)
         self.costs, self.priced_by = self._inner.costs, self._inner.priced_by
+
+    def _allowed(self, placement: Placement, chunks: int) -> dict[int, Schedule]:
+        """What this run would do without passes and with those of either algorithm, where that is possible."""
+        shape = Shape(placement.num_devices, chunks, microbatches_of_the_run() or 4 * placement.num_devices)
+        allowed = {}
+        for barriers in (0, *BARRIERS):
+            self._decide(barriers)
+            try:
+                allowed[barriers] = self._with_passes(self._inner.likely(shape), self.costs)
+            except (ScheduleError, UnsupportedError) as error:
+                if not barriers:
+                    raise
+                logger.info("vocabulary: not with %d barriers: %s", barriers, error)
+        return allowed
 
     def _decide(self, barriers: int) -> None:
         self.barriers = self._inner.barriers = barriers
