@@ -74,6 +74,12 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         "model's sizes call for",
     )
     parser.add_argument(
+        "--pipemem-vocab-piece-tokens",
+        metavar="N",
+        type=int,
+        help="compute the cut head's logits for N tokens at a time, which bounds what they take in fp32 (default: all)",
+    )
+    parser.add_argument(
         "--pipemem-option", metavar="KEY=VALUE", action="append", default=[], help="option of the schedule"
     )
     found, others = parser.parse_known_args(arguments)
@@ -96,6 +102,7 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         recompute=found.pipemem_recompute,
         offload_options=dict(_option("offload-option", text, parser) for text in found.pipemem_offload_option),
         vocab_parallel=found.pipemem_vocab_parallel,
+        vocab_piece_tokens=found.pipemem_vocab_piece_tokens,
     )
     source_for(settings)
     return settings, others

@@ -267,6 +267,7 @@ def source_of(
     options: Mapping[str, object],
     offloading: Offloading | None = None,
     vocab_parallel: str = OFF,
+    vocab_piece_tokens: int | None = None,
 ) -> Source:
     """The source that settings of ``plugin.Settings`` ask for.
 
@@ -277,13 +278,14 @@ def source_of(
         options: of the schedule.
         offloading: what is to leave the device or to be computed again; ``None`` for nothing but what the schedule says.
         vocab_parallel: see ``plugin.Settings``.
+        vocab_piece_tokens: see there.
 
     Raises:
         UnknownScheduleError: no such family.
         UnsupportedError: a cap, an option or a file that does not go with the schedule.
         CostsError: a file of costs that cannot be read.
     """
-    check_vocab_parallel(vocab_parallel)
+    check_vocab_parallel(vocab_parallel, vocab_piece_tokens)
     if vocab_parallel != OFF and offloading is not None and offloading.settings.plans:
         raise UnsupportedError(
             "offload and recomputation are not planned together with vocabulary passes; pass --pipemem-vocab-parallel off, or "
@@ -295,7 +297,7 @@ def source_of(
     if vocab_parallel != OFF:
         # What a search finds keeps its cap already.
         units = None if memory_cap is None or schedule == AUTO else parse_cap(memory_cap).amount
-        return VocabularySource(source, vocab_parallel, units)
+        return VocabularySource(source, vocab_parallel, units, vocab_piece_tokens)
     if source.barriers:
         raise UnsupportedError(
             f"{schedule} is a schedule for a vocabulary cut over the pipeline; pass --pipemem-vocab-parallel "

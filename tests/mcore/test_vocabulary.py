@@ -11,8 +11,10 @@ pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.flags import take_flags  # noqa: E402
+from megatron_pipemem.mcore.plugin import source_for  # noqa: E402
 from megatron_pipemem.mcore.search_source import source_of  # noqa: E402
 from megatron_pipemem.mcore.sources import Shape  # noqa: E402
+from megatron_pipemem.mcore.vocabulary import source as vocabulary_source  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.batches import calls_of  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.choice import choose_barriers, head_in_layers  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.refusals import check_configuration  # noqa: E402
@@ -88,6 +90,11 @@ def test_flags_give_schedules_with_passes(schedule, algorithm, barriers):
 def test_flags_that_do_not_go_together_are_refused(tmp_path):
     with pytest.raises(UnsupportedError, match="none of off, 1, 2, auto"):
         take_flags(["--pipemem-schedule", "1f1b", "--pipemem-vocab-parallel", "3"])
+    pieces = ["--pipemem-schedule", "1f1b", "--pipemem-vocab-piece-tokens"]
+    with pytest.raises(UnsupportedError, match="pass --pipemem-vocab-parallel 1, 2 or auto"):
+        take_flags([*pieces, "16"])
+    with pytest.raises(UnsupportedError, match="give at least 1"):
+        take_flags([*pieces, "0", "--pipemem-vocab-parallel", "2"])
     file = tmp_path / "order.csv"
     plan = source_of("1f1b", None, "unit", {}, vocab_parallel="2").plan(Shape(4, 1, 6), "")
     file.write_text(plan.schedule.to_csv())
@@ -98,6 +105,16 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path):
     assert source_of(str(file), None, "unit", {}, vocab_parallel="auto").plan(
         Shape(4, 1, 6), ""
     ).schedule == plan.schedule.__class__(**{**plan.schedule.__dict__, "name": "order.csv"})
+
+
+def test_the_cut_is_told_about_pieces(monkeypatch):
+    told = []
+    monkeypatch.setattr(vocabulary_source, "cut_vocabulary", lambda *arguments: told.append(arguments[-2:]))
+    flags = "--pipemem-schedule 1f1b --pipemem-vocab-parallel 1".split()
+    for pieces in ([], ["--pipemem-vocab-piece-tokens", "16"]):
+        source, _ = source_for(take_flags([*flags, *pieces])[0])
+        source.cut([], source.placement(4, 1), None)
+    assert told == [(2, None), (2, 16)]
 
 
 def test_the_cap_holds_for_the_schedule_with_passes():

@@ -25,12 +25,21 @@ OFF, AUTO = "off", "auto"
 CHOICES = (OFF, *map(str, BARRIERS_OF_ALGORITHM), AUTO)
 
 
-def check_vocab_parallel(vocab_parallel: str) -> None:
+def check_vocab_parallel(vocab_parallel: str, piece_tokens: int | None = None) -> None:
     """Raises:
-    UnsupportedError: no such algorithm.
+    UnsupportedError: no such algorithm, or pieces of no tokens or of an uncut head.
     """
     if str(vocab_parallel) not in CHOICES:
         raise UnsupportedError(f"--pipemem-vocab-parallel {vocab_parallel!r} is none of {', '.join(CHOICES)}")
+    if piece_tokens is None:
+        return
+    if piece_tokens < 1:
+        raise UnsupportedError(f"--pipemem-vocab-piece-tokens {piece_tokens}: give at least 1")
+    if vocab_parallel == OFF:
+        raise UnsupportedError(
+            "--pipemem-vocab-piece-tokens is about a head cut over the pipeline; pass --pipemem-vocab-parallel 1, 2 or auto, "
+            "or leave it out"
+        )
 
 
 class VocabularySource(Source):
@@ -40,12 +49,15 @@ class VocabularySource(Source):
         inner: plans without them, or with as many barriers as it is told.
         vocab_parallel: the paper's algorithm, ``1`` or ``2``, or ``auto``: decided for the model when that has been built.
         memory_cap: in activation units, for schedules with passes that ``inner`` does not know; ``None`` for no limit.
+        piece_tokens: see ``HeadOptions``.
 
     Raises:
         UnsupportedError: ``inner`` is for the other algorithm.
     """
 
-    def __init__(self, inner: Source, vocab_parallel: str, memory_cap: float | None = None):
+    def __init__(
+        self, inner: Source, vocab_parallel: str, memory_cap: float | None = None, piece_tokens: int | None = None
+    ):
         super().__init__(inner.name, inner.costs, inner.priced_by)
         self._inner = inner
         self.may_split = inner.may_split
@@ -54,6 +66,7 @@ class VocabularySource(Source):
         # What the inner source has planned for every shape, for it to compare with.
         self._without: dict[Shape, Plan] = {}
         self._memory_cap = memory_cap
+        self._piece_tokens = piece_tokens
         barriers = inner.barriers if vocab_parallel == AUTO else BARRIERS_OF_ALGORITHM[int(vocab_parallel)]
         if inner.barriers not in (0, barriers):
             raise UnsupportedError(
@@ -82,7 +95,7 @@ class VocabularySource(Source):
             layout = layout_of(chunks, placement, pg_collection.pp)
             self._decide(choose_barriers(model, layout, self.costs, self._allowed(placement, len(chunks))))
         if self.barriers:
-            cut_vocabulary(chunks, placement, pg_collection, self.barriers)
+            cut_vocabulary(chunks, placement, pg_collection, self.barriers, self._piece_tokens)
 
     def plan(self, shape: Shape, reason: str, before: Plan | None = None, minimum_gain: float = 0.0) -> Plan:
         inner_before = None if before is None else self._without[shape]

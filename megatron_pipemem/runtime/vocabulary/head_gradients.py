@@ -41,6 +41,20 @@ def differentiate(
     return scalar.detach(), gradient
 
 
+@torch.no_grad()
+def finish_input_gradient(
+    total: torch.Tensor, dtype: torch.dtype, loss_gradient: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Gradient of the training loss by the head's input, ``[..., h]``, on the rank that has the sum over the ranks.
+
+    Args:
+        total: sum of all ranks' parts, ``[..., h]``.
+        dtype: of the head's input.
+        loss_gradient: ``Normalised.without_ignored``, ``[...]``, for the parts of one barrier, which lack it.
+    """
+    return (total if loss_gradient is None else total * loss_gradient.unsqueeze(-1)).to(dtype)
+
+
 class Normalised:
     """The losses of one microbatch, the same on every rank."""
 
@@ -155,7 +169,6 @@ class OneBarrier(Normalised):
             message[piece] = part
         return self._shaped(message)
 
-    @torch.no_grad()
     def finish_input_gradient(self, total: torch.Tensor, loss_gradient: torch.Tensor) -> torch.Tensor:
         """Gradient of the training loss by the head's input, in its dtype, on the rank that has the sum over the ranks.
 
@@ -163,7 +176,7 @@ class OneBarrier(Normalised):
             total: sum of all ranks' ``input_gradient``.
             loss_gradient: gradient of the training loss by ``losses``, the loss scale included.
         """
-        return (total * self.without_ignored(loss_gradient).unsqueeze(-1)).to(self._batch.x.dtype)
+        return finish_input_gradient(total, self._batch.x.dtype, self.without_ignored(loss_gradient))
 
     def weight_gradient(self, loss_gradient: torch.Tensor) -> HeadWeightGradient:
         """T: the weight gradient, to run now or later; nothing depends on it but the optimizer."""
@@ -195,7 +208,7 @@ class TwoBarriers(Normalised):
 
     def finish_input_gradient(self, total: torch.Tensor) -> torch.Tensor:
         """Gradient of the training loss by the head's input, in its dtype, from the sum of all ranks' parts."""
-        return total.to(self._batch.x.dtype)
+        return finish_input_gradient(total, self._batch.x.dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.vocabulary import collectives
 from megatron_pipemem.runtime.vocabulary.collectives import Pending
 from megatron_pipemem.runtime.vocabulary.head import Scored
-from megatron_pipemem.runtime.vocabulary.head_gradients import Normalised, OneBarrier
+from megatron_pipemem.runtime.vocabulary.head_gradients import Normalised, OneBarrier, finish_input_gradient
 from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient
 from megatron_pipemem.schedule.action import Action, Kind
@@ -187,10 +187,9 @@ class VocabularyPasses:
         """The gradient of the last stage's output."""
         total = self._input_gradients.pop(microbatch).wait()
         # With one barrier the sum was under way before the loss was known.
-        factor = self._factors.pop(microbatch, None)
-        gradient = total if factor is None else total * factor
+        gradient = finish_input_gradient(total, self._layers.dtype, self._factors.pop(microbatch, None))
         self._released(total)
-        return self._last_stage.scatter_head_gradient(gradient.to(self._layers.dtype))
+        return self._last_stage.scatter_head_gradient(gradient)
 
     def take_embedding_gradient(self, microbatch: int, gradient: torch.Tensor) -> None:
         """The gradient of what ``embedded`` gave."""
@@ -266,7 +265,7 @@ class VocabularyPasses:
         gradient = self._held(done.without_ignored(gradient))
         self._loss_gradients[microbatch] = gradient
         if isinstance(done, OneBarrier):
-            self._factors[microbatch] = gradient.unsqueeze(-1)
+            self._factors[microbatch] = gradient
 
     def _broadcast_loss_gradient(self, microbatch: int) -> None:
         gradient = self._loss_gradients.pop(microbatch, None)
