@@ -58,24 +58,35 @@ def finish_input_gradient(
 class Normalised:
     """The losses of one microbatch, the same on every rank."""
 
-    def __init__(self, batch: HeadMicrobatch, maximum: torch.Tensor, others: torch.Tensor, label: torch.Tensor):
+    NUMBERS = 5
+    """Kept per token."""
+
+    def __init__(
+        self,
+        batch: HeadMicrobatch,
+        maximum: torch.Tensor,
+        others: torch.Tensor,
+        label: torch.Tensor,
+        into: torch.Tensor | None,
+    ):
         self._batch = batch
         self._gradients_left = batch.for_backward
-        self._maximum = maximum
-        self._total = others + torch.exp(label)
+        total = others + torch.exp(label)
         # log(1 + others / exp(label)): a label that is almost certain keeps a small but precise loss.
         nll = torch.nn.functional.softplus(torch.log(others) - label)
         z = self.options.z_loss
         # The label's entry, without the cancellation of a probability near 1, and the factor of all others.
-        self._label = torch.expm1(-nll)
-        self._factor = torch.ones_like(nll)
+        label_factor = torch.expm1(-nll)
+        factor = torch.ones_like(nll)
         if z:
-            log_partition = maximum + torch.log(self._total)
+            log_partition = maximum + torch.log(total)
             excess = 2 * z * log_partition
-            self._label += torch.exp(-nll) * excess
-            self._factor += excess
+            label_factor += torch.exp(-nll) * excess
+            factor += excess
             nll = nll + z * log_partition.square()
-        self._losses = nll.masked_fill_(~batch.valid, 0)
+        nll.masked_fill_(~batch.valid, 0)
+        self._kept = torch.stack((maximum, total, label_factor, factor, nll), out=into)
+        self._maximum, self._total, self._label, self._factor, self._losses = self._kept
 
     @property
     def losses(self) -> torch.Tensor:
@@ -85,7 +96,7 @@ class Normalised:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What is kept until the gradients have been taken, for the activation ledger."""
-        return (*self._batch.tensors, self._maximum, self._total, self._factor, self._label, self._losses)
+        return (*self._batch.tensors, self._kept)
 
     @property
     def options(self) -> HeadOptions:
