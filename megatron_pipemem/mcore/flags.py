@@ -71,7 +71,7 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         default=OFF,
         help="cut embedding and LM head over the pipeline's ranks, by Algorithm 1 (two barriers, two microbatches more in "
         "flight) or Algorithm 2 (one barrier, one microbatch more) of arXiv 2411.05288; auto: whichever of the three the "
-        "model's sizes call for",
+        "model's sizes and layout, the costs and the cap call for",
     )
     parser.add_argument(
         "--pipemem-vocab-piece-tokens",

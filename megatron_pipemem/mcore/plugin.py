@@ -56,7 +56,7 @@ class Settings:
         offload_options: see ``OffloadSettings.of``.
         vocab_parallel: cut the embedding and the LM head over the pipeline's ranks: ``off``, the algorithm of arXiv
             2411.05288, ``1`` (two barriers) or ``2`` (one barrier, one microbatch less in flight), or ``auto`` to choose by the
-            model's sizes.
+            model's sizes and layout, ``costs`` and ``memory_cap``.
         vocab_piece_tokens: compute the logits of a cut head for so many tokens at a time, which bounds what they take in fp32;
             ``None`` for all tokens of a microbatch.
         train_steps: training steps of the run, for asynchronous schedules: the last one reads no data of a next one.
