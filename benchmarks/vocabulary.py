@@ -4,21 +4,23 @@ Claim: from pass times that its authors profiled, simulated schedules give the r
 and 6), within 5% per entry or for a reason that stands beside the entry.
 
     python benchmarks/vocabulary.py            # minutes
-    python benchmarks/vocabulary.py --quick    # the one size that was profiled, 32 microbatches
+    python benchmarks/vocabulary.py --quick    # seconds: only the size that was profiled
     python benchmarks/vocabulary.py --emulated # minutes: the executor runs them on devices that sleep instead of computing
 
 Only one size was profiled (8 devices, 32 layers, hidden size 3072). Pass times of the others come from its rates: FLOPs of a
 layer and of the head, at the speed they had there; a shard's speed from the paper's table of scaling. Messages and collectives
 take no time, so what several nodes cost is left out: a reason that names nodes is what the simulation lacks, not a measurement.
-Interlacing was not profiled at all and has the pass times of Algorithm 1.
+Interlacing was not profiled at all and has the pass times of Algorithm 1. A ratio that is further off than its group is known
+to be makes the program exit with 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich import box
@@ -35,6 +37,26 @@ from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts
 SIZES = ("32k", "64k", "128k", "256k")
 WORDS = {name: int(name[:-1]) * 1024 for name in SIZES}
 WITHIN = 0.05
+
+_NODES = "ran on several nodes, and pass times, messages and collectives were not profiled there"
+_REDUCTIONS = "ran on several nodes, and its synchronous reductions were not profiled there"
+_LAYOUT = "the paper gives no layout for this size, and at 8 devices its own is not the fastest"
+KNOWN_MISSES = {
+    (5, 16, 2048, "redistribution"): (0.235, _LAYOUT),
+    (5, 16, 4096, "redistribution"): (0.11, _LAYOUT),
+    (5, 16, 4096, "Algorithm 1"): (0.055, _NODES),
+    (5, 32, 2048, "Algorithm 1"): (0.105, _NODES),
+    (5, 32, 4096, "Algorithm 1"): (0.105, _NODES),
+    (5, 32, 2048, "Algorithm 2"): (0.095, _NODES),
+    (5, 32, 4096, "Algorithm 2"): (0.09, _NODES),
+    (5, 16, 2048, "interlaced"): (0.07, _REDUCTIONS),
+    (5, 16, 4096, "interlaced"): (0.085, _REDUCTIONS),
+    (5, 32, 2048, "interlaced"): (0.185, _REDUCTIONS),
+    (6, 16, 2048, "Algorithm 1"): (0.055, _NODES),
+}
+"""By how much more than the paper's a ratio of the group (table, devices, sequence, method) may be, and why: all of these
+are better in the simulation, which leaves something out."""
+UNEXPECTED = "UNEXPECTED"
 
 # Milliseconds at 8 devices, 4 layers each, hidden size 3072: F and BW of a stage of layers, and by how much the last stage's
 # are longer for its head (arXiv 2411.05288, artifact; 4k at 64k and 128k between its neighbours).
@@ -119,7 +141,6 @@ class Entry:
         table: 5 (1F1B) or 6 (V-Half).
         paper: MFU over the baseline's.
         simulated: baseline's makespan over its own.
-        reason: why the two differ by more than 5%; empty where they do not.
     """
 
     table: int
@@ -129,11 +150,18 @@ class Entry:
     method: str
     paper: float
     simulated: float
-    reason: str
 
     @property
     def off(self) -> float:
         return self.simulated / self.paper - 1
+
+    @property
+    def reason(self) -> str:
+        """Why the two differ by more than 5%; empty where they do not."""
+        if abs(self.off) <= WITHIN:
+            return ""
+        most, reason = KNOWN_MISSES.get((self.table, self.devices, self.sequence, self.method), (WITHIN, ""))
+        return reason if 0 < self.off <= most else f"{UNEXPECTED}: known to be {-WITHIN:+.1%} to {most:+.1%} off"
 
 
 class Model:
@@ -206,22 +234,7 @@ def entries(table: int, published: dict, num_microbatches: int, only_profiled: b
                 if method == "baseline":
                     continue
                 paper, ours = methods[method][index] / baseline, simulated["baseline"] / simulated[method]
-                reason = "" if abs(ours / paper - 1) <= WITHIN else reason_for(model, method)
-                yield Entry(table, p, s, vocabulary, method, paper, ours, reason)
-
-
-def reason_for(model: Model, method: str) -> str:
-    """What the simulation leaves out there."""
-    if model.is_profiled:
-        return (
-            "whole layers: the paper does not say where the moved ones went"
-            if method == "redistribution"
-            else ("the table and the profile are of different runs")
-        )
-    if method == "redistribution":
-        return "the paper gives no layout for this size, and at 8 devices its own is not the fastest"
-    what = "its synchronous reductions" if method == "interlaced" else "pass times, messages and collectives"
-    return f"ran on {model.devices // 8} nodes, and {what} were not profiled there"
+                yield Entry(table, p, s, vocabulary, method, paper, ours)
 
 
 def drawn(found: list[Entry]) -> Table:
@@ -243,7 +256,7 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="only the profiled size, with 32 microbatches; emulated: one step of every row",
+        help="only the profiled size; emulated: one step of every row",
     )
     parser.add_argument("--microbatches", type=int, help="of a step (default: the paper's 128; emulated: 3 per device)")
     parser.add_argument("--output", type=Path, help="(default: out/benchmarks/vocabulary.json or ..._emulated.json)")
@@ -251,7 +264,7 @@ def main() -> None:
     emulated.add_argument("--emulated", action="store_true", help="run schedules for real where passes are sleeps")
     emulated.add_argument("--devices", type=int, default=4, help="pipeline ranks (default: %(default)d)")
     emulated.add_argument(
-        "--head", type=float, default=2.5, help="the head in devices' shares of the layers (default: %(default)g)"
+        "--head", type=float, nargs="+", default=[2.5], help="the head in devices' shares of the layers (default: 2.5)"
     )
     emulated.add_argument("--step-ms", type=float, default=80, help="milliseconds of F = I = W (default: %(default)g)")
     emulated.add_argument("--repeats", type=int, default=3, help="measured steps of every row (default: %(default)d)")
@@ -259,7 +272,7 @@ def main() -> None:
     if arguments.emulated:
         run_emulated(parser, arguments)
     else:
-        run_simulated(arguments)
+        sys.exit(run_simulated(arguments))
 
 
 def run_emulated(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
@@ -268,24 +281,24 @@ def run_emulated(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
 
     devices = arguments.devices
     microbatches = 3 * devices if arguments.microbatches is None else arguments.microbatches
-    if min(devices - 1, microbatches, arguments.head, arguments.step_ms, arguments.repeats) <= 0:
+    if min(devices - 1, microbatches, *arguments.head, arguments.step_ms, arguments.repeats) <= 0:
         parser.error("give at least 2 devices, and more than 0 microbatches, head, milliseconds and repeats")
     # As much slower than linear scaling as the paper's shards on 8 devices.
-    setting = Setting(devices, microbatches, arguments.head, arguments.step_ms / 1e3, SCALING[8, 2048])
-    rows = compare(setting, 1 if arguments.quick else arguments.repeats)
+    setting = Setting(devices, microbatches, arguments.head[0], arguments.step_ms / 1e3, SCALING[8, 2048])
+    repeats = 1 if arguments.quick else arguments.repeats
+    rows = [row for head in arguments.head for row in compare(replace(setting, head=head), repeats)]
     console = Console(width=None if Console().is_terminal else 160)
     console.print(
-        f"{devices} devices, {microbatches} microbatches, a head of {arguments.head:g} devices' shares, "
-        f"F = I = W = {arguments.step_ms:g} ms",
+        f"{devices} devices, {microbatches} microbatches, F = I = W = {arguments.step_ms:g} ms",
         style="bold",
     )
     console.print(drawn(rows))
-    data = asdict(setting) | {"rows": rows}
+    data = asdict(setting) | {"head": arguments.head, "rows": rows}
     written(console, data, arguments.output or Path("out/benchmarks/vocabulary_emulated.json"))
 
 
-def run_simulated(arguments: argparse.Namespace) -> None:
-    m = 32 if arguments.quick else arguments.microbatches or 128
+def run_simulated(arguments: argparse.Namespace) -> int:
+    m = arguments.microbatches or 128
     found = list(entries(5, TABLE_5, m, arguments.quick))
     if not arguments.quick:
         found += entries(6, TABLE_6, m, arguments.quick)
@@ -295,8 +308,9 @@ def run_simulated(arguments: argparse.Namespace) -> None:
     console.print(
         f"{near} of {len(found)} ratios within {WITHIN:.0%} of the paper's; the others have a reason beside them"
     )
-    rows = [asdict(e) | {"off": e.off} for e in found]
+    rows = [asdict(e) | {"off": e.off, "reason": e.reason} for e in found]
     written(console, rows, arguments.output or Path("out/benchmarks/vocabulary.json"))
+    return int(any(e.reason.startswith(UNEXPECTED) for e in found))
 
 
 def written(console: Console, data: object, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What one can do with a large head, on sleeping devices: leave it on the last stage, move layers away, or cut it."""
+"""What one can do with a large head, on sleeping devices: leave it, move layers away from it, cut it, or interlace it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from emulated.measure import measure
 from emulated.runtimes import our_steps
 from megatron_pipemem import Costs, build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.vocabulary.baselines import head_on_last_stage, redistribute
+from megatron_pipemem.schedule.vocabulary.baselines import head_on_last_stage, interlaced, redistribute
 from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts
@@ -54,11 +54,14 @@ def ways(setting: Setting) -> Iterator[tuple[str, str, Schedule, Costs]]:
         yield family, "head on the last stage", base, head_on_last_stage(layers, placement, head)
         layout = redistribute(LAYERS_PER_DEVICE * p, placement, LAYERS_PER_DEVICE * setting.head)
         yield family, "layers redistributed", base, head_on_last_stage(layers, placement, head, layout)
+        cut = {}
         for algorithm, barriers in BARRIERS_OF_ALGORITHM.items():
             shards = VocabularyCosts.of_head(head, p, barriers, scaling=setting.scaling[barriers])
             ends = {"embed": EMBED * unit, "embed_gradient": EMBED_GRADIENT * unit, "loss": LOSS * unit}
-            costs = replace(layers, vocabulary=replace(shards, **ends))
+            cut[barriers] = costs = replace(layers, vocabulary=replace(shards, **ends))
             yield family, f"Algorithm {algorithm}", with_vocabulary(base, barriers, costs), costs
+        if family == "1f1b":
+            yield family, "interlaced", interlaced(p, setting.microbatches), cut[2]
 
 
 def compare(setting: Setting, repeats: int) -> list[dict]:
@@ -70,7 +73,13 @@ def compare(setting: Setting, repeats: int) -> list[dict]:
     for (family, method, _, _), row in zip(planned, rows, strict=True):
         if not found or found[-1]["family"] != family:
             baseline = row
-        names = {"family": family, "method": method, "seconds": row.seconds, "off_plan": row.off_plan}
+        names = {
+            "head": setting.head,
+            "family": family,
+            "method": method,
+            "seconds": row.seconds,
+            "off_plan": row.off_plan,
+        }
         speedups = {
             "simulated_speedup": baseline.simulated / row.simulated,
             "measured_speedup": baseline.seconds / row.seconds,
@@ -83,6 +92,7 @@ def drawn(rows: list[dict]) -> Table:
     """Activation units, seconds, measured / simulated, speedups, the spread over the repeats and the passes' own error."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     columns = {
+        "shares": lambda row: f"{row['head']:g}",
         "schedule": lambda row: row["family"],
         "head": lambda row: row["method"],
         "peak": lambda row: f"{row['peak']:.3f}",

@@ -104,7 +104,7 @@ def apply_head(loaded: Loaded, prices: Costs, head: Head) -> tuple[Loaded, Costs
         seconds = head.seconds(prices, schedule)
         if seconds is None:
             raise UnsupportedError("--vocab-parallel auto weighs the head against the layers; give --head-cost")
-        choice = choose_vocabulary(schedule, prices, seconds, layers=head.layers)
+        choice = choose_vocabulary(schedule, replace(prices, vocabulary=None), seconds, layers=head.layers)
         algorithm, reason = choice.best.name, choice.reason
         if algorithm == REDISTRIBUTE:
             layout = choice.best.layers

@@ -84,7 +84,13 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         default=OFF,
         help="cut embedding and LM head over the pipeline's ranks, by Algorithm 1 (two barriers, two microbatches more in "
         "flight) or Algorithm 2 (one barrier, one microbatch more) of arXiv 2411.05288; auto: whichever of the three the "
-        "model's sizes call for",
+        "model's sizes and layout, the costs and the cap call for",
+    )
+    parser.add_argument(
+        "--pipemem-vocab-piece-tokens",
+        metavar="N",
+        type=int,
+        help="compute the cut head's logits for N tokens at a time, which bounds what they take in fp32 (default: all)",
     )
     parser.add_argument(
         "--pipemem-option", metavar="KEY=VALUE", action="append", default=[], help="option of the schedule"
@@ -109,6 +115,7 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         recompute=found.pipemem_recompute,
         offload_options=parse_options("--pipemem-offload-option", found.pipemem_offload_option),
         vocab_parallel=found.pipemem_vocab_parallel,
+        vocab_piece_tokens=found.pipemem_vocab_piece_tokens,
     )
     source_for(settings)
     return settings, others

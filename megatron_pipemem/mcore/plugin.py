@@ -56,7 +56,9 @@ class Settings:
         offload_options: see ``OffloadSettings.of``.
         vocab_parallel: cut the embedding and the LM head over the pipeline's ranks: ``off``, the algorithm of arXiv
             2411.05288, ``1`` (two barriers) or ``2`` (one barrier, one microbatch less in flight), or ``auto`` to choose by the
-            model's sizes.
+            model's sizes and layout, ``costs`` and ``memory_cap``.
+        vocab_piece_tokens: compute the logits of a cut head for so many tokens at a time, which bounds what they take in fp32;
+            ``None`` for all tokens of a microbatch.
         train_steps: training steps of the run, for asynchronous schedules: the last one reads no data of a next one.
             Megatron's own training loop tells it by itself.
     """
@@ -72,6 +74,7 @@ class Settings:
     recompute: str = "none"
     offload_options: Mapping[str, object] = field(default_factory=dict)
     vocab_parallel: str = OFF
+    vocab_piece_tokens: int | None = None
     train_steps: int | None = None
 
 
@@ -84,7 +87,7 @@ def source_for(settings: Settings) -> tuple[Source | None, Offloading]:
     offloading = Offloading(
         OffloadSettings.of(settings.offload, settings.recompute, settings.host_memory, settings.offload_options)
     )
-    check_vocab_parallel(settings.vocab_parallel)
+    check_vocab_parallel(settings.vocab_parallel, settings.vocab_piece_tokens)
     if settings.schedule == STOCK:
         check_request(
             STOCK,
@@ -96,7 +99,13 @@ def source_for(settings: Settings) -> tuple[Source | None, Offloading]:
         )
         return None, offloading
     source = source_of(
-        settings.schedule, settings.memory_cap, settings.costs, settings.options, offloading, settings.vocab_parallel
+        settings.schedule,
+        settings.memory_cap,
+        settings.costs,
+        settings.options,
+        offloading,
+        settings.vocab_parallel,
+        settings.vocab_piece_tokens,
     )
     return source, offloading
 

@@ -95,7 +95,7 @@ class SearchSource(Source):
         self._changes: Changes | None = None
         self._chosen: dict[tuple[int, int], Placement] = {}
         # What the choice of the placement has found, on the rank that searches.
-        self._answers: dict[tuple[Placement, int], _Found] = {}
+        self._answers: dict[tuple[Placement, int, int], _Found] = {}
 
     @property
     def needs_bytes(self) -> bool:
@@ -128,6 +128,14 @@ class SearchSource(Source):
         found = Plan(schedule, costs, self.priced_by, reason, result.lower_bound, result.seconds, result.notes)
         return self._if_faster(found, before, minimum_gain)
 
+    def likely(self, shape: Shape) -> Schedule:
+        if not self.needs_bytes:
+            return super().likely(shape)
+        # Nobody knows yet how much of it the cap will allow.
+        placement = self.placement(shape.num_devices, shape.chunks)
+        result = decided_by_rank_zero(lambda: _found(self._search_within(None, [placement], shape.num_microbatches)))
+        return Schedule.from_csv(result.csv, name=AUTO)
+
     def _choose(self, num_devices: int, chunks: int) -> Placement:
         candidates = searched_placements(num_devices, self._kind, chunks)
         # Of several the first is over a V: the same bytes on every device, so the most is made of a cap not yet known.
@@ -140,7 +148,7 @@ class SearchSource(Source):
             result = self._search_within(self._cap and self._cap.amount, candidates, m)
             best = result.best.schedule
             if not self._in_bytes:
-                self._answers[best.placement, m] = _Found(best.to_csv(), result.best.lower_bound, result.seconds)
+                self._answers[best.placement, m, self.barriers] = _found(result)
             return candidates.index(best.placement)
 
         chosen = candidates[decided_by_rank_zero(fastest)]
@@ -149,11 +157,12 @@ class SearchSource(Source):
 
     def _search(self, placement: Placement, num_microbatches: int) -> _Found:
         """The fastest schedule whose whole program keeps the cap."""
-        if (placement, num_microbatches) in self._answers:
-            return self._answers[placement, num_microbatches]
+        key = placement, num_microbatches, self.barriers
+        if key in self._answers:
+            return self._answers[key]
         if not self._in_bytes:
             result = self._search_within(self._cap and self._cap.amount, [placement], num_microbatches)
-            return _Found(result.schedule.to_csv(), result.lower_bound, result.seconds)
+            return _found(result)
         # Messages are posted between the actions that a search knows, so some bytes come on top of what it counts.
         caps = [self._cap.amount] * placement.num_devices
         why = f"{_SEARCHES_FOR_A_CAP} searches found schedules that exceed it with their messages"
@@ -167,7 +176,7 @@ class SearchSource(Source):
             seconds += result.seconds
             held = self._program_peaks(result.schedule)
             if max(held) <= self._cap.amount:
-                return _Found(result.schedule.to_csv(), result.lower_bound, seconds)
+                return _found(result)._replace(seconds=seconds)
             caps = [cap - max(0, peak - self._cap.amount) for cap, peak in zip(caps, held, strict=True)]
         logger.warning("memory cap of %s: %s (%s)", format_bytes(self._cap.amount), ONE_BY_ONE, why)
         serial = serial_schedule(placement, num_microbatches)
@@ -235,6 +244,10 @@ class SearchSource(Source):
         )
 
 
+def _found(result: SearchResult) -> _Found:
+    return _Found(result.schedule.to_csv(), result.lower_bound, result.seconds)
+
+
 def source_of(
     schedule: str,
     memory_cap: float | str | None,
@@ -242,6 +255,7 @@ def source_of(
     options: Mapping[str, object],
     offloading: Offloading | None = None,
     vocab_parallel: str = OFF,
+    vocab_piece_tokens: int | None = None,
 ) -> Source:
     """The source that settings of ``plugin.Settings`` ask for.
 
@@ -252,13 +266,14 @@ def source_of(
         options: of the schedule.
         offloading: what is to leave the device or to be computed again; ``None`` for nothing but what the schedule says.
         vocab_parallel: see ``plugin.Settings``.
+        vocab_piece_tokens: see there.
 
     Raises:
         UnknownScheduleError: no such family.
         UnsupportedError: a cap, an option or a file that does not go with the schedule.
         CostsError: a file of costs that cannot be read.
     """
-    check_vocab_parallel(vocab_parallel)
+    check_vocab_parallel(vocab_parallel, vocab_piece_tokens)
     plans_offload = offloading is not None and offloading.settings.plans
     check_request(schedule, memory_cap, costs, options, plans_offload, vocab_parallel)
     source = _source_without_vocabulary(schedule, memory_cap, costs, options, offloading)
@@ -266,7 +281,7 @@ def source_of(
     if vocab_parallel != OFF:
         # What a search finds keeps its cap already.
         units = None if memory_cap is None or schedule == AUTO else parse_cap(memory_cap).amount
-        return VocabularySource(source, vocab_parallel, units)
+        return VocabularySource(source, vocab_parallel, units, vocab_piece_tokens)
     return source
 
 

@@ -131,6 +131,16 @@ class Source(ABC):
         kept = replace(found, schedule=before.schedule, reason=reason, notes=before.notes)
         return kept if found.timeline.makespan > kept.timeline.makespan * (1 - minimum_gain) else found
 
+    def likely(self, shape: Shape) -> Schedule:
+        """What most training steps of this shape will run, for choices that must be made before the first one.
+
+        Every rank of the job calls this at the same time.
+
+        Raises:
+            PipememError: as ``plan``.
+        """
+        return self.plan(shape, "for a choice before the first step").schedule
+
     def forwards(self, shape: Shape) -> Schedule:
         """A schedule for evaluation steps of this shape."""
         placement = self.placement(shape.num_devices, shape.chunks)

@@ -1,4 +1,4 @@
-"""Heads on sleeping devices: every way to deal with a large head runs, with right losses and in its order. No times."""
+"""The paper's ratios at the size that was profiled. Heads on sleeping devices: right losses, right order, no times."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from megatron_pipemem import Costs, build_schedule, simulate
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "vocabulary.py"
 DEVICES, MICROBATCHES, UNIT_MS, HEAD = 2, 4, 4.0, 2.0
 METHODS = ["head on the last stage", "layers redistributed", "Algorithm 1", "Algorithm 2"]
+INTERLACED = ("1f1b", "interlaced")
 # Of two devices' layers and a head as long as both: all on the last device, or two shares each.
 SHARES = {"head on the last stage": (1, 1 + HEAD), "layers redistributed": (2, HEAD)}
 BARRIERS = {"Algorithm 1": 2, "Algorithm 2": 1}
@@ -32,12 +33,13 @@ def rows(tmp_path_factory) -> dict[tuple[str, str], dict]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(output.read_text())
-    assert (result["devices"], result["microbatches"], result["head"]) == (DEVICES, MICROBATCHES, HEAD)
+    assert (result["devices"], result["microbatches"], result["head"]) == (DEVICES, MICROBATCHES, [HEAD])
     return {(row["family"], row["method"]): row for row in result["rows"]}
 
 
 def test_every_method_ran_no_faster_than_its_plan(rows):
-    assert list(rows) == [(family, method) for family in ("1f1b", "v-half") for method in METHODS]
+    of_families = [[(family, method) for method in METHODS] for family in ("1f1b", "v-half")]
+    assert list(rows) == [*of_families[0], INTERLACED, *of_families[1]]
     for (family, _), row in rows.items():
         assert len(row["measured"]) == 1
         # A sleep never ends early, so no run beats its plan; one that does has skipped some waiting.
@@ -61,6 +63,38 @@ def test_memory_is_that_of_the_barriers(rows, method):
     more = BARRIERS.get(method, 0)
     assert rows["1f1b", method]["peak"] == pytest.approx((DEVICES + more) / DEVICES)
     assert rows["v-half", method]["peak"] == pytest.approx(simulate(base).peak + 2 * more / (2 * DEVICES))
+
+
+def test_interlacing_holds_half_as_much_again_as_1f1b(rows):
+    assert rows[INTERLACED]["peak"] == pytest.approx(1.5)
+
+
+@pytest.fixture
+def simulated(monkeypatch, tmp_path, capsys):
+    """Runs the comparison in this process; its exit status, its rows and what it prints."""
+
+    def run(**changes) -> tuple[int, list[dict], str]:
+        output = tmp_path / "rows.json"
+        program = runpy.run_path(str(PROGRAM))
+        program["main"].__globals__.update(changes)
+        monkeypatch.setattr(sys, "argv", [str(PROGRAM), "--quick", "--output", str(output)])
+        with pytest.raises(SystemExit) as stopped:
+            program["main"]()
+        return stopped.value.code, json.loads(output.read_text()), capsys.readouterr().out
+
+    return run
+
+
+def test_the_profiled_size_has_the_papers_ratios(simulated):
+    status, rows, _ = simulated()
+    assert status == 0 and len(rows) == 32
+    assert all(abs(row["off"]) <= 0.05 for row in rows)
+
+
+def test_a_ratio_that_is_further_off_than_known_is_a_failure(simulated):
+    status, rows, printed = simulated(EMBED=8.0, SIZES=("32k",))
+    assert status == 1 and "UNEXPECTED" in printed
+    assert any(row["reason"].startswith("UNEXPECTED") and row["off"] < -0.05 for row in rows)
 
 
 @pytest.mark.parametrize("arguments", ["--devices 1", "--microbatches 0", "--head 0", "--step-ms 0", "--repeats 0"])

@@ -33,10 +33,12 @@ def test_auto_says_why(pipemem_json):
     assert large["vocabulary_barriers"] == 1 and "Algorithm 2" in large["vocabulary_reason"]
     small = pipemem_json(*SIZE, "--head-cost", 0.01, "--vocab-parallel", "auto")
     assert small["vocabulary_barriers"] == 0 and "not worth" in small["vocabulary_reason"]
-    moved = pipemem_json(
-        "simulate", "v-half", "-p", 2, "-m", 2, "--head-cost", 1, "--layers", 64, "--vocab-parallel", "auto"
-    )
-    assert "layers per stage" in moved["vocabulary_reason"] or moved["vocabulary_barriers"]
+    size = ("simulate", "v-half", "-p", 4, "-m", 8, "--head-cost", 0.4)
+    moved = pipemem_json(*size, "--layers", 64, "--vocab-parallel", "auto")
+    assert moved["vocabulary_barriers"] == 0
+    assert moved["vocabulary_reason"].startswith("moving layers away from the last stage")
+    assert moved["vocabulary_reason"].endswith("layers per stage: 7, 9, 9, 8, 8, 8, 8, 7")
+    assert moved["makespan"] < pipemem_json(*size)["makespan"]
 
 
 def test_a_search_keeps_the_cap_with_the_passes(pipemem_json):

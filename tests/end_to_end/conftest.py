@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
+import torch
 from ranks import Ranks
 
 ITERATIONS = 3
@@ -20,7 +21,7 @@ MODEL = """
 --num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --vocab-size 1000
 --attention-dropout 0 --hidden-dropout 0 --transformer-impl local --distributed-backend gloo --no-persist-layer-norm
 --no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion --no-rope-fusion --seed 1234
---mock-data --tokenizer-type NullTokenizer --num-workers 0 --lr 1e-3 --lr-decay-style constant --log-interval 1
+--tokenizer-type NullTokenizer --num-workers 0 --lr 1e-3 --lr-decay-style constant --log-interval 1
 --clip-grad 1000 --micro-batch-size 1 --eval-iters 0 --eval-interval 100
 """.split()
 DEFAULTS = {
@@ -28,6 +29,7 @@ DEFAULTS = {
     "--global-batch-size": "8",
     "--train-iters": str(ITERATIONS),
     "--no-gradient-accumulation-fusion": None,
+    "--mock-data": None,
 }
 
 
@@ -45,6 +47,8 @@ class Run:
         weights: a hash of the trained weights of every chunk, per rank.
         plans: of the report; they hold measured times, so equal runs may differ in them.
         ranks: of the report, for the same reason.
+        gradients: of the first step, whole, by the parameter's name in checkpoints and its layer; ``None`` where nobody
+            asked for them.
     """
 
     losses: list[float]
@@ -56,6 +60,7 @@ class Run:
     weights: list[list[str]] = field(compare=False)
     plans: list[dict] = field(compare=False)
     ranks: list[dict] = field(compare=False)
+    gradients: dict[tuple, torch.Tensor] | None = field(compare=False)
 
     def of_ranks(self, what: str) -> list:
         return [rank[what] for rank in self.ranks]
@@ -78,6 +83,7 @@ class Trainer:
         emulate: tuple[str, int, int] | None = None,
         ranks: int | None = None,
         by_provider: bool = False,
+        gradients: bool = False,
     ) -> Run:
         """A run of ``ITERATIONS`` steps on four ranks, PP4 unless ``flags`` say otherwise.
 
@@ -89,8 +95,9 @@ class Trainer:
             emulate: arguments of ``cpu.emulation.emulated``; for runs without a pipeline.
             ranks: fewer than there are; the others idle.
             by_provider: the script builds the model and not Megatron.
+            gradients: note those of the first step; for runs without data parallelism.
         """
-        key = (schedule, flags, initialise, sabotage, emulate, ranks or self.ranks.size, by_provider)
+        key = (schedule, flags, initialise, sabotage, emulate, ranks or self.ranks.size, by_provider, gradients)
         if key not in self._runs:
             self._runs[key] = self._train(*key)
         return self._runs[key]
@@ -104,6 +111,7 @@ class Trainer:
         emulate: tuple[str, int, int] | None,
         ranks: int,
         by_provider: bool,
+        gradients: bool,
     ) -> Run:
         taken_away = {flag.removeprefix("+") for flag in flags if flag.startswith("+")}
         given = [flag for flag in flags if not flag.startswith("+")]
@@ -115,6 +123,9 @@ class Trainer:
             if part is not None
         ]
         report = self.folder / f"report{len(self._runs)}.json"
+        noted = self.folder / f"gradients{len(self._runs)}"
+        if gradients:
+            noted.mkdir()
         case = {
             "flags": [*MODEL, *defaults, *given, "--pipemem-schedule", schedule],
             "report": str(report),
@@ -123,6 +134,7 @@ class Trainer:
             "emulate": emulate,
             "ranks": ranks,
             "by_provider": by_provider,
+            "gradients": str(noted) if gradients else None,
         }
         seen = self.ranks.run(case)
         for rank, result in enumerate(seen):
@@ -141,7 +153,18 @@ class Trainer:
             [each["weights"] for each in seen],
             report["plans"],
             report["ranks"],
+            _whole_gradients(noted) if gradients else None,
         )
+
+
+def _whole_gradients(folder: Path) -> dict[tuple, torch.Tensor]:
+    """Every rank's parts in their places; NaN where no rank has any."""
+    whole: dict[tuple, torch.Tensor] = {}
+    for part in sorted(folder.iterdir()):
+        for name, shape, place, gradient in torch.load(part, weights_only=False):
+            whole.setdefault(name, torch.full(shape, torch.nan))[place] = gradient
+        part.unlink()
+    return whole
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import sysconfig
+from pathlib import Path
+
 import pytest
 from ranks import Ranks
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from text_to_dataset import find_documents, write_dataset
 
 UNTIED = "--untie-embeddings-and-output-weights"
 PP2 = ("--pipeline-model-parallel-size", "2")
@@ -16,12 +23,10 @@ SEARCH = ("--pipemem-memory-cap", "0.8", "--pipemem-option", "seconds=1")
 
 # name -> schedule, algorithm, flags of stock too, flags of ours
 CASES = {
-    "1f1b-1": ("1f1b", "1", (UNTIED,), ()),
-    "1f1b-2": ("1f1b", "2", (UNTIED,), ()),
-    "interleaved": ("interleaved", "2", (UNTIED,), ()),
-    "zbv": ("zbv", "1", (UNTIED,), ()),
-    "v-half-tied": ("v-half", "2", (), ()),
-    "auto": ("auto", "2", (UNTIED,), SEARCH),
+    f"{schedule}-{algorithm}": (schedule, algorithm, (UNTIED,), SEARCH if schedule == "auto" else ())
+    for schedule in ("1f1b", "interleaved", "zbv", "v-half", "auto")
+    for algorithm in ("1", "2")
+} | {
     "bf16": ("1f1b", "2", ("--bf16",), ()),
     "tp2": ("v-half", "2", TP2, ()),
     "tp2-sequence-parallel": ("1f1b", "1", (*TP2, "--sequence-parallel"), ()),
@@ -29,18 +34,22 @@ CASES = {
     "per-token-loss": ("1f1b", "2", ("--calculate-per-token-loss",), ()),
     "one-microbatch": ("v-half", "1", ("--global-batch-size", "1"), ()),
     "odd-vocabulary": ("1f1b", "2", ("--vocab-size", "1003", "--make-vocab-size-divisible-by", "1"), ()),
+    "pieces": ("v-half", "1", (), ("--pipemem-vocab-piece-tokens", "24")),
     "evaluation": ("v-half", "2", ("--eval-iters", "2", "--eval-interval", "2", "--split", "50,30,20"), ()),
 }
 # A first step's values in fp32 differ by the order of summation; then the steps' differences add up.
-FIRST, LATER, BF16 = 1e-6, 5e-6, 3e-3
+FIRST, LATER, BF16, BF16_GRADIENT = 1e-6, 5e-6, 3e-3, 3e-2
+# Its ranks have the sums of a part of their gradients only.
+SHARDED_GRADIENTS = "dp2-distributed-optimizer"
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_trains_as_stock(train, name):
     schedule, algorithm, flags, ours = CASES[name]
-    stock = train("stock", *flags)
-    run = train(schedule, *flags, *ours, "--pipemem-vocab-parallel", algorithm)
-    first, later = (BF16, BF16) if name == "bf16" else (FIRST, LATER)
+    whole = name != SHARDED_GRADIENTS
+    stock = train("stock", *flags, gradients=whole)
+    run = train(schedule, *flags, *ours, "--pipemem-vocab-parallel", algorithm, gradients=whole)
+    first, later, gradient = (BF16, BF16, BF16_GRADIENT) if name == "bf16" else (FIRST, LATER, FIRST)
     assert len(set(stock.losses)) == len(stock.losses) > 1
     for found, wanted in ((run.losses, stock.losses), (run.grad_norms, stock.grad_norms)):
         assert found[0] == pytest.approx(wanted[0], rel=first)
@@ -49,12 +58,46 @@ def test_trains_as_stock(train, name):
     for found, wanted in zip(run.validation, stock.validation, strict=True):
         assert found == pytest.approx(wanted, rel=later)
     assert run.predicted_peaks == run.counted_peaks
+    if whole:
+        assert run.gradients.keys() == stock.gradients.keys()
+        off = {key: (run.gradients[key] - wanted).norm() / wanted.norm() for key, wanted in stock.gradients.items()}
+        assert {key: float(each) for key, each in off.items() if not each <= gradient} == {}
 
     tied = UNTIED not in flags
     assert all(len(rank) == (1 if tied else 2) for rank in run.vocabulary_rows)
     rows = [row for rank in run.vocabulary_rows for row in rank]
     assert max(rows) - min(rows) <= 1
     assert max(rows) < max(row for rank in stock.vocabulary_rows for row in rank)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> tuple[str, ...]:
+    """Flags of a data set: the bytes of asyncio's sources."""
+    folder = tmp_path_factory.mktemp("text")
+    sources = Path(sysconfig.get_path("stdlib")) / "asyncio"
+    write_dataset(find_documents(sources, ["*.py"]), folder / "asyncio")
+    return (
+        *("+--mock-data", "--train-data-path", str(folder / "asyncio"), "--data-cache-path", str(folder / "cache")),
+        *("--vocab-size", "257", "--global-batch-size", "4", "--train-iters", "20"),
+    )
+
+
+@pytest.mark.parametrize(("schedule", "algorithm"), [("1f1b", "1"), ("v-half", "2")])
+def test_learns_text_as_stock(train, text, schedule, algorithm):
+    stock = train("stock", *text)
+    run = train(schedule, *text, "--pipemem-vocab-parallel", algorithm)
+    assert len(stock.losses) == 20 and stock.losses[-1] < 0.8 * stock.losses[0]
+    assert run.losses == pytest.approx(stock.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "cuts"), [((), True), (("--pipeline-model-parallel-layout", "Ettt|ttt|tt|L"), False)]
+)
+def test_auto_cuts_where_the_layout_leaves_no_time_for_the_head(train, layout, cuts):
+    stock = train("stock", UNTIED, gradients=True)
+    run = train("1f1b", UNTIED, *layout, "--pipemem-vocab-parallel", "auto")
+    assert run.losses == pytest.approx(stock.losses, rel=LATER)
+    assert max(map(len, run.vocabulary_rows)) == (2 if cuts else 1)
 
 
 def test_starts_with_the_values_that_stock_draws(train):

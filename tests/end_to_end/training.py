@@ -62,7 +62,8 @@ def run(case: dict) -> dict:
         case: ``flags`` of Megatron and the plugin, ``report`` (a path), and optionally ``initialise``: whether every parameter
             gets a value that depends on its name alone, so that runs with other placements start from the same model.
             With ``by_provider``, a function of the script builds the model, as older scripts have it, and not Megatron.
-            ``sabotage`` names one of ``SABOTAGE`` for rank 1. ``emulate`` has the arguments of ``cpu.emulation.emulated``.
+            ``gradients`` is a folder for the first step's. ``sabotage`` names one of ``SABOTAGE`` for rank 1. ``emulate``
+            has the arguments of ``cpu.emulation.emulated``.
 
     Returns:
         The plugin's ``report``, a hash of the trained ``weights`` of every chunk, the ``validation`` losses that this rank
@@ -82,6 +83,7 @@ def run(case: dict) -> dict:
         with (
             _noted_evaluation(validation),
             _common_start(chunks, case.get("initialise", True), rows),
+            _noted_gradients(case["gradients"]) if case.get("gradients") else nullcontext(),
             sabotage(),
             emulation,
             _model_by_provider() if case.get("by_provider") else nullcontext(),
@@ -189,17 +191,52 @@ def _common_start(built: list[torch.nn.Module], initialise: bool, rows: list[int
         yield
 
 
+@contextmanager
+def _noted_gradients(folder: str) -> Iterator[None]:
+    """Write this rank's complete gradients of the first step, with their places in the whole model's, to ``folder``."""
+    get_megatron_optimizer = training.get_megatron_optimizer
+
+    def noting_first_step(config, chunks, *args, **kwargs):
+        optimizer = get_megatron_optimizer(config, chunks, *args, **kwargs)
+        step = optimizer.step
+
+        def note_and_step():
+            optimizer.step = step
+            found = []
+            for chunk in unwrap_model(chunks):
+                for shard in _shards(chunk.sharded_state_dict()):
+                    stacked = shard.prepend_axis_num  # checkpoints stack equal layers
+                    name = (shard.key, *shard.global_offset[:stacked])
+                    place = shard.global_shape[stacked:], shard.global_slice()[stacked:]
+                    found.append((name, *place, shard.data.main_grad.clone()))
+            torch.save(found, Path(folder) / f"{dist.get_rank()}.pt")
+            return step()
+
+        optimizer.step = note_and_step
+        return optimizer
+
+    with mock.patch.object(training, "get_megatron_optimizer", noting_first_step):
+        yield
+
+
+def _shards(entries) -> Iterator[ShardedTensor]:
+    """All tensors of a sharded state dict."""
+    for entry in entries.values() if isinstance(entries, dict) else entries:
+        if isinstance(entry, (dict, list)):
+            yield from _shards(entry)
+        elif isinstance(entry, ShardedTensorFactory):
+            yield from _shards(entry.build())
+        elif isinstance(entry, ShardedTensor):
+            yield entry
+
+
 @torch.no_grad()
 def _initialise(entries) -> None:
     """Fill the matrices of a sharded state dict, each shard by its name and its place in the whole matrix."""
-    for entry in entries.values() if isinstance(entries, dict) else entries:
-        if isinstance(entry, (dict, list)):
-            _initialise(entry)
-        elif isinstance(entry, ShardedTensorFactory):
-            _initialise(entry.build())
-        elif isinstance(entry, ShardedTensor) and entry.data.dim() > 1:
-            generator = torch.Generator().manual_seed(int.from_bytes(sha256(entry.key.encode()).digest()[:8]))
-            entry.data.copy_(0.05 * torch.randn(entry.global_shape, generator=generator)[entry.global_slice()])
+    for shard in _shards(entries):
+        if shard.data.dim() > 1:
+            generator = torch.Generator().manual_seed(int.from_bytes(sha256(shard.key.encode()).digest()[:8]))
+            shard.data.copy_(0.05 * torch.randn(shard.global_shape, generator=generator)[shard.global_slice()])
 
 
 def _symbols() -> dict[tuple[str, ...], Callable]:

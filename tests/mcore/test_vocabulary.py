@@ -11,12 +11,18 @@ pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.flags import take_flags  # noqa: E402
+from megatron_pipemem.mcore.plugin import source_for  # noqa: E402
 from megatron_pipemem.mcore.search_source import source_of  # noqa: E402
 from megatron_pipemem.mcore.sources import Shape  # noqa: E402
+from megatron_pipemem.mcore.vocabulary import source as vocabulary_source  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.batches import calls_of  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.choice import choose_barriers, head_in_layers  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.refusals import check_configuration  # noqa: E402
+from megatron_pipemem.schedule.costs import Costs  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
+from megatron_pipemem.schedule.simulator import simulate  # noqa: E402
+from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary  # noqa: E402
+from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts  # noqa: E402
 
 
 class Model(torch.nn.Module):
@@ -49,6 +55,16 @@ def test_the_forward_step_is_asked_for_its_batches_and_draws_none_twice():
     assert int(next(again)["tokens"]) == 3, "whoever draws more gets new samples"
 
 
+def test_a_forward_step_may_take_its_batches_apart():
+    def popping_step(data, model):
+        batch = next(data)
+        return model(batch.pop("tokens"), None, None, labels=batch.pop("labels")), None
+
+    calls, again = calls_of(popping_step, samples([]), Model(), 2)
+    assert [int(call.labels) for call in calls] == [100, 101]
+    assert [int(popping_step(again, Model())[0]) for _ in range(3)] == [100, 102, 104]
+
+
 def test_a_forward_step_that_does_not_call_its_model_is_refused():
     with pytest.raises(UnsupportedError, match="does not call the model"):
         calls_of(lambda data, model: (next(data), None), samples([]), Model(), 1)
@@ -74,6 +90,11 @@ def test_flags_give_schedules_with_passes(schedule, algorithm, barriers):
 def test_flags_that_do_not_go_together_are_refused(tmp_path):
     with pytest.raises(UnsupportedError, match="none of off, 1, 2, auto"):
         take_flags(["--pipemem-schedule", "1f1b", "--pipemem-vocab-parallel", "3"])
+    pieces = ["--pipemem-schedule", "1f1b", "--pipemem-vocab-piece-tokens"]
+    with pytest.raises(UnsupportedError, match="pass --pipemem-vocab-parallel 1, 2 or auto"):
+        take_flags([*pieces, "16"])
+    with pytest.raises(UnsupportedError, match="give at least 1"):
+        take_flags([*pieces, "0", "--pipemem-vocab-parallel", "2"])
     file = tmp_path / "order.csv"
     plan = source_of("1f1b", None, "unit", {}, vocab_parallel="2").plan(Shape(4, 1, 6), "")
     file.write_text(plan.schedule.to_csv())
@@ -84,6 +105,16 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path):
     assert source_of(str(file), None, "unit", {}, vocab_parallel="auto").plan(
         Shape(4, 1, 6), ""
     ).schedule == plan.schedule.__class__(**{**plan.schedule.__dict__, "name": "order.csv"})
+
+
+def test_the_cut_is_told_about_pieces(monkeypatch):
+    told = []
+    monkeypatch.setattr(vocabulary_source, "cut_vocabulary", lambda *arguments: told.append(arguments[-2:]))
+    flags = "--pipemem-schedule 1f1b --pipemem-vocab-parallel 1".split()
+    for pieces in ([], ["--pipemem-vocab-piece-tokens", "16"]):
+        source, _ = source_for(take_flags([*flags, *pieces])[0])
+        source.cut([], source.placement(4, 1), None)
+    assert told == [(2, None), (2, 16)]
 
 
 def test_the_cap_holds_for_the_schedule_with_passes():
@@ -120,7 +151,51 @@ def test_a_head_counts_in_layers():
     assert head_in_layers(model(256_000, 3072, gated=False)) == pytest.approx(256_000 / (12 * 3072 + 2 * 2048))
 
 
+def vocabulary_of(head: float, layers: int, num_devices: int) -> int:
+    """Words of which the head takes so many devices' shares of F, with F = I = W."""
+    return round(head * layers / (3 * num_devices) / head_in_layers(model(10**9)) * 10**9)
+
+
+def chosen(
+    schedule: str, p: int, m: int, head: float, *, layout: tuple[int, ...] | None = None, costs: Costs | None = None
+) -> int:
+    base = build_schedule(schedule, num_devices=p, num_microbatches=m)
+    layout = layout or (32 // base.placement.num_stages,) * base.placement.num_stages
+    schedules = {0: base} | {barriers: with_vocabulary(base, barriers) for barriers in (1, 2)}
+    return choose_barriers(model(vocabulary_of(head, sum(layout), p)), layout, costs or Costs(), schedules)
+
+
 def test_auto_cuts_a_large_vocabulary_and_leaves_a_small_one():
-    schedule = build_schedule("1f1b", num_devices=8, num_microbatches=64)
-    assert choose_barriers(model(256_000), schedule) == 1
-    assert choose_barriers(model(256), schedule) == 0
+    assert chosen("1f1b", 8, 64, 8.0) == 1
+    assert chosen("1f1b", 8, 64, 0.01) == 0
+
+
+def test_auto_knows_where_the_layers_are():
+    assert chosen("1f1b", 4, 16, 1.7, layout=(2, 2, 2, 2)) == 1
+    assert chosen("1f1b", 4, 16, 1.7, layout=(3, 3, 2, 0)) == 0
+
+
+def test_auto_believes_the_costs_it_is_given():
+    assert chosen("1f1b", 4, 16, 1.7, costs=Costs(vocabulary=VocabularyCosts(score=0.001, gradient=0.001))) == 0
+    assert chosen("1f1b", 4, 16, 0.01, costs=Costs(vocabulary=VocabularyCosts(score=0.2, gradient=0.2))) == 1
+    # A last device that has less to do than others has time for its head.
+    assert chosen("1f1b", 4, 16, 0.5, costs=Costs((1, 1, 1, 1), (1, 1, 1, 1), (1, 1, 1, 1))) == 2
+    assert chosen("1f1b", 4, 16, 0.5, costs=Costs((1, 1, 1, 0.5), (1, 1, 1, 0.5), (1, 1, 1, 0.5))) == 0
+
+
+def test_auto_keeps_a_layout_where_moving_layers_is_best_and_cutting_little_better(caplog):
+    caplog.set_level("INFO")
+    assert chosen("v-half", 4, 8, 0.4, layout=(8,) * 8) == 0
+    assert "--pipeline-model-parallel-layout for layers per stage (7, 9, 9, 8, 8, 8, 8, 7)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("schedule", "cap", "allowed"), [("1f1b", 1.25, {0, 1}), ("1f1b", 1.0, {0}), ("auto", 1.1, {0, 1, 2})]
+)
+def test_auto_has_to_keep_the_cap(schedule, cap, allowed, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = {"seconds": 1, "placement": "linear"} if schedule == "auto" else {}
+    source = source_of(schedule, cap, "unit", options, vocab_parallel="auto")
+    found = source._allowed(source.placement(4, 1), 1)
+    assert set(found) == allowed
+    assert all(each.vocabulary == barriers and simulate(each).peak <= cap + 1e-9 for barriers, each in found.items())

@@ -18,7 +18,7 @@ from megatron_pipemem.schedule.schedule import Program, Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate, validate_program
 from megatron_pipemem.schedule.vocabulary.baselines import head_on_last_stage, interlaced, redistribute
-from megatron_pipemem.schedule.vocabulary.choice import ModelBytes, choose_vocabulary
+from megatron_pipemem.schedule.vocabulary.choice import choose_vocabulary
 from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts
 from megatron_pipemem.schedule.vocabulary.search import search_vocabulary
@@ -272,12 +272,35 @@ def test_a_small_head_is_not_worth_it_and_a_large_one_is():
     large = choose_vocabulary(base, Costs(), 6.0, layers=32)
     assert large.best.name == "2" and "longer" in large.reason
     assert large.options["2"].makespan < large.options["redistribute"].makespan < large.options["off"].makespan
-    held = ModelBytes(activations=1e9, layers=8e9, head=1e9, embedding=1e9, logits=1e9)
-    off = choose_vocabulary(base, Costs(), 0.02, model_bytes=held)
-    cramped = choose_vocabulary(base, Costs(), 0.02, model_bytes=held, budget=off.options["2"].peak_bytes)
-    assert off.best.name == "off" and cramped.best.name == "2" and "over the budget" in cramped.reason
-    with pytest.raises(UnsupportedError, match="needs least"):
-        choose_vocabulary(base, Costs(), 0.02, model_bytes=held, budget=1e6)
+    refused = choose_vocabulary(base, Costs(), 6.0, with_passes={})
+    assert refused.best.name == "off" and "nothing else was allowed" in refused.reason
+
+
+def test_moved_layers_are_best_and_then_the_rules_hold_for_what_is_left():
+    """Within 1 % the model's layout is kept, and of the algorithms the one that holds less."""
+    for name, p, head, fastest, kept in (("v-half", 4, 0.4, "2", "off"), ("1f1b", 2, 0.35, "1", "2")):
+        choice = choose_vocabulary(build_schedule(name, num_devices=p, num_microbatches=8), Costs(), head, layers=64)
+        assert choice.best.name == "redistribute" and sum(choice.best.layers) == 64
+        left = choice.without("redistribute")
+        assert min(left.options.values(), key=lambda option: option.makespan).name == fastest
+        assert left.best.name == kept
+
+
+def test_layers_count_where_they_are():
+    base = build_schedule("1f1b", num_devices=4, num_microbatches=16)
+    even, freed = (
+        choose_vocabulary(base, Costs(), 1.7, layers=8, layout=layout).without("redistribute")
+        for layout in ((2, 2, 2, 2), (3, 3, 2, 0))
+    )
+    assert even.best.name == "2"
+    assert freed.best.name == "off" and freed.best.layers == (3, 3, 2, 0)
+
+
+def test_costs_may_price_the_passes():
+    base = build_schedule("1f1b", num_devices=4, num_microbatches=16)
+    slow = Costs(vocabulary=VocabularyCosts(score=1, gradient=1))
+    assert choose_vocabulary(base, Costs(), 1.5).best.name == "2"
+    assert choose_vocabulary(base, slow, 1.5).best.name == "off"
 
 
 @pytest.mark.parametrize(("cap", "barriers"), [(0.75, 1), (1.0, 1), (1.0, 2), (1.5, 2)])

@@ -10,7 +10,6 @@ itself keeps all samples of a step, on the host.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.stages import Tape
 from megatron_pipemem.runtime.vocabulary.passes import Batch
 
 # Megatron's language models take these by position or by name.
@@ -55,29 +55,11 @@ class Call(NamedTuple):
     labels: torch.Tensor | None
 
 
-class Rereadable:
-    """A data iterator of which a step's samples can be drawn a second time.
-
-    Args:
-        iterator: to draw from; ``None`` on ranks that get their batches from a tensor-parallel peer.
-    """
-
-    def __init__(self, iterator: Iterator):
-        self._iterator = iterator
-        self._drawn: deque = deque()
-        self.rereads = False
-
-    def __iter__(self) -> Rereadable:
-        return self
+class Rereadable(Tape):
+    """A step's samples, to be drawn a second time once it is rewound; after them come new ones."""
 
     def __next__(self):
-        if self.rereads:
-            return self._drawn.popleft() if self._drawn else next(self._iterator)
-        self._drawn.append(next(self._iterator))
-        return self._drawn[-1]
-
-    def __getattr__(self, name: str):
-        return getattr(self._iterator, name)
+        return next(self._iterator) if self._rewound and not self._seen else super().__next__()
 
 
 def calls_of(
@@ -103,7 +85,7 @@ def calls_of(
                 "pass --pipemem-vocab-parallel off"
             )
     if reread is not None:
-        reread.rereads = True
+        reread.rewind()
     return calls, reread
 
 

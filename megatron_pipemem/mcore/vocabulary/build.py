@@ -33,7 +33,9 @@ class _Whole(NamedTuple):
     tied: bool
 
 
-def cut_vocabulary(chunks: list[torch.nn.Module], placement: Placement, pg_collection, barriers: int) -> None:
+def cut_vocabulary(
+    chunks: list[torch.nn.Module], placement: Placement, pg_collection, barriers: int, piece_tokens: int | None
+) -> None:
     """Replace the whole embedding and head by this rank's shards, with the same values. Every rank calls this after building.
 
     Args:
@@ -41,6 +43,7 @@ def cut_vocabulary(chunks: list[torch.nn.Module], placement: Placement, pg_colle
         placement: of the chunks.
         pg_collection: Megatron's process groups.
         barriers: of the schedules to come.
+        piece_tokens: see ``HeadOptions``.
 
     Raises:
         UnsupportedError: the model has another head or embedding than those that can be cut.
@@ -97,8 +100,20 @@ def cut_vocabulary(chunks: list[torch.nn.Module], placement: Placement, pg_colle
         model.share_embeddings_and_output_weights = True
         model.tie_embeddings_and_output_weights_state_dict = _nothing_to_tie
     scale = config.mup_output_mult if config.use_mup else 1.0
-    options = HeadOptions(barriers=barriers, scale=scale)
+    options = HeadOptions(barriers=barriers, piece_tokens=piece_tokens, scale=scale)
     models[0].add_module(NAME, VocabularyShards(partition, index, embedding, head, options))
+
+
+def layout_of(chunks: list[torch.nn.Module], placement: Placement, pipeline: dist.ProcessGroup) -> tuple[int, ...]:
+    """Layers of every stage as they were built. Every rank calls this."""
+    models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
+    everyones: list[list[int] | None] = [None] * pipeline.size()
+    dist.all_gather_object(everyones, [len(model.decoder.layers) for model in models], group=pipeline)
+    layout = [0] * placement.num_stages
+    for stages, layers in zip(placement.stages, everyones, strict=True):
+        for stage, held in zip(stages, layers, strict=True):
+            layout[stage] = held
+    return tuple(layout)
 
 
 def shards_of(chunks: list[torch.nn.Module]) -> VocabularyShards:

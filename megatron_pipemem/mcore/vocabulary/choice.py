@@ -1,11 +1,13 @@
-"""Whether a model's vocabulary is worth cutting, from its sizes."""
+"""Whether a model's vocabulary is worth cutting, from its sizes, its layout and what passes take."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.options import OFF
 from megatron_pipemem.schedule.schedule import Schedule
@@ -37,27 +39,35 @@ def head_in_layers(model: torch.nn.Module) -> float:
     )
 
 
-def choose_barriers(model: torch.nn.Module, schedule: Schedule) -> int:
-    """Barriers of the best way to deal with the model's head under a schedule, 0 to leave it where it is.
+def choose_barriers(
+    model: torch.nn.Module, layout: Sequence[int], costs: Costs, schedules: Mapping[int, Schedule]
+) -> int:
+    """Barriers of the best way to deal with the model's head, 0 to leave it where it is.
 
     Args:
         model: a chunk, built and not yet cut.
-        schedule: without vocabulary passes.
+        layout: layers of every stage.
+        costs: of the layers alone. If they price passes, the head takes as long as these on all devices; else it takes so
+            many layers' time as it has FLOPs. In single numbers, every layer takes the same.
+        schedules: what would run, per number of barriers; what is not allowed is missing, but 0 is not.
     """
-    costs, layers = Costs(), model.config.num_layers
-    seconds = costs.seconds(schedule.placement)
-    head = head_in_layers(model) * sum(map(sum, (seconds[kind] for kind in ("F", "I", "W")))) / layers
-    choice = choose_vocabulary(schedule, costs, head, layers=layers)
+    placement = schedules[0].placement
+    if costs.vocabulary is None:
+        seconds = costs.seconds(placement)
+        head = head_in_layers(model) * sum(map(sum, (seconds[kind] for kind in (Kind.F, Kind.B)))) / sum(layout)
+    else:
+        passes = costs.vocabulary.seconds(placement.num_devices)
+        head = sum(map(sum, (passes[kind] for kind in (Kind.S, Kind.T))))
+    # Costs per stage say what the layers take where they are, and nothing of other places.
+    per_stage = any(
+        isinstance(price, Sequence) for price in (costs.forward, costs.backward_input, costs.backward_weight)
+    )
+    moving = {} if per_stage else {"layers": sum(layout), "layout": layout}
+    choice = choose_vocabulary(schedules[0], costs, head, **moving, with_passes=schedules)
+    if choice.best.name == REDISTRIBUTE:
+        layers = choice.best.layers
+        logger.info("vocabulary: %s; --pipeline-model-parallel-layout for layers per stage %s", choice.reason, layers)
+        # Layers are where the user has put them, so this is about what is left.
+        choice = choice.without(REDISTRIBUTE)
     logger.info("vocabulary: %s", choice.reason)
-    best = choice.best
-    if best.name == REDISTRIBUTE:
-        # Layers are where the user's layout has put them, so of what is left the fastest.
-        feasible = [option for name, option in choice.options.items() if name != REDISTRIBUTE]
-        best = min(feasible, key=lambda option: option.makespan)
-        logger.info(
-            "vocabulary: with --pipeline-model-parallel-layout for %s layers per stage there is no need for "
-            "--pipemem-vocab-parallel %s",
-            choice.best.layers,
-            best.name,
-        )
-    return 0 if best.name == OFF else BARRIERS_OF_ALGORITHM[int(best.name)]
+    return 0 if choice.best.name == OFF else BARRIERS_OF_ALGORITHM[int(choice.best.name)]

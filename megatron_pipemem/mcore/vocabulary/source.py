@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.mcore.sources import Changes, Plan, Shape, Source, microbatches_of_the_run
-from megatron_pipemem.mcore.vocabulary.build import cut_vocabulary
+from megatron_pipemem.mcore.vocabulary.build import cut_vocabulary, layout_of
 from megatron_pipemem.mcore.vocabulary.choice import choose_barriers
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.options import AUTO, VOCABULARY
+from megatron_pipemem.schedule.options import AUTO, OFF, VOCABULARY
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.validator import validate
-from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM, check_placement
+from megatron_pipemem.schedule.vocabulary.needs import BARRIERS, BARRIERS_OF_ALGORITHM, check_placement
 from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
 
+logger = logging.getLogger(__name__)
 
-def check_vocab_parallel(vocab_parallel: str) -> None:
+
+def check_vocab_parallel(vocab_parallel: str, piece_tokens: int | None = None) -> None:
     """Raises:
-    UnsupportedError: no such algorithm.
+    UnsupportedError: no such algorithm, or pieces of no tokens or of an uncut head.
     """
     if str(vocab_parallel) not in VOCABULARY:
         raise UnsupportedError(f"--pipemem-vocab-parallel {vocab_parallel!r} is none of {', '.join(VOCABULARY)}")
+    if piece_tokens is None:
+        return
+    if piece_tokens < 1:
+        raise UnsupportedError(f"--pipemem-vocab-piece-tokens {piece_tokens}: give at least 1")
+    if vocab_parallel == OFF:
+        raise UnsupportedError(
+            "--pipemem-vocab-piece-tokens is about a head cut over the pipeline; pass --pipemem-vocab-parallel 1, 2 or auto, "
+            "or leave it out"
+        )
 
 
 class VocabularySource(Source):
@@ -35,9 +47,12 @@ class VocabularySource(Source):
         inner: plans without them, or with as many barriers as it is told.
         vocab_parallel: the paper's algorithm, ``1`` or ``2``, or ``auto``: decided for the model when that has been built.
         memory_cap: in activation units, for schedules with passes that ``inner`` does not know; ``None`` for no limit.
+        piece_tokens: see ``HeadOptions``.
     """
 
-    def __init__(self, inner: Source, vocab_parallel: str, memory_cap: float | None = None):
+    def __init__(
+        self, inner: Source, vocab_parallel: str, memory_cap: float | None = None, piece_tokens: int | None = None
+    ):
         super().__init__(inner.name, inner.costs, inner.priced_by)
         self._inner = inner
         self.may_split = inner.may_split
@@ -46,6 +61,7 @@ class VocabularySource(Source):
         # What the inner source has planned for every shape, for it to compare with.
         self._without: dict[Shape, Plan] = {}
         self._memory_cap = memory_cap
+        self._piece_tokens = piece_tokens
         barriers = inner.barriers if vocab_parallel == AUTO else BARRIERS_OF_ALGORITHM[int(vocab_parallel)]
         self._undecided = barriers == 0
         self._decide(barriers)
@@ -66,11 +82,11 @@ class VocabularySource(Source):
             return
         if self._undecided:
             self._undecided = False
-            shape = Shape(placement.num_devices, len(chunks), microbatches_of_the_run() or 4 * placement.num_devices)
             model = get_attr_wrapped_model(chunks[0], "pre_process", return_model_obj=True)
-            self._decide(choose_barriers(model, self._inner.plan(shape, "choice of vocabulary parallelism").schedule))
+            layout = layout_of(chunks, placement, pg_collection.pp)
+            self._decide(choose_barriers(model, layout, self.costs, self._allowed(placement, len(chunks))))
         if self.barriers:
-            cut_vocabulary(chunks, placement, pg_collection, self.barriers)
+            cut_vocabulary(chunks, placement, pg_collection, self.barriers, self._piece_tokens)
 
     def plan(self, shape: Shape, reason: str, before: Plan | None = None, minimum_gain: float = 0.0) -> Plan:
         inner_before = None if before is None else self._without[shape]
@@ -83,6 +99,20 @@ class VocabularySource(Source):
     def measured(self, costs: Costs | None, changes: Changes | None) -> None:
         self._inner.measured(costs, changes)
         self.costs, self.priced_by = self._inner.costs, self._inner.priced_by
+
+    def _allowed(self, placement: Placement, chunks: int) -> dict[int, Schedule]:
+        """What this run would do without passes and with those of either algorithm, where that is possible."""
+        shape = Shape(placement.num_devices, chunks, microbatches_of_the_run() or 4 * placement.num_devices)
+        allowed = {}
+        for barriers in (0, *BARRIERS):
+            self._decide(barriers)
+            try:
+                allowed[barriers] = self._with_passes(self._inner.likely(shape), self.costs)
+            except (ScheduleError, UnsupportedError) as error:
+                if not barriers:
+                    raise
+                logger.info("vocabulary: not with %d barriers: %s", barriers, error)
+        return allowed
 
     def _decide(self, barriers: int) -> None:
         self.barriers = self._inner.barriers = barriers

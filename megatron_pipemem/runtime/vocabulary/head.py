@@ -163,11 +163,12 @@ class Scored:
         return self.batch.statistics
 
     @torch.no_grad()
-    def combine(self, gathered: torch.Tensor) -> Normalised:
+    def combine(self, gathered: torch.Tensor, into: torch.Tensor | None = None) -> Normalised:
         """The losses, and the way to the gradients: a ``OneBarrier`` or a ``TwoBarriers``, as the options say.
 
         Args:
             gathered: the ``statistics`` of all ranks, ``[ranks, 3, tokens]``, in the same order on every rank.
+            into: fp32, ``[Normalised.NUMBERS, tokens]``: memory for what is kept per token, new by default.
         """
         batch = self.batch
         maxima, sums, labels = gathered.unbind(1)
@@ -177,4 +178,4 @@ class Scored:
         label = torch.where(batch.valid, labels.sum(0) - maximum, 0.0)
         batch.own_sum.mul_(torch.exp(batch.own_maximum - maximum))
         kind = OneBarrier if batch.head.options.barriers == 1 else TwoBarriers
-        return kind(batch, maximum, others, label)
+        return kind(batch, maximum, others, label, into)

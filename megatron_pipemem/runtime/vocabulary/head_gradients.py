@@ -41,27 +41,52 @@ def differentiate(
     return scalar.detach(), gradient
 
 
+@torch.no_grad()
+def finish_input_gradient(
+    total: torch.Tensor, dtype: torch.dtype, loss_gradient: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Gradient of the training loss by the head's input, ``[..., h]``, on the rank that has the sum over the ranks.
+
+    Args:
+        total: sum of all ranks' parts, ``[..., h]``.
+        dtype: of the head's input.
+        loss_gradient: ``Normalised.without_ignored``, ``[...]``, for the parts of one barrier, which lack it.
+    """
+    return (total if loss_gradient is None else total * loss_gradient.unsqueeze(-1)).to(dtype)
+
+
 class Normalised:
     """The losses of one microbatch, the same on every rank."""
 
-    def __init__(self, batch: HeadMicrobatch, maximum: torch.Tensor, others: torch.Tensor, label: torch.Tensor):
+    NUMBERS = 5
+    """Kept per token."""
+
+    def __init__(
+        self,
+        batch: HeadMicrobatch,
+        maximum: torch.Tensor,
+        others: torch.Tensor,
+        label: torch.Tensor,
+        into: torch.Tensor | None,
+    ):
         self._batch = batch
         self._gradients_left = batch.for_backward
-        self._maximum = maximum
-        self._total = others + torch.exp(label)
+        total = others + torch.exp(label)
         # log(1 + others / exp(label)): a label that is almost certain keeps a small but precise loss.
         nll = torch.nn.functional.softplus(torch.log(others) - label)
         z = self.options.z_loss
         # The label's entry, without the cancellation of a probability near 1, and the factor of all others.
-        self._label = torch.expm1(-nll)
-        self._factor = torch.ones_like(nll)
+        label_factor = torch.expm1(-nll)
+        factor = torch.ones_like(nll)
         if z:
-            log_partition = maximum + torch.log(self._total)
+            log_partition = maximum + torch.log(total)
             excess = 2 * z * log_partition
-            self._label += torch.exp(-nll) * excess
-            self._factor += excess
+            label_factor += torch.exp(-nll) * excess
+            factor += excess
             nll = nll + z * log_partition.square()
-        self._losses = nll.masked_fill_(~batch.valid, 0)
+        nll.masked_fill_(~batch.valid, 0)
+        self._kept = torch.stack((maximum, total, label_factor, factor, nll), out=into)
+        self._maximum, self._total, self._label, self._factor, self._losses = self._kept
 
     @property
     def losses(self) -> torch.Tensor:
@@ -71,7 +96,7 @@ class Normalised:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What is kept until the gradients have been taken, for the activation ledger."""
-        return (*self._batch.tensors, self._maximum, self._total, self._factor, self._label, self._losses)
+        return (*self._batch.tensors, self._kept)
 
     @property
     def options(self) -> HeadOptions:
@@ -155,7 +180,6 @@ class OneBarrier(Normalised):
             message[piece] = part
         return self._shaped(message)
 
-    @torch.no_grad()
     def finish_input_gradient(self, total: torch.Tensor, loss_gradient: torch.Tensor) -> torch.Tensor:
         """Gradient of the training loss by the head's input, in its dtype, on the rank that has the sum over the ranks.
 
@@ -163,7 +187,7 @@ class OneBarrier(Normalised):
             total: sum of all ranks' ``input_gradient``.
             loss_gradient: gradient of the training loss by ``losses``, the loss scale included.
         """
-        return (total * self.without_ignored(loss_gradient).unsqueeze(-1)).to(self._batch.x.dtype)
+        return finish_input_gradient(total, self._batch.x.dtype, self.without_ignored(loss_gradient))
 
     def weight_gradient(self, loss_gradient: torch.Tensor) -> HeadWeightGradient:
         """T: the weight gradient, to run now or later; nothing depends on it but the optimizer."""
@@ -195,7 +219,7 @@ class TwoBarriers(Normalised):
 
     def finish_input_gradient(self, total: torch.Tensor) -> torch.Tensor:
         """Gradient of the training loss by the head's input, in its dtype, from the sum of all ranks' parts."""
-        return total.to(self._batch.x.dtype)
+        return finish_input_gradient(total, self._batch.x.dtype)
 
 
 @dataclass(frozen=True, eq=False)

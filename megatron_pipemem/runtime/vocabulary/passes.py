@@ -6,7 +6,6 @@ everything between the head's input and its gradient have the head's layout, ``[
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +16,7 @@ from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.vocabulary import collectives
 from megatron_pipemem.runtime.vocabulary.collectives import Pending
 from megatron_pipemem.runtime.vocabulary.head import Scored
-from megatron_pipemem.runtime.vocabulary.head_gradients import Normalised, OneBarrier
+from megatron_pipemem.runtime.vocabulary.head_gradients import Normalised, OneBarrier, finish_input_gradient
 from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient
 from megatron_pipemem.schedule.action import Action, Kind
@@ -129,6 +128,7 @@ class VocabularyPasses:
         self._sent_inputs: dict[int, Pending[torch.Tensor]] = {}
         self._scored: dict[int, Scored | torch.Tensor] = {}
         self._gathered: dict[int, Pending[torch.Tensor]] = {}
+        self._results: dict[int, torch.Tensor] = {}
         self._normalised: dict[int, Normalised] = {}
         self._loss_gradients: dict[int, torch.Tensor] = {}
         self._sent_loss_gradients: dict[int, Pending[torch.Tensor]] = {}
@@ -187,10 +187,9 @@ class VocabularyPasses:
         """The gradient of the last stage's output."""
         total = self._input_gradients.pop(microbatch).wait()
         # With one barrier the sum was under way before the loss was known.
-        factor = self._factors.pop(microbatch, None)
-        gradient = total if factor is None else total * factor
+        gradient = finish_input_gradient(total, self._layers.dtype, self._factors.pop(microbatch, None))
         self._released(total)
-        return self._last_stage.scatter_head_gradient(gradient.to(self._layers.dtype))
+        return self._last_stage.scatter_head_gradient(gradient)
 
     def take_embedding_gradient(self, microbatch: int, gradient: torch.Tensor) -> None:
         """The gradient of what ``embedded`` gave."""
@@ -237,7 +236,8 @@ class VocabularyPasses:
             self._scored[microbatch] = self._layers.logits(x)
             return
         scored = self._layers.score(x, self._batch.labels_of(microbatch), self._trains)
-        self._hold_all(scored.batch.tensors)
+        for tensor in scored.batch.tensors:
+            self._held(tensor, "saved")
         self._scored[microbatch] = scored
 
     def _gather_statistics(self, microbatch: int) -> None:
@@ -246,10 +246,16 @@ class VocabularyPasses:
             pending = collectives.gather_logits(logits, self._layers.partition, self._channels.shards)
         else:
             statistics = self._scored[microbatch].statistics
-            everyones = statistics.new_empty(self._channels.shards.size(), *statistics.shape)
-            pending = collectives.gather_statistics(statistics, self._held(everyones), self._channels.shards)
+            ranks, results = self._channels.shards.size(), Normalised.NUMBERS
+            # In one piece, because loss and input gradient come in either order, and the first to come combines: what it
+            # takes and gives back would be now the one's bytes and now the other's.
+            buffer = self._held(statistics.new_empty(ranks * statistics.size(0) + results, statistics.size(1)))
+            everyones = buffer[:-results].unflatten(0, (ranks, -1))
+            pending = collectives.gather_statistics(statistics, everyones, self._channels.shards)
         if self._trains or self._device == self._last:
             self._gathered[microbatch] = pending
+            if self._batch.labels is not None:
+                self._results[microbatch] = buffer[-results:]
         else:
             self._scored.pop(microbatch, None)
             self._leave(pending)
@@ -266,7 +272,7 @@ class VocabularyPasses:
         gradient = self._held(done.without_ignored(gradient))
         self._loss_gradients[microbatch] = gradient
         if isinstance(done, OneBarrier):
-            self._factors[microbatch] = gradient.unsqueeze(-1)
+            self._factors[microbatch] = gradient
 
     def _broadcast_loss_gradient(self, microbatch: int) -> None:
         gradient = self._loss_gradients.pop(microbatch, None)
@@ -300,10 +306,8 @@ class VocabularyPasses:
 
     def _normalise(self, microbatch: int) -> Normalised:
         if microbatch not in self._normalised:
-            gathered = self._gathered.pop(microbatch).wait()
-            self._normalised[microbatch] = done = self._scored.pop(microbatch).combine(gathered)
-            self._released(gathered)
-            self._hold_all(done.tensors)
+            gathered, into = self._gathered.pop(microbatch).wait(), self._results.pop(microbatch)
+            self._normalised[microbatch] = self._scored.pop(microbatch).combine(gathered, into)
         return self._normalised[microbatch]
 
     # Bookkeeping
@@ -326,10 +330,6 @@ class VocabularyPasses:
     def _leave(self, pending: Pending) -> None:
         self._nobody_waits = [each for each in self._nobody_waits if not each.is_completed()]
         self._nobody_waits.append(pending)
-
-    def _hold_all(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            self._held(tensor, "saved")
 
     def _held(self, tensor: torch.Tensor, category: str = "boundary") -> torch.Tensor:
         if self._ledger is not None:
