@@ -16,7 +16,7 @@ from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes
 from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload, with_recompute
-from megatron_pipemem.schedule.offload.search import search_offload
+from megatron_pipemem.schedule.offload.search import OffloadSearchResult, search_offload
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.plain import serial_schedule
 from megatron_pipemem.schedule.schedule import Order, Schedule
@@ -62,13 +62,20 @@ class OffloadSource(Source):
         self._base = base
         self._offloading = offloading
         self._cap = memory_cap
-        searches = memory_cap is not None and offloading.settings.leaves_choice
-        self._search_seconds = search_seconds if searches else None
+        leaves_choice = memory_cap is not None and offloading.settings.leaves_choice
+        self._search_seconds = search_seconds if leaves_choice else None
         self._changes: Changes | None = None
+        # What the choice of the placement has found, on the rank that searches.
+        self._answers: dict[tuple[Placement, int], OffloadSearchResult] = {}
         self.may_split = base.may_split
         self.may_offload = offloading.settings.mode != "off" or base.may_offload
         self.is_round_robin = base.is_round_robin
         self.chunks = base.chunks
+
+    @property
+    def searches(self) -> bool:
+        """Whether orders are searched for together with what leaves the device."""
+        return self._search_seconds is not None
 
     @property
     def needs_bytes(self) -> bool:
@@ -93,8 +100,29 @@ class OffloadSource(Source):
     def measured(self, costs: Costs | None, changes: Changes | None) -> None:
         super().measured(costs, changes)
         self._base.measured(costs, None)
+        self._answers.clear()
         if changes is not None:
             self._changes = changes
+
+    def fastest(self, placements: Sequence[Placement], num_microbatches: int) -> Placement:
+        """The placement of the fastest plan within the cap, for the costs known so far; all have as many stages.
+
+        Raises:
+            UnsupportedError: no plan of any of them keeps the cap.
+        """
+        if self._cap.in_bytes and self.costs.memory is None:
+            return placements[0]  # nobody can say yet what keeps the cap
+        costs = self._costs_of(placements[0])
+        budget = self._host_budget() if costs.memory is not None else None
+
+        def index_of_fastest() -> int:
+            caps = [self._cap.amount] * placements[0].num_devices
+            result = self._search_within(caps, placements, num_microbatches, costs, budget)
+            best = result.schedule.placement
+            self._answers[best, num_microbatches] = result
+            return placements.index(best)
+
+        return placements[decided_by_rank_zero(index_of_fastest)]
 
     def plan(self, shape: Shape, reason: str, before: Plan | None = None, minimum_gain: float = 0.0) -> Plan:
         placement = self.placement(shape.num_devices, shape.chunks)
@@ -104,7 +132,7 @@ class OffloadSource(Source):
         costs = self._costs_of(placement)
         # Asked of every rank before rank 0 decides alone.
         budget = self._host_budget() if costs.memory is not None else None
-        if self._search_seconds is not None:
+        if self.searches:
             base = None
             planned = decided_by_rank_zero(lambda: self._search(placement, shape.num_microbatches, costs, budget))
         else:
@@ -119,21 +147,12 @@ class OffloadSource(Source):
         Raises:
             UnsupportedError: none does.
         """
-        settings = self._offloading.settings
         caps = [self._cap.amount] * placement.num_devices
+        known = self._answers.get((placement, num_microbatches))
         seconds = 0.0
         for _ in range(_PLANS_FOR_A_CAP):
-            result = search_offload(
-                placement.num_devices,
-                num_microbatches,
-                costs,
-                caps,
-                host_budget=budget,
-                placements=[placement],
-                offload=settings.mode != "off",
-                recompute=settings.recompute != "none",
-                seconds=self._search_seconds,
-            )
+            result = known or self._search_within(caps, [placement], num_microbatches, costs, budget)
+            known = None
             seconds += result.seconds
             if not self._excess(result.schedule, costs):
                 return _Planned(result.schedule.to_csv(), f"{result.best.found_by}: {_notes(result.plan)}", seconds)
@@ -143,6 +162,27 @@ class OffloadSource(Source):
             raise UnsupportedError(self._refusal(result.plan, costs))
         return _Planned(
             serial.to_csv(), "one microbatch at a time, because nothing else was found to keep the cap", seconds
+        )
+
+    def _search_within(
+        self,
+        caps: Sequence[float],
+        placements: Sequence[Placement],
+        num_microbatches: int,
+        costs: Costs,
+        budget: float | None,
+    ) -> OffloadSearchResult:
+        settings = self._offloading.settings
+        return search_offload(
+            placements[0].num_devices,
+            num_microbatches,
+            costs,
+            caps,
+            host_budget=budget,
+            placements=placements,
+            offload=settings.mode != "off",
+            recompute=settings.recompute != "none",
+            seconds=self._search_seconds,
         )
 
     def _serial(self, placement: Placement, num_microbatches: int, name: str) -> Schedule:

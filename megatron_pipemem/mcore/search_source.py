@@ -72,6 +72,10 @@ class SearchSource(Source):
         options: ``placement`` (``v``, ``interleaved`` or ``linear``; default the one that the search likes best), ``chunks``
             (model chunks per rank, default 2), ``seconds`` (time of one search, default 10), ``seed``.
 
+    Attributes:
+        choose_among: ``choose_among(placements, num_microbatches)`` is the one of the placements to build the model for: that
+            of the fastest schedule, unless who plans with this source's schedules has another in mind.
+
     Raises:
         UnsupportedError: an unknown option or value.
     """
@@ -95,6 +99,7 @@ class SearchSource(Source):
         self._cap = memory_cap
         self._in_bytes = memory_cap is not None and memory_cap.in_bytes
         self._changes: Changes | None = None
+        self.choose_among = self._fastest
         self._chosen: dict[tuple[int, int], Placement] = {}
         # What the choice of the placement has found, on the rank that searches.
         self._answers: dict[tuple[Placement, int], _Found] = {}
@@ -149,21 +154,27 @@ class SearchSource(Source):
         }
         if self._kind is not None:
             return candidates[self._kind]
-        if self.needs_bytes:
-            return candidates["v"]  # the same bytes on every device, so the most is made of a cap that is not yet known
-        self._check_cap(candidates["v"])
+        chosen = self.choose_among(list(candidates.values()), microbatches_of_the_run() or 4 * num_devices)
+        logger.info("placement %s for %d pipeline ranks with %d chunks each", chosen.name, num_devices, chunks)
+        return chosen
 
-        def fastest() -> str:
-            m = microbatches_of_the_run() or 4 * num_devices
-            result = self._search_within(self._cap and self._cap.amount, list(candidates.values()), m)
+    def _fastest(self, placements: Sequence[Placement], num_microbatches: int) -> Placement:
+        """Raises:
+        UnsupportedError: no schedule of any of the placements keeps the cap.
+        """
+        if self.needs_bytes:
+            return placements[0]  # the same bytes on every device, so the most is made of a cap that is not yet known
+        self._check_cap(placements[0])
+
+        def index_of_fastest() -> int:
+            result = self._search_within(self._cap and self._cap.amount, placements, num_microbatches)
             best = result.best.schedule
             if not self._in_bytes:
-                self._answers[best.placement, m] = _Found(best.to_csv(), result.best.lower_bound, result.seconds)
-            return next(name for name, placement in candidates.items() if placement == best.placement)
+                found = _Found(best.to_csv(), result.best.lower_bound, result.seconds)
+                self._answers[best.placement, num_microbatches] = found
+            return placements.index(best.placement)
 
-        name = decided_by_rank_zero(fastest)
-        logger.info("placement %s for %d pipeline ranks with %d chunks each", name, num_devices, chunks)
-        return candidates[name]
+        return placements[decided_by_rank_zero(index_of_fastest)]
 
     def _search(self, placement: Placement, num_microbatches: int) -> _Found:
         """The fastest schedule whose whole program keeps the cap."""
@@ -318,7 +329,12 @@ def _source_without_vocabulary(
     if offloading is None or not offloading.settings.plans:
         return _source_of(schedule, cap, costs, options)
     base = _source_of(schedule, None, costs, options)
-    return OffloadSource(base, offloading, cap, base.seconds if isinstance(base, SearchSource) else None)
+    if not isinstance(base, SearchSource):
+        return OffloadSource(base, offloading, cap)
+    source = OffloadSource(base, offloading, cap, base.seconds)
+    if source.searches:
+        base.choose_among = source.fastest
+    return source
 
 
 def _source_of(schedule: str, cap: MemoryCap | None, costs: str, options: Mapping[str, object]) -> Source:

@@ -169,6 +169,17 @@ def test_a_search_chooses_the_order_too(recompute):
     assert plan.schedule.name == "auto" and plan.schedule.placement.name == "v"
 
 
+def test_the_placement_is_that_of_the_fastest_plan_with_its_offload():
+    settings = {"offload": "auto", "offload_options": {"ratio": 1.4}}
+    wanted = source("auto", 0.5, options={"seconds": 1}, **settings)
+    assert wanted.placement(3, 2).name == "interleaved"
+    plan = wanted.plan(Shape(3, 2, 12), "start")
+    assert plan.schedule.placement.name == "interleaved" and plan.timeline.peak <= 0.5 * (1 + 1e-9)
+    over_a_v = source("auto", 0.5, options={"seconds": 1, "placement": "v"}, **settings)
+    assert plan.timeline.makespan < over_a_v.plan(Shape(3, 2, 12), "start").timeline.makespan
+    assert source("auto", options={"seconds": 1}).placement(3, 2).name == "v", "what is fastest without offload"
+
+
 def test_recomputation_helps_where_the_channel_does_not():
     slow = {"ratio": 50.0}
     with pytest.raises(UnsupportedError, match="keeps a memory cap of 0.3 activation units: the least found is"):
