@@ -19,7 +19,7 @@ from megatron_pipemem.schedule.costs import Channel, Costs, CostsError
 from megatron_pipemem.schedule.csv_format import LETTERS, Table, read_table
 from megatron_pipemem.schedule.memory_cap import parse_cap
 from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload
-from megatron_pipemem.schedule.offload.search import search_offload
+from megatron_pipemem.schedule.offload.search import OffloadSearchResult, search_offload
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, check_options
 from megatron_pipemem.schedule.schedule import Schedule
@@ -96,6 +96,7 @@ class Loaded(NamedTuple):
         memory_cap: in the unit of ``costs``.
         search: what a search found besides; ``None`` for other schedules.
         plan: what is offloaded of it and why not more, where ``--offload`` was given.
+        offload_search: the other plans, where ``plan`` was searched for with its order.
     """
 
     schedule: Schedule
@@ -103,6 +104,7 @@ class Loaded(NamedTuple):
     memory_cap: float | None
     search: SearchResult | None = None
     plan: OffloadPlan | None = None
+    offload_search: OffloadSearchResult | None = None
 
 
 class OffloadChoice(NamedTuple):
@@ -186,6 +188,7 @@ def _offloaded(
             "with memory, or both in activation units"
         )
     host_budget = None if budget is None else budget.amount
+    found = None
     if name == AUTO and offload.select == "auto" and cap is not None:
         if devices is None or microbatches is None:
             raise UnsupportedError(f"how large is {name!r} to be? give --devices and --microbatches")
@@ -220,7 +223,7 @@ def _offloaded(
                 f"what is in the way is: {plan.binds or 'what runs at the time'}; raise the cap, or take another schedule"
             )
     validate(plan.schedule, costs, cap, host_budget)
-    return Loaded(plan.schedule, costs, cap, plan=plan)
+    return Loaded(plan.schedule, costs, cap, plan=plan, offload_search=found)
 
 
 def _search(

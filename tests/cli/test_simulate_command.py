@@ -223,6 +223,15 @@ def test_offload_of_any_schedule(pipemem_json):
     assert capped["peak_activation"] <= 0.875 and capped["transfers"] < full["transfers"]
 
 
+def test_search_with_offload_says_how_long_it_took_and_how_far_from_the_bound_it_is(pipemem, pipemem_json):
+    asked = ("simulate", "auto", "-p", 3, "-m", 6, "--offload", "auto", "--memory-cap", 0.5, "-o", "seconds=1")
+    found = pipemem_json(*asked)
+    assert found["search_seconds"] > 0 and found["lower_bound"] < found["makespan"]
+    said = pipemem(*asked).stdout
+    assert "% of the makespan at most; the bound knows no cap" in said
+    assert "found by" in said and "uniform repeating" in said
+
+
 def test_search_with_offload_and_recomputation(pipemem_json):
     found = pipemem_json(
         "simulate", "auto", "--devices", 4, "--microbatches", 8, "--offload", "auto", "--offload-ratio", 9,
