@@ -17,7 +17,7 @@ from rich.text import Text
 from megatron_pipemem.errors import PipememError, ScheduleError, ScheduleFormatError, UnsupportedError
 from megatron_pipemem.schedule.costs import Channel, Costs, CostsError
 from megatron_pipemem.schedule.csv_format import LETTERS, Table, read_table
-from megatron_pipemem.schedule.memory_cap import parse_cap
+from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap, parse_caps
 from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload
 from megatron_pipemem.schedule.offload.search import OffloadSearchResult, search_offload
 from megatron_pipemem.schedule.placement import Placement
@@ -50,15 +50,12 @@ CostsText = Annotated[
     ),
 ]
 P2P = Annotated[float | None, typer.Option("--p2p", help="Seconds of one message between two devices.")]
-MemoryCap = Annotated[
-    float | None, typer.Option("--memory-cap", help="The most a device may hold; 1 is the peak of 1F1B.")
-]
 MemoryCapText = Annotated[
     str | None,
     typer.Option(
         "--memory-cap",
-        metavar="X|XGiB",
-        help="The most a device may hold; 1 is the peak of 1F1B. Bytes need --costs FILE with memory.",
+        metavar="X|XGiB|X,X,...",
+        help="The most a device may hold, or one cap per device; 1 is the peak of 1F1B. Bytes need --costs FILE with memory.",
     ),
 ]
 Options = Annotated[
@@ -101,7 +98,7 @@ class Loaded(NamedTuple):
 
     schedule: Schedule
     costs: Costs
-    memory_cap: float | None
+    memory_cap: float | tuple[float, ...] | None
     search: SearchResult | None = None
     plan: OffloadPlan | None = None
     offload_search: OffloadSearchResult | None = None
@@ -139,7 +136,7 @@ def load_schedule(
     """
     settings = parse_options([*(options or ()), *([] if chunks is None else [f"chunks={chunks}"])])
     costs = costs or Costs()
-    cap = None if memory_cap is None else parse_cap(memory_cap)
+    cap = None if memory_cap is None else parse_caps(memory_cap)
     if cap is not None and cap.in_bytes and costs.memory is None:
         raise UnsupportedError(
             f"--memory-cap {memory_cap} is in bytes, but the costs say nothing of bytes; give --costs FILE with memory, or "
@@ -149,7 +146,7 @@ def load_schedule(
         costs = replace(costs, memory=None)
     amount = None if cap is None else cap.amount
     if offload.select != "off":
-        return _offloaded(name, devices, microbatches, costs, amount, settings, offload, dialect)
+        return _offloaded(name, devices, microbatches, costs, cap, settings, offload, dialect)
     if is_file(name):
         table, schedule = read_schedule(Path(name), dialect)
         if table.letters != "pipemem":
@@ -175,7 +172,7 @@ def _offloaded(
     devices: int | None,
     microbatches: int | None,
     costs: Costs,
-    cap: float | None,
+    memory_cap: MemoryCap | None,
     settings: dict[str, object],
     offload: OffloadChoice,
     dialect: Dialect,
@@ -188,6 +185,7 @@ def _offloaded(
             "with memory, or both in activation units"
         )
     host_budget = None if budget is None else budget.amount
+    cap = None if memory_cap is None else memory_cap.amount
     found = None
     if name == AUTO and offload.select == "auto" and cap is not None:
         if devices is None or microbatches is None:
@@ -219,15 +217,19 @@ def _offloaded(
         plan = plan_offload(base, costs, select, cap, host_budget)
         if not plan.keeps_cap:
             raise UnsupportedError(
-                f"offload does not bring {name!r} within the memory cap of {cap:.6g}: its peak is {max(plan.peaks):.6g}, and "
-                f"what is in the way is: {plan.binds or 'what runs at the time'}; raise the cap, or take another schedule"
+                f"offload does not bring {name!r} within the memory cap of {memory_cap}: its peak is {max(plan.peaks):.6g}, "
+                f"and what is in the way is: {plan.binds or 'what runs at the time'}; raise the cap, or take another schedule"
             )
     validate(plan.schedule, costs, cap, host_budget)
     return Loaded(plan.schedule, costs, cap, plan=plan, offload_search=found)
 
 
 def _search(
-    devices: int, microbatches: int, costs: Costs, memory_cap: float | None, settings: dict[str, object]
+    devices: int,
+    microbatches: int,
+    costs: Costs,
+    memory_cap: float | tuple[float, ...] | None,
+    settings: dict[str, object],
 ) -> Loaded:
     """The fastest schedule that a search finds; a search made before is not made again."""
     check_size(devices, microbatches)

@@ -14,7 +14,7 @@ from megatron_pipemem.mcore.sources import Changes, Plan, Shape, Source, with_me
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes
+from megatron_pipemem.schedule.memory_cap import MemoryCap
 from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload, with_recompute
 from megatron_pipemem.schedule.offload.search import OffloadSearchResult, search_offload
 from megatron_pipemem.schedule.placement import Placement
@@ -116,7 +116,7 @@ class OffloadSource(Source):
         budget = self._host_budget() if costs.memory is not None else None
 
         def index_of_fastest() -> int:
-            caps = [self._cap.amount] * placements[0].num_devices
+            caps = self._cap.of(placements[0].num_devices)
             result = self._search_within(caps, placements, num_microbatches, costs, budget)
             best = result.schedule.placement
             self._answers[best, num_microbatches] = result
@@ -147,7 +147,7 @@ class OffloadSource(Source):
         Raises:
             UnsupportedError: none does.
         """
-        caps = [self._cap.amount] * placement.num_devices
+        caps = self._cap.of(placement.num_devices)
         known = self._answers.get((placement, num_microbatches))
         seconds = 0.0
         for _ in range(_PLANS_FOR_A_CAP):
@@ -222,7 +222,7 @@ class OffloadSource(Source):
     def _plan_within_cap(self, schedule: Schedule, costs: Costs, budget: float | None) -> OffloadPlan:
         """Messages are posted between the actions that a plan knows, so some bytes come on top of what it counts."""
         select = self._offloading.settings.mode
-        caps = None if self._cap is None else [self._cap.amount] * schedule.num_devices
+        caps = None if self._cap is None else self._cap.of(schedule.num_devices)
         plan = plan_offload(schedule, costs, select, caps, budget)
         for _ in range(_PLANS_FOR_A_CAP if self._cap is not None and self._cap.in_bytes else 0):
             if not self._excess(plan.schedule, costs):
@@ -236,16 +236,17 @@ class OffloadSource(Source):
         message = max(self._changes.get(Kind.RECV_F, (0,))) if self._changes is not None else 0
         held = self._held(plan.schedule, costs)
         return [
-            max(0.0, cap - (each - self._cap.amount) - message) if each > self._cap.amount else cap
-            for cap, each in zip(caps, held, strict=True)
+            max(0.0, cap - (each - most) - message) if each > most else cap
+            for cap, each, most in zip(caps, held, self._cap.of(len(held)), strict=True)
         ]
 
     def _excess(self, schedule: Schedule, costs: Costs) -> float:
-        """By how much the highest peak exceeds the cap."""
+        """By how much a device exceeds its cap at most."""
         if self._cap is None:
             return 0.0
-        excess = max(self._held(schedule, costs)) - self._cap.amount
-        return excess if excess > _CAP_TOLERANCE * self._cap.amount else 0.0
+        caps = self._cap.of(schedule.num_devices)
+        excess = [held - cap for held, cap in zip(self._held(schedule, costs), caps, strict=True)]
+        return max(excess) if max(excess) > _CAP_TOLERANCE * min(caps) else 0.0
 
     def _held(self, schedule: Schedule, costs: Costs) -> Sequence[float]:
         """The most that every device holds, between messages too where their bytes are known."""
@@ -261,11 +262,11 @@ class OffloadSource(Source):
 
     def _refusal(self, plan: OffloadPlan, costs: Costs) -> str:
         held = max(self._held(plan.schedule, costs))
-        show = format_bytes if self._cap.in_bytes else "{:.4g} activation units".format
+        least = MemoryCap(held, self._cap.in_bytes)
         why = f"; what stays: {plan.binds}" if plan.binds else ""
         return (
             f"no plan of {self.name} with offload {self._offloading.settings.mode} keeps a memory cap of "
-            f"{show(self._cap.amount)}: the least found is {show(held)}{why}; raise --pipemem-memory-cap, or try "
+            f"{self._cap}: the least found is {least}{why}; raise --pipemem-memory-cap, or try "
             "--pipemem-offload auto, --pipemem-recompute auto or --pipemem-schedule auto"
         )
 

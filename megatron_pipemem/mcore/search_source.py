@@ -29,7 +29,7 @@ from megatron_pipemem.schedule.action import VOCABULARY, Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, parse_cap
+from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, parse_caps
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.plain import serial_schedule
 from megatron_pipemem.schedule.registry import family
@@ -184,16 +184,16 @@ class SearchSource(Source):
             result = self._search_within(self._cap and self._cap.amount, [placement], num_microbatches)
             return _Found(result.schedule.to_csv(), result.lower_bound, result.seconds)
         # Messages are posted between the actions that a search knows, so some bytes come on top of what it counts.
-        caps = [self._cap.amount] * placement.num_devices
+        caps = allowed = self._cap.of(placement.num_devices)
         for _ in range(_SEARCHES_FOR_A_CAP):
             try:
                 result = self._search_within(caps, [placement], num_microbatches)
             except UnsupportedError:
                 break
             held = self._program_peaks(result.schedule)
-            if max(held) <= self._cap.amount:
+            if all(peak <= cap for peak, cap in zip(held, allowed, strict=True)):
                 return _Found(result.schedule.to_csv(), result.lower_bound, result.seconds)
-            caps = [cap - max(0, peak - self._cap.amount) for cap, peak in zip(caps, held, strict=True)]
+            caps = [cap - max(0, peak - most) for cap, peak, most in zip(caps, held, allowed, strict=True)]
         serial = serial_schedule(placement, num_microbatches)
         return _Found(serial.to_csv(), lower_bound(placement, num_microbatches, self._search_costs(placement)), 0.0)
 
@@ -244,15 +244,14 @@ class SearchSource(Source):
             return
         serial = serial_schedule(placement, 1)
         held = self._program_peaks(serial) if self._in_bytes else peaks(serial.orders, placement, Costs())
-        least = max(held)
-        if least <= self._cap.amount + _CAP_TOLERANCE:
+        caps = self._cap.of(placement.num_devices)
+        over = [device for device, cap in enumerate(caps) if held[device] > cap + _CAP_TOLERANCE]
+        if not over:
             return
-        if self._in_bytes:
-            cap, needed = format_bytes(self._cap.amount), format_bytes(least)
-        else:
-            cap, needed = f"{self._cap.amount:.4g} activation units", f"{least:.4g}"
+        worst = max(over, key=lambda device: held[device])
+        needed = format_bytes(held[worst]) if self._in_bytes else f"{held[worst]:.4g}"
         raise UnsupportedError(
-            f"no schedule keeps a memory cap of {cap}: pipeline rank {held.index(least)} holds {needed} for one "
+            f"no schedule keeps a memory cap of {self._cap}: pipeline rank {worst} holds {needed} for one "
             f"microbatch alone; raise --pipemem-memory-cap to at least {needed}, take smaller microbatches, or recompute "
             "activations"
         )
@@ -292,7 +291,7 @@ def source_of(
     source = _source_without_vocabulary(schedule, memory_cap, costs, options, offloading)
     if vocab_parallel != OFF:
         # What a search finds keeps its cap already.
-        units = None if memory_cap is None or schedule == AUTO else parse_cap(memory_cap).amount
+        units = None if memory_cap is None or schedule == AUTO else parse_caps(memory_cap).amount
         return VocabularySource(source, vocab_parallel, units)
     if source.barriers:
         raise UnsupportedError(
@@ -325,7 +324,7 @@ def _source_without_vocabulary(
     options: Mapping[str, object],
     offloading: Offloading | None,
 ) -> Source:
-    cap = None if memory_cap is None else parse_cap(memory_cap)
+    cap = None if memory_cap is None else parse_caps(memory_cap)
     if offloading is None or not offloading.settings.plans:
         return _source_of(schedule, cap, costs, options)
     base = _source_of(schedule, None, costs, options)
@@ -343,7 +342,7 @@ def _source_of(schedule: str, cap: MemoryCap | None, costs: str, options: Mappin
         return SearchSource(cap, prices, priced_by, options)
     if cap is not None and cap.in_bytes:
         raise UnsupportedError(
-            f"a memory cap in bytes ({format_bytes(cap.amount)}) needs --pipemem-schedule auto, which fits a schedule to it, "
+            f"a memory cap in bytes ({cap}) needs --pipemem-schedule auto, which fits a schedule to it, "
             f"or --pipemem-offload; {schedule!r} is what it is, so give the cap in activation units (1.0 is what 1F1B's "
             "first rank holds)"
         )

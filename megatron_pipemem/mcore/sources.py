@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -170,7 +170,7 @@ class FamilySource(Source):
     def __init__(
         self,
         name: str,
-        memory_cap: float | None = None,
+        memory_cap: float | Sequence[float] | None = None,
         options: Mapping[str, object] | None = None,
         costs: Costs | None = None,
         priced_by: str = "unit",
@@ -243,7 +243,7 @@ class FileSource(Source):
         ScheduleError: the schedule is wrong or above the cap.
     """
 
-    def __init__(self, path: str, memory_cap: float | None, costs: Costs, priced_by: str):
+    def __init__(self, path: str, memory_cap: float | Sequence[float] | None, costs: Costs, priced_by: str):
         super().__init__(path, costs, priced_by)
         try:
             text = Path(path).read_text(encoding="utf-8")

@@ -50,7 +50,7 @@ class Fault:
     cycle: tuple[Wait, ...]
 
 
-def find_fault(table: Table, schedule: Schedule, memory_cap: float | None = None) -> Fault | None:
+def find_fault(table: Table, schedule: Schedule, memory_cap: float | Sequence[float] | None = None) -> Fault | None:
     """The first fault of ``table``, or None when it may run.
 
     A table with messages is judged by its own: they must match, and every directed pair of devices must send and receive
@@ -58,7 +58,7 @@ def find_fault(table: Table, schedule: Schedule, memory_cap: float | None = None
 
     Args:
         schedule: the compute actions of ``table``.
-        memory_cap: the most a device may hold, in activation units.
+        memory_cap: the most a device may hold, one number or one per device, in activation units.
     """
     lowered = False
     try:

@@ -14,6 +14,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.gradient_checks import check_reductions, check_sums
 from megatron_pipemem.schedule.lowering.messages import Edge, Message, Router
 from megatron_pipemem.schedule.memory_actions import backward_needs, check_memory_actions
+from megatron_pipemem.schedule.memory_cap import per_device
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule
 from megatron_pipemem.schedule.simulator import dependencies, held_after
 from megatron_pipemem.schedule.vocabulary.checks import check_passes, check_switch
@@ -31,7 +32,7 @@ Needs = Mapping[Action, Sequence[Action]]
 def validate(
     schedule: Schedule,
     costs: Costs | None = None,
-    memory_cap: float | None = None,
+    memory_cap: float | Sequence[float] | None = None,
     host_budget: float | None = None,
 ) -> None:
     """Prove that ``schedule`` computes every microbatch correctly on all devices and ends.
@@ -41,13 +42,14 @@ def validate(
     Args:
         schedule: the schedule to check.
         costs: its ``memory`` is what the cap is compared with; default activation units.
-        memory_cap: the most a device may hold after any action, in activation units, or in bytes when
-            ``costs.memory`` is in bytes.
+        memory_cap: the most a device may hold after any action, one number or one per device, in activation units, or in
+            bytes when ``costs.memory`` is in bytes.
         host_budget: the most host memory that a device may use, in the same unit.
 
     Raises:
         ScheduleError: the first violation found.
         CostsError: ``costs`` do not fit the placement.
+        UnsupportedError: there are not as many caps as devices.
     """
     check_switch(schedule)
     places = _place_all(schedule)
@@ -295,7 +297,9 @@ def _check_weight_versions(schedule: Schedule) -> None:
         raise ScheduleError(problem, device=device, position=position, action=action)
 
 
-def _check_memory(schedule: Schedule, costs: Costs, cap: float | None, host_budget: float | None) -> None:
+def _check_memory(
+    schedule: Schedule, costs: Costs, cap: float | Sequence[float] | None, host_budget: float | None
+) -> None:
     placement = schedule.placement
     unit = costs.memory_unit(placement) / schedule.pieces
     what = "activation units" if costs.memory is None else "bytes"
@@ -304,11 +308,12 @@ def _check_memory(schedule: Schedule, costs: Costs, cap: float | None, host_budg
         (cap, costs.memory_changes(placement, schedule.recomputed), "over the memory cap of", device_mend),
         (host_budget, costs.host_changes(placement), "in host memory, over its budget of", "offload less, or raise it"),
     )
-    for limit, changes, over, mend in limits:
-        if limit is None:
+    for wanted, changes, over, mend in limits:
+        if wanted is None:
             continue
-        allowed = limit / unit * (1 + 1e-9)  # a cap of 2/3 means 4 of 6 stages, whatever floats make of it
-        for device, order in enumerate(schedule.orders):
+        for device, limit in enumerate(per_device(wanted, schedule.num_devices)):
+            allowed = limit / unit * (1 + 1e-9)  # a cap of 2/3 means 4 of 6 stages, whatever floats make of it
+            order = schedule.orders[device]
             for position, held in enumerate(held_after(order, changes)):
                 if held > allowed:
                     raise ScheduleError(

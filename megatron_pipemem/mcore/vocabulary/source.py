@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -42,7 +43,7 @@ class VocabularySource(Source):
         UnsupportedError: ``inner`` is for the other algorithm.
     """
 
-    def __init__(self, inner: Source, vocab_parallel: str, memory_cap: float | None = None):
+    def __init__(self, inner: Source, vocab_parallel: str, memory_cap: float | Sequence[float] | None = None):
         super().__init__(inner.name, inner.costs, inner.priced_by)
         self._inner = inner
         self.may_split = inner.may_split
