@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from megatron_pipemem.cli.common import (
+    CANNOT_RUN,
     DIALECT_HELP,
     INVALID,
     Dialect,
@@ -18,11 +19,12 @@ from megatron_pipemem.cli.common import (
     read_schedule,
     report_error,
     report_lines,
+    report_note,
 )
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import SENDS
 from megatron_pipemem.schedule.csv_format import LETTERS, Cell, Table, in_letters
-from megatron_pipemem.schedule.lint import Fault, Wait, find_fault
+from megatron_pipemem.schedule.lint import Fault, Wait, find_fault, find_obstacle
 from megatron_pipemem.schedule.memory_cap import parse_caps
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
@@ -39,8 +41,9 @@ def check(
 ) -> None:
     """Prove that a schedule file may run: complete, ordered, free of deadlock, within memory.
 
-    A lowered file is judged by its own messages as well. Exit code 0: valid; 1: invalid, and why; 2: the file cannot be
-    read as a schedule, and where.
+    A lowered file is judged by its own messages as well. A table that adds gradients up in another order than that of the
+    microbatches is valid, with a note that it cannot run on Megatron. Exit code 0: valid; 1: invalid, and why; 2: the file
+    cannot be read as a schedule, and where.
     """
     table, schedule = read_schedule(file, dialect, microbatches)
     facts = _facts(file, table, schedule)
@@ -52,11 +55,14 @@ def check(
         if fault.cycle and not as_json:
             report_lines(_cycle_lines(fault.cycle, table.letters))
         raise typer.Exit(INVALID)
+    obstacle = find_obstacle(table, schedule)
     timeline = simulate(schedule)
     facts |= {"peak_activation": timeline.peak, "bubble_rate": timeline.bubble_rate}
     if as_json:
-        print_json({"valid": True, **facts})
+        print_json({"valid": True, "cannot_run": obstacle and _headline(obstacle), **facts})
         return
+    if obstacle is not None:
+        report_note(f"{file} {CANNOT_RUN}: {_headline(obstacle)}")
     out = console()
     out.print(f"{file} is valid.", style="green", soft_wrap=True)
     for name, fact in facts.items():

@@ -17,6 +17,7 @@ from rich.text import Text
 from megatron_pipemem.errors import PipememError, ScheduleError, ScheduleFormatError, UnsupportedError
 from megatron_pipemem.schedule.costs import Channel, Costs, CostsError
 from megatron_pipemem.schedule.csv_format import LETTERS, Table, read_table
+from megatron_pipemem.schedule.lint import find_obstacle
 from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap, parse_caps
 from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload
 from megatron_pipemem.schedule.offload.search import OffloadSearchResult, search_offload
@@ -27,6 +28,8 @@ from megatron_pipemem.schedule.search import SearchResult, search_schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.validator import validate
 
+CANNOT_RUN = "is valid, but cannot run here, where losses are bit-identical to stock Megatron's"
+"""Of a table that other programs run."""
 INVALID, UNUSABLE = 1, 2
 """Exit codes: a schedule that must not run; anything else that the user can mend."""
 
@@ -152,7 +155,9 @@ def load_schedule(
         if table.letters != "pipemem":
             report_note(f"{name} is read in the letters of {LETTERS[table.letters]} ({table.reason})")
         _check_counts(name, schedule, devices, microbatches, settings)
-        validate(schedule, costs, amount)
+        validate(schedule, costs, amount, microbatch_order=False)
+        if (obstacle := find_obstacle(table, schedule)) is not None:
+            report_note(f"{name} {CANNOT_RUN}: {obstacle.message}")
         return Loaded(schedule, costs, amount)
     if devices is None or microbatches is None:
         raise UnsupportedError(f"how large is {name!r} to be? give --devices and --microbatches")
@@ -220,7 +225,7 @@ def _offloaded(
                 f"offload does not bring {name!r} within the memory cap of {memory_cap}: its peak is {max(plan.peaks):.6g}, "
                 f"and what is in the way is: {plan.binds or 'what runs at the time'}; raise the cap, or take another schedule"
             )
-    validate(plan.schedule, costs, cap, host_budget)
+    validate(plan.schedule, costs, cap, host_budget, microbatch_order=False)
     return Loaded(plan.schedule, costs, cap, plan=plan, offload_search=found)
 
 
