@@ -278,12 +278,15 @@ def read_schedule(path: Path, dialect: Dialect, microbatches: int | None = None)
     Raises:
         ScheduleFormatError: the file cannot be read as a schedule.
     """
-    table = read_table(read_text(path), dialect)
+    text = read_text(path)
+    try:
+        table = read_table(text, dialect)
+        placement = table.placement()
+    except ScheduleFormatError as error:
+        raise ScheduleFormatError(f"{path}: {error}") from error
     count = table.num_microbatches() if microbatches is None else microbatches
     header = table.header
-    schedule = Schedule(
-        path.stem, table.placement(), count, table.orders, header.pieces, header.updates, header.vocabulary
-    )
+    schedule = Schedule(path.stem, placement, count, table.orders, header.pieces, header.updates, header.vocabulary)
     return table, schedule
 
 

@@ -142,7 +142,10 @@ def test_check_memory_cap(pipemem, tmp_path):
     ],
 )
 def test_check_unreadable(refuses, csv, text, expected):
-    assert expected in refuses("check", csv(text))
+    file = csv(text)
+    for command in ("check", "simulate"):
+        said = refuses(command, file)
+        assert expected in said and f"error: {file}: " in said
 
 
 def test_check_missing_and_binary_files(refuses, tmp_path):
