@@ -95,8 +95,14 @@ def eight_devices(quick: bool) -> Iterator[dict[str, object]]:
                 )
                 peak, bubble = figures(schedule, ratio)
                 yield {
-                    "placement": placement, "k": ratio, "m": m, "target": target, "in flight": peak, "bubble": bubble
-                }  # fmt: skip
+                    "placement": placement,
+                    "k": ratio,
+                    "m": m,
+                    "target": target,
+                    "in flight": peak,
+                    "met": "yes" if peak <= target else "no",
+                    "bubble": bubble,
+                }
 
 
 def feasibility(quick: bool) -> dict[str, object]:

@@ -8,20 +8,24 @@ from typing import Annotated
 import typer
 
 from megatron_pipemem.cli.common import (
+    CANNOT_RUN,
     DIALECT_HELP,
     INVALID,
     Dialect,
     Json,
-    MemoryCap,
+    MemoryCapText,
     console,
     print_json,
     read_schedule,
     report_error,
     report_lines,
+    report_note,
 )
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import SENDS
 from megatron_pipemem.schedule.csv_format import LETTERS, Cell, Table, in_letters
-from megatron_pipemem.schedule.lint import Fault, Wait, find_fault
+from megatron_pipemem.schedule.lint import Fault, Wait, find_fault, find_obstacle
+from megatron_pipemem.schedule.memory_cap import parse_caps
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import simulate
 
@@ -32,17 +36,18 @@ def check(
     microbatches: Annotated[
         int | None, typer.Option("--microbatches", "-m", help="How many a step has, where the table leaves it open.")
     ] = None,
-    memory_cap: MemoryCap = None,
+    memory_cap: MemoryCapText = None,
     as_json: Json = False,
 ) -> None:
     """Prove that a schedule file may run: complete, ordered, free of deadlock, within memory.
 
-    A lowered file is judged by its own messages as well. Exit code 0: valid; 1: invalid, and why; 2: the file cannot be
-    read as a schedule, and where.
+    A lowered file is judged by its own messages as well. A table that adds gradients up in another order than that of the
+    microbatches is valid, with a note that it cannot run on Megatron. Exit code 0: valid; 1: invalid, and why; 2: the file
+    cannot be read as a schedule, and where.
     """
     table, schedule = read_schedule(file, dialect, microbatches)
     facts = _facts(file, table, schedule)
-    fault = find_fault(table, schedule, memory_cap)
+    fault = find_fault(table, schedule, _cap(memory_cap))
     if fault is not None:
         if as_json:
             print_json({"valid": False, **facts, **_fault_json(fault)})
@@ -50,11 +55,14 @@ def check(
         if fault.cycle and not as_json:
             report_lines(_cycle_lines(fault.cycle, table.letters))
         raise typer.Exit(INVALID)
+    obstacle = find_obstacle(table, schedule)
     timeline = simulate(schedule)
     facts |= {"peak_activation": timeline.peak, "bubble_rate": timeline.bubble_rate}
     if as_json:
-        print_json({"valid": True, **facts})
+        print_json({"valid": True, "cannot_run": obstacle and _headline(obstacle), **facts})
         return
+    if obstacle is not None:
+        report_note(f"{file} {CANNOT_RUN}: {_headline(obstacle)}")
     out = console()
     out.print(f"{file} is valid.", style="green", soft_wrap=True)
     for name, fact in facts.items():
@@ -62,6 +70,18 @@ def check(
             value = f"{fact:.6g}" if isinstance(fact, float) else str(fact)
             out.print(f"  {name.replace('_', ' '):<16} {value}", soft_wrap=True, markup=False)
     out.print("  (bubble and peak with F = I = W; 1 is the peak of 1F1B)", style="dim")
+
+
+def _cap(text: str | None) -> float | tuple[float, ...] | None:
+    """Raises:
+    UnsupportedError: a cap in bytes, which no table knows of.
+    """
+    cap = None if text is None else parse_caps(text)
+    if cap is not None and cap.in_bytes:
+        raise UnsupportedError(
+            f"--memory-cap {text}: a table knows of no bytes; give activation units, 1 is 1F1B's peak"
+        )
+    return cap and cap.amount
 
 
 def _facts(file: Path, table: Table, schedule: Schedule) -> dict[str, object]:

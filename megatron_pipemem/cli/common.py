@@ -14,12 +14,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megatron_pipemem.errors import CostsError, PipememError, ScheduleError, UnsupportedError
+from megatron_pipemem.errors import CostsError, PipememError, ScheduleError, ScheduleFormatError, UnsupportedError
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.csv_format import LETTERS, Table, read_schedule_file, read_table
-from megatron_pipemem.schedule.memory_cap import parse_cap
+from megatron_pipemem.schedule.lint import find_obstacle
+from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap, parse_caps
 from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload
-from megatron_pipemem.schedule.offload.search import search_offload
+from megatron_pipemem.schedule.offload.search import OffloadSearchResult, search_offload
 from megatron_pipemem.schedule.options import AUTO, parse_options, searched_placements
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, check_options
@@ -28,6 +29,8 @@ from megatron_pipemem.schedule.search import SearchResult, search_schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.validator import validate
 
+CANNOT_RUN = "is valid, but cannot run here, where losses are bit-identical to stock Megatron's"
+"""Of a table that other programs run."""
 INVALID, UNUSABLE = 1, 2
 """Exit codes: a schedule that must not run; anything else that the user can mend."""
 
@@ -50,15 +53,12 @@ CostsText = Annotated[
     ),
 ]
 P2P = Annotated[float | None, typer.Option("--p2p", help="Seconds of one message between two devices.")]
-MemoryCap = Annotated[
-    float | None, typer.Option("--memory-cap", help="The most a device may hold; 1 is the peak of 1F1B.")
-]
 MemoryCapText = Annotated[
     str | None,
     typer.Option(
         "--memory-cap",
-        metavar="X|XGiB",
-        help="The most a device may hold; 1 is the peak of 1F1B. Bytes need --costs FILE with memory.",
+        metavar="X|XGiB|X,X,...",
+        help="The most a device may hold, or one cap per device; 1 is the peak of 1F1B. Bytes need --costs FILE with memory.",
     ),
 ]
 Options = Annotated[
@@ -96,13 +96,15 @@ class Loaded(NamedTuple):
         memory_cap: in the unit of ``costs``.
         search: what a search found besides; ``None`` for other schedules.
         plan: what is offloaded of it and why not more, where ``--offload`` was given.
+        offload_search: the other plans, where ``plan`` was searched for with its order.
     """
 
     schedule: Schedule
     costs: Costs
-    memory_cap: float | None
+    memory_cap: float | tuple[float, ...] | None
     search: SearchResult | None = None
     plan: OffloadPlan | None = None
+    offload_search: OffloadSearchResult | None = None
 
 
 class OffloadChoice(NamedTuple):
@@ -137,7 +139,7 @@ def load_schedule(
     """
     settings = parse_options("-o", [*(options or ()), *([] if chunks is None else [f"chunks={chunks}"])])
     costs = costs or Costs()
-    cap = None if memory_cap is None else parse_cap(memory_cap)
+    cap = None if memory_cap is None else parse_caps(memory_cap)
     if cap is not None and cap.in_bytes and costs.memory is None:
         raise UnsupportedError(
             f"--memory-cap {memory_cap} is in bytes, but the costs say nothing of bytes; give --costs FILE with memory, or "
@@ -147,13 +149,15 @@ def load_schedule(
         costs = replace(costs, memory=None)
     amount = None if cap is None else cap.amount
     if offload.select != "off":
-        return _offloaded(name, devices, microbatches, costs, amount, settings, offload, dialect)
+        return _offloaded(name, devices, microbatches, costs, cap, settings, offload, dialect)
     if is_file(name):
         table, schedule = read_schedule(Path(name), dialect)
         if table.letters != "pipemem":
             report_note(f"{name} is read in the letters of {LETTERS[table.letters]} ({table.reason})")
         _check_counts(name, schedule, devices, microbatches, settings)
-        validate(schedule, costs, amount)
+        validate(schedule, costs, amount, microbatch_order=False)
+        if (obstacle := find_obstacle(table, schedule)) is not None:
+            report_note(f"{name} {CANNOT_RUN}: {obstacle.message}")
         return Loaded(schedule, costs, amount)
     if devices is None or microbatches is None:
         raise UnsupportedError(f"how large is {name!r} to be? give --devices and --microbatches")
@@ -173,7 +177,7 @@ def _offloaded(
     devices: int | None,
     microbatches: int | None,
     costs: Costs,
-    cap: float | None,
+    memory_cap: MemoryCap | None,
     settings: dict[str, object],
     offload: OffloadChoice,
     dialect: Dialect,
@@ -186,6 +190,8 @@ def _offloaded(
             "with memory, or both in activation units"
         )
     host_budget = None if budget is None else budget.amount
+    cap = None if memory_cap is None else memory_cap.amount
+    found = None
     if name == AUTO and offload.select == "auto" and cap is not None:
         if devices is None or microbatches is None:
             raise UnsupportedError(f"how large is {name!r} to be? give --devices and --microbatches")
@@ -218,15 +224,19 @@ def _offloaded(
         plan = plan_offload(base, costs, select, cap, host_budget)
         if not plan.keeps_cap:
             raise UnsupportedError(
-                f"offload does not bring {name!r} within the memory cap of {cap:.6g}: its peak is {max(plan.peaks):.6g}, and "
-                f"what is in the way is: {plan.binds or 'what runs at the time'}; raise the cap, or take another schedule"
+                f"offload does not bring {name!r} within the memory cap of {memory_cap}: its peak is {max(plan.peaks):.6g}, "
+                f"and what is in the way is: {plan.binds or 'what runs at the time'}; raise the cap, or take another schedule"
             )
-    validate(plan.schedule, costs, cap, host_budget)
-    return Loaded(plan.schedule, costs, cap, plan=plan)
+    validate(plan.schedule, costs, cap, host_budget, microbatch_order=False)
+    return Loaded(plan.schedule, costs, cap, plan=plan, offload_search=found)
 
 
 def _search(
-    devices: int, microbatches: int, costs: Costs, memory_cap: float | None, settings: dict[str, object]
+    devices: int,
+    microbatches: int,
+    costs: Costs,
+    memory_cap: float | tuple[float, ...] | None,
+    settings: dict[str, object],
 ) -> Loaded:
     """The fastest schedule that a search finds; a search made before is not made again."""
     check_size(devices, microbatches)
@@ -260,12 +270,15 @@ def read_schedule(path: Path, dialect: Dialect, microbatches: int | None = None)
     Raises:
         ScheduleFormatError: the file cannot be read as a schedule.
     """
-    table = read_table(read_schedule_file(path), dialect)
+    text = read_schedule_file(path)
+    try:
+        table = read_table(text, dialect)
+        placement = table.placement()
+    except ScheduleFormatError as error:
+        raise ScheduleFormatError(f"{path}: {error}") from error
     count = table.num_microbatches() if microbatches is None else microbatches
     header = table.header
-    schedule = Schedule(
-        path.stem, table.placement(), count, table.orders, header.pieces, header.updates, header.vocabulary
-    )
+    schedule = Schedule(path.stem, placement, count, table.orders, header.pieces, header.updates, header.vocabulary)
     return table, schedule
 
 

@@ -92,5 +92,5 @@ def convert(
 
 def _program(schedule: Schedule, letters: str) -> tuple[Order, ...]:
     program = lower(schedule) if letters == "pipemem" else lower_paired(schedule)
-    validate_program(program)
+    validate_program(program, microbatch_order=False)
     return program.actions

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_pipemem.cli.common import P2P, CostsText, Json, check_size, console, parse_costs, print_json
+from megatron_pipemem.cli.common import P2P, CostsText, Json, check_size, console, parse_costs, print_json, report_note
 from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, priced_head
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report import pareto as picture
@@ -56,6 +56,9 @@ def pareto(
         barriers,
         lambda schedule: priced_head(head, prices, schedule, schedule.vocabulary),
     )
+    for cap in wanted:
+        if all(choice.peak > cap * (1 + 1e-9) for choice in found):
+            report_note(f"no schedule was found that fits a memory cap of {cap:.4g}")
     front = [choice for choice in found if not choice.dominated]
     cheap = trades(front)
     if output is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 import typer
@@ -35,7 +36,9 @@ from megatron_pipemem.report.timeline import memory_text
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.search import SearchResult
+from megatron_pipemem.schedule.offload.search import OffloadSearchResult
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.search import Candidate
 from megatron_pipemem.schedule.simulator import Timeline, host_peaks, peaks
 from megatron_pipemem.schedule.simulator import simulate as run_simulator
 
@@ -84,7 +87,11 @@ def simulate(
         gap = loaded.search.gap
         verdict = "0, optimal for its placement" if loaded.search.is_optimal else f"{gap:.2%} of the makespan at most"
         out.print(f"{'gap to the bound':<20} {verdict}", soft_wrap=True, markup=False)
-        out.print(_placements(loaded.search))
+        out.print(_placements(loaded.search.candidates))
+    if loaded.offload_search is not None:
+        gap = f"{1 - facts['lower_bound'] / timeline.makespan:.2%} of the makespan at most; the bound knows no cap"
+        out.print(f"{'gap to the bound':<20} {gap}", soft_wrap=True, markup=False)
+        out.print(_placements(_fastest_plans(loaded.offload_search, prices)))
     if loaded.plan is not None and loaded.plan.kept:
         reasons = Counter(loaded.plan.kept.values()).most_common()
         stays = ", ".join(f"{count} ({why})" for why, count in reasons)
@@ -94,12 +101,12 @@ def simulate(
         out.print(f"{'peak memory':<20} {held}", soft_wrap=True, markup=False)
 
 
-def _placements(search: SearchResult) -> Table:
+def _placements(candidates: Iterable[Candidate]) -> Table:
     """The best of every placement."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("placement", "makespan", "bound", "peak", "found by"):
         table.add_column(heading, justify="left" if heading in ("placement", "found by") else "right", no_wrap=True)
-    for each in search.candidates:
+    for each in candidates:
         table.add_row(
             each.schedule.placement.name,
             f"{each.makespan:.6g}",
@@ -110,9 +117,20 @@ def _placements(search: SearchResult) -> Table:
     return table
 
 
+def _fastest_plans(search: OffloadSearchResult, costs: Costs) -> Iterator[Candidate]:
+    """Of every placement. What is away takes no memory, so their bounds are those without a cap."""
+    seen: set[Placement] = set()
+    for plan, found_by in search.candidates:
+        placement = plan.schedule.placement
+        if placement not in seen:
+            seen.add(placement)
+            bound = lower_bound(placement, plan.schedule.num_microbatches, costs, None)
+            yield Candidate(plan.schedule, plan.makespan, plan.peaks, bound, found_by)
+
+
 def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, object]:
     """The keys of ``--json``; peaks in activation units whatever the costs say about bytes."""
-    schedule = timeline.schedule
+    schedule, search = timeline.schedule, loaded.search or loaded.offload_search
     activations = peaks(schedule.orders, schedule.placement, Costs(), schedule.pieces)
     return {
         "schedule": schedule.name,
@@ -126,7 +144,7 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, object]:
         "peak_activations": list(activations),
         "peak_activation": max(activations),
         "lower_bound": _lower_bound(timeline, loaded, max(activations)),
-        "search_seconds": 0.0 if loaded.search is None else loaded.search.seconds,
+        "search_seconds": 0.0 if search is None else search.seconds,
         "messages": timeline.messages,
         "replicas": schedule.placement.replicas,
         "weight_versions": list(timeline.weight_versions),

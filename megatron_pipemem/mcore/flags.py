@@ -43,8 +43,9 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
     parser.add_argument("--pipemem-schedule", metavar="NAME|FILE.csv|auto|stock", help="which schedule to run")
     parser.add_argument(
         "--pipemem-memory-cap",
-        metavar="X|XGiB|XMiB|XB",
-        help="the most a rank may hold: activation units, or, with auto, bytes of activations",
+        metavar="X|XGiB|XMiB|XB|X,X,...",
+        help="the most a rank may hold: activation units, or, with auto, bytes of activations; one for all pipeline ranks, or "
+        "one each",
     )
     parser.add_argument(
         "--pipemem-costs",

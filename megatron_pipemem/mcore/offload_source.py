@@ -14,9 +14,9 @@ from megatron_pipemem.mcore.sources import ONE_BY_ONE, Changes, Plan, Shape, Sou
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, loosened
+from megatron_pipemem.schedule.memory_cap import MemoryCap, loosened
 from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload, with_recompute
-from megatron_pipemem.schedule.offload.search import search_offload
+from megatron_pipemem.schedule.offload.search import OffloadSearchResult, search_offload
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.plain import serial_schedule
 from megatron_pipemem.schedule.schedule import Order, Schedule
@@ -61,13 +61,20 @@ class OffloadSource(Source):
         self._base = base
         self._offloading = offloading
         self._cap = memory_cap
-        searches = memory_cap is not None and offloading.settings.leaves_choice
-        self._search_seconds = search_seconds if searches else None
+        leaves_choice = memory_cap is not None and offloading.settings.leaves_choice
+        self._search_seconds = search_seconds if leaves_choice else None
         self._changes: Changes | None = None
+        # What the choice of the placement has found, on the rank that searches.
+        self._answers: dict[tuple[Placement, int], OffloadSearchResult] = {}
         self.may_split = base.may_split
         self.may_offload = offloading.settings.mode != "off" or base.may_offload
         self.is_round_robin = base.is_round_robin
         self.chunks = base.chunks
+
+    @property
+    def searches(self) -> bool:
+        """Whether orders are searched for together with what leaves the device."""
+        return self._search_seconds is not None
 
     @property
     def needs_bytes(self) -> bool:
@@ -92,8 +99,29 @@ class OffloadSource(Source):
     def measured(self, costs: Costs | None, changes: Changes | None) -> None:
         super().measured(costs, changes)
         self._base.measured(costs, None)
+        self._answers.clear()
         if changes is not None:
             self._changes = changes
+
+    def fastest(self, placements: Sequence[Placement], num_microbatches: int) -> Placement:
+        """The placement of the fastest plan within the cap, for the costs known so far; all have as many stages.
+
+        Raises:
+            UnsupportedError: no plan of any of them keeps the cap.
+        """
+        if self._cap.in_bytes and self.costs.memory is None:
+            return placements[0]  # nobody can say yet what keeps the cap
+        costs = self._costs_of(placements[0])
+        budget = self._host_budget() if costs.memory is not None else None
+
+        def index_of_fastest() -> int:
+            caps = self._cap.of(placements[0].num_devices)
+            result = self._search_within(caps, placements, num_microbatches, costs, budget)
+            best = result.schedule.placement
+            self._answers[best, num_microbatches] = result
+            return placements.index(best)
+
+        return placements[decided_by_rank_zero(index_of_fastest)]
 
     def plan(self, shape: Shape, reason: str, before: Plan | None = None, minimum_gain: float = 0.0) -> Plan:
         placement = self.placement(shape.num_devices, shape.chunks)
@@ -103,7 +131,7 @@ class OffloadSource(Source):
         costs = self._costs_of(placement)
         # Asked of every rank before rank 0 decides alone.
         budget = self._host_budget() if costs.memory is not None else None
-        if self._search_seconds is not None:
+        if self.searches:
             base = None
             planned = decided_by_rank_zero(lambda: self._search(placement, shape.num_microbatches, costs, budget))
         else:
@@ -122,21 +150,12 @@ class OffloadSource(Source):
         Raises:
             UnsupportedError: none does.
         """
-        settings = self._offloading.settings
-        caps = [self._cap.amount] * placement.num_devices
+        caps = self._cap.of(placement.num_devices)
+        known = self._answers.get((placement, num_microbatches))
         seconds = 0.0
         for _ in range(_PLANS_FOR_A_CAP):
-            result = search_offload(
-                placement.num_devices,
-                num_microbatches,
-                costs,
-                caps,
-                host_budget=budget,
-                placements=[placement],
-                offload=settings.mode != "off",
-                recompute=settings.recompute != "none",
-                seconds=self._search_seconds,
-            )
+            result = known or self._search_within(caps, [placement], num_microbatches, costs, budget)
+            known = None
             seconds += result.seconds
             if not self._excess(result.schedule, costs):
                 return _Planned(result.schedule.to_csv(), f"{result.best.found_by}: {_notes(result.plan)}", seconds)
@@ -146,6 +165,27 @@ class OffloadSource(Source):
             raise UnsupportedError(self._refusal(result.plan, costs))
         logger.warning("memory cap: %s", ONE_BY_ONE)
         return _Planned(serial.to_csv(), ONE_BY_ONE, seconds)
+
+    def _search_within(
+        self,
+        caps: Sequence[float],
+        placements: Sequence[Placement],
+        num_microbatches: int,
+        costs: Costs,
+        budget: float | None,
+    ) -> OffloadSearchResult:
+        settings = self._offloading.settings
+        return search_offload(
+            placements[0].num_devices,
+            num_microbatches,
+            costs,
+            caps,
+            host_budget=budget,
+            placements=placements,
+            offload=settings.mode != "off",
+            recompute=settings.recompute != "none",
+            seconds=self._search_seconds,
+        )
 
     def _serial(self, placement: Placement, num_microbatches: int, name: str) -> Schedule:
         """One microbatch after another, each offloaded if anything may be: none holds less without recomputation."""
@@ -184,7 +224,7 @@ class OffloadSource(Source):
     def _plan_within_cap(self, schedule: Schedule, costs: Costs, budget: float | None) -> OffloadPlan:
         """Messages are posted between the actions that a plan knows, so some bytes come on top of what it counts."""
         select = self._offloading.settings.mode
-        caps = None if self._cap is None else [self._cap.amount] * schedule.num_devices
+        caps = None if self._cap is None else self._cap.of(schedule.num_devices)
         plan = plan_offload(schedule, costs, select, caps, budget)
         for _ in range(_PLANS_FOR_A_CAP if self._cap is not None and self._cap.in_bytes else 0):
             if not self._excess(plan.schedule, costs):
@@ -198,16 +238,17 @@ class OffloadSource(Source):
         message = max(self._changes.get(Kind.RECV_F, (0,))) if self._changes is not None else 0
         held = self._held(plan.schedule, costs)
         return [
-            max(0.0, cap - (each - self._cap.amount) - message) if each > self._cap.amount else cap
-            for cap, each in zip(caps, held, strict=True)
+            max(0.0, cap - (each - most) - message) if each > most else cap
+            for cap, each, most in zip(caps, held, self._cap.of(len(held)), strict=True)
         ]
 
     def _excess(self, schedule: Schedule, costs: Costs) -> float:
-        """By how much the highest peak exceeds the cap."""
+        """By how much a device exceeds its cap at most."""
         if self._cap is None:
             return 0.0
-        held = max(self._held(schedule, costs))
-        return held - self._cap.amount if held > loosened(self._cap.amount) else 0.0
+        caps = self._cap.of(schedule.num_devices)
+        held = self._held(schedule, costs)
+        return max((peak - cap for peak, cap in zip(held, caps, strict=True) if peak > loosened(cap)), default=0.0)
 
     def _held(self, schedule: Schedule, costs: Costs) -> Sequence[float]:
         """The most that every device holds, between messages too where their bytes are known."""
@@ -223,11 +264,11 @@ class OffloadSource(Source):
 
     def _refusal(self, plan: OffloadPlan, costs: Costs) -> str:
         held = max(self._held(plan.schedule, costs))
-        show = format_bytes if self._cap.in_bytes else "{:.4g} activation units".format
+        least = MemoryCap(held, self._cap.in_bytes)
         why = f"; what stays: {plan.binds}" if plan.binds else ""
         return (
             f"no plan of {self.name} with offload {self._offloading.settings.mode} keeps a memory cap of "
-            f"{show(self._cap.amount)}: the least found is {show(held)}{why}; raise --pipemem-memory-cap, or try "
+            f"{self._cap}: the least found is {least}{why}; raise --pipemem-memory-cap, or try "
             "--pipemem-offload auto, --pipemem-recompute auto or --pipemem-schedule auto"
         )
 

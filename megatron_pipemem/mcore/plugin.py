@@ -43,7 +43,8 @@ class Settings:
         schedule: name of a schedule family, path of a schedule file (``.csv``), ``auto`` for the fastest schedule that a
             search finds within ``memory_cap``, or ``stock`` to leave Megatron's own schedule in place and only observe it.
         memory_cap: the most any rank may hold, in activation units (``0.6``), or for ``auto`` in bytes (``"6GiB"``,
-            ``"800MiB"``, ``"123456B"``); a schedule that needs more is refused.
+            ``"800MiB"``, ``"123456B"``), one for all pipeline ranks or one each (``"0.5,0.6,0.6,0.7"``); a schedule that needs
+            more is refused.
         costs: ``unit``, a JSON file of costs, or ``profile`` to measure them in the run itself. They price the predicted
             bubble, and ``auto`` searches for them.
         trace: directory for timelines of plan and run.

@@ -29,7 +29,7 @@ from megatron_pipemem.schedule.action import VOCABULARY, Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, loosened, parse_cap
+from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, loosened, parse_caps
 from megatron_pipemem.schedule.options import AUTO, OFF, searched_placements
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.plain import serial_schedule
@@ -77,6 +77,10 @@ class SearchSource(Source):
         options: ``placement`` (``v``, ``interleaved`` or ``linear``; default the one that the search likes best), ``chunks``
             (model chunks per rank, default 2), ``seconds`` (time of one search, default 10), ``seed``.
 
+    Attributes:
+        choose_among: ``choose_among(placements, num_microbatches)`` is the one of the placements to build the model for: that
+            of the fastest schedule, unless who plans with this source's schedules has another in mind.
+
     Raises:
         UnsupportedError: an unknown option or value.
     """
@@ -93,6 +97,7 @@ class SearchSource(Source):
         self._cap = memory_cap
         self._in_bytes = memory_cap is not None and memory_cap.in_bytes
         self._changes: Changes | None = None
+        self.choose_among = self._fastest
         self._chosen: dict[tuple[int, int], Placement] = {}
         # What the choice of the placement has found, on the rank that searches.
         self._answers: dict[tuple[Placement, int, int], _Found] = {}
@@ -138,22 +143,28 @@ class SearchSource(Source):
 
     def _choose(self, num_devices: int, chunks: int) -> Placement:
         candidates = searched_placements(num_devices, self._kind, chunks)
-        # Of several the first is over a V: the same bytes on every device, so the most is made of a cap not yet known.
-        if len(candidates) == 1 or self.needs_bytes:
+        if len(candidates) == 1:
             return candidates[0]
-        self._check_cap(candidates[0])
-
-        def fastest() -> int:
-            m = microbatches_of_the_run() or 4 * num_devices
-            result = self._search_within(self._cap and self._cap.amount, candidates, m)
-            best = result.best.schedule
-            if not self._in_bytes:
-                self._answers[best.placement, m, self.barriers] = _found(result)
-            return candidates.index(best.placement)
-
-        chosen = candidates[decided_by_rank_zero(fastest)]
+        chosen = self.choose_among(candidates, microbatches_of_the_run() or 4 * num_devices)
         logger.info("placement %s for %d pipeline ranks with %d chunks each", chosen.name, num_devices, chunks)
         return chosen
+
+    def _fastest(self, placements: Sequence[Placement], num_microbatches: int) -> Placement:
+        """Raises:
+        UnsupportedError: no schedule of any of the placements keeps the cap.
+        """
+        if self.needs_bytes:
+            return placements[0]  # a V: the same bytes on every device, so the most is made of a cap not yet known
+        self._check_cap(placements[0])
+
+        def index_of_fastest() -> int:
+            result = self._search_within(self._cap and self._cap.amount, placements, num_microbatches)
+            best = result.best.schedule.placement
+            if not self._in_bytes:
+                self._answers[best, num_microbatches, self.barriers] = _found(result)
+            return placements.index(best)
+
+        return placements[decided_by_rank_zero(index_of_fastest)]
 
     def _search(self, placement: Placement, num_microbatches: int) -> _Found:
         """The fastest schedule whose whole program keeps the cap."""
@@ -164,7 +175,7 @@ class SearchSource(Source):
             result = self._search_within(self._cap and self._cap.amount, [placement], num_microbatches)
             return _found(result)
         # Messages are posted between the actions that a search knows, so some bytes come on top of what it counts.
-        caps = [self._cap.amount] * placement.num_devices
+        caps = allowed = self._cap.of(placement.num_devices)
         why = f"{_SEARCHES_FOR_A_CAP} searches found schedules that exceed it with their messages"
         seconds = 0.0
         for _ in range(_SEARCHES_FOR_A_CAP):
@@ -175,10 +186,10 @@ class SearchSource(Source):
                 break
             seconds += result.seconds
             held = self._program_peaks(result.schedule)
-            if max(held) <= self._cap.amount:
+            if all(peak <= cap for peak, cap in zip(held, allowed, strict=True)):
                 return _found(result)._replace(seconds=seconds)
-            caps = [cap - max(0, peak - self._cap.amount) for cap, peak in zip(caps, held, strict=True)]
-        logger.warning("memory cap of %s: %s (%s)", format_bytes(self._cap.amount), ONE_BY_ONE, why)
+            caps = [cap - max(0, peak - most) for cap, peak, most in zip(caps, held, allowed, strict=True)]
+        logger.warning("memory cap of %s: %s (%s)", self._cap, ONE_BY_ONE, why)
         serial = serial_schedule(placement, num_microbatches)
         bound = lower_bound(placement, num_microbatches, self._search_costs(placement))
         return _Found(serial.to_csv(), bound, seconds, ONE_BY_ONE)
@@ -230,15 +241,14 @@ class SearchSource(Source):
             return
         serial = serial_schedule(placement, 1)
         held = self._program_peaks(serial) if self._in_bytes else peaks(serial.orders, placement, Costs())
-        least = max(held)
-        if least <= loosened(self._cap.amount):
+        caps = self._cap.of(placement.num_devices)
+        over = [device for device, cap in enumerate(caps) if held[device] > loosened(cap)]
+        if not over:
             return
-        if self._in_bytes:
-            cap, needed = format_bytes(self._cap.amount), format_bytes(least)
-        else:
-            cap, needed = f"{self._cap.amount:.4g} activation units", f"{least:.4g}"
+        worst = max(over, key=lambda device: held[device])
+        needed = format_bytes(held[worst]) if self._in_bytes else f"{held[worst]:.4g}"
         raise UnsupportedError(
-            f"no schedule keeps a memory cap of {cap}: pipeline rank {held.index(least)} holds {needed} for one "
+            f"no schedule keeps a memory cap of {self._cap}: pipeline rank {worst} holds {needed} for one "
             f"microbatch alone; raise --pipemem-memory-cap to at least {needed}, take smaller microbatches, or recompute "
             "activations"
         )
@@ -280,7 +290,7 @@ def source_of(
     check_barriers(schedule, source.barriers, vocab_parallel)
     if vocab_parallel != OFF:
         # What a search finds keeps its cap already.
-        units = None if memory_cap is None or schedule == AUTO else parse_cap(memory_cap).amount
+        units = None if memory_cap is None or schedule == AUTO else parse_caps(memory_cap).amount
         return VocabularySource(source, vocab_parallel, units, vocab_piece_tokens)
     return source
 
@@ -292,11 +302,16 @@ def _source_without_vocabulary(
     options: Mapping[str, object],
     offloading: Offloading | None,
 ) -> Source:
-    cap = None if memory_cap is None else parse_cap(memory_cap)
+    cap = None if memory_cap is None else parse_caps(memory_cap)
     if offloading is None or not offloading.settings.plans:
         return _source_of(schedule, cap, costs, options)
     base = _source_of(schedule, None, costs, options)
-    return OffloadSource(base, offloading, cap, base.seconds if isinstance(base, SearchSource) else None)
+    if not isinstance(base, SearchSource):
+        return OffloadSource(base, offloading, cap)
+    source = OffloadSource(base, offloading, cap, base.seconds)
+    if source.searches:
+        base.choose_among = source.fastest
+    return source
 
 
 def _source_of(schedule: str, cap: MemoryCap | None, costs: str, options: Mapping[str, object]) -> Source:

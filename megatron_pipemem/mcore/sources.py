@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -189,7 +189,7 @@ class FamilySource(Source):
     def __init__(
         self,
         name: str,
-        memory_cap: float | None = None,
+        memory_cap: float | Sequence[float] | None = None,
         options: Mapping[str, object] | None = None,
         costs: Costs | None = None,
         priced_by: str = "unit",
@@ -258,7 +258,7 @@ class FileSource(Source):
         PipememError: see ``schedule_of_file``.
     """
 
-    def __init__(self, path: str, memory_cap: float | None, costs: Costs, priced_by: str):
+    def __init__(self, path: str, memory_cap: float | Sequence[float] | None, costs: Costs, priced_by: str):
         super().__init__(path, costs, priced_by)
         self._schedule = schedule_of_file(path, memory_cap)
         self.barriers = self._schedule.vocabulary

@@ -104,7 +104,11 @@ class Table:
                     )
         missing = sorted(set(range(len(devices))) - set(devices))
         if not devices or missing:
-            raise ScheduleFormatError(f"no device runs stage {missing[0]}" if missing else "the file holds no actions")
+            raise ScheduleFormatError(
+                f"no device runs stage {missing[0]}"
+                if missing
+                else "the file holds no actions; write a line per device, one action per cell, as in 0F0,0B0"
+            )
         if len(devices) % self.header.replicas:
             raise ScheduleFormatError(
                 f"{len(devices)} stages do not make {self.header.replicas} replicas; mend the line that starts with #"

@@ -12,7 +12,7 @@ from megatron_pipemem.schedule.lowering.gradients import add_gradient_reductions
 from megatron_pipemem.schedule.lowering.messages import Router
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule
 from megatron_pipemem.schedule.simulator import dependencies
-from megatron_pipemem.schedule.validator import validate, validate_program
+from megatron_pipemem.schedule.validator import check_microbatch_order, validate, validate_program
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Fault:
-    """Why a table must not run.
+    """What is wrong with a table.
 
     Args:
         error: what is wrong and how to mend it, in our letters.
@@ -50,29 +50,42 @@ class Fault:
     cycle: tuple[Wait, ...]
 
 
-def find_fault(table: Table, schedule: Schedule, memory_cap: float | None = None) -> Fault | None:
-    """The first fault of ``table``, or None when it may run.
+def find_fault(table: Table, schedule: Schedule, memory_cap: float | Sequence[float] | None = None) -> Fault | None:
+    """The first fault of ``table``, or None when it computes every microbatch and ends; see also ``find_obstacle``.
 
     A table with messages is judged by its own: they must match, and every directed pair of devices must send and receive
     in one order. Without any gradient reduction, as torch writes tables, ours are taken.
 
     Args:
         schedule: the compute actions of ``table``.
-        memory_cap: the most a device may hold, in activation units.
+        memory_cap: the most a device may hold, one number or one per device, in activation units.
     """
     lowered = False
     try:
         _check_numbering(schedule)
-        validate(schedule, memory_cap=memory_cap)
+        validate(schedule, memory_cap=memory_cap, microbatch_order=False)
         if table.has_messages:
             lowered = True
-            validate_program(_program(table, schedule))
+            validate_program(_program(table, schedule), microbatch_order=False)
     except ScheduleError as error:
         cycle = _program_cycle(table, schedule) if lowered else _schedule_cycle(table, schedule)
         if "deadlock" not in str(error) or not cycle:
-            return Fault(error, in_letters(str(error), table.letters), _cell(table, error), ())
+            return _fault(table, error)
         return Fault(error, in_letters(_describe(cycle), table.letters), cycle[0].cell, cycle)
     return None
+
+
+def find_obstacle(table: Table, schedule: Schedule) -> Fault | None:
+    """Why a table without fault cannot run here, although it can elsewhere: it adds gradients up in another order."""
+    try:
+        check_microbatch_order(schedule)
+    except ScheduleError as error:
+        return _fault(table, error)
+    return None
+
+
+def _fault(table: Table, error: ScheduleError) -> Fault:
+    return Fault(error, in_letters(str(error), table.letters), _cell(table, error), ())
 
 
 def _describe(cycle: tuple[Wait, ...]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_pipemem.errors import UnsupportedError
@@ -17,12 +18,55 @@ class MemoryCap:
     """The most activations a rank may hold.
 
     Args:
-        amount: bytes, as the activation ledger counts them, or activation units (1.0 is what 1F1B's first rank holds).
+        amount: bytes, as the activation ledger counts them, or activation units (1.0 is what 1F1B's first rank holds): one
+            number for all ranks, or one per pipeline rank.
         in_bytes: which of the two.
     """
 
-    amount: float
+    amount: float | tuple[float, ...]
     in_bytes: bool
+
+    def __str__(self) -> str:
+        each = self.amount if isinstance(self.amount, tuple) else (self.amount,)
+        if self.in_bytes:
+            return ", ".join(map(format_bytes, each))
+        return f"{', '.join(f'{amount:.4g}' for amount in each)} activation units"
+
+    def of(self, num_devices: int) -> tuple[float, ...]:
+        """The amount of every device.
+
+        Raises:
+            UnsupportedError: see ``per_device``.
+        """
+        return per_device(self.amount, num_devices)
+
+
+def per_device(limit: float | Sequence[float], num_devices: int) -> tuple[float, ...]:
+    """A limit of every device, where one number is that of all.
+
+    Raises:
+        UnsupportedError: there are not as many as devices.
+    """
+    limits = tuple(map(float, limit)) if isinstance(limit, Sequence) else (float(limit),) * num_devices
+    if len(limits) != num_devices:
+        raise UnsupportedError(
+            f"{len(limits)} memory caps for {num_devices} devices; give one number, or one per device"
+        )
+    return limits
+
+
+def parse_caps(value: float | str) -> MemoryCap:
+    """Read one cap as ``parse_cap`` does, or one per pipeline rank: ``0.5,0.6,0.6,0.7`` or ``6GiB,8GiB``.
+
+    Raises:
+        UnsupportedError: it is neither, or units and bytes are mixed.
+    """
+    caps = [parse_cap(part) for part in str(value).split(",")]
+    if len(caps) == 1:
+        return caps[0]
+    if len({cap.in_bytes for cap in caps}) > 1:
+        raise UnsupportedError(f"memory caps {value!r}: give all of them in activation units or all of them in bytes")
+    return MemoryCap(tuple(cap.amount for cap in caps), caps[0].in_bytes)
 
 
 def parse_cap(value: float | str) -> MemoryCap:

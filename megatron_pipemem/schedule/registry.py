@@ -6,14 +6,14 @@ leads to a ``Family``; it is imported when somebody asks for that name or for th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 
 from megatron_pipemem.errors import PipememError, UnknownScheduleError, UnsupportedError
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.memory_cap import loosened
+from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import peaks
 
@@ -117,7 +117,7 @@ def build_schedule(
     *,
     num_devices: int,
     num_microbatches: int,
-    memory_cap: float | None = None,
+    memory_cap: float | Sequence[float] | None = None,
     costs: Costs | None = None,
     **options: object,
 ) -> Schedule:
@@ -127,7 +127,8 @@ def build_schedule(
         name: family name.
         num_devices: pipeline ranks.
         num_microbatches: microbatches of one step.
-        memory_cap: the most any device may hold, in activation units (1.0 is what 1F1B's device 0 holds).
+        memory_cap: the most any device may hold, one number or one per device, in activation units (1.0 is what 1F1B's
+            device 0 holds). Families that fit their order to a cap fit it to the lowest.
         costs: for families that fit their order to them; others are the same for all costs.
         options: the family's own; ``chunks`` may always be given and must agree with the family.
 
@@ -139,9 +140,10 @@ def build_schedule(
     chosen = family(name)
     _check_count("num_devices", num_devices)
     _check_count("num_microbatches", num_microbatches)
-    schedule = _build(chosen, num_devices, num_microbatches, {**options, **_fitted_to(chosen, memory_cap, costs)})
-    if memory_cap is not None:
-        _check_cap(chosen, schedule, memory_cap)
+    caps = None if memory_cap is None else per_device(memory_cap, num_devices)
+    schedule = _build(chosen, num_devices, num_microbatches, {**options, **_fitted_to(chosen, caps, costs)})
+    if caps is not None:
+        _check_cap(chosen, schedule, caps)
     return schedule
 
 
@@ -171,9 +173,9 @@ def check_options(name: str, options: Mapping[str, object]) -> None:
             )
 
 
-def _fitted_to(chosen: Family, memory_cap: float | None, costs: Costs | None = None) -> dict[str, object]:
+def _fitted_to(chosen: Family, caps: Sequence[float] | None, costs: Costs | None = None) -> dict[str, object]:
     """Those of the arguments that are given and that the family fits its order to."""
-    arguments = {"memory_cap": memory_cap, "costs": costs}
+    arguments = {"memory_cap": None if caps is None else min(caps), "costs": costs}
     return {name: value for name, value in arguments.items() if name in chosen.options and value is not None}
 
 
@@ -215,10 +217,12 @@ def _check_count(what: str, count: object) -> None:
         raise UnsupportedError(f"{what} must be a whole number of at least 1, not {count!r}")
 
 
-def _check_cap(chosen: Family, schedule: Schedule, memory_cap: float) -> None:
-    peak = _peak(schedule)
-    if peak <= loosened(memory_cap):
+def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float]) -> None:
+    held = _peaks(schedule)
+    over = [device for device, peak in enumerate(held) if peak > loosened(caps[device])]
+    if not over:
         return
+    worst = max(over, key=lambda device: held[device])
     fitting = []
     for other in families():
         if other.simulated_only and not chosen.simulated_only or other.asynchronous and not chosen.asynchronous:
@@ -228,21 +232,22 @@ def _check_cap(chosen: Family, schedule: Schedule, memory_cap: float) -> None:
         if other.replicas > chosen.replicas:  # they save activations and pay with weights
             continue
         try:
-            fitted = _fitted_to(other, memory_cap)
-            other_peak = _peak(_build(other, schedule.num_devices, schedule.num_microbatches, fitted))
+            fitted = _fitted_to(other, caps)
+            others = _peaks(_build(other, schedule.num_devices, schedule.num_microbatches, fitted))
         except PipememError:
             continue
-        if other_peak <= loosened(memory_cap):
-            fitting.append(f"{other.name} ({other_peak:.4g})")
+        if all(peak <= loosened(cap) for peak, cap in zip(others, caps, strict=True)):
+            fitting.append(f"{other.name} ({max(others):.4g})")
     way_out = f"these fit: {', '.join(fitting)}" if fitting else "no registered schedule fits; raise the cap"
+    where = "" if len(set(caps)) == 1 else f" on device {worst}"
     raise UnsupportedError(
-        f"schedule {chosen.name!r} needs {peak:.4g} activation units with {schedule.num_devices} devices and "
-        f"{schedule.num_microbatches} microbatches, above the memory cap of {memory_cap:.4g}; {way_out}"
+        f"schedule {chosen.name!r} needs {held[worst]:.4g} activation units{where} with {schedule.num_devices} devices and "
+        f"{schedule.num_microbatches} microbatches, above the memory cap of {caps[worst]:.4g}; {way_out}"
     )
 
 
-def _peak(schedule: Schedule) -> float:
-    return max(peaks(schedule.orders, schedule.placement, Costs(), schedule.pieces))
+def _peaks(schedule: Schedule) -> Sequence[float]:
+    return peaks(schedule.orders, schedule.placement, Costs(), schedule.pieces)
 
 
 def _load(entry: EntryPoint) -> Family:

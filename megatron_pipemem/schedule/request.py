@@ -5,13 +5,13 @@ The launcher asks here before it starts a run, and the run itself when it starts
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.csv_format import read_schedule_file
-from megatron_pipemem.schedule.memory_cap import format_bytes, parse_cap
+from megatron_pipemem.schedule.memory_cap import parse_caps
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, check_effort, searched_placements
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import check_options, family
@@ -38,7 +38,7 @@ def check_request(
 
     Args:
         schedule: a family, a schedule file, ``auto`` or ``stock``.
-        memory_cap: as ``parse_cap`` reads it, or ``None``.
+        memory_cap: as ``parse_caps`` reads it, or ``None``.
         costs: ``unit``, ``profile`` or a JSON file.
         options: of the schedule.
         plans_offload: whether offload or recomputation is to be added to what the schedule says itself.
@@ -48,7 +48,7 @@ def check_request(
         UnknownScheduleError: no such family.
         UnsupportedError: they do not; the message says what to change.
     """
-    cap = None if memory_cap is None else parse_cap(memory_cap)
+    cap = None if memory_cap is None else parse_caps(memory_cap)
     cuts = vocab_parallel != OFF
     if schedule == STOCK:
         _check_stock(plans_offload, cuts)
@@ -60,7 +60,7 @@ def check_request(
         )
     if cap is not None and cap.in_bytes and schedule != AUTO and not plans_offload:
         raise UnsupportedError(
-            f"a memory cap in bytes ({format_bytes(cap.amount)}) needs --pipemem-schedule auto, which fits a schedule to it, "
+            f"a memory cap in bytes ({cap}) needs --pipemem-schedule auto, which fits a schedule to it, "
             f"or --pipemem-offload; {schedule!r} is what it is, so give the cap in activation units (1.0 is what 1F1B's "
             "first rank holds)"
         )
@@ -148,12 +148,12 @@ def prices_of(costs: str) -> tuple[Costs, str]:
     return (Costs(), "unit") if costs in ("unit", PROFILE) else (Costs.from_json(costs), "file")
 
 
-def schedule_of_file(path: str, memory_cap: float | None) -> Schedule:
+def schedule_of_file(path: str, memory_cap: float | Sequence[float] | None) -> Schedule:
     """The schedule of a file, proved.
 
     Args:
         path: of a file as ``Schedule.to_csv`` writes it.
-        memory_cap: in activation units, or ``None``.
+        memory_cap: in activation units, of all devices or one each, or ``None``.
 
     Raises:
         ScheduleFormatError: the file cannot be read as a schedule.

@@ -14,7 +14,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.gradient_checks import check_reductions, check_sums
 from megatron_pipemem.schedule.lowering.messages import Edge, Message, Router
 from megatron_pipemem.schedule.memory_actions import backward_needs, check_memory_actions
-from megatron_pipemem.schedule.memory_cap import loosened
+from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule
 from megatron_pipemem.schedule.simulator import dependencies, held_after
 from megatron_pipemem.schedule.vocabulary.checks import check_passes, check_switch
@@ -32,8 +32,10 @@ Needs = Mapping[Action, Sequence[Action]]
 def validate(
     schedule: Schedule,
     costs: Costs | None = None,
-    memory_cap: float | None = None,
+    memory_cap: float | Sequence[float] | None = None,
     host_budget: float | None = None,
+    *,
+    microbatch_order: bool = True,
 ) -> None:
     """Prove that ``schedule`` computes every microbatch correctly on all devices and ends.
 
@@ -42,13 +44,15 @@ def validate(
     Args:
         schedule: the schedule to check.
         costs: its ``memory`` is what the cap is compared with; default activation units.
-        memory_cap: the most a device may hold after any action, in activation units, or in bytes when
-            ``costs.memory`` is in bytes.
+        memory_cap: the most a device may hold after any action, one number or one per device, in activation units, or in
+            bytes when ``costs.memory`` is in bytes.
         host_budget: the most host memory that a device may use, in the same unit.
+        microbatch_order: whether to ask for what only our own runs need, see ``check_microbatch_order``.
 
     Raises:
         ScheduleError: the first violation found.
         CostsError: ``costs`` do not fit the placement.
+        UnsupportedError: there are not as many caps as devices.
     """
     check_switch(schedule)
     places = _place_all(schedule)
@@ -62,7 +66,8 @@ def validate(
     _check_local_order(places, needs)
     _check_completeness(schedule, places, replica_of)
     check_memory_actions(schedule, places)
-    _check_microbatch_order(schedule)
+    if microbatch_order:
+        check_microbatch_order(schedule)
     if schedule.vocabulary:
         check_passes(schedule, places)
     if schedule.updates is not None:
@@ -72,16 +77,20 @@ def validate(
         _check_memory(schedule, costs or Costs(), memory_cap, host_budget)
 
 
-def validate_program(program: Program) -> None:
+def validate_program(program: Program, *, microbatch_order: bool = True) -> None:
     """Prove that ``program`` computes its schedule and that its messages match and arrive.
 
     The rules of the transport: posts never block, a compute action waits for its own message, and every directed edge
     moves its messages one at a time in posted order, each when both ends have posted it.
 
+    Args:
+        program: the program to check.
+        microbatch_order: see ``validate``.
+
     Raises:
         ScheduleError: the first violation found, in the schedule (see ``validate``) or in the program.
     """
-    validate(program.schedule)
+    validate(program.schedule, microbatch_order=microbatch_order)
     _check_compute_actions(program)
     places: Places = {}
     for device, actions in enumerate(program.actions):
@@ -247,10 +256,16 @@ def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[
             raise ScheduleError(problem, device=device, position=position, action=half)
 
 
-def _check_microbatch_order(schedule: Schedule) -> None:
-    """Per stage, forwards run in microbatch order because data come from an iterator and dropout from one stream of
-    random numbers, and gradients accumulate in that order, as in stock 1F1B, so that losses are bit-identical. Sequence
-    pieces of one microbatch run backward from the last to the first."""
+def check_microbatch_order(schedule: Schedule) -> None:
+    """Prove that training by ``schedule`` can be bit-identical to stock 1F1B, which our runs promise; others may do without.
+
+    Per stage, forwards run in microbatch order because data come from an iterator and dropout from one stream of random
+    numbers, and gradients accumulate in that order. Sequence pieces of one microbatch run backward from the last to the
+    first.
+
+    Raises:
+        ScheduleError: the first action that is out of order.
+    """
     names = {Kind.F: "forwards", Kind.I: "input gradients", Kind.W: "weight gradients"}
     pieces, rank = schedule.pieces, range(schedule.num_units)
     backward_rank = [unit + pieces - 1 - 2 * (unit % pieces) for unit in rank]
@@ -296,7 +311,9 @@ def _check_weight_versions(schedule: Schedule) -> None:
         raise ScheduleError(problem, device=device, position=position, action=action)
 
 
-def _check_memory(schedule: Schedule, costs: Costs, cap: float | None, host_budget: float | None) -> None:
+def _check_memory(
+    schedule: Schedule, costs: Costs, cap: float | Sequence[float] | None, host_budget: float | None
+) -> None:
     placement = schedule.placement
     unit = costs.memory_unit(placement) / schedule.pieces
     what = "activation units" if costs.memory is None else "bytes"
@@ -305,11 +322,12 @@ def _check_memory(schedule: Schedule, costs: Costs, cap: float | None, host_budg
         (cap, costs.memory_changes(placement, schedule.recomputed), "over the memory cap of", device_mend),
         (host_budget, costs.host_changes(placement), "in host memory, over its budget of", "offload less, or raise it"),
     )
-    for limit, changes, over, mend in limits:
-        if limit is None:
+    for wanted, changes, over, mend in limits:
+        if wanted is None:
             continue
-        allowed = loosened(limit / unit)
-        for device, order in enumerate(schedule.orders):
+        for device, limit in enumerate(per_device(wanted, schedule.num_devices)):
+            allowed = loosened(limit / unit)
+            order = schedule.orders[device]
             for position, held in enumerate(held_after(order, changes)):
                 if held > allowed:
                     raise ScheduleError(

@@ -79,6 +79,12 @@ def test_pareto_lists_no_dominated_choice(pipemem, pipemem_json, tmp_path):
     assert "dominated schedules are not listed" in pipemem(*ask).stdout
 
 
+def test_pareto_says_what_caps_nothing_fits(pipemem):
+    said = pipemem("pareto", "-p", 2, "-m", 4, "--caps", "0.01,1", "--seconds", 1)
+    assert said.exit_code == 0
+    assert said.stderr.splitlines() == ["note: no schedule was found that fits a memory cap of 0.01"]
+
+
 def test_pareto_refuses_caps_that_are_none(refuses):
     assert "give positive numbers" in refuses("pareto", "-p", 4, "-m", 8, "--caps", "0.5,x")
 

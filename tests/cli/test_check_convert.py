@@ -59,7 +59,6 @@ def test_check_for_people(pipemem, csv):
         ("0F0,0B0\n1B0,1F0\n", 1, 0, "1B0"),  # backward before its forward
         ("0F0,0F0,0B0\n1F0,1B0\n", 0, 1, "0F0"),  # twice
         ("0F0,0I0\n1F0,1B0\n", 0, 1, "0I0"),  # no weight gradient
-        ("0F0,0F1,0B1,0B0\n1F0,1F1,1B0,1B1\n", 0, 3, "0B0"),  # gradients out of microbatch order
     ],
 )
 def test_check_names_device_position_and_action(pipemem, csv, text, device, position, action):
@@ -72,6 +71,18 @@ def test_check_names_device_position_and_action(pipemem, csv, text, device, posi
     assert shown.exit_code == 1 and shown.stdout == ""
     (line,) = shown.stderr.splitlines()
     assert line.startswith("error: ") and f"device {device}, position {position}, action {action}" in line
+
+
+def test_gradients_in_another_order_than_stocks_are_valid_and_said_to_be_unfit_to_run(pipemem, pipemem_json, csv):
+    assert pipemem_json("check", csv("0F0,0B0\n1F0,1B0\n"))["cannot_run"] is None
+    file = csv("0F0,0F1,0B1,0B0\n1F0,1F1,1B0,1B1\n")
+    found = pipemem_json("check", file)
+    assert found["valid"] and found["cannot_run"].startswith("device 0, position 3, action 0B0: comes after 0B1")
+    assert found["cannot_run"].endswith("(line 1, cell 4)")
+    for arguments in (("check", file), ("simulate", file), ("show", file), ("convert", file, file.with_suffix(".txt"))):
+        result = pipemem(*arguments)
+        assert result.exit_code == 0, result.output
+        assert "note: " in result.stderr and "is valid, but cannot run here" in result.stderr
 
 
 def test_check_finds_deadlocks(pipemem, csv):
@@ -131,7 +142,10 @@ def test_check_memory_cap(pipemem, tmp_path):
     ],
 )
 def test_check_unreadable(refuses, csv, text, expected):
-    assert expected in refuses("check", csv(text))
+    file = csv(text)
+    for command in ("check", "simulate"):
+        said = refuses(command, file)
+        assert expected in said and f"error: {file}: " in said
 
 
 def test_check_missing_and_binary_files(refuses, tmp_path):

@@ -223,6 +223,26 @@ def test_offload_of_any_schedule(pipemem_json):
     assert capped["peak_activation"] <= 0.875 and capped["transfers"] < full["transfers"]
 
 
+def test_a_cap_per_device(pipemem_json, refuses):
+    size = ("-p", 4, "-m", 8, "--memory-cap")
+    found = pipemem_json("simulate", "auto", *size, "0.5,1,1,1", "-o", "seconds=1")
+    assert found["peak_activations"][0] <= 0.5 < found["peak_activation"] <= 1
+    assert pipemem_json("simulate", "v-half", *size, "0.75,0.8,0.9,1")["peak_activation"] == 0.75
+    assert "0.75 activation units on device 1" in refuses("simulate", "v-half", *size, "1,0.7,1,1")
+    assert "3 memory caps for 4 devices" in refuses("simulate", "v-half", *size, "1,1,1")
+    moved = pipemem_json("simulate", "1f1b", *size, "0.75,0.75,0.5,0.25", "--offload", "auto", "--offload-ratio", 0.2)
+    assert moved["peak_activations"] == [0.75, 0.75, 0.5, 0.25]
+
+
+def test_search_with_offload_says_how_long_it_took_and_how_far_from_the_bound_it_is(pipemem, pipemem_json):
+    asked = ("simulate", "auto", "-p", 3, "-m", 6, "--offload", "auto", "--memory-cap", 0.5, "-o", "seconds=1")
+    found = pipemem_json(*asked)
+    assert found["search_seconds"] > 0 and found["lower_bound"] < found["makespan"]
+    said = pipemem(*asked).stdout
+    assert "% of the makespan at most; the bound knows no cap" in said
+    assert "found by" in said and "uniform repeating" in said
+
+
 def test_search_with_offload_and_recomputation(pipemem_json):
     found = pipemem_json(
         "simulate", "auto", "--devices", 4, "--microbatches", 8, "--offload", "auto", "--offload-ratio", 9,

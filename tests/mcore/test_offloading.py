@@ -187,6 +187,30 @@ def test_a_search_chooses_the_order_too(recompute):
     assert plan.schedule.name == "auto" and plan.schedule.placement.name == "v"
 
 
+def test_every_rank_may_have_a_cap_of_its_own():
+    caps = (0.75, 0.7, 0.5, 0.3)
+    for wanted in (
+        source("1f1b", "0.75,0.7,0.5,0.3", offload="auto", offload_options={"ratio": 0.2}),
+        source("auto", "0.75,0.7,0.5,0.3", offload="auto", offload_options={"ratio": 0.2}, options={"seconds": 1}),
+        source("auto", "0.75,0.7,0.5,0.3", options={"seconds": 1}),
+    ):
+        plan = wanted.plan(Shape(4, wanted.chunks, 8), "start")
+        assert all(peak <= cap * (1 + 1e-9) for peak, cap in zip(plan.timeline.peaks, caps, strict=True))
+    with pytest.raises(UnsupportedError, match="2 memory caps for 4 devices"):
+        source("auto", "0.5,0.6").placement(4, 2)
+
+
+def test_the_placement_is_that_of_the_fastest_plan_with_its_offload():
+    settings = {"offload": "auto", "offload_options": {"ratio": 1.4}}
+    wanted = source("auto", 0.5, options={"seconds": 1}, **settings)
+    assert wanted.placement(3, 2).name == "interleaved"
+    plan = wanted.plan(Shape(3, 2, 12), "start")
+    assert plan.schedule.placement.name == "interleaved" and plan.timeline.peak <= 0.5 * (1 + 1e-9)
+    over_a_v = source("auto", 0.5, options={"seconds": 1, "placement": "v"}, **settings)
+    assert plan.timeline.makespan < over_a_v.plan(Shape(3, 2, 12), "start").timeline.makespan
+    assert source("auto", options={"seconds": 1}).placement(3, 2).name == "v", "what is fastest without offload"
+
+
 def test_recomputation_helps_where_the_channel_does_not():
     slow = {"ratio": 50.0}
     with pytest.raises(UnsupportedError, match="keeps a memory cap of 0.3 activation units: the least found is"):

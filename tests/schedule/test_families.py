@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import product
 from types import SimpleNamespace
 
 import oracle
@@ -387,16 +388,36 @@ def test_families_keep_what_the_table_promises(family) -> None:
     assert schedule.digest == family.build(6, 24).digest
 
 
-@pytest.mark.parametrize("family", [each for each in families() if not each.offloads], ids=lambda family: family.name)
+def promised_peak(family, p: int, v: int) -> float:
+    formula = family.peak.removeprefix("up to ").replace("pv", "p*v").replace("2p", "2*p").replace("pn", "p*n")
+    formula = formula.replace(")(", ")*(").replace("8v", "8*v").removesuffix(", k <= 1")
+    return eval(formula, {"p": p, "m": 4 * p, "v": v, "n": 2, "floor": math.floor})
+
+
+@pytest.mark.parametrize("family", families(), ids=lambda family: family.name)
 @pytest.mark.parametrize("p", [2, 3, 4, 7, 16])
 def test_peak_texts_are_formulas_that_hold(family, p: int) -> None:
     if family.needs.startswith("even p") and p % 2:
         pytest.skip(family.needs)
-    formula = family.peak.removeprefix("up to ").replace("pv", "p*v").replace("2p", "2*p").replace("pn", "p*n")
-    formula = formula.replace(")(", ")*(")
-    promised = eval(formula, {"p": p, "m": 4 * p, "v": 2, "n": 2, "floor": math.floor})
+    promised = promised_peak(family, p, 2)
     peak = max(simulate(family.build(p, 4 * p)).peaks)
     assert peak == pytest.approx(promised) or family.peak.startswith("up to ") and peak < promised
+
+
+@pytest.mark.parametrize("v", [2, 4])
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_peak_texts_of_offload_hold_for_ratios_up_to_one(p: int, v: int) -> None:
+    for name, k in product(("po-h", "po-f"), (0.6, 1.0)):
+        peak = max(simulate(build(name, p, 4 * p, chunks=v, k=k)).peaks)
+        assert peak <= promised_peak(family(name), p, v) <= 4 * peak
+
+
+@pytest.mark.parametrize("p", range(2, 9))
+def test_the_bubble_text_of_v_half_is_a_formula_that_holds(p: int) -> None:
+    even, odd = family("v-half").bubble.split(", p odd: ")
+    formula = (odd if p % 2 else even).replace("3p", "3*p").replace(")F", ")*F")
+    timeline = simulate(build("v-half", p, 4 * p))
+    assert timeline.makespan - timeline.ideal == pytest.approx(eval(formula, {"p": p, "F": 1.0}))
 
 
 @pytest.mark.parametrize("name", NAMES)

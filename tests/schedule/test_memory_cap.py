@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, parse_cap
+from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, parse_cap, parse_caps
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,21 @@ def test_reads_units_and_bytes(text, cap):
 def test_anything_else_is_refused_with_examples(text):
     with pytest.raises(UnsupportedError, match="6GiB"):
         parse_cap(text)
+
+
+def test_one_cap_per_device():
+    assert parse_caps("0.5, 0.6") == MemoryCap((0.5, 0.6), False)
+    assert parse_caps("6GiB,8GiB").of(2) == (6 * 2**30, 8 * 2**30)
+    assert parse_caps("0.5") == MemoryCap(0.5, False) and parse_caps(0.5).of(3) == (0.5,) * 3
+    assert (
+        str(parse_caps("0.5,0.6")) == "0.5, 0.6 activation units" and str(parse_caps("1GiB,2GiB")) == "1.00GiB, 2.00GiB"
+    )
+    with pytest.raises(UnsupportedError, match="2 memory caps for 3 devices; give one number, or one per device"):
+        parse_caps("0.5,0.6").of(3)
+    with pytest.raises(UnsupportedError, match="all of them in bytes"):
+        parse_caps("0.5,6GiB")
+    with pytest.raises(UnsupportedError, match="'0.5,0.6' is no positive number"):
+        parse_cap("0.5,0.6")
 
 
 @given(st.integers(1, 2**44))

@@ -161,6 +161,11 @@ def test_a_cap_that_nothing_fits_says_what_is_needed() -> None:
         search(4, 8, Costs(), [1.0, 1.0, 1.0])
 
 
+def test_costs_that_never_give_memory_back_are_said_to_be_the_reason() -> None:
+    with pytest.raises(UnsupportedError, match="one microbatch alone takes 1; see that I and W of the costs' memory"):
+        search(2, 8, Costs(memory={Kind.F: 1.0, Kind.I: 0.0, Kind.W: 0.0}), 2.0)
+
+
 def test_costs_of_single_stages_choose_the_placements() -> None:
     two_chunks = search(4, 6, Costs((0.25,) * 7 + (0.5,)), 1.0)
     assert {c.schedule.placement.name for c in two_chunks.candidates} == {"v", "interleaved"}

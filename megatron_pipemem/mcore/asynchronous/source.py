@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,7 +37,7 @@ class AsynchronousSource(FamilySource):
     def __init__(
         self,
         name: str,
-        memory_cap: float | None = None,
+        memory_cap: float | Sequence[float] | None = None,
         options: Mapping[str, object] | None = None,
         costs: Costs | None = None,
         priced_by: str = "unit",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -51,7 +52,11 @@ class VocabularySource(Source):
     """
 
     def __init__(
-        self, inner: Source, vocab_parallel: str, memory_cap: float | None = None, piece_tokens: int | None = None
+        self,
+        inner: Source,
+        vocab_parallel: str,
+        memory_cap: float | Sequence[float] | None = None,
+        piece_tokens: int | None = None,
     ):
         super().__init__(inner.name, inner.costs, inner.priced_by)
         self._inner = inner

@@ -112,8 +112,18 @@ _OPTIONS = {
 }
 
 for _name, _build, _summary, _peak in (
-    ("po-h", po_h, "The longer-lived half of the chunks offloaded: about a quarter of the peak.", "about (v+2)/(8v)"),
-    ("po-f", po_f, "All chunks offloaded: a few chunks' activations, however many there are.", "about 4/(pv)"),
+    (
+        "po-h",
+        po_h,
+        "The longer-lived half of the chunks offloaded: on many devices a quarter of the peak, less with more chunks.",
+        "up to (v+2)/(8v) + 3/(pv), k <= 1",
+    ),
+    (
+        "po-f",
+        po_f,
+        "All chunks offloaded: a few chunks' activations, however many there are.",
+        "up to 4/(pv), k <= 1",
+    ),
 ):
     register_schedule(
         Family(

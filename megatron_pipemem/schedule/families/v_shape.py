@@ -82,7 +82,7 @@ register_schedule(
         placement="v",
         summary="Half of 1F1B's memory on many devices, for half of its bubble.",
         peak="floor((p+2)/2)/p",
-        bubble="(3p-7)F/2, p odd: (3p-4)F/2",
+        bubble="max(3p-7, 1)F/2, p odd: (3p-4)F/2",
         source="arXiv 2405.15362, section 3 and appendix",
         splits_backward=True,
         chunks=2,

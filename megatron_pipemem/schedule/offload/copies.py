@@ -82,7 +82,8 @@ class _Channel:
         self._out_start: dict[Item, float] = {}
         self._trips: list[RoundTrip] = []
         self._free = {False: 0.0, True: 0.0}  # per direction; a half duplex channel uses both at once
-        self._due = [inf]  # of what is away, see _latest_starts
+        # When the copy back of every item that is away must start for it and all later ones to be in time.
+        self._due = [inf]
         self._exact = 1e-9 * max((item.used for item in items), default=0.0)
         self._reasons: dict[Item, str] = {}
         self._host_budget = host_budget
@@ -93,19 +94,16 @@ class _Channel:
         now, free = 0.0, self._free
         while self._coming or self._resident or self._away:
             self._arrive(now)
-            due, moved = self._due[0], False
+            due = self._due[0]
             if self._away and free[True] <= now + self._exact and due <= now + self._exact:
                 _, _, item = self._away.pop(0)
+                del self._due[0]
                 self._trips.append(RoundTrip(item, self._out_start.pop(item), now))
                 self._occupy(True, now + item.back)
-                moved = True
             elif free[False] <= now + self._exact and (item := self._leaving(now)) is not None:
                 self._out_start[item] = now
-                insort(self._away, (item.used, -len(self._out_start), item))
+                self._send_away(item)
                 self._occupy(False, now + item.out)
-                moved = True
-            if moved:
-                self._due = self._latest_starts()
             else:
                 now = self._next_time(now, due)
         self._trips.sort(key=lambda trip: trip.out)
@@ -129,13 +127,19 @@ class _Channel:
             _, device, size = heappop(self._host_uses)
             self._host_held[device] -= size
 
-    def _latest_starts(self) -> list[float]:
-        """When the copy back of every item that is away must start for it and all later ones to be in time."""
-        starts = [inf] * (len(self._away) + 1)
-        for at in range(len(self._away) - 1, -1, -1):
-            used, _, item = self._away[at]
-            starts[at] = min(starts[at + 1], used) - item.back
-        return starts
+    def _send_away(self, item: Item) -> None:
+        entry = (item.used, -len(self._out_start), item)
+        away, due = self._away, self._due
+        at = bisect_left(away, entry)
+        away.insert(at, entry)
+        due.insert(at, min(due[at], item.used) - item.back)
+        while at:  # those before it must come back sooner, up to where there is time enough
+            at -= 1
+            used, _, other = away[at]
+            start = min(due[at + 1], used) - other.back
+            if start == due[at]:
+                break
+            due[at] = start
 
     def _with_another(self, item: Item) -> tuple[float, float]:
         """If ``item`` left too: when the first copy back would have to start, and when its own."""

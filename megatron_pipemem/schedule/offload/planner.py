@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from operator import itemgetter
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import COMPUTE, Action, Kind
@@ -160,7 +161,7 @@ def plan_offload(
     caps = _per_device(memory_cap, base, "memory caps")
     budgets = _per_device(host_budget, base, "host budgets")
     base_timeline = simulate(base, costs)
-    planner = _Planner(base, costs, caps, budgets, pace, slow_down)
+    planner = _Planner(base_timeline, caps, budgets, pace, slow_down)
     orders, kept = planner.run(_selected(base, base_timeline, select))
     planned = replace(base, orders=orders)
     return OffloadPlan(planned, base, simulate(planned, costs), base_timeline, kept, caps)
@@ -233,13 +234,13 @@ class _Group:
 class _Planner:
     def __init__(
         self,
-        base: Schedule,
-        costs: Costs,
+        timeline: Timeline,
         caps: tuple[float, ...] | None,
         budgets: tuple[float, ...] | None,
         pace: bool,
         slow_down: bool,
     ) -> None:
+        base, costs = timeline.schedule, timeline.costs
         placement = base.placement
         self._base, self._caps, self._budgets = base, caps, budgets
         self._channel = costs.channel or Channel(0.0)
@@ -248,7 +249,8 @@ class _Planner:
         self._host_changes = costs.host_changes(placement)
         prices = costs.copy_seconds(placement)
         self._out, self._back = ([s / base.pieces for s in prices[kind]] for kind in (Kind.OFFLOAD, Kind.RELOAD))
-        self._timetables = timetables(base, costs)
+        self._timetables = timetables(timeline)
+        self._places = [{action: at for at, action in enumerate(order)} for order in base.orders]
         self._stretches = _STRETCHES if slow_down and caps is not None else ()
         self._paced = [paced(base, costs, share) for share in _PACES] if pace or caps is not None else []
         shared = [devices for devices in self._channel.switches if len(devices) > 1]
@@ -427,7 +429,7 @@ class _Planner:
         for device in devices:
             own = [trip for trip in trips if trip.item.device == device]
             orders[device] = _with_copies(
-                self._base.orders[device], timetable.starts[device], timetable.ends[device], own
+                self._base.orders[device], self._places[device], timetable.starts[device], timetable.ends[device], own
             )
         held = {device: max(held_after(orders[device], self._changes), default=0) * self._unit for device in devices}
         over = 0.0
@@ -451,19 +453,25 @@ def _key(item: Item) -> Key:
     return item.stage, item.microbatch
 
 
-def _with_copies(order: Order, starts: Sequence[float], ends: Sequence[float], trips: Sequence[RoundTrip]) -> Order:
+_ROUND_TRIP = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
+
+
+def _with_copies(
+    order: Order,
+    place: Mapping[Action, int],
+    starts: Sequence[float],
+    ends: Sequence[float],
+    trips: Sequence[RoundTrip],
+) -> Order:
     """An order with its round trips: every copy is issued where the device stands when its channel gets to it."""
     exact = 1e-9 * (ends[-1] if ends else 0.0)
-    place = {action: at for at, action in enumerate(order)}
     events: list[tuple[int, float, float, Action]] = []
     for item, out, back in trips:
-        offload = Action(Kind.OFFLOAD, item.stage, item.microbatch)
-        wait_offload, reload, wait_reload = (
-            offload._replace(kind=kind) for kind in (Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
-        )
-        made = place[offload._replace(kind=Kind.F)]
-        full = offload._replace(kind=Kind.B)
-        used = place[full if full in place else offload._replace(kind=Kind.I)]
+        stage, microbatch = item.stage, item.microbatch
+        offload, wait_offload, reload, wait_reload = (Action(kind, stage, microbatch) for kind in _ROUND_TRIP)
+        made = place[Action(Kind.F, stage, microbatch)]
+        full = Action(Kind.B, stage, microbatch)
+        used = place[full if full in place else Action(Kind.I, stage, microbatch)]
         # Where passes take no time, many positions have the same time; a round trip's four actions stay in their order.
         issued = min(used, max(made + 1, bisect_right(ends, out + exact)))
         left = max(issued, bisect_left(starts, out + item.out - exact))
@@ -475,7 +483,7 @@ def _with_copies(order: Order, starts: Sequence[float], ends: Sequence[float], t
             (returning, back, 2 if item.back else 0.5, reload),
             (used, item.used, 1, wait_reload),
         ]
-    events.sort(key=lambda event: event[:3])
+    events.sort(key=itemgetter(0, 1, 2))
     merged: list[Action] = []
     following = 0
     for at, action in enumerate(order):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import dependencies, simulate
+from megatron_pipemem.schedule.simulator import Timeline, dependencies
 
 
 class Timetable(NamedTuple):
@@ -59,14 +59,13 @@ def paced(schedule: Schedule, costs: Costs, share: float) -> Timetable:
     return Timetable(tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
-def timetables(schedule: Schedule, costs: Costs) -> tuple[Timetable, ...]:
+def timetables(timeline: Timeline) -> tuple[Timetable, ...]:
     """Timetables within the makespan of the schedule: the forwards of the warm-up late, and everything late.
 
     Args:
-        schedule: compute actions only.
-        costs: what they take.
+        timeline: of a schedule of compute actions only.
     """
-    spans = simulate(schedule, costs).spans
+    schedule = timeline.schedule
     warm_up = set()
     for order in schedule.orders:
         for action in order:
@@ -74,16 +73,15 @@ def timetables(schedule: Schedule, costs: Costs) -> tuple[Timetable, ...]:
                 break
             warm_up.add(action)
     everything = {action for order in schedule.orders for action in order}
-    return tuple(_late(schedule, costs, spans, movable) for movable in (warm_up, everything))
+    needs = _needs(schedule)
+    return tuple(_late(timeline, needs, movable) for movable in (warm_up, everything))
 
 
-def _late(
-    schedule: Schedule, costs: Costs, spans: tuple[tuple[tuple[float, float], ...], ...], movable: set[Action]
-) -> Timetable:
-    """The run ``spans`` with every movable action as late as its followers and consumers allow."""
+def _late(timeline: Timeline, needs: dict[Action, tuple[Action, ...]], movable: set[Action]) -> Timetable:
+    """The same run with every movable action as late as its followers and consumers allow."""
+    schedule, costs, spans = timeline.schedule, timeline.costs, timeline.spans
     placement, pieces = schedule.placement, schedule.pieces
     end_of_run = max((device[-1][1] for device in spans if device), default=0.0)
-    needs = _needs(schedule)
     starts = [[start for start, _ in device] for device in spans]
     ends = [[end for _, end in device] for device in spans]
     limits: dict[Action, float] = {}

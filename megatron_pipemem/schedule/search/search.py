@@ -166,6 +166,12 @@ def _checked_caps(memory_cap: float | Sequence[float] | None, num_devices: int) 
 def _nothing_fits(placements: Sequence[Placement], costs: Costs, memory_cap: object) -> str:
     unit = "activation units" if costs.memory is None else "bytes"
     least = min(max(one_microbatch(placement, costs)) for placement in placements)
+    caps = memory_cap if isinstance(memory_cap, Sequence) else (memory_cap,)
+    if least <= min(caps):
+        return (
+            f"no schedule was found that fits the memory cap of {memory_cap} {unit}, although one microbatch alone takes "
+            f"{least:.6g}; see that I and W of the costs' memory give back what F takes, or raise the cap"
+        )
     return (
         f"no schedule fits the memory cap of {memory_cap} {unit}: one microbatch alone takes {least:.6g} on some device; "
         "raise the cap, cut the model into more stages, or use smaller microbatches"

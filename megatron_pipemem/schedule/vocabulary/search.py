@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.memory_cap import loosened
+from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.plain import serial_schedule
 from megatron_pipemem.schedule.search import Candidate, SearchResult, search_schedule
@@ -48,10 +48,7 @@ def search_vocabulary(
     """
     started = time.perf_counter()
     costs = costs or Costs()
-    allowed = None
-    if memory_cap is not None:
-        allowed = tuple(memory_cap) if isinstance(memory_cap, Sequence) else (memory_cap,) * num_devices
-    caps = allowed
+    caps = allowed = None if memory_cap is None else per_device(memory_cap, num_devices)
     best: dict[Placement, Candidate] = {}
     for attempt in range(_SEARCHES):
         try:
