@@ -35,8 +35,8 @@ class ResultCache:
         """What an equal question was answered."""
         path = self._path(question)
         try:
-            rows = json.loads(path.read_text(encoding="utf-8"))
-            return SearchResult(tuple(_from_json(row) for row in rows), 0.0)
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            return SearchResult(tuple(_from_json(row) for row in kept["candidates"]), kept["lower_bound"], 0.0)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -49,7 +49,8 @@ class ResultCache:
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps([_to_json(each) for each in result.candidates]), encoding="utf-8")
+            kept = {"lower_bound": result.lower_bound, "candidates": [_to_json(each) for each in result.candidates]}
+            partial.write_text(json.dumps(kept), encoding="utf-8")
             partial.replace(path)
         except OSError as error:
             logger.warning("cannot keep the search in %s: %s", path, error)

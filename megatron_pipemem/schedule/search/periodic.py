@@ -18,8 +18,6 @@ import numpy as np
 
 from megatron_pipemem.schedule.search.problem import FORWARD, INPUT, WEIGHT, Orders, Problem
 
-MAX_CHUNKS = 2
-
 # Of two chunks there are 120 cyclic orders. With a pause between two passes there are 720, too many for one table.
 _ORDERS_WITH_A_PAUSE = 60
 _BALANCING_ROUNDS = 12
@@ -53,7 +51,7 @@ class Cycles:
     """All combinations of cyclic orders of a problem for one interval.
 
     Args:
-        problem: with at most ``MAX_CHUNKS`` chunks per device; more have too many cyclic orders to list.
+        problem: with at most two chunks per device; more have too many cyclic orders to list.
         interval: ticks from one microbatch to the next, at least the work of the busiest device.
         rng: picks the cyclic orders to consider where idle time makes them too many.
     """
@@ -397,11 +395,6 @@ class PeriodicStarts:
         self._stretch = 1.0
         self._samplers = [BlockSampler(problem, max(problem.work), self._rng)]
         self._fitting: list[BlockSampler] = []
-
-    @staticmethod
-    def suits(problem: Problem) -> bool:
-        """Whether the problem's cyclic orders can be listed."""
-        return max(len(classes) for classes in problem.classes) <= 3 * MAX_CHUNKS
 
     @property
     def idles(self) -> bool:

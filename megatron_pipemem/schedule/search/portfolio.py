@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.registry import build_schedule, synchronous_families
 from megatron_pipemem.schedule.search.dispatch import dispatch
 from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible
 from megatron_pipemem.schedule.search.problem import INPUT, WEIGHT, Problem, from_schedule
@@ -21,25 +21,19 @@ def family_starts(
     given: dict[str, object] = {"costs": costs}
     if caps is not None and costs.memory is None:
         given["memory_cap"] = min(caps)
-    for each in families():
-        if (
-            each.simulated_only
-            or each.offloads
-            or each.replicas > 1
-            or each.placement != placement.name
-            or each.min_devices > placement.num_devices
-        ):
-            continue
+    p, m = placement.num_devices, problem.num_microbatches
+    for each in synchronous_families():
         options = {name: value for name, value in given.items() if name in each.options}
-        if each.chunks is None and "chunks" in each.options:
+        if "chunks" in each.options:
             options["chunks"] = placement.num_chunks
-        try:
-            schedule = build_schedule(
-                each.name, num_devices=placement.num_devices, num_microbatches=problem.num_microbatches, **options
-            )
-        except PipememError:
+        elif each.placement != placement.name:
             continue
-        if schedule.placement != placement:
+        try:
+            # One microbatch tells at once where the stages are.
+            if build_schedule(each.name, num_devices=p, num_microbatches=1, **options).placement != placement:
+                continue
+            schedule = build_schedule(each.name, num_devices=p, num_microbatches=m, **options)
+        except PipememError:
             continue
         orders = from_schedule(schedule)
         if problem.fits(orders):
