@@ -45,6 +45,10 @@ _CHUNKS_OF_A_CYCLE = 2
 # Passes of all starts that are justified at effort 1, but at least one start.
 _PASSES_TO_JUSTIFY = 20_000
 _SHARE_OF_OTHERS = 0.2
+# Of the time that a longer interval idles, at least so much is left when justification has filled what it can.
+_LEFT_IDLE = 1 / 3
+# Times the best makespan; polishing saves a point or two.
+_WORTH_POLISHING = 1.02
 # Passes justified again with a part of them frozen, where the steady state idles.
 _PASSES_TO_POLISH = 150_000
 # Under a cap that makes the steady state idle, intervals multiply what there is to try.
@@ -126,8 +130,11 @@ def search_schedule(
     share = 1.0 if min(explorations, key=lambda e: e.makespan).is_periodic else _SHARE_OF_OTHERS
     for exploration in sorted(explorations, key=lambda e: e.bound):
         # A placement whose bound is no better than what another one has reached cannot win.
-        if exploration.is_periodic and exploration.bound * _EXACT < min(e.makespan for e in explorations):
-            exploration.explore(deadline, effort * share)
+        reached = min(e.makespan for e in explorations)
+        if exploration.is_periodic and exploration.bound * _EXACT < reached:
+            exploration.explore(deadline, effort * share, reached)
+            if exploration.idles and exploration.makespan < reached * _WORTH_POLISHING:
+                exploration.polish(deadline, effort * share)
             share = _SHARE_OF_OTHERS
     leader = min(explorations, key=lambda e: e.makespan)
     if not leader.is_periodic:
@@ -229,6 +236,8 @@ class _Exploration:
     seed: int
     _finalists: list[tuple[int, int, str, Timetable]] = field(default_factory=list)
     _starts: list[tuple[str, Timetable]] = field(default_factory=list)
+    idles: bool = False
+    """Whether no periodic order without a bubble in the steady state was found to fit the caps."""
 
     def __post_init__(self) -> None:
         unit = self.costs.memory_unit(self.placement)
@@ -279,12 +288,13 @@ class _Exploration:
         """Whether there are few enough cyclic orders for a search for periodic ones."""
         return max(len(classes) for classes in self._problem.classes) <= 3 * _CHUNKS_OF_A_CYCLE
 
-    def explore(self, deadline: float, effort: float) -> None:
-        """Try periodic starts until the bound is met, the effort is spent, or time is over.
+    def explore(self, deadline: float, effort: float, reached: float) -> None:
+        """Try periodic starts until the bound is met, none is better for long, the effort is spent, or time is over.
 
         Args:
             deadline: on the clock of ``time.perf_counter``.
             effort: see ``search_schedule``.
+            reached: makespan of the fastest placement so far; intervals that are too long for it are not tried.
         """
         from megatron_pipemem.schedule.search.periodic import PeriodicStarts  # numpy takes a while to load
 
@@ -295,9 +305,12 @@ class _Exploration:
         passes = len(short.device) * short.num_microbatches
         trials = int(effort * min(_MOST_TRIALS, max(_FEWEST_TRIALS, _PASSES_TO_TRY / passes)))
         sampler = PeriodicStarts(short, self.seed)
-        evaluated = proposed = 0
+        idle_if_doubled = _LEFT_IDLE * self.num_microbatches * max(short.work) / self._ticks_per_second
+        evaluated = proposed = improved = 0
         while evaluated < trials * (_EFFORT_WHEN_IDLE if sampler.idles else 1) and proposed < 4 * trials:
-            if time.perf_counter() > deadline or sampler.exhausted:
+            if time.perf_counter() > deadline or sampler.exhausted or evaluated - improved > trials:
+                break
+            if self.bound + (sampler.stretch - 1) * idle_if_doubled > reached:
                 break
             proposed += 1
             proposal = sampler.propose()
@@ -311,11 +324,12 @@ class _Exploration:
             source.learn(block, table.makespan)
             # Every further microbatch costs an interval, or less where justification fills the steady state's gaps.
             if table.makespan + rest * max(short.work) < self._finalists[-1][0] or len(self._finalists) < _FINALISTS:
+                before = self.makespan
                 self._finish(block, table, rest)
+                improved = evaluated if self.makespan < before else improved
                 if self.makespan <= self.bound * _EXACT:
                     return
-        if sampler.idles:
-            self.polish(deadline, effort)
+        self.idles = sampler.idles
 
     def polish(self, deadline: float, effort: float) -> None:
         """Justify the best again and again with changing parts frozen: a steady state that idles has room to move."""
@@ -323,8 +337,10 @@ class _Exploration:
         problem = self._problem
         classes, m = len(problem.device), problem.num_microbatches
         pool = [entry[2:] for entry in self._finalists]
-        for _ in range(int(effort * _PASSES_TO_POLISH / (classes * m))):
-            if time.perf_counter() > deadline or self.makespan <= self.bound * _EXACT:
+        rounds, improved = int(effort * _PASSES_TO_POLISH / (classes * m)), 0
+        patience = max(_FEWEST_TRIALS, rounds / 3)
+        for number in range(rounds):
+            if time.perf_counter() > deadline or self.makespan <= self.bound * _EXACT or number - improved > patience:
                 return
             index = rng.randrange(len(pool))
             if rng.random() < 0.5:
@@ -337,6 +353,7 @@ class _Exploration:
             table = justify(problem, justify(problem, before, frozen))
             if table.makespan < self._finalists[0][0]:
                 self._add(f"{name.removesuffix(_POLISHED)}{_POLISHED}", table)
+                improved = number
             if table.makespan <= before.makespan:
                 pool[index] = (name, table)
 
