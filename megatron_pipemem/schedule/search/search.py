@@ -151,13 +151,13 @@ def search_schedule(
 
 
 def _usual_placements(num_devices: int, max_chunks: int, costs: Costs) -> tuple[Placement, ...]:
-    """Those that families have, few chunks first; of these, the ones that costs per stage are for.
+    """Those that families have, a V first, as it fits most caps; of these, the ones that costs per stage are for.
 
     Raises:
         CostsError: they are for none.
     """
     p, usual = num_devices, []
-    for chunks in range(1, max_chunks + 1):
+    for chunks in (*range(min(2, max_chunks), 0, -1), *range(3, max_chunks + 1)):
         if chunks % 2 == 0:
             usual.append(Placement.wave(p, chunks))
         usual.append(Placement.interleaved(p, chunks))
