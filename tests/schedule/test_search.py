@@ -86,6 +86,14 @@ def test_more_chunks_than_two_are_considered(name: str, chunks: int, m: int, cos
     assert {candidate.schedule.placement.num_chunks for candidate in fewer.candidates} <= {1, 2}
 
 
+def test_groups_of_microbatches_are_as_large_as_the_cap_allows() -> None:
+    costs = Costs(1, 1.5, 0.5)
+    grouped = build_schedule("gis", num_devices=8, num_microbatches=24, chunks=4, group_size=6)
+    family = simulate(grouped, costs)
+    found = search(8, 24, costs, family.peak, effort=0.0, placements=[grouped.placement])
+    assert found.makespan <= family.makespan * (1 + 1e-9)
+
+
 def test_optimal_is_about_all_placements_that_were_tried() -> None:
     result = search(4, 12, Costs(1, 1.5, 0.5), 0.75)
     assert result.lower_bound <= min(candidate.lower_bound for candidate in result.candidates)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_pipemem.errors import PipememError
@@ -28,18 +28,39 @@ def family_starts(
             options["chunks"] = placement.num_chunks
         elif each.placement != placement.name:
             continue
+        shape = {"num_devices": p, **options}
         try:
             # One microbatch tells at once where the stages are.
-            if build_schedule(each.name, num_devices=p, num_microbatches=1, **options).placement != placement:
+            if build_schedule(each.name, num_microbatches=1, **shape).placement != placement:
                 continue
-            schedule = build_schedule(each.name, num_devices=p, num_microbatches=m, **options)
+            orders = from_schedule(build_schedule(each.name, num_microbatches=m, **shape))
+            if "group_size" in each.options and not problem.fits(orders):
+                shape["group_size"] = _largest_group(each.name, problem, shape)
+                orders = from_schedule(build_schedule(each.name, num_microbatches=m, **shape))
         except PipememError:
             continue
-        orders = from_schedule(schedule)
         if problem.fits(orders):
             table = as_soon_as_possible(problem, orders)
             assert table is not None, f"{each.name} does not end"
             yield each.name, table
+
+
+def _largest_group(name: str, problem: Problem, shape: Mapping[str, object]) -> int:
+    """Larger groups of microbatches hold more and idle less: the largest that keeps the caps with some microbatches.
+
+    Raises:
+        UnsupportedError: the family takes no groups that small.
+    """
+    some = shortened(problem, 2 * problem.num_devices)
+    fits, exceeds = 1, problem.num_devices
+    while exceeds - fits > 1:
+        size = (fits + exceeds) // 2
+        schedule = build_schedule(name, num_microbatches=some.num_microbatches, group_size=size, **shape)
+        if some.fits(from_schedule(schedule)):
+            fits = size
+        else:
+            exceeds = size
+    return fits
 
 
 def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
