@@ -46,7 +46,7 @@ _CHUNKS_OF_A_CYCLE = 2
 _PASSES_TO_JUSTIFY = 20_000
 _SHARE_OF_OTHERS = 0.2
 # Of the time that a longer interval idles, at least so much is left when justification has filled what it can.
-_LEFT_IDLE = 1 / 3
+_LEFT_IDLE = 1 / 6
 # Times the best makespan; polishing saves a point or two.
 _WORTH_POLISHING = 1.02
 # Passes justified again with a part of them frozen, where the steady state idles.
@@ -126,16 +126,7 @@ def search_schedule(
             exploration.take_families(until)
     explorations = [exploration for exploration in explorations if exploration.found_any]
     _justify_starts(explorations, deadline, effort)
-    # The favourite gets the full effort if it can be expected to win; the others must show promise with less.
-    share = 1.0 if min(explorations, key=lambda e: e.makespan).is_periodic else _SHARE_OF_OTHERS
-    for exploration in sorted(explorations, key=lambda e: e.bound):
-        # A placement whose bound is no better than what another one has reached cannot win.
-        reached = min(e.makespan for e in explorations)
-        if exploration.is_periodic and exploration.bound * _EXACT < reached:
-            exploration.explore(deadline, effort * share, reached)
-            if exploration.idles and exploration.makespan < reached * _WORTH_POLISHING:
-                exploration.polish(deadline, effort * share)
-            share = _SHARE_OF_OTHERS
+    _explore_periodic(explorations, deadline, effort)
     leader = min(explorations, key=lambda e: e.makespan)
     if not leader.is_periodic:
         leader.polish(deadline, effort * _SHARE_OF_OTHERS)
@@ -225,6 +216,27 @@ def _justify_starts(explorations: Sequence[_Exploration], deadline: float, effor
             justified += exploration.num_passes
 
 
+def _explore_periodic(explorations: Sequence[_Exploration], deadline: float, effort: float) -> None:
+    """The favourite gets the full effort if it can be expected to win; the others must show promise with less."""
+
+    def explore(exploration: _Exploration, share: float) -> None:
+        reached = min(e.makespan for e in explorations)
+        # A placement whose bound is no better than what another one has reached cannot win.
+        if exploration.bound * _EXACT < reached:
+            exploration.explore(deadline, effort * share, reached if share < 1 else math.inf)
+            if exploration.idles and exploration.makespan < reached * _WORTH_POLISHING:
+                exploration.polish(deadline, effort * share)
+
+    periodic = sorted((e for e in explorations if e.is_periodic), key=lambda e: e.bound)
+    leader = min(explorations, key=lambda e: e.makespan)
+    in_full = periodic[0] if leader.is_periodic else None
+    for exploration in periodic:
+        explore(exploration, 1.0 if exploration is in_full else _SHARE_OF_OTHERS)
+    leader = min(explorations, key=lambda e: e.makespan)
+    if in_full is None and leader.is_periodic:
+        explore(leader, 1.0)
+
+
 @dataclass
 class _Exploration:
     """The search within one placement. Makespans and bounds in seconds outside, in ticks inside."""
@@ -294,7 +306,7 @@ class _Exploration:
         Args:
             deadline: on the clock of ``time.perf_counter``.
             effort: see ``search_schedule``.
-            reached: makespan of the fastest placement so far; intervals that are too long for it are not tried.
+            reached: makespan to undercut; intervals that are too long for it are not tried.
         """
         from megatron_pipemem.schedule.search.periodic import PeriodicStarts  # numpy takes a while to load
 
