@@ -25,6 +25,7 @@ from megatron_pipemem import Costs, search_schedule, simulate
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.search import MAX_CHUNKS
 
 CAPS = (0.5, 0.625, 0.75, 1.0)
 EQUAL, UNEQUAL = (1.0, 1.0, 1.0), (1.0, 1.5, 0.5)
@@ -44,8 +45,10 @@ class Row:
     """One search. Rates are parts of the makespan that the busiest device idles.
 
     Args:
+        max_chunks: per device, of searches and families.
+        chunks: what the search found best.
         family: the fastest family within the cap, ``None`` if none fits.
-        bound: no schedule of the found one's placement idles less.
+        bound: no schedule of any placement searched idles less.
     """
 
     devices: int
@@ -53,11 +56,13 @@ class Row:
     costs: tuple[float, float, float]
     p2p: float
     cap: float
+    max_chunks: int
     bubble: float
     bound: float
     family: str | None
     family_bubble: float | None
     placement: str
+    chunks: int
     found_by: str
     seconds: float
 
@@ -82,33 +87,41 @@ def measure(
     ratio: tuple[float, float, float],
     costs: Costs,
     cap: float,
+    max_chunks: int = 2,
     placements: Sequence[Placement] | None = None,
 ) -> Row:
     """One search beside the fastest family of the same placements; ``ratio`` names the costs in the table."""
     result = search_schedule(
-        num_devices=p, num_microbatches=m, costs=costs, memory_cap=cap, placements=placements, seconds=60
+        num_devices=p,
+        num_microbatches=m,
+        costs=costs,
+        memory_cap=cap,
+        max_chunks=max_chunks,
+        placements=placements,
+        seconds=60,
     )
     ideal = simulate(result.schedule, costs).ideal
-    fitting = fitting_families(p, m, costs, cap, placements)
+    fitting = fitting_families(p, m, costs, cap, max_chunks, placements)
     best = min(((simulate(schedule, costs).makespan, schedule.name) for schedule in fitting), default=None)
     return Row(
-        p, m, ratio, costs.p2p, cap,
+        p, m, ratio, costs.p2p, cap, max_chunks,
         1 - ideal / result.makespan,
         1 - ideal / result.lower_bound,
         None if best is None else best[1],
         None if best is None else 1 - ideal / best[0],
         result.schedule.placement.name,
+        result.schedule.placement.num_chunks,
         result.best.found_by,
         result.seconds,
     )  # fmt: skip
 
 
 def fitting_families(
-    p: int, m: int, costs: Costs, cap: float, placements: Sequence[Placement] | None = None
+    p: int, m: int, costs: Costs, cap: float, max_chunks: int, placements: Sequence[Placement] | None = None
 ) -> Iterator[Schedule]:
-    """Of the given placements, or of all with at most two chunks per device, and within the cap."""
-    for schedule in synchronous_schedules(p, m, costs):
-        considered = schedule.placement.num_chunks <= 2 if placements is None else schedule.placement in placements
+    """Of the given placements, or of all with so many chunks per device, and within the cap."""
+    for schedule in synchronous_schedules(p, m, costs, max_chunks):
+        considered = placements is None or schedule.placement in placements
         if considered and simulate(schedule).peak <= cap + 1e-9:
             yield schedule
 
@@ -126,7 +139,7 @@ def with_wrong_costs(p: int, m: int, cap: float, rng: random.Random) -> WrongCos
     guessed = unequal_costs(p, ratio, rng, 0.0)
     shape = {"num_devices": p, "num_microbatches": m, "memory_cap": cap, "placements": [Placement.v_shape(p)]}
     known = search_schedule(**shape, costs=true).makespan
-    fitting = fitting_families(p, m, true, cap, shape["placements"])
+    fitting = fitting_families(p, m, true, cap, 2, shape["placements"])
     return WrongCosts(
         cap,
         simulate(search_schedule(**shape, costs=guessed).schedule, true).makespan / known,
@@ -137,7 +150,8 @@ def with_wrong_costs(p: int, m: int, cap: float, rng: random.Random) -> WrongCos
 
 def table(rows: Sequence[Row]) -> Table:
     result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("p, m", "F:I:W", "c", "cap", "found", "bound", "gap", "best family", "placement", "found by", "s"):
+    headings = "p, m|F:I:W|c|cap|chunks|found|bound|gap|best family|placement|found by|s".split("|")
+    for heading in headings:
         left = heading in ("p, m", "F:I:W", "best family", "placement", "found by")
         result.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for row in rows:
@@ -146,6 +160,7 @@ def table(rows: Sequence[Row]) -> Table:
             ":".join(f"{part:.3g}" for part in row.costs),
             f"{row.p2p:g}",
             f"{row.cap:g}",
+            f"{row.chunks} of {row.max_chunks}",
             f"{row.bubble:.4f}",
             f"{row.bound:.4f}",
             "optimal" if row.gap < 1e-6 else f"{row.gap:.4f}",
@@ -185,8 +200,9 @@ def main() -> None:
     results: dict[str, object] = {}
 
     named = [
-        measure(p, m, ratio, Costs(*ratio, p2p=p2p), cap)
+        measure(p, m, ratio, Costs(*ratio, p2p=p2p), cap, max_chunks)
         for p, m, ratio, p2p in track(NAMED, "named cases", transient=True)
+        for max_chunks in (2, MAX_CHUNKS)
         for cap in CAPS
     ]
     console.print(table(named))
@@ -196,7 +212,9 @@ def main() -> None:
         for ratio in (EQUAL, UNEQUAL):
             for cap in CAPS:
                 costs = Costs(*ratio)
-                found = search_schedule(num_devices=64, num_microbatches=512, costs=costs, memory_cap=cap, seconds=30)
+                found = search_schedule(
+                    num_devices=64, num_microbatches=512, costs=costs, memory_cap=cap, max_chunks=2, seconds=30
+                )
                 ideal = 512 * sum(ratio)
                 large.append(
                     Row(
@@ -205,11 +223,13 @@ def main() -> None:
                         ratio,
                         0.0,
                         cap,
+                        2,
                         1 - ideal / found.makespan,
                         1 - ideal / found.lower_bound,
                         None,
                         None,
                         found.schedule.placement.name,
+                        found.schedule.placement.num_chunks,
                         found.best.found_by,
                         found.seconds,
                     )  # fmt: skip
@@ -217,14 +237,15 @@ def main() -> None:
         console.print(table(large))
         results["large"] = [asdict(row) for row in large]
     if not arguments.quick:
-        groups = {"any costs": [], "unequal stages": [], "messages": []}
+        groups = {"any costs": [], "any costs, more chunks": [], "unequal stages": [], "messages": []}
         for _ in track(range(arguments.inputs), "random inputs", transient=True):
             ratio = tuple(round(rng.uniform(0.4, 2), 2) for _ in range(3))
             p2p = round(rng.uniform(0, 0.2) * ratio[0] / 2, 3)
             for cap in (0.625, 0.75):
                 groups["any costs"].append(measure(8, 24, ratio, Costs(*ratio), cap))
+                groups["any costs, more chunks"].append(measure(8, 24, ratio, Costs(*ratio), cap, MAX_CHUNKS))
                 costs = unequal_costs(8, ratio, rng, 0.0)
-                groups["unequal stages"].append(measure(8, 24, ratio, costs, cap, [Placement.v_shape(8)]))
+                groups["unequal stages"].append(measure(8, 24, ratio, costs, cap, placements=[Placement.v_shape(8)]))
                 groups["messages"].append(measure(8, 24, ratio, Costs(*ratio, p2p=p2p), cap))
         for name, rows in groups.items():
             console.print(f"{name}: p = 8, m = 24, caps .625 and .75", style="bold")

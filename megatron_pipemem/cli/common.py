@@ -240,11 +240,11 @@ def _search(
 ) -> Loaded:
     """The fastest schedule that a search finds; a search made before is not made again."""
     check_size(devices, microbatches)
-    unknown = sorted(set(settings) - {"chunks", "placement", "seconds", "effort", "seed"})
+    unknown = sorted(set(settings) - {"chunks", "max_chunks", "placement", "seconds", "effort", "seed"})
     if unknown:
         raise UnsupportedError(
-            f"'auto' has no option {unknown[0]!r}; its options: chunks, placement (v, interleaved, linear), seconds, effort, "
-            "seed"
+            f"'auto' has no option {unknown[0]!r}; its options: chunks, placement (v, interleaved, linear), "
+            "max_chunks, seconds, effort, seed"
         )
     result = search_schedule(
         num_devices=devices,

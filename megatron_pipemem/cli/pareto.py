@@ -13,6 +13,7 @@ from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParalle
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report import pareto as picture
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.search import MAX_CHUNKS
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.pareto import Choice, bound_line, choices, trades, useful_caps
 from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM
@@ -55,6 +56,7 @@ def pareto(
         ResultCache(),
         barriers,
         lambda schedule: priced_head(head, prices, schedule, schedule.vocabulary),
+        MAX_CHUNKS if layers is None else max(1, min(MAX_CHUNKS, layers // devices)),
     )
     for cap in wanted:
         if all(choice.peak > cap * (1 + 1e-9) for choice in found):
@@ -97,8 +99,10 @@ def _parse_caps(text: str) -> list[float]:
 
 def _name(choice: Choice) -> str:
     barriers = choice.schedule.vocabulary
-    passes = f", {barriers} barrier{'s' if barriers > 1 else ''}" if barriers else ""
-    return (choice.schedule.name if choice.cap is None else f"{choice.schedule.name} {choice.cap:.4g}") + passes
+    chunks = choice.schedule.placement.num_chunks
+    name = choice.schedule.name if choice.cap is None else f"{choice.schedule.name} {choice.cap:.4g}"
+    parts = [name, *([f"{chunks} chunks"] if chunks > 2 else [])]
+    return ", ".join([*parts, *([f"{barriers} barrier{'s' if barriers > 1 else ''}"] if barriers else [])])
 
 
 def _point(choice: Choice) -> picture.Point:
@@ -118,6 +122,7 @@ def _facts(choice: Choice) -> dict[str, object]:
         "memory_cap": choice.cap,
         "vocabulary_barriers": choice.schedule.vocabulary,
         "placement": choice.schedule.placement.name,
+        "chunks": choice.schedule.placement.num_chunks,
         "peak_activation": choice.peak,
         "makespan": choice.makespan,
         "bubble_rate": choice.bubble_rate,

@@ -63,9 +63,9 @@ def simulate(
     """Run a schedule in the simulator: makespan, bubble, peak memory, messages, and how fast any could be.
 
     Costs are for one device's whole share of the model and one microbatch, whatever the number of chunks, so makespans
-    of different placements compare. The lower bound holds for every order of the same placement within the memory cap,
-    or, without one, within this schedule's own peak; with several replicas or sequence pieces it is the busiest device's
-    work, as it is with the vocabulary passes of ``--vocab-parallel``.
+    of different placements compare. The lower bound holds for every order of the same placement (for ``auto``: of every
+    placement tried) within the memory cap, or, without one, within this schedule's own peak; with several replicas or
+    sequence pieces it is the busiest device's work, as it is with the vocabulary passes of ``--vocab-parallel``.
     """
     prices = with_channel(parse_costs(costs, p2p), offload_ratio)
     choice = OffloadChoice(offload, host_memory)
@@ -85,7 +85,11 @@ def simulate(
         out.print(f"{key.replace('_', ' '):<20} {_text(key, fact)}", soft_wrap=True, markup=False)
     if loaded.search is not None:
         gap = loaded.search.gap
-        verdict = "0, optimal for its placement" if loaded.search.is_optimal else f"{gap:.2%} of the makespan at most"
+        verdict = (
+            "0, optimal among the placements tried"
+            if loaded.search.is_optimal
+            else f"{gap:.2%} of the makespan at most"
+        )
         out.print(f"{'gap to the bound':<20} {verdict}", soft_wrap=True, markup=False)
         out.print(_placements(loaded.search.candidates))
     if loaded.offload_search is not None:
@@ -104,11 +108,12 @@ def simulate(
 def _placements(candidates: Iterable[Candidate]) -> Table:
     """The best of every placement."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("placement", "makespan", "bound", "peak", "found by"):
+    for heading in ("placement", "chunks", "makespan", "bound", "peak", "found by"):
         table.add_column(heading, justify="left" if heading in ("placement", "found by") else "right", no_wrap=True)
     for each in candidates:
         table.add_row(
             each.schedule.placement.name,
+            str(each.schedule.placement.num_chunks),
             f"{each.makespan:.6g}",
             f"{each.lower_bound:.6g}",
             f"{max(each.peaks):.4g}",
@@ -170,6 +175,8 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
     if schedule.offloads or schedule.recomputed:
         # What is away or dropped takes no memory: no cap on what is held bounds the makespan.
         return lower_bound(schedule.placement, schedule.num_microbatches, loaded.costs, None)
+    if loaded.search is not None:
+        return loaded.search.lower_bound
     cap = peak if loaded.memory_cap is None else loaded.memory_cap
     return lower_bound(schedule.placement, schedule.num_microbatches, loaded.costs, cap)
 

@@ -255,7 +255,8 @@ class SearchSource(Source):
 
 
 def _found(result: SearchResult) -> _Found:
-    return _Found(result.schedule.to_csv(), result.lower_bound, result.seconds)
+    """The bound of the placement that the model then has, also where others were tried."""
+    return _Found(result.schedule.to_csv(), result.best.lower_bound, result.seconds)
 
 
 def source_of(

@@ -179,16 +179,38 @@ def _fitted_to(chosen: Family, caps: Sequence[float] | None, costs: Costs | None
     return {name: value for name, value in arguments.items() if name in chosen.options and value is not None}
 
 
-def synchronous_schedules(num_devices: int, num_microbatches: int, costs: Costs | None = None) -> Iterator[Schedule]:
-    """The schedule of every family that trains as 1F1B does in one pipeline on the devices alone, where the family takes
-    these arguments."""
+def synchronous_families() -> Iterator[Family]:
+    """Those that train as 1F1B does in one pipeline on the devices alone."""
     for each in families():
-        if each.simulated_only or each.asynchronous or each.offloads or each.replicas > 1:
-            continue
-        try:
-            yield build_schedule(each.name, num_devices=num_devices, num_microbatches=num_microbatches, costs=costs)
-        except PipememError:
-            continue
+        if not (each.simulated_only or each.asynchronous or each.offloads or each.replicas > 1):
+            yield each
+
+
+def synchronous_schedules(
+    num_devices: int, num_microbatches: int, costs: Costs | None = None, max_chunks: int | None = None
+) -> Iterator[Schedule]:
+    """The schedules of all synchronous families that take these arguments.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m``.
+        costs: for families that fit their order to them.
+        max_chunks: build families with any number of chunks per device with every number up to this one, and leave out
+            what has more; ``None`` builds every family once, with its own default.
+    """
+    for each in synchronous_families():
+        variants: Sequence[dict[str, object]] = ({},)
+        if max_chunks is not None and "chunks" in each.options:
+            variants = [{"chunks": chunks} for chunks in range(2, max_chunks + 1)]
+        for options in variants:
+            try:
+                schedule = build_schedule(
+                    each.name, num_devices=num_devices, num_microbatches=num_microbatches, costs=costs, **options
+                )
+            except PipememError:
+                continue
+            if max_chunks is None or schedule.placement.num_chunks <= max_chunks:
+                yield schedule
 
 
 def _build(chosen: Family, num_devices: int, num_microbatches: int, options: Mapping[str, object]) -> Schedule:

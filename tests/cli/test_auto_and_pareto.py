@@ -25,10 +25,13 @@ def byte_costs(tmp_path):
 
 def test_auto_simulates_what_it_found(pipemem_json):
     ask = ("simulate", "auto", "-p", 8, "-m", 24, "--costs", "1,1.5,.5", "--memory-cap", 0.625)
+    more_chunks = pipemem_json(*ask)
+    ask = (*ask, "-o", "max_chunks=2")
     found = pipemem_json(*ask)
+    assert more_chunks["chunks"] > 2 == found["chunks"] and more_chunks["makespan"] < found["makespan"]
     assert found["schedule"] == "auto" and found["peak_activation"] <= 0.625
     assert found["makespan"] == pytest.approx(found["lower_bound"])
-    assert found["bubble_rate"] < pipemem_json("simulate", "v-half", *ask[2:])["bubble_rate"]
+    assert found["bubble_rate"] < pipemem_json("simulate", "v-half", *ask[2:-2])["bubble_rate"]
     assert found["search_seconds"] > 0 == pipemem_json(*ask)["search_seconds"], "the second one is remembered"
 
 
@@ -69,6 +72,9 @@ def test_pareto_lists_no_dominated_choice(pipemem, pipemem_json, tmp_path):
     assert {"1f1b", "v-min", "auto"} <= {choice["schedule"] for choice in everything}
     assert "chimera" not in {choice["schedule"] for choice in everything}, "it holds the weights twice"
     assert len(everything) > len(found["choices"])
+    assert {2, 4, 8} <= {choice["chunks"] for choice in everything if choice["schedule"] == "gis"}
+    of_eight_layers = pipemem_json(*ask, "--all", "--layers", 8)["choices"]
+    assert max(choice["chunks"] for choice in of_eight_layers) == 2
     for one in found["choices"]:
         for other in everything:
             assert not (

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from types import SimpleNamespace
 
+import offload_oracle
 import oracle
 import pytest
 from hypothesis import given, settings
@@ -26,6 +28,8 @@ NAMES = (
     *("gpipe", "1f1b", "1f1b-eager", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-auto", "gis", "gis-h"),
     *("zbv", "v-half", "v-min", "1f1b-v", "dualpipe-v", "hanayo"),
 )
+
+OFFLOADING = ("po-h", "po-f")
 
 # Peaks in stage activations of the busiest device, for any m: equal for m >= 2p, at most this before.
 PEAK: dict[str, Callable[[int, int], int]] = {
@@ -84,7 +88,7 @@ def assert_correct(schedule: Schedule) -> None:
 
 
 def some_microbatches(p: int) -> tuple[int, ...]:
-    """Fewer than p, not divisible, and many; fewer numbers for many devices, where all take minutes."""
+    """Fewer than p, not divisible, and many; fewer numbers for many devices; any number is drawn below."""
     return tuple(sorted({1, max(1, p - 1), p, p + 1, 2 * p, 4 * p + 1})) if p <= 9 else (1 + p // 3, p + 1, 2 * p + 1)
 
 
@@ -108,6 +112,23 @@ def test_correct_and_within_its_peak(name: str, p: int) -> None:
         assert peak <= PEAK[name](p, m)
         if m >= 2 * p and name not in ONLY_BOUNDED:
             assert peak == PEAK[name](p, m)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_correct_for_any_devices_and_microbatches(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from((*NAMES, *OFFLOADING)))
+    p = data.draw(st.integers(1, 32))
+    m = data.draw(st.integers(1, 4 * p + 1))
+    schedule = build(name, p, m)
+    if name in OFFLOADING:
+        assert offload_oracle.mistakes(schedule) == []
+        validate(schedule)
+        passes = [[action for action in order if action.kind.value in "FIWB"] for order in schedule.orders]
+        schedule = replace(schedule, orders=tuple(map(tuple, passes)))
+    else:
+        assert max(oracle.peak(schedule)) * schedule.num_stages <= PEAK[name](p, m)
+    assert_correct(schedule)
 
 
 @settings(max_examples=150, deadline=None)

@@ -211,6 +211,7 @@ class _Search(NamedTuple):
                     costs=self.costs,
                     memory_cap=[cap * factor for cap in caps],
                     placements=placements,
+                    max_chunks=_MOST_CHUNKS,
                     seconds=left,
                     effort=effort,
                 )

@@ -50,7 +50,8 @@ class ResultCache:
             logger.warning("cannot read the cached search: %s; searching again", error)
             return None
         try:
-            return SearchResult(tuple(_from_json(row) for row in json.loads(content)), 0.0)
+            kept = json.loads(content)
+            return SearchResult(tuple(_from_json(row) for row in kept["candidates"]), kept["lower_bound"], 0.0)
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("cannot use the cached search %s: %s; searching again", path, error)
             return None
@@ -61,7 +62,8 @@ class ResultCache:
             path = self._path(question)
             partial = path.with_suffix(f".{os.getpid()}.partial")
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps([_to_json(each) for each in result.candidates]), encoding="utf-8")
+            kept = {"lower_bound": result.lower_bound, "candidates": [_to_json(each) for each in result.candidates]}
+            partial.write_text(json.dumps(kept), encoding="utf-8")
             partial.replace(path)
         except OSError as error:
             logger.warning("cannot keep the search: %s", error)

@@ -12,7 +12,7 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
-from megatron_pipemem.schedule.search.search import search_schedule
+from megatron_pipemem.schedule.search.search import MAX_CHUNKS, search_schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.vocabulary.search import search_vocabulary
@@ -82,8 +82,9 @@ def choices(
     cache: ResultCache | None = None,
     barriers: Sequence[int] = (0,),
     priced: Callable[[Schedule], Costs] | None = None,
+    max_chunks: int = MAX_CHUNKS,
 ) -> list[Choice]:
-    """Every synchronous family that runs in one pipeline, and the search under every cap, by peak.
+    """Every synchronous family that runs in one pipeline, with any number of chunks, and the search under every cap, by peak.
 
     Args:
         num_devices: ``p``.
@@ -94,10 +95,13 @@ def choices(
         cache: of searches.
         barriers: each gives schedules with that many barriers of vocabulary parallelism; 0 those without.
         priced: what the actions of a found schedule take and hold, where that is more than ``costs`` (a head).
+        max_chunks: stages per device at most, of families and searches.
     """
     costs = costs or Costs()
     found = [
-        each for count in barriers for each in _found(num_devices, num_microbatches, costs, caps, seconds, cache, count)
+        each
+        for count in barriers
+        for each in _found(num_devices, num_microbatches, costs, caps, seconds, cache, count, max_chunks)
     ]
     timelines = [simulate(schedule, priced(schedule) if priced else costs) for schedule, _ in found]
     rows = [(t.peak, t.makespan) for t in timelines]
@@ -129,14 +133,16 @@ def _found(
     seconds: float,
     cache: ResultCache | None,
     barriers: int,
+    max_chunks: int,
 ) -> Iterator[tuple[Schedule, float | None]]:
     """Schedules with so many barriers, and the cap that a search had."""
-    for schedule in synchronous_schedules(num_devices, num_microbatches, costs):
+    for schedule in synchronous_schedules(num_devices, num_microbatches, costs, max_chunks):
         yield with_vocabulary(schedule, barriers, costs) if barriers else schedule, None
     arguments = {
         "num_devices": num_devices,
         "num_microbatches": num_microbatches,
         "costs": costs,
+        "max_chunks": max_chunks,
         "seconds": seconds,
         "cache": cache,
     }

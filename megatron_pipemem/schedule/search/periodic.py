@@ -18,8 +18,6 @@ import numpy as np
 
 from megatron_pipemem.schedule.search.problem import FORWARD, INPUT, WEIGHT, Orders, Problem
 
-MAX_CHUNKS = 2
-
 # Of two chunks there are 120 cyclic orders. With a pause between two passes there are 720, too many for one table.
 _ORDERS_WITH_A_PAUSE = 60
 _BALANCING_ROUNDS = 12
@@ -53,7 +51,7 @@ class Cycles:
     """All combinations of cyclic orders of a problem for one interval.
 
     Args:
-        problem: with at most ``MAX_CHUNKS`` chunks per device; more have too many cyclic orders to list.
+        problem: with at most two chunks per device; more have too many cyclic orders to list.
         interval: ticks from one microbatch to the next, at least the work of the busiest device.
         rng: picks the cyclic orders to consider where idle time makes them too many.
     """
@@ -394,19 +392,15 @@ class PeriodicStarts:
     def __init__(self, problem: Problem, seed: int) -> None:
         self._problem = problem
         self._rng = np.random.default_rng(seed)
-        self._stretch = 1.0
+        self.stretch = 1.0
+        """The longest interval so far over the work of the busiest device."""
         self._samplers = [BlockSampler(problem, max(problem.work), self._rng)]
         self._fitting: list[BlockSampler] = []
-
-    @staticmethod
-    def suits(problem: Problem) -> bool:
-        """Whether the problem's cyclic orders can be listed."""
-        return max(len(classes) for classes in problem.classes) <= 3 * MAX_CHUNKS
 
     @property
     def idles(self) -> bool:
         """Whether the interval had to be stretched."""
-        return self._stretch > 1
+        return self.stretch > 1
 
     def propose(self) -> tuple[BlockSampler, Block] | None:
         """A block that fits the caps; ``None`` when this trial gave none."""
@@ -418,7 +412,7 @@ class PeriodicStarts:
 
     @property
     def exhausted(self) -> bool:
-        return not self._fitting and self._stretch > _LONGEST_STRETCH
+        return not self._fitting and self.stretch > _LONGEST_STRETCH
 
     def _pick(self) -> BlockSampler:
         newest = self._samplers[-1]
@@ -427,8 +421,8 @@ class PeriodicStarts:
         hopeless = not self._fitting
         if hopeless or (self.idles and len(self._fitting) < _INTERVALS):
             # Far from fitting, small steps would only cost time.
-            self._stretch *= max(_STRETCH, min(newest.least_excess / 1.1, 1.5)) if hopeless else _STRETCH
-            interval = int(max(self._problem.work) * self._stretch)
+            self.stretch *= max(_STRETCH, min(newest.least_excess / 1.1, 1.5)) if hopeless else _STRETCH
+            interval = int(max(self._problem.work) * self.stretch)
             self._samplers.append(BlockSampler(self._problem, interval, self._rng))
             return self._samplers[-1]
         return self._fitting[int(self._rng.integers(len(self._fitting)))]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.registry import build_schedule, synchronous_families
 from megatron_pipemem.schedule.search.dispatch import dispatch
 from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible
 from megatron_pipemem.schedule.search.problem import INPUT, WEIGHT, Problem, from_schedule
@@ -21,31 +21,46 @@ def family_starts(
     given: dict[str, object] = {"costs": costs}
     if caps is not None and costs.memory is None:
         given["memory_cap"] = min(caps)
-    for each in families():
-        if (
-            each.simulated_only
-            or each.offloads
-            or each.replicas > 1
-            or each.placement != placement.name
-            or each.min_devices > placement.num_devices
-        ):
-            continue
+    p, m = placement.num_devices, problem.num_microbatches
+    for each in synchronous_families():
         options = {name: value for name, value in given.items() if name in each.options}
-        if each.chunks is None and "chunks" in each.options:
+        if "chunks" in each.options:
             options["chunks"] = placement.num_chunks
+        elif each.placement != placement.name:
+            continue
+        shape = {"num_devices": p, **options}
         try:
-            schedule = build_schedule(
-                each.name, num_devices=placement.num_devices, num_microbatches=problem.num_microbatches, **options
-            )
+            # One microbatch tells at once where the stages are.
+            if build_schedule(each.name, num_microbatches=1, **shape).placement != placement:
+                continue
+            orders = from_schedule(build_schedule(each.name, num_microbatches=m, **shape))
+            if "group_size" in each.options and not problem.fits(orders):
+                shape["group_size"] = _largest_group(each.name, problem, shape)
+                orders = from_schedule(build_schedule(each.name, num_microbatches=m, **shape))
         except PipememError:
             continue
-        if schedule.placement != placement:
-            continue
-        orders = from_schedule(schedule)
         if problem.fits(orders):
             table = as_soon_as_possible(problem, orders)
             assert table is not None, f"{each.name} does not end"
             yield each.name, table
+
+
+def _largest_group(name: str, problem: Problem, shape: Mapping[str, object]) -> int:
+    """Larger groups of microbatches hold more and idle less: the largest that keeps the caps with some microbatches.
+
+    Raises:
+        UnsupportedError: the family takes no groups that small.
+    """
+    some = shortened(problem, 2 * problem.num_devices)
+    fits, exceeds = 1, problem.num_devices
+    while exceeds - fits > 1:
+        size = (fits + exceeds) // 2
+        schedule = build_schedule(name, num_microbatches=some.num_microbatches, group_size=size, **shape)
+        if some.fits(from_schedule(schedule)):
+            fits = size
+        else:
+            exceeds = size
+    return fits
 
 
 def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:

@@ -31,11 +31,13 @@ class SearchResult:
     """The fastest schedule found, the best of every other placement, and how far from optimal it can be at most.
 
     Args:
-        candidates: best first, one per placement.
+        candidates: best first, one per placement for which the time sufficed.
+        lower_bound: no schedule within the cap is faster, of any placement tried, in seconds.
         seconds: how long the search took; 0 when it came from the cache.
     """
 
     candidates: tuple[Candidate, ...]
+    lower_bound: float
     seconds: float
 
     @property
@@ -56,13 +58,9 @@ class SearchResult:
         return self.best.peaks
 
     @property
-    def lower_bound(self) -> float:
-        """No schedule of the best one's placement within the cap is faster, in seconds."""
-        return self.best.lower_bound
-
-    @property
     def gap(self) -> float:
-        """By how much of itself the makespan exceeds ``lower_bound`` at most; 0 proves it optimal for its placement."""
+        """By how much of itself the makespan exceeds ``lower_bound`` at most; 0 proves it optimal among the placements
+        tried."""
         excess = 1 - self.lower_bound / self.makespan
         return excess if excess > 1e-6 else 0.0
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_POLISHED = ", polished"
+MAX_CHUNKS = 8
+"""Stages per device up to which placements are considered by default."""
+
 _EXACT = 1 + 1e-6
 # Microbatches with which blocks are compared, per device: enough to start up and run dry, which is all that differs.
 _MICROBATCHES_PER_DEVICE = 2
@@ -37,6 +41,15 @@ _MICROBATCHES_PER_DEVICE = 2
 _PASSES_TO_TRY = 100_000
 _FEWEST_TRIALS, _MOST_TRIALS = 16, 120
 _FINALISTS = 6
+# More have too many cyclic orders to list.
+_CHUNKS_OF_A_CYCLE = 2
+# Passes of all starts that are justified at effort 1, but at least one start.
+_PASSES_TO_JUSTIFY = 20_000
+_SHARE_OF_OTHERS = 0.2
+# Of the time that a longer interval idles, at least so much is left when justification has filled what it can.
+_LEFT_IDLE = 1 / 6
+# Times the best makespan; polishing saves a point or two.
+_WORTH_POLISHING = 1.02
 # Passes justified again with a part of them frozen, where the steady state idles.
 _PASSES_TO_POLISH = 150_000
 # Under a cap that makes the steady state idle, intervals multiply what there is to try.
@@ -50,6 +63,7 @@ def search_schedule(
     costs: Costs | None = None,
     memory_cap: float | Sequence[float] | None = None,
     placements: Sequence[Placement] | None = None,
+    max_chunks: int = MAX_CHUNKS,
     seconds: float = 20.0,
     effort: float = 1.0,
     seed: int = 0,
@@ -63,7 +77,10 @@ def search_schedule(
         costs: what actions take and hold; default unit costs and activation units.
         memory_cap: the most a device may hold after any action, one number or one per device: in activation units, or in
             the unit of ``costs.memory`` where the costs have one (bytes). ``None`` is no limit.
-        placements: which to consider; default V, interleaved with two chunks, and linear.
+        placements: which to consider; default linear, and interleaved, V and wave with up to ``max_chunks`` stages per
+            device, of these the ones that costs per stage are for.
+        max_chunks: more stages per device shorten the bubble at the price of more messages; a model whose layers are to be
+            shared out evenly has at most ``layers / p``.
         seconds: stop improving after so long. A valid schedule always comes first.
         effort: multiplies the number of trials; the search ends by itself after them, or when it meets the bound.
         seed: of the random variations. Two searches that ``seconds`` does not cut give the same result for one seed.
@@ -85,8 +102,10 @@ def search_schedule(
         )
     check_effort(seconds, effort, seed)
     caps = _checked_caps(memory_cap, num_devices)
+    if not isinstance(max_chunks, int) or max_chunks < 1:
+        raise UnsupportedError(f"max_chunks must be a whole number of at least 1, not {max_chunks!r}")
     if placements is None:
-        placements = _usual_placements(num_devices, costs)
+        placements = _usual_placements(num_devices, max_chunks, costs)
     if not placements or any(
         placement.num_devices != num_devices or placement.replicas > 1 for placement in placements
     ):
@@ -101,37 +120,41 @@ def search_schedule(
             explorations.append(_Exploration(placement, num_microbatches, costs, caps, seed))
     if not explorations:
         raise UnsupportedError(_nothing_fits(placements, costs, memory_cap))
-    # A placement whose bound is no better than what another one has reached cannot win.
-    explorations.sort(key=lambda e: e.bound)
+    bound = min(exploration.bound for exploration in explorations)
     deadline = started + seconds
-    for step in (_Exploration.take_families, _Exploration.justify_starts):
-        for exploration in explorations:
-            if time.perf_counter() < deadline or not any(e.found_any for e in explorations):
-                step(exploration, deadline)
+    for exploration in explorations:
+        # Families of many stages take long; half of the time is for better orders.
+        until = deadline if exploration.is_periodic else started + seconds / 2
+        if time.perf_counter() < until or not any(e.found_any for e in explorations):
+            exploration.take_families(until)
     explorations = [exploration for exploration in explorations if exploration.found_any]
-    if not explorations:
-        raise UnsupportedError(_nothing_fits(placements, costs, memory_cap))
-    for index, exploration in enumerate(explorations):
-        reached = min(e.makespan for e in explorations)
-        if exploration.bound * _EXACT < reached:
-            # The favourite gets the full effort; the others must show promise with less.
-            exploration.explore(deadline, effort if index == 0 else effort / 5)
-    candidates = sorted((e.candidate() for e in explorations), key=lambda c: (c.makespan, -c.lower_bound))
-    result = SearchResult(tuple(candidates), time.perf_counter() - started)
+    _justify_starts(explorations, deadline, effort)
+    _explore_periodic(explorations, deadline, effort)
+    leader = min(explorations, key=lambda e: e.makespan)
+    if not leader.is_periodic:
+        leader.polish(deadline, effort * _SHARE_OF_OTHERS)
+    candidates = [exploration.candidate() for exploration in explorations]
+    least = min(candidate.makespan for candidate in candidates)
+    # Of those that are equally fast, the one with fewest stages sends fewest messages.
+    candidates.sort(key=lambda c: (max(c.makespan, least * (1 + 1e-12)), c.schedule.num_stages, -c.lower_bound))
+    result = SearchResult(tuple(candidates), bound, time.perf_counter() - started)
     logger.info("%s in %.2f s, gap %.2f%%", result.best.found_by, result.seconds, 100 * result.gap)
     if cache is not None and (result.is_optimal or time.perf_counter() < deadline):
         cache.put(question, result)
     return result
 
 
-def _usual_placements(num_devices: int, costs: Costs) -> tuple[Placement, ...]:
-    """V, interleaved with two chunks, linear; of these, the ones that costs per stage are for.
+def _usual_placements(num_devices: int, max_chunks: int, costs: Costs) -> tuple[Placement, ...]:
+    """Those that families have, a V first, as it fits most caps; of these, the ones that costs per stage are for.
 
     Raises:
         CostsError: they are for none.
     """
-    p = num_devices
-    usual = tuple(dict.fromkeys((Placement.v_shape(p), Placement.interleaved(p, 2), Placement.linear(p))))
+    p, usual = num_devices, []
+    for chunks in (*range(min(2, max_chunks), 0, -1), *range(3, max_chunks + 1)):
+        if chunks % 2 == 0:
+            usual.append(Placement.wave(p, chunks))
+        usual.append(Placement.interleaved(p, chunks))
     fitting = []
     for placement in usual:
         try:
@@ -143,7 +166,7 @@ def _usual_placements(num_devices: int, costs: Costs) -> tuple[Placement, ...]:
         except CostsError as error:
             problem = error
     if not fitting:
-        raise CostsError(f"the costs fit neither {p} stages (linear) nor {2 * p} (V, interleaved): {problem}")
+        raise CostsError(f"the costs fit no multiple of {p} stages up to {max_chunks * p}: {problem}")
     return tuple(fitting)
 
 
@@ -178,6 +201,51 @@ def _nothing_fits(placements: Sequence[Placement], costs: Costs, memory_cap: obj
     )
 
 
+def _justify_starts(explorations: Sequence[_Exploration], deadline: float, effort: float) -> None:
+    """Improve what the families offered, the fastest first, then list schedules."""
+
+    def starts() -> Iterator[tuple[_Exploration, str, Timetable]]:
+        offered = [(seconds, i, *start) for i, e in enumerate(explorations) for seconds, *start in e.starts]
+        for _, index, name, table in sorted(offered, key=lambda each: each[:2]):
+            yield explorations[index], name, table
+        for exploration in sorted(explorations, key=lambda e: e.bound):
+            if can_win(exploration):
+                for name, table in exploration.more_starts():
+                    yield exploration, name, table
+
+    def can_win(exploration: _Exploration) -> bool:
+        return exploration.bound * _EXACT < min(e.makespan for e in explorations)
+
+    justified = 0
+    for exploration, name, table in starts():
+        if justified > effort * _PASSES_TO_JUSTIFY or time.perf_counter() > deadline:
+            return
+        if can_win(exploration):
+            exploration.justify(name, table)
+            justified += exploration.num_passes
+
+
+def _explore_periodic(explorations: Sequence[_Exploration], deadline: float, effort: float) -> None:
+    """The favourite gets the full effort if it can be expected to win; the others must show promise with less."""
+
+    def explore(exploration: _Exploration, share: float) -> None:
+        reached = min(e.makespan for e in explorations)
+        # A placement whose bound is no better than what another one has reached cannot win.
+        if exploration.bound * _EXACT < reached:
+            exploration.explore(deadline, effort * share, reached if share < 1 else math.inf)
+            if exploration.idles and exploration.makespan < reached * _WORTH_POLISHING:
+                exploration.polish(deadline, effort * share)
+
+    periodic = sorted((e for e in explorations if e.is_periodic), key=lambda e: e.bound)
+    leader = min(explorations, key=lambda e: e.makespan)
+    in_full = periodic[0] if leader.is_periodic else None
+    for exploration in periodic:
+        explore(exploration, 1.0 if exploration is in_full else _SHARE_OF_OTHERS)
+    leader = min(explorations, key=lambda e: e.makespan)
+    if in_full is None and leader.is_periodic:
+        explore(leader, 1.0)
+
+
 @dataclass
 class _Exploration:
     """The search within one placement. Makespans and bounds in seconds outside, in ticks inside."""
@@ -189,6 +257,8 @@ class _Exploration:
     seed: int
     _finalists: list[tuple[int, int, str, Timetable]] = field(default_factory=list)
     _starts: list[tuple[str, Timetable]] = field(default_factory=list)
+    idles: bool = False
+    """Whether no periodic order without a bubble in the steady state was found to fit the caps."""
 
     def __post_init__(self) -> None:
         unit = self.costs.memory_unit(self.placement)
@@ -205,47 +275,63 @@ class _Exploration:
         return self._finalists[0][0] / self._ticks_per_second
 
     def take_families(self, deadline: float) -> None:
-        """What every family has to offer as it is; without any, list schedules. At least one, even after the deadline."""
-        for starts in (
-            family_starts(self.placement, self._problem, self.costs, self.caps),
-            list_schedules(self._problem),
-        ):
-            if self.found_any:
+        """What every family has to offer as it is; without any, a list schedule. At least one, even after the deadline."""
+        for name, table in family_starts(self.placement, self._problem, self.costs, self.caps):
+            self._take(name, table)
+            if time.perf_counter() > deadline:
                 return
-            for name, table in starts:
-                self._add(name, table)
-                self._starts.append((name, table))
-                if time.perf_counter() > deadline:
-                    return
+        if not self.found_any:
+            self._take(*next(list_schedules(self._problem)))
 
-    def justify_starts(self, deadline: float) -> None:
-        """Improve what the families offered, and list schedules."""
+    def _take(self, name: str, table: Timetable) -> None:
+        self._add(name, table)
+        self._starts.append((name, table))
+
+    @property
+    def starts(self) -> list[tuple[float, str, Timetable]]:
+        """What there is to improve: seconds, name and timetable, the families' first."""
+        return [(table.makespan / self._ticks_per_second, name, table) for name, table in self._starts]
+
+    def more_starts(self) -> Iterator[tuple[str, Timetable]]:
+        """List schedules that are no starts yet."""
         tried = {name for name, _ in self._starts}
-        more = (start for start in list_schedules(self._problem) if start[0] not in tried)
-        for name, table in chain(self._starts, more):
-            if self.found_any and (self.makespan <= self.bound * _EXACT or time.perf_counter() > deadline):
-                return
-            self._add(f"{name}, justified", justify(self._problem, justify(self._problem, table)))
+        return (start for start in list_schedules(self._problem) if start[0] not in tried)
 
-    def explore(self, deadline: float, effort: float) -> None:
-        """Try periodic starts until the bound is met, the effort is spent, or time is over.
+    def justify(self, name: str, table: Timetable) -> None:
+        self._add(f"{name}, justified", justify(self._problem, justify(self._problem, table)))
+
+    @property
+    def num_passes(self) -> int:
+        return len(self._problem.device) * self.num_microbatches
+
+    @property
+    def is_periodic(self) -> bool:
+        """Whether there are few enough cyclic orders for a search for periodic ones."""
+        return max(len(classes) for classes in self._problem.classes) <= 3 * _CHUNKS_OF_A_CYCLE
+
+    def explore(self, deadline: float, effort: float, reached: float) -> None:
+        """Try periodic starts until the bound is met, none is better for long, the effort is spent, or time is over.
 
         Args:
             deadline: on the clock of ``time.perf_counter``.
             effort: see ``search_schedule``.
+            reached: makespan to undercut; intervals that are too long for it are not tried.
         """
         from megatron_pipemem.schedule.search.periodic import PeriodicStarts  # numpy takes a while to load
 
-        if not PeriodicStarts.suits(self._problem) or self.makespan <= self.bound * _EXACT:
+        if self.makespan <= self.bound * _EXACT:
             return
         short = shortened(self._problem, _MICROBATCHES_PER_DEVICE * self.placement.num_devices)
         rest = self._problem.num_microbatches - short.num_microbatches
         passes = len(short.device) * short.num_microbatches
         trials = int(effort * min(_MOST_TRIALS, max(_FEWEST_TRIALS, _PASSES_TO_TRY / passes)))
         sampler = PeriodicStarts(short, self.seed)
-        evaluated = proposed = 0
+        idle_if_doubled = _LEFT_IDLE * self.num_microbatches * max(short.work) / self._ticks_per_second
+        evaluated = proposed = improved = 0
         while evaluated < trials * (_EFFORT_WHEN_IDLE if sampler.idles else 1) and proposed < 4 * trials:
-            if time.perf_counter() > deadline or sampler.exhausted:
+            if time.perf_counter() > deadline or sampler.exhausted or evaluated - improved > trials:
+                break
+            if self.bound + (sampler.stretch - 1) * idle_if_doubled > reached:
                 break
             proposed += 1
             proposal = sampler.propose()
@@ -259,20 +345,23 @@ class _Exploration:
             source.learn(block, table.makespan)
             # Every further microbatch costs an interval, or less where justification fills the steady state's gaps.
             if table.makespan + rest * max(short.work) < self._finalists[-1][0] or len(self._finalists) < _FINALISTS:
+                before = self.makespan
                 self._finish(block, table, rest)
+                improved = evaluated if self.makespan < before else improved
                 if self.makespan <= self.bound * _EXACT:
                     return
-        if sampler.idles:
-            self._polish(deadline, effort)
+        self.idles = sampler.idles
 
-    def _polish(self, deadline: float, effort: float) -> None:
+    def polish(self, deadline: float, effort: float) -> None:
         """Justify the best again and again with changing parts frozen: a steady state that idles has room to move."""
         rng = Random(self.seed)
         problem = self._problem
         classes, m = len(problem.device), problem.num_microbatches
-        pool = [entry[3] for entry in self._finalists]
-        for _ in range(int(effort * _PASSES_TO_POLISH / (classes * m))):
-            if time.perf_counter() > deadline:
+        pool = [entry[2:] for entry in self._finalists]
+        rounds, improved = int(effort * _PASSES_TO_POLISH / (classes * m)), 0
+        patience = max(_FEWEST_TRIALS, rounds / 3)
+        for number in range(rounds):
+            if time.perf_counter() > deadline or self.makespan <= self.bound * _EXACT or number - improved > patience:
                 return
             index = rng.randrange(len(pool))
             if rng.random() < 0.5:
@@ -281,11 +370,13 @@ class _Exploration:
             else:
                 share = rng.choice((0.02, 0.1, 0.3, 0.5))
                 frozen = {each for each in range(classes * m) if rng.random() < share}
-            table = justify(problem, justify(problem, pool[index], frozen))
+            name, before = pool[index]
+            table = justify(problem, justify(problem, before, frozen))
             if table.makespan < self._finalists[0][0]:
-                self._add("periodic, polished", table)
-            if table.makespan <= pool[index].makespan:
-                pool[index] = table
+                self._add(f"{name.removesuffix(_POLISHED)}{_POLISHED}", table)
+                improved = number
+            if table.makespan <= before.makespan:
+                pool[index] = (name, table)
 
     def _finish(self, block: Block, table: Timetable, rest: int) -> None:
         """The block with all microbatches."""

@@ -11,7 +11,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.plain import serial_schedule
-from megatron_pipemem.schedule.search import Candidate, SearchResult, search_schedule
+from megatron_pipemem.schedule.search import MAX_CHUNKS, Candidate, SearchResult, search_schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
@@ -27,6 +27,7 @@ def search_vocabulary(
     costs: Costs | None = None,
     memory_cap: float | Sequence[float] | None = None,
     placements: Sequence[Placement] | None = None,
+    max_chunks: int = MAX_CHUNKS,
     seconds: float = 20.0,
     effort: float = 1.0,
     seed: int = 0,
@@ -58,6 +59,7 @@ def search_vocabulary(
                 costs=costs,
                 memory_cap=caps,
                 placements=placements,
+                max_chunks=max_chunks,
                 seconds=seconds / (1 if allowed is None else _SEARCHES),
                 effort=effort,
                 seed=seed,
@@ -85,7 +87,8 @@ def search_vocabulary(
     if not best:
         best = _serial(result, barriers, costs, allowed)
     candidates = sorted(best.values(), key=lambda c: (c.makespan, -c.lower_bound))
-    return SearchResult(tuple(candidates), time.perf_counter() - started)
+    bound = min(candidate.lower_bound for candidate in candidates)
+    return SearchResult(tuple(candidates), bound, time.perf_counter() - started)
 
 
 def _with_passes(found: Candidate, barriers: int, costs: Costs) -> Candidate:
