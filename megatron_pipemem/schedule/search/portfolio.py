@@ -46,15 +46,16 @@ def family_starts(
 
 
 def _largest_group(name: str, problem: Problem, shape: Mapping[str, object]) -> int:
-    """Larger groups of microbatches hold more and idle less: the largest that keeps the caps with some microbatches.
+    """Larger groups of microbatches hold more and idle less: the largest that keeps the caps.
 
     Raises:
         UnsupportedError: the family takes no groups that small.
     """
-    some = shortened(problem, 2 * problem.num_devices)
     fits, exceeds = 1, problem.num_devices
     while exceeds - fits > 1:
         size = (fits + exceeds) // 2
+        # Two whole groups, or as many as fill the pipeline, hold as much as any number of them.
+        some = shortened(problem, size * max(2, -(-problem.num_devices // size)))
         schedule = build_schedule(name, num_microbatches=some.num_microbatches, group_size=size, **shape)
         if some.fits(from_schedule(schedule)):
             fits = size

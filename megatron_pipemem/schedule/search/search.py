@@ -284,8 +284,9 @@ class _Exploration:
             self._take(*next(list_schedules(self._problem)))
 
     def _take(self, name: str, table: Timetable) -> None:
-        self._add(name, table)
-        self._starts.append((name, table))
+        if all(table.orders != known.orders for _, known in self._starts):
+            self._add(name, table)
+            self._starts.append((name, table))
 
     @property
     def starts(self) -> list[tuple[float, str, Timetable]]:
