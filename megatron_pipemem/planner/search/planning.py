@@ -10,8 +10,6 @@ At the end a search for better orders starts from the cuts that have room for on
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import heapq
 import itertools
 import logging
@@ -32,6 +30,7 @@ from megatron_pipemem.planner.search.variants import PLAIN, Variant, variants
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.options import STOCK
+from megatron_pipemem.schedule.rare_collection import rare_collection
 from megatron_pipemem.schedule.registry import build_schedule, family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search import search_schedule
@@ -176,7 +175,7 @@ def plan(
     memory = run.cluster.memory_bytes if memory is None else memory
     limits = limits or Limits()
     limits.check(run)
-    with _rare_collection():
+    with rare_collection():
         planner = _Planner(run, memory, limits, progress, pace)
         plans = planner.best(top)
         if search_seconds > 0 and planner.limits.admits(schedule=SEARCHED):
@@ -184,17 +183,6 @@ def plan(
     plans = sorted(plans, key=lambda each: each.seconds)[:top]
     rejected = planner.rejected + Counter({SLOWER: planner.waiting, UNTRIED: planner.untried})
     return Answer(tuple(plans), rejected, rejected.total() + len(plans), time.perf_counter() - started)
-
-
-@contextlib.contextmanager
-def _rare_collection() -> Iterator[None]:
-    """A planner makes millions of small tuples and no cycles: looking for cycles among them took a fifth of its time."""
-    before = gc.get_threshold()
-    gc.set_threshold(200_000, 50, 1_000)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.options import AUTO, check_effort
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.rare_collection import rare_collection
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible, justify
 from megatron_pipemem.schedule.search.portfolio import family_starts, fusable, list_schedules, shortened
@@ -56,6 +57,7 @@ _PASSES_TO_POLISH = 150_000
 _EFFORT_WHEN_IDLE = 4
 
 
+@rare_collection()
 def search_schedule(
     *,
     num_devices: int,
