@@ -235,7 +235,7 @@ def test_a_cap_per_device(pipemem_json, refuses):
 
 
 def test_search_with_offload_says_how_long_it_took_and_how_far_from_the_bound_it_is(pipemem, pipemem_json):
-    asked = ("simulate", "auto", "-p", 3, "-m", 6, "--offload", "auto", "--memory-cap", 0.5, "-o", "seconds=1")
+    asked = ("simulate", "auto", "-p", 3, "-m", 6, "--offload", "auto", "--memory-cap", 0.2, "-o", "seconds=1")
     found = pipemem_json(*asked)
     assert found["search_seconds"] > 0 and found["lower_bound"] < found["makespan"]
     said = pipemem(*asked).stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
@@ -130,6 +131,8 @@ def search_schedule(
         if time.perf_counter() < until or not any(e.found_any for e in explorations):
             exploration.take_families(until)
     explorations = [exploration for exploration in explorations if exploration.found_any]
+    if not explorations:
+        raise UnsupportedError(_nothing_fits(placements, costs, memory_cap))
     _justify_starts(explorations, deadline, effort)
     _explore_periodic(explorations, deadline, effort)
     leader = min(explorations, key=lambda e: e.makespan)
@@ -277,13 +280,15 @@ class _Exploration:
         return self._finalists[0][0] / self._ticks_per_second
 
     def take_families(self, deadline: float) -> None:
-        """What every family has to offer as it is; without any, a list schedule. At least one, even after the deadline."""
+        """What every family has to offer as it is; without any, a list schedule, if there is one. At least one, even after
+        the deadline."""
         for name, table in family_starts(self.placement, self._problem, self.costs, self.caps):
             self._take(name, table)
             if time.perf_counter() > deadline:
                 return
         if not self.found_any:
-            self._take(*next(list_schedules(self._problem)))
+            for start in itertools.islice(list_schedules(self._problem), 1):
+                self._take(*start)
 
     def _take(self, name: str, table: Timetable) -> None:
         if all(table.orders != known.orders for _, known in self._starts):
