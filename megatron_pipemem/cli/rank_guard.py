@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import socket
 import sys
@@ -159,6 +160,8 @@ def _exit(code: int, board: _FailureBoard | None = None) -> NoReturn:
     """Leave, once others had time to read ``board``. The interpreter's own end would wait for peers."""
     if board is not None:
         time.sleep(_READING_SECONDS)
+    for child in multiprocessing.active_children():  # Megatron's checkpoint writer leaves one, which would outlive us
+        child.kill()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -6,9 +6,11 @@ hangs ends its processes; the next case gets new ones.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -60,9 +62,10 @@ class Ranks:
             raise
 
     def stop(self) -> None:
-        """End the processes. They are idle or of no more use."""
+        """End the processes and what they started: Megatron's checkpoint writer does. They are idle or of no more use."""
         for process in self._processes:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         for process in self._processes:
             process.wait()
             process.stdin.close()
@@ -95,6 +98,7 @@ class Ranks:
                         stderr=log,
                         text=True,
                         env=environment,
+                        start_new_session=True,
                     )
                 )
         self._replies(START_SECONDS)
