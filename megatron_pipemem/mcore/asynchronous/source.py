@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_pipemem.mcore.sources import FamilySource, Plan, Shape
-from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.simulator import Timeline
 from megatron_pipemem.schedule.windows import Moment, Window, check_batch, family_window, updates_per_batch
 
@@ -24,27 +22,12 @@ class WindowPlan(Plan):
 
 
 class AsynchronousSource(FamilySource):
-    """Schedules of a family whose weights change in the middle of them.
+    """Schedules of a family whose weights change in the middle of them; arguments as of ``FamilySource``."""
 
-    Args:
-        name: of the family.
-        memory_cap: in activation units, or ``None``.
-        options: of the family.
-        costs: prices of plans.
-        priced_by: where ``costs`` are from.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        memory_cap: float | Sequence[float] | None = None,
-        options: Mapping[str, object] | None = None,
-        costs: Costs | None = None,
-        priced_by: str = "unit",
-    ):
-        super().__init__(name, memory_cap, options, costs, priced_by)
-        self.loop_updates = updates_per_batch(name)
+    @property
+    def loop_updates(self) -> bool:
         """Whether the optimizer steps once per call, by the training loop, and not once per microbatch."""
+        return updates_per_batch(self.name)
 
     @property
     def identity(self) -> str:
