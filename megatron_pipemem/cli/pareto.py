@@ -12,6 +12,7 @@ from megatron_pipemem.cli.common import P2P, CostsText, Json, check_size, consol
 from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, priced_head
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report import pareto as picture
+from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.search import MAX_CHUNKS
 from megatron_pipemem.schedule.search.cache import ResultCache
@@ -59,7 +60,7 @@ def pareto(
         MAX_CHUNKS if layers is None else max(1, min(MAX_CHUNKS, layers // devices)),
     )
     for cap in wanted:
-        if all(choice.peak > cap * (1 + 1e-9) for choice in found):
+        if all(choice.peak > loosened(cap) for choice in found):
             report_note(f"no schedule was found that fits a memory cap of {cap:.4g}")
     front = [choice for choice in found if not choice.dominated]
     cheap = trades(front)

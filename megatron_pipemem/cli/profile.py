@@ -21,6 +21,7 @@ from megatron_pipemem.planner.runs import Run
 from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.request import FILE_SUFFIX
 
 MIB = 1 << 20
 DEFAULT_CLUSTER = "a100-80g"
@@ -91,7 +92,7 @@ def profile(
 def _placement(run: Run) -> Placement | None:
     """Which device holds which stage, where the run's configuration says so."""
     cut, name = run.parallelism, run.schedule.name
-    if name in (STOCK, AUTO) or name.endswith(".csv"):
+    if name in (STOCK, AUTO) or name.endswith(FILE_SUFFIX):
         return None
     options = {**run.schedule.options, **({} if cut.chunks is None else {"chunks": cut.chunks})}
     return build_schedule(name, num_devices=cut.pp, num_microbatches=cut.microbatches, **options).placement

@@ -128,8 +128,7 @@ _CUTS = (_VIRTUAL_STAGES, "--num-layers-per-virtual-pipeline-stage", _LAYOUT)
 # With these, Megatron takes the sizes of the model from elsewhere, and its own checks must do.
 _ELSEWHERE = ("--yaml-cfg", "--use-checkpoint-args", "--hybrid-layer-pattern")
 _UNEVEN = (
-    "--decoder-first-pipeline-num-layers",
-    "--decoder-last-pipeline-num-layers",
+    *(f"--{flag}" for flag in layout.FLAGS),
     "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split",
 )

@@ -32,7 +32,7 @@ def written(counts: Sequence[int]) -> str:
 
 def layers_of(run: Run, stages: int) -> tuple[int, ...] | None:
     """What a run says of its cut, or an even one; ``None`` where only Megatron can tell."""
-    flags = {key.replace("_", "-"): value for key, value in run.megatron.items()}
+    flags = run.flags
     if any(flags.get(key) is not None for key in _OTHER_CUTS):
         return None
     if flags.get(FLAG) is None:

@@ -46,8 +46,7 @@ def offload_step(
 
 def host_bytes(run: Run) -> float:
     """Of host memory, for one rank's activations."""
-    flags = {key.replace("_", "-"): value for key, value in run.megatron.items()}
-    given = flags.get(HOST_MEMORY)
+    given = run.flags.get(HOST_MEMORY)
     if given is None:
         return DEFAULT_HOST_SHARE * run.cluster.host_bytes
     return parse_cap(str(given)).amount / run.cluster.devices_per_node
