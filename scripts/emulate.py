@@ -1,6 +1,6 @@
 """Run a Megatron script in one process by the update rule of an asynchronous schedule, without a pipeline, on the CPU.
 
-    torchrun --nproc-per-node 1 scripts/emulate.py RULE STAGES SCRIPT [flags of the script and --pipemem-* flags]
+    pipemem run --cpu scripts/emulate.py RULE STAGES SCRIPT [flags of the script and --pipemem-* flags]
 
 See ``megatron_pipemem.cpu.emulation``.
 """
@@ -12,7 +12,6 @@ import runpy
 import sys
 from pathlib import Path
 
-from megatron_pipemem.cpu import activate
 from megatron_pipemem.cpu.emulation import RULES, emulated
 
 
@@ -23,10 +22,7 @@ def main() -> None:
     parser.add_argument("script", type=Path)
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     asked = parser.parse_args()
-    activate()
-    from megatron_pipemem.mcore.launch import enable_from_command_line  # Megatron, and so after activate()
-
-    sys.argv = [str(asked.script), *enable_from_command_line(asked.arguments)]
+    sys.argv = [str(asked.script), *asked.arguments]
     sys.path[0] = str(asked.script.resolve().parent)
     with emulated(asked.rule, asked.stages):
         runpy.run_path(str(asked.script), run_name="__main__")

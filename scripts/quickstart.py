@@ -19,13 +19,13 @@ import argparse
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from rich.box import SIMPLE
@@ -33,6 +33,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from megatron_pipemem.cli.run import run as run_script
+from megatron_pipemem.cpu.ranks import end_ranks, start_ranks
 from megatron_pipemem.planner.launching import CPU_FLAGS, words
 from megatron_pipemem.report import save_comparison
 from megatron_pipemem.schedule.registry import build_schedule, family
@@ -41,6 +43,7 @@ from megatron_pipemem.schedule.windows import family_window, steady
 
 SCRIPTS = Path(__file__).resolve().parent
 DEVICES, MICROBATCHES = 4, 8
+POLL_SECONDS = 0.2
 ROUNDING = 1e-6
 """By how much losses may differ, relative to stock's, where two copies of the model share the microbatches."""
 UNTIED = ("--untie-embeddings-and-output-weights",)
@@ -119,34 +122,30 @@ def launch(arguments: Sequence[str], log: Path, on_line: Callable[[str], object]
     Raises:
         RunFailed: the run ended with an error.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    script, ranks = str(SCRIPTS / "pretrain_gpt.py"), 1 if emulated else DEVICES
-    program = ("-m", "megatron_pipemem", "run", "--cpu", script)
+    script, ranks = SCRIPTS / "pretrain_gpt.py", DEVICES
     if emulated:
-        program = (str(SCRIPTS / "emulate.py"), emulated, str(DEVICES), script)
-    command = [
-        *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
-        *("--master-addr", "127.0.0.1", "--master-port", str(port)),
-        *program,
-        *arguments,
-    ]
+        arguments = [emulated, str(DEVICES), str(script), *arguments]
+        script, ranks = SCRIPTS / "emulate.py", 1
     log.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        log.open("w", encoding="utf-8") as file,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as job,
-    ):
-        try:
-            for line in job.stdout:
-                file.write(line)
-                on_line(line)
-        except BaseException:
-            job.terminate()
-            raise
-    if job.returncode:
-        tail = "".join(log.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)[-25:])
-        raise RunFailed(f"{tail}\nexit code {job.returncode}; the whole log is {log}")
+    log.unlink(missing_ok=True)
+    log.touch()
+    processes = start_ranks(run_script, [(True, script, list(arguments))] * ranks, [log] * ranks)
+    try:
+        with log.open(encoding="utf-8", errors="replace") as file:
+            begun = ""
+            while True:
+                running = [process.sentinel for process in processes if process.exitcode is None]
+                *lines, begun = (begun + file.read()).split("\n")
+                for line in lines:
+                    on_line(line)
+                if not running:
+                    break
+                wait(running, timeout=POLL_SECONDS)
+    finally:
+        end_ranks(processes)
+    if failed := [process.exitcode for process in processes if process.exitcode]:
+        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:])
+        raise RunFailed(f"{tail}\nexit code {failed[0]}; the whole log is {log}")
 
 
 def prepare_text(folder: Path) -> list[str]:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,10 +72,14 @@ class _Device:
     """State behind ``current_device`` and ``current_stream``."""
 
     def __init__(self) -> None:
-        self.count = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.index = 0
         self.default_stream = Stream()
         self.stream = self.default_stream
+
+    @property
+    def count(self) -> int:
+        """Local ranks; looked up anew, because processes may be forked after `install`."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
     def set_index(self, device: Any) -> None:
         index = device if isinstance(device, int) else torch.device(device).index
@@ -111,6 +116,20 @@ def _zero(*_: Any, **__: Any) -> int:
     return 0
 
 
+class _Generators(Sequence):
+    """The one random generator there is, for every device."""
+
+    def __init__(self, generator: torch.Generator, device: _Device):
+        self._generator = generator
+        self._device = device
+
+    def __len__(self) -> int:
+        return self._device.count
+
+    def __getitem__(self, index: int) -> torch.Generator:
+        return ((self._generator,) * len(self))[index]
+
+
 def install() -> None:
     """Replace the functions and classes of ``torch.cuda`` and ``torch.accelerator`` that Megatron-Core touches."""
     device = _Device()
@@ -141,7 +160,7 @@ def install() -> None:
         "stream": device.use_stream,
         "is_current_stream_capturing": lambda: False,
         # random numbers
-        "default_generators": (generator,) * device.count,
+        "default_generators": _Generators(generator, device),
         "get_rng_state": lambda *_, **__: generator.get_state(),
         "set_rng_state": lambda state, *_, **__: generator.set_state(state),
         # Functions of their own: TorchDynamo's table of torch functions refuses one object under two names.

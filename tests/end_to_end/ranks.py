@@ -1,24 +1,20 @@
 """A group of rank processes that run one case after another.
 
-Importing Megatron takes longer than training a tiny model, so many cases of one kind share their processes. One that fails or
-hangs ends its processes; the next case gets new ones.
+Many cases of one kind share their processes, and so what those have set up. One that fails or hangs ends its processes; the
+next case gets new ones.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import selectors
-import signal
-import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-WORKER = Path(__file__).with_name("worker.py")
+import worker
+
+from megatron_pipemem.cpu.ranks import Pipe, Process, end_ranks, start_ranks
+
 START_SECONDS = 300
 CASE_SECONDS = 240
 LOST_PEER_SECONDS = 5
@@ -41,7 +37,8 @@ class Ranks:
     program: str
     logs: Path
     size: int = 4
-    _processes: list[subprocess.Popen] = field(default_factory=list)
+    _processes: list[Process] = field(default_factory=list)
+    _connections: list[Connection] = field(default_factory=list)
     _starts: int = 0
 
     def run(self, case: dict, seconds: float = CASE_SECONDS) -> list[dict]:
@@ -53,72 +50,46 @@ class Ranks:
         if not self._processes:
             self._start()
         try:
-            for process in self._processes:
-                process.stdin.write(json.dumps(case) + "\n")
-                process.stdin.flush()
+            for connection in self._connections:
+                connection.send(case)
             return self._replies(seconds)[: case.get("ranks", self.size)]
         except BaseException:
             self.stop()
             raise
 
     def stop(self) -> None:
-        """End the processes and what they started: Megatron's checkpoint writer does. They are idle or of no more use."""
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in self._processes:
-            process.wait()
-            process.stdin.close()
-            process.stdout.close()
-        self._processes.clear()
+        """End the processes: they are idle or of no more use."""
+        end_ranks(self._processes)
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
 
     def _start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         self._starts += 1
-        for rank in range(self.size):
-            environment = {
-                **os.environ,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(self.size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "PYTHONWARNINGS": "ignore",
-                # What somebody has searched on this machine before must not decide what is tested.
-                "XDG_CACHE_HOME": str(self.logs / "cache"),
-            }
-            with self._log(rank).open("w") as log:
-                self._processes.append(
-                    subprocess.Popen(
-                        [sys.executable, str(WORKER), self.program],
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=log,
-                        text=True,
-                        env=environment,
-                        start_new_session=True,
-                    )
-                )
+        self._connections, theirs = zip(*(Pipe() for _ in range(self.size)), strict=True)
+        # What somebody has searched on this machine before must not decide what is tested.
+        environment = {"XDG_CACHE_HOME": str(self.logs / "cache")}
+        arguments = [(self.program, connection, environment) for connection in theirs]
+        self._processes = start_ranks(worker.serve, arguments, [self._log(rank) for rank in range(self.size)])
+        for connection in theirs:
+            connection.close()
         self._replies(START_SECONDS)
 
     def _replies(self, seconds: float) -> list[dict]:
-        """One line of JSON from every rank."""
+        """One of every rank."""
         replies: dict[int, dict] = {}
+        waiting = dict(zip(self._connections, range(self.size), strict=True))
         deadline = time.monotonic() + seconds
-        with selectors.DefaultSelector() as ready:
-            for rank, process in enumerate(self._processes):
-                ready.register(process.stdout, selectors.EVENT_READ, rank)
-            while len(replies) < self.size and time.monotonic() < deadline:
-                for key, _ in ready.select(timeout=1):
-                    rank = key.data
-                    line = key.fileobj.readline()
-                    ready.unregister(key.fileobj)
-                    replies[rank] = json.loads(line) if line else {"error": f"died:\n{self._tail(rank)}"}
-                    if "error" in replies[rank]:
-                        # The others wait for this one in some collective; some of them may yet say why.
-                        deadline = min(deadline, time.monotonic() + LOST_PEER_SECONDS)
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for connection in wait(list(waiting), timeout=left):
+                rank = waiting.pop(connection)
+                try:
+                    replies[rank] = connection.recv()
+                except EOFError:
+                    replies[rank] = {"error": f"died:\n{self._tail(rank)}"}
+                if "error" in replies[rank]:
+                    # The others wait for this one in some collective; some of them may yet say why.
+                    deadline = min(deadline, time.monotonic() + LOST_PEER_SECONDS)
         errors = [f"rank {rank}: {reply['error']}" for rank, reply in sorted(replies.items()) if "error" in reply]
         missing = sorted(set(range(self.size)) - set(replies))
         if missing:

@@ -1,4 +1,4 @@
-"""One rank: runs the cases that arrive on its standard input, answers each by a line of JSON on its standard output.
+"""One rank: runs the cases that arrive on its connection and answers each.
 
 Started by ``ranks.py``. Every case has process groups of its own, so nothing of one reaches the next. A case may take the first
 ``ranks`` of them only.
@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import gc
 import importlib
-import json
 import os
-import sys
 import traceback
 from datetime import timedelta
+from multiprocessing.connection import Connection
 
 from megatron_pipemem.cpu import activate
 
 GROUP_TIMEOUT = timedelta(seconds=200)
 
 
-def serve(program: str) -> None:
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-
+def serve(program: str, connection: Connection, environment: dict[str, str]) -> None:
+    """Run cases by ``program``'s ``run(case)`` until nobody asks any more."""
+    os.environ.update(environment)
     activate()
     import torch.distributed as dist
 
@@ -30,12 +28,17 @@ def serve(program: str) -> None:
     gc.freeze()  # every case collects its garbage, and need not go through all of torch and Megatron for it
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=rank == 0)
-    print(json.dumps({"ready": True}), file=replies)
-    for number, line in enumerate(sys.stdin):
-        case = json.loads(line)
+    connection.send({"ready": True})
+    number = 0
+    while True:
+        try:
+            case = connection.recv()
+        except EOFError:
+            return
+        number += 1
         members = case.get("ranks", size)
         if rank >= members:
-            print(json.dumps({"idle": True}), file=replies)
+            connection.send({"idle": True})
             continue
         os.environ["WORLD_SIZE"] = str(members)
         own_store = dist.PrefixStore(str(number), store)
@@ -46,8 +49,4 @@ def serve(program: str) -> None:
             dist.destroy_process_group()
         except BaseException:
             reply = {"error": traceback.format_exc()}
-        print(json.dumps(reply), file=replies)
-
-
-if __name__ == "__main__":
-    serve(sys.argv[1])
+        connection.send(reply)

@@ -1,0 +1,72 @@
+"""Ranks on this machine that start at once: they are forked from a process that has imported Megatron.
+
+Importing Megatron takes ten seconds of a core, and torchrun pays that for every rank of every run. Here it is paid once, by
+`multiprocessing`'s fork server, which neither trains nor starts threads. Every run gets new processes all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["megatron_pipemem.cpu.warm"])
+
+Process = _CONTEXT.Process
+Pipe = _CONTEXT.Pipe
+
+
+def start_ranks(target: Callable[..., object], arguments: Sequence[tuple], logs: Sequence[Path]) -> list[Process]:
+    """Start one process per rank, with the environment that torchrun gives its ranks.
+
+    Args:
+        target: what every rank calls; a function of a module, not of a script.
+        arguments: of the call, per rank.
+        logs: where to append what a rank prints, per rank; ranks may share a file.
+
+    Returns:
+        The processes, each the leader of its own session; `end_ranks` ends what they started, too.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    size = len(arguments)
+    processes = []
+    for rank, (own, log) in enumerate(zip(arguments, logs, strict=True)):
+        environment = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        process = Process(target=_run, args=(environment, str(log), target, own), name=f"rank {rank}")
+        process.start()
+        processes.append(process)
+    return processes
+
+
+def end_ranks(processes: Sequence[Process]) -> None:
+    """Kill what still runs, with everything that it started: Megatron's checkpoint writer is a process of its own."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    for process in processes:
+        process.join()
+
+
+def _run(environment: dict[str, str], log: str, target: Callable[..., object], arguments: tuple) -> None:
+    os.setsid()
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(file, stream.fileno())
+    os.close(file)
+    os.environ.update(environment)
+    target(*arguments)
