@@ -6,7 +6,7 @@ import gc
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from hashlib import sha256
 from pathlib import Path
@@ -70,7 +70,7 @@ def run(case: dict) -> dict:
         knows, the ``vocabulary_rows`` of every shard that it has of embedding and head, and the symbols of Megatron that are
         not the ``original`` ones afterwards.
     """
-    originals = _symbols()
+    _note_symbols()
     rows: list[int] = []
     flags = enable_from_command_line([*case["flags"], "--pipemem-report", case["report"]])
     sys.argv = [str(ENTRY), *flags]
@@ -99,13 +99,12 @@ def run(case: dict) -> dict:
         training.destroy_global_state()
         gc.collect()
     dist.barrier()
-    now = _symbols()
     return {
         "report": json.loads(Path(case["report"]).read_text()),
         "validation": validation,
         "vocabulary_rows": rows,
         "weights": weights,
-        "replaced": [".".join(name) for name, original in originals.items() if now.get(name) is not original],
+        "replaced": [name for name, (space, key, original) in _originals.items() if space.get(key) is not original],
     }
 
 
@@ -239,15 +238,21 @@ def _initialise(entries) -> None:
             shard.data.copy_(0.05 * torch.randn(shard.global_shape, generator=generator)[shard.global_slice()])
 
 
-def _symbols() -> dict[tuple[str, ...], Callable]:
-    """Everything callable in Megatron's modules and classes."""
-    found = {}
+_originals: dict[str, tuple[Mapping[str, object], str, Callable]] = {}
+_noted_modules: set[str] = set()
+
+
+def _note_symbols() -> None:
+    """Everything callable in Megatron's modules and their classes, and where it is found; once for every module."""
     for name, module in list(sys.modules.items()):
-        if not name.startswith("megatron.") or module is None:
+        if not name.startswith("megatron.") or module is None or name in _noted_modules:
             continue
-        for attribute, value in list(vars(module).items()):
-            if callable(value):
-                found[name, attribute] = value
+        _noted_modules.add(name)
+        spaces = {name: vars(module)}
+        for value in list(vars(module).values()):
             if isinstance(value, type) and value.__module__ == name:
-                found |= {(name, attribute, member): v for member, v in vars(value).items() if callable(v)}
-    return found
+                spaces[f"{name}.{value.__name__}"] = vars(value)
+        for place, space in spaces.items():
+            _originals.update(
+                {f"{place}.{key}": (space, key, value) for key, value in space.items() if callable(value)}
+            )
