@@ -13,22 +13,24 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["megatron_pipemem.cpu.warm"])
-
-Process = _CONTEXT.Process
-Pipe = _CONTEXT.Pipe
+_FORKED = multiprocessing.get_context("forkserver")
+_FORKED.set_forkserver_preload(["megatron_pipemem.cpu.warm"])
+_NEW = multiprocessing.get_context("spawn")
 
 
-def start_ranks(target: Callable[..., object], arguments: Sequence[tuple], logs: Sequence[Path]) -> list[Process]:
+def start_ranks(
+    target: Callable[..., object], arguments: Sequence[tuple], logs: Sequence[Path], *, forked: bool = True
+) -> list[BaseProcess]:
     """Start one process per rank, with the environment that torchrun gives its ranks.
 
     Args:
         target: what every rank calls; a function of a module, not of a script.
         arguments: of the call, per rank.
         logs: where to append what a rank prints, per rank; ranks may share a file.
+        forked: with Megatron imported and the CPU lane active; otherwise as new interpreters.
 
     Returns:
         The processes, each the leader of its own session; `end_ranks` ends what they started, too.
@@ -47,13 +49,15 @@ def start_ranks(target: Callable[..., object], arguments: Sequence[tuple], logs:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        process = Process(target=_run, args=(environment, str(log), target, own), name=f"rank {rank}")
+        process = (_FORKED if forked else _NEW).Process(
+            target=_run, args=(environment, str(log), target, own), name=f"rank {rank}"
+        )
         process.start()
         processes.append(process)
     return processes
 
 
-def end_ranks(processes: Sequence[Process]) -> None:
+def end_ranks(processes: Sequence[BaseProcess]) -> None:
     """Kill what still runs, with everything that it started: Megatron's checkpoint writer is a process of its own."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import worker
 
-from megatron_pipemem.cpu.ranks import Pipe, Process, end_ranks, start_ranks
+from megatron_pipemem.cpu.ranks import end_ranks, start_ranks
 
 START_SECONDS = 300
 CASE_SECONDS = 240
@@ -32,12 +34,14 @@ class Ranks:
         program: module beside this one whose ``run(case)`` every rank calls.
         logs: folder for what the ranks print.
         size: number of ranks.
+        forked: from a process that has imported ``megatron.training``.
     """
 
     program: str
     logs: Path
     size: int = 4
-    _processes: list[Process] = field(default_factory=list)
+    forked: bool = True
+    _processes: list[BaseProcess] = field(default_factory=list)
     _connections: list[Connection] = field(default_factory=list)
     _starts: int = 0
 
@@ -70,7 +74,8 @@ class Ranks:
         # What somebody has searched on this machine before must not decide what is tested.
         environment = {"XDG_CACHE_HOME": str(self.logs / "cache")}
         arguments = [(self.program, connection, environment) for connection in theirs]
-        self._processes = start_ranks(worker.serve, arguments, [self._log(rank) for rank in range(self.size)])
+        logs = [self._log(rank) for rank in range(self.size)]
+        self._processes = start_ranks(worker.serve, arguments, logs, forked=self.forked)
         for connection in theirs:
             connection.close()
         self._replies(START_SECONDS)

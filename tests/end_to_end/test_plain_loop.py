@@ -27,7 +27,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> Iterator[Ranks]:
-    ranks = Ranks("plain_loop", tmp_path_factory.mktemp("plain_loop"))
+    ranks = Ranks("plain_loop", tmp_path_factory.mktemp("plain_loop"), forked=False)
     yield ranks
     ranks.stop()
 

@@ -132,7 +132,7 @@ def test_checkpoints_are_interchangeable_with_stock(train, tmp_path, name):
 
 @pytest.fixture(scope="module")
 def three_ranks(tmp_path_factory):
-    ranks = Ranks("plain_loop", tmp_path_factory.mktemp("three_ranks"), size=3)
+    ranks = Ranks("plain_loop", tmp_path_factory.mktemp("three_ranks"), size=3, forked=False)
     yield ranks
     ranks.stop()
 
