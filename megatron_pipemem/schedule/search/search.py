@@ -20,9 +20,10 @@ from megatron_pipemem.schedule.options import AUTO, check_effort
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.rare_collection import rare_collection
 from megatron_pipemem.schedule.search.cache import ResultCache
+from megatron_pipemem.schedule.search.exact import solve
 from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible, justify
 from megatron_pipemem.schedule.search.portfolio import family_starts, fusable, list_schedules, shortened
-from megatron_pipemem.schedule.search.problem import make_problem, to_schedule
+from megatron_pipemem.schedule.search.problem import keeps_memory_exactly, make_problem, to_schedule
 from megatron_pipemem.schedule.search.result import Candidate, SearchResult
 from megatron_pipemem.schedule.search.robust import most_robust
 from megatron_pipemem.schedule.simulator import simulate
@@ -48,6 +49,9 @@ _CHUNKS_OF_A_CYCLE = 2
 # Passes of all starts that are justified at effort 1, but at least one start.
 _PASSES_TO_JUSTIFY = 20_000
 _SHARE_OF_OTHERS = 0.2
+# Problems with so few passes are tried exactly, all together with so many states at effort 1: half a second.
+_PASSES_TO_SOLVE = 128
+_STATES = 4000
 # Of the time that a longer interval idles, at least so much is left when justification has filled what it can.
 _LEFT_IDLE = 1 / 6
 # Times the best makespan; polishing saves a point or two.
@@ -123,7 +127,7 @@ def search_schedule(
             explorations.append(_Exploration(placement, num_microbatches, costs, caps, seed))
     if not explorations:
         raise UnsupportedError(_nothing_fits(placements, costs, memory_cap))
-    bound = min(exploration.bound for exploration in explorations)
+    considered = explorations
     deadline = started + seconds
     for exploration in explorations:
         # Families of many stages take long; half of the time is for better orders.
@@ -134,6 +138,7 @@ def search_schedule(
     if not explorations:
         raise UnsupportedError(_nothing_fits(placements, costs, memory_cap))
     _justify_starts(explorations, deadline, effort)
+    _solve_small(explorations, deadline, effort)
     _explore_periodic(explorations, deadline, effort)
     leader = min(explorations, key=lambda e: e.makespan)
     if not leader.is_periodic:
@@ -142,6 +147,7 @@ def search_schedule(
     least = min(candidate.makespan for candidate in candidates)
     # Of those that are equally fast, the one with fewest stages sends fewest messages.
     candidates.sort(key=lambda c: (max(c.makespan, least * (1 + 1e-12)), c.schedule.num_stages, -c.lower_bound))
+    bound = min(exploration.bound for exploration in considered)
     result = SearchResult(tuple(candidates), bound, time.perf_counter() - started)
     logger.info("%s in %.2f s, gap %.2f%%", result.best.found_by, result.seconds, 100 * result.gap)
     if cache is not None and (result.is_optimal or time.perf_counter() < deadline):
@@ -228,6 +234,17 @@ def _justify_starts(explorations: Sequence[_Exploration], deadline: float, effor
         if can_win(exploration):
             exploration.justify(name, table)
             justified += exploration.num_passes
+
+
+def _solve_small(explorations: Sequence[_Exploration], deadline: float, effort: float) -> None:
+    """The placements with fewest passes exactly, as long as they could win and the states suffice."""
+    states = int(effort * _STATES)
+    for exploration in sorted(explorations, key=lambda e: e.num_passes):
+        if exploration.num_passes > _PASSES_TO_SOLVE or states <= 0 or time.perf_counter() > deadline:
+            return
+        reached = min(e.makespan for e in explorations)
+        if exploration.bound * _EXACT < reached:
+            states -= exploration.solve(reached, states)
 
 
 def _explore_periodic(explorations: Sequence[_Exploration], deadline: float, effort: float) -> None:
@@ -317,6 +334,22 @@ class _Exploration:
         """Whether there are few enough cyclic orders for a search for periodic ones."""
         return max(len(classes) for classes in self._problem.classes) <= 3 * _CHUNKS_OF_A_CYCLE
 
+    def solve(self, reached: float, most_states: int) -> int:
+        """Look for what is shorter than ``reached`` seconds until there is no more; the number of states that took.
+
+        What is proved raises ``bound``.
+        """
+        if self.caps is not None and not keeps_memory_exactly(self.placement, self.costs):
+            return 0
+        shorter_than = min(self._finalists[0][0], round(reached * self._ticks_per_second))
+        solved = solve(self._problem, shorter_than, most_states)
+        if solved is None:
+            return most_states
+        if solved.table is not None:
+            self._add("exact", solved.table)
+        self.bound = max(self.bound, min(shorter_than, self._finalists[0][0]) / self._ticks_per_second)
+        return solved.states
+
     def explore(self, deadline: float, effort: float, reached: float) -> None:
         """Try periodic starts until the bound is met, none is better for long, the effort is spent, or time is over.
 
@@ -405,4 +438,5 @@ class _Exploration:
         fused = fusable(self._problem, as_soon_as_possible(self._problem, table.orders))
         schedule = to_schedule(AUTO, self.placement, self._problem, table.orders, fused)
         timeline = simulate(schedule, self.costs)
-        return Candidate(schedule, timeline.makespan, timeline.peaks, self.bound, name)
+        bound = min(self.bound, timeline.makespan)  # that of an exact solution was in ticks
+        return Candidate(schedule, timeline.makespan, timeline.peaks, bound, name)
