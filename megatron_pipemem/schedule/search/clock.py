@@ -1,0 +1,67 @@
+"""The time of a search: a step of it begins only if it can be expected to end in time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+
+class Step(Enum):
+    """What takes time in proportion to the passes of a placement; the value is seconds per pass until one was timed."""
+
+    FIRST = 4e-6
+    """Run an order that is known. As every search does it once, it tells how fast the machine is."""
+    FAMILY = 10e-6
+    """Build what one family has to offer."""
+    JUSTIFY = 20e-6
+    TRY = 25e-6
+    """Propose a periodic order and justify it."""
+    DESCRIBE = 15e-6
+    """Make a schedule of the best order and simulate it."""
+
+
+class Clock:
+    """Started when it is made.
+
+    Args:
+        seconds: of the search.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._started, self._seconds = time.perf_counter(), seconds
+        self._paces: dict[Step, float] = {}
+        self.refused_any = False
+        """Whether a step did not begin because it would have ended too late."""
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self._started
+
+    def allows(self, step: Step, passes: int, result: int, share: float = 1.0) -> bool:
+        """Whether the step can be expected to end in time, and its result to be described then.
+
+        Args:
+            step: of the search.
+            passes: that it works on.
+            result: passes of the schedule that it leads to.
+            share: of the time that it may end in.
+        """
+        expected = self._pace(step) * passes + self._pace(Step.DESCRIBE) * result
+        if self.elapsed + expected > self._seconds * share:
+            self.refused_any = True
+            return False
+        return True
+
+    @contextmanager
+    def step(self, step: Step, passes: int) -> Iterator[None]:
+        """Time a step: the next one of its kind is expected to go on at its pace."""
+        before = self.elapsed
+        yield
+        self._paces[step] = (self.elapsed - before) / passes
+
+    def _pace(self, step: Step) -> float:
+        """That of the last such step; of the first one the usual, or slower where the first start was."""
+        slowness = max(1.0, self._paces.get(Step.FIRST, 0.0) / Step.FIRST.value)
+        return self._paces.get(step, step.value * slowness)
