@@ -8,7 +8,7 @@ from dataclasses import replace
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import build_schedule, synchronous_families
+from megatron_pipemem.schedule.registry import Family, build_schedule
 from megatron_pipemem.schedule.search.dispatch import dispatch
 from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible
 from megatron_pipemem.schedule.search.problem import FORWARD, INPUT, WEIGHT, Problem, from_schedule
@@ -47,14 +47,14 @@ def first_start(problem: Problem) -> Timetable | None:
 
 
 def family_starts(
-    placement: Placement, problem: Problem, costs: Costs, caps: Sequence[float] | None
+    families: Sequence[Family], placement: Placement, problem: Problem, costs: Costs, caps: Sequence[float] | None
 ) -> Iterator[tuple[str, Timetable | None]]:
-    """Every family's schedule of this placement by name; ``None`` for those that do not fit the caps."""
+    """The families' schedules of this placement by name; ``None`` for those that do not fit the caps."""
     given: dict[str, object] = {"costs": costs}
     if caps is not None and costs.memory is None:
         given["memory_cap"] = min(caps)
     p, m = placement.num_devices, problem.num_microbatches
-    for each in synchronous_families():
+    for each in families:
         options = {name: value for name, value in given.items() if name in each.options}
         if "chunks" in each.options:
             options["chunks"] = placement.num_chunks

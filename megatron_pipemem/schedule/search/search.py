@@ -19,6 +19,7 @@ from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.options import AUTO, check_effort
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.rare_collection import rare_collection
+from megatron_pipemem.schedule.registry import Family, synchronous_families
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.clock import Clock, Step
 from megatron_pipemem.schedule.search.exact import solve
@@ -140,8 +141,9 @@ def search_schedule(
     considered = explorations
     # The quickest to say something about.
     min(explorations, key=lambda e: e.num_passes).take_first(clock)
+    families = tuple(synchronous_families()) if seconds else ()
     for exploration in explorations:
-        exploration.take_families(clock)
+        exploration.take_families(families, clock)
     explorations = [exploration for exploration in explorations if exploration.found_any]
     if not explorations:
         raise UnsupportedError(_nothing_fits(placements, costs, memory_cap))
@@ -326,15 +328,15 @@ class _Exploration:
         if table is not None:
             self._add("evenly spaced", table)
 
-    def take_families(self, clock: Clock) -> None:
-        """What every family has to offer as it is, while there is time; if that is nothing, a list schedule."""
+    def take_families(self, families: Sequence[Family], clock: Clock) -> None:
+        """What every one of the families has to offer as it is, while there is time; if that is nothing, a list schedule."""
 
         def in_time() -> bool:
             return clock.allows(Step.FAMILY, self.num_passes, self.num_passes, _SHARE_OF_FAMILIES)
 
         if not in_time():
             return
-        offers = family_starts(self.placement, self._problem, self.costs, self.caps)
+        offers = family_starts(families, self.placement, self._problem, self.costs, self.caps)
         while in_time():
             with clock.step(Step.FAMILY, self.num_passes):
                 offer = next(offers, None)
