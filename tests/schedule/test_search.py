@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import oracle
 import pytest
@@ -16,7 +17,7 @@ from megatron_pipemem.schedule.bounds import lower_bound, one_microbatch
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules
-from megatron_pipemem.schedule.search import search_schedule
+from megatron_pipemem.schedule.search import clock, search_schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.exact import solve
 from megatron_pipemem.schedule.search.pareto import choices, trades, useful_caps
@@ -337,6 +338,61 @@ def test_equal_seeds_find_equal_schedules() -> None:
 def test_without_time_there_is_still_a_schedule() -> None:
     result = search_schedule(num_devices=8, num_microbatches=24, costs=Costs(1, 1.5, 0.5), memory_cap=0.5, seconds=0)
     validate(result.schedule, memory_cap=0.5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_the_first_start_keeps_every_cap(data: st.DataObject) -> None:
+    p, m = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 9))
+    placement = data.draw(
+        st.sampled_from([Placement.linear(p), Placement.v_shape(p), Placement.interleaved(p, 3), Placement.wave(p, 4)])
+    )
+    costs = Costs(data.draw(PRICE), data.draw(PRICE), data.draw(PRICE), p2p=data.draw(st.sampled_from([0.0, 0.3])))
+    least = max(one_microbatch(placement, costs))
+    cap = least * data.draw(st.floats(1, 3))
+    result = search_schedule(
+        num_devices=p, num_microbatches=m, costs=costs, memory_cap=cap, placements=[placement], seconds=0
+    )
+    assert result.best.found_by == "evenly spaced", "no family was built for it"
+    validate(result.schedule, memory_cap=cap)
+    serial = m * sum(sum(costs.seconds(placement)[kind]) for kind in (Kind.F, Kind.I, Kind.W))
+    messages = 2 * m * costs.p2p * (placement.num_stages - 1)
+    assert result.makespan <= (serial + messages) * (1 + 1e-6)
+
+
+@pytest.fixture
+def fake_time(monkeypatch) -> SimpleNamespace:
+    """Its ``now`` is what a search's clock reads."""
+    fake = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: fake.now))
+    return fake
+
+
+def test_a_step_begins_only_if_it_can_end_in_time(fake_time) -> None:
+    started = clock.Clock(10.0)
+    assert started.allows(clock.Step.JUSTIFY, 1000, 1000) and not started.refused_any
+    with started.step(clock.Step.JUSTIFY, 1000):
+        fake_time.now = 6.0
+    assert started.allows(clock.Step.JUSTIFY, 600, 0) and started.allows(clock.Step.FAMILY, 1000, 0, share=0.7)
+    assert not started.refused_any
+    assert not started.allows(clock.Step.JUSTIFY, 700, 0) and started.refused_any
+    assert not started.allows(clock.Step.FAMILY, 1000, 0, share=0.6)
+
+
+def test_on_a_slow_machine_every_step_is_expected_to_be_slow(fake_time) -> None:
+    quick, slow = clock.Clock(1.0), clock.Clock(1.0)
+    with slow.step(clock.Step.FIRST, 1000):
+        fake_time.now = 0.4  # a hundred times the usual
+    with quick.step(clock.Step.FIRST, 1000):
+        pass
+    assert quick.allows(clock.Step.JUSTIFY, 1000, 1000)
+    assert not slow.allows(clock.Step.JUSTIFY, 1000, 1000)
+
+
+def test_a_search_that_ran_out_of_time_is_not_kept(tmp_path) -> None:
+    question = {"num_devices": 4, "num_microbatches": 8, "costs": Costs(1, 1.5, 0.5), "memory_cap": 0.5}
+    search_schedule(**question, seconds=0, cache=ResultCache(tmp_path))
+    assert not list(tmp_path.glob("*.json"))
 
 
 def test_finished_searches_are_found_again(tmp_path) -> None:
