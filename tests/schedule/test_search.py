@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,7 +54,8 @@ def test_every_result_is_valid_and_within_the_cap(data: st.DataObject) -> None:
         assert float(max(oracle.peak(candidate.schedule))) <= cap * (1 + 1e-9)
         assert candidate.makespan == simulate(candidate.schedule, costs).makespan
         assert candidate.lower_bound <= candidate.makespan * (1 + 1e-9)
-    assert result.makespan == min(candidate.makespan for candidate in result.candidates)
+    # Of those that are equal but for rounding, the one with fewest stages.
+    assert result.makespan <= min(candidate.makespan for candidate in result.candidates) * (1 + 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +279,8 @@ def test_memory_that_i_takes_or_only_b_gives_back(memory: dict[str, float]) -> N
 
 
 @pytest.mark.parametrize("p2p", [0.0, 2.0])
-def test_even_without_time_no_family_is_better(p2p: float) -> None:
+def test_even_without_time_no_family_is_better(p2p: float, monkeypatch) -> None:
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=time.process_time))  # others take none of it
     costs = Costs(2, 1, 0.1, p2p=p2p)
     found = search_schedule(num_devices=4, num_microbatches=8, costs=costs, memory_cap=1.0, seconds=0.5)
     for name in ("1f1b", "zb-h1", "zbv", "v-half", "gis"):

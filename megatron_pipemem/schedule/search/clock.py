@@ -9,17 +9,23 @@ from enum import Enum
 
 
 class Step(Enum):
-    """What takes time in proportion to the passes of a placement; the value is seconds per pass until one was timed."""
+    """What takes time in proportion to the passes of a placement."""
 
-    FIRST = 4e-6
-    """Run an order that is known. As every search does it once, it tells how fast the machine is."""
-    FAMILY = 10e-6
-    """Build what one family has to offer."""
-    JUSTIFY = 20e-6
-    TRY = 25e-6
-    """Propose a periodic order and justify it."""
-    DESCRIBE = 15e-6
-    """Make a schedule of the best order and simulate it."""
+    FIRST = "run an order that is known; as every search does it once, it tells how fast the machine is"
+    FAMILY = "build what one family has to offer"
+    JUSTIFY = "justify a timetable"
+    TRY = "propose a periodic order and justify it"
+    DESCRIBE = "make a schedule of the best order and simulate it"
+
+
+_USUAL_PACES = {
+    Step.FIRST: 4e-6,
+    Step.FAMILY: 10e-6,
+    Step.JUSTIFY: 20e-6,
+    Step.TRY: 25e-6,
+    Step.DESCRIBE: 15e-6,
+}
+"""Seconds per pass until a step was timed."""
 
 
 class Clock:
@@ -63,5 +69,6 @@ class Clock:
 
     def _pace(self, step: Step) -> float:
         """That of the last such step; of the first one the usual, or slower where the first start was."""
-        slowness = max(1.0, self._paces.get(Step.FIRST, 0.0) / Step.FIRST.value)
-        return self._paces.get(step, step.value * slowness)
+        usual = _USUAL_PACES[Step.FIRST]
+        slowness = max(1.0, self._paces.get(Step.FIRST, usual) / usual)
+        return self._paces.get(step, _USUAL_PACES[step] * slowness)

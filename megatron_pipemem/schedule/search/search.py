@@ -48,7 +48,7 @@ MAX_CHUNKS = 8
 
 _EXACT = 1 + 1e-6
 # Families of many stages take long; the other half of the time is for better orders.
-_SHARE_OF_FAMILIES = 0.5
+_SHARE_OF_MANY_CHUNKS = 0.5
 # Microbatches with which blocks are compared, per device: enough to start up and run dry, which is all that differs.
 _MICROBATCHES_PER_DEVICE = 2
 # Passes scheduled over all trials at effort 1; a trial costs about ten microseconds per pass.
@@ -331,8 +331,10 @@ class _Exploration:
     def take_families(self, families: Sequence[Family], clock: Clock) -> None:
         """What every one of the families has to offer as it is, while there is time; if that is nothing, a list schedule."""
 
+        share = 1.0 if self.is_periodic else _SHARE_OF_MANY_CHUNKS
+
         def in_time() -> bool:
-            return clock.allows(Step.FAMILY, self.num_passes, self.num_passes, _SHARE_OF_FAMILIES)
+            return clock.allows(Step.FAMILY, self.num_passes, self.num_passes, share)
 
         if not in_time():
             return
