@@ -100,19 +100,21 @@ class Block:
 
     def lifespan(self, stage: int) -> int:
         """Slots from the start of the stage's F to the end of the pass that releases its activation, W or B."""
-        release = max((each for each in self.starts if each.stage == stage), key=self.starts.__getitem__)
-        return self.starts[release] + SLOTS[release.kind] - self.starts[Pass(Kind.F, stage)]
+        kind = Kind.B if Pass(Kind.B, stage) in self.starts else Kind.W
+        return self.starts[Pass(kind, stage)] + SLOTS[kind] - self.starts[Pass(Kind.F, stage)]
 
     def peaks(self) -> tuple[int, ...]:
         """Per device, the most stage activations it holds at once when the block is repeated without end."""
 
-        def held(stages: tuple[int, ...], slot: int) -> int:
-            ages = ((slot - self.starts[Pass(Kind.F, stage)]) % self.interval for stage in stages)
-            return sum(
-                -(-(self.lifespan(stage) - age) // self.interval) for stage, age in zip(stages, ages, strict=True)
+        def most(stages: tuple[int, ...]) -> int:
+            lives = [(self.starts[Pass(Kind.F, stage)], self.lifespan(stage)) for stage in stages]
+            # It grows only where some forward starts.
+            return max(
+                sum(-(-(lifespan - (slot - start) % self.interval) // self.interval) for start, lifespan in lives)
+                for slot, _ in lives
             )
 
-        return tuple(max(held(stages, slot) for slot in range(self.interval)) for stages in self.placement.stages)
+        return tuple(map(most, self.placement.stages))
 
 
 def repeat(block: Block, num_microbatches: int) -> Timetable:

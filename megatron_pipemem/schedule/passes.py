@@ -50,18 +50,17 @@ def _order(passes: list[Pass], num_microbatches: int) -> tuple[Action, ...]:
             if kind is Kind.I:
                 split.setdefault(stage, []).append(microbatch)
     everything = range(len(passes))
-    counts: dict[Pass, int] = {}
+    counts: dict[tuple[Kind, int], int] = {}
     order = []
-    for each in passes:
-        kind, stage = each
-        counted = each if kind is not Kind.B else Pass(Kind.I, stage)
+    for kind, stage in passes:
+        counted = (Kind.I if kind is Kind.B else kind, stage)
         microbatch = counts.get(counted, 0)
         counts[counted] = microbatch + 1
         if kind is Kind.W:
             microbatch = split.get(stage, everything)[microbatch]
         if microbatch < num_microbatches:
-            order.append(Action(kind, stage, microbatch))
-    return tuple(order)
+            order.append((kind, stage, microbatch))
+    return tuple(map(Action._make, order))
 
 
 def check_whole(family: str, option: str, value: object, least: int) -> None:

@@ -208,6 +208,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[
     copies = _Copies(schedule, costs)
     # Where devices share a channel, their actions are taken in order of time, so that copies queue up as they are issued.
     in_turn = schedule.offloads and costs.channel is not None and costs.channel.is_shared
+    needs = _Needs(schedule, fused)
+    devices = placement.devices
     ends: dict[Action, float] = {}
     spans: list[list[tuple[float, float]]] = [[] for _ in orders]
     waiting: dict[Action, list[int]] = {}
@@ -226,14 +228,18 @@ def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[
         now = ran[-1][1] if ran else 0.0
         for action in islice(order, len(ran), None):
             start = now
-            for needed in dependencies(action, placement, fused, pieces, schedule.vocabulary):
+            for needed in needs.of(action):
                 if needed in already:
                     continue
-                if needed not in ends:
+                arrival = ends.get(needed)
+                if arrival is None:
                     waiting.setdefault(needed, []).append(device)
                     break
-                source = device if needed.kind in VOCABULARY else placement.devices[needed.stage]
-                start = max(start, ends[needed] + (links[source, device] if source != device else 0.0))
+                source = device if needed[0] in VOCABULARY else devices[needed[1]]
+                if source != device:
+                    arrival += links[source, device]
+                if arrival > start:
+                    start = arrival
             else:
                 if in_turn and runnable and start > runnable[0][0]:
                     heappush(runnable, (start, device))
@@ -254,14 +260,15 @@ def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[
                     now = start + seconds[action.kind][action.stage]
                 ran.append((start, now))
                 ends[action] = now
-                wake(action, now)
+                if action in waiting:
+                    wake(action, now)
                 continue
             break
     for device, (order, ran) in enumerate(zip(orders, spans, strict=True)):
         if len(ran) < len(order):
             action = order[len(ran)]
-            needs = dependencies(action, placement, fused, pieces, schedule.vocabulary)
-            unmet = [str(needed) for needed in needs if needed not in ends]
+            needed = dependencies(action, placement, fused, pieces, schedule.vocabulary)
+            unmet = [str(each) for each in needed if each not in ends]
             raise ScheduleError(
                 f"waits for ever for {', '.join(unmet)}; validate() shows why",
                 device=device,
@@ -300,6 +307,32 @@ def _copy_sums(placement: Placement, costs: Costs, ends: Mapping[Action, float])
         vacant[channel] = start + seconds[stage]
         sums.append(CopySum(stage, start, vacant[channel]))
     return tuple(sums)
+
+
+class _Needs:
+    """``dependencies`` of the actions of one schedule, looked up once per kind and stage where microbatches are alike."""
+
+    def __init__(self, schedule: Schedule, fused: set[Action]) -> None:
+        self._further = (schedule.placement, fused, schedule.pieces, schedule.vocabulary)
+        self._fused = fused
+        self._are_alike = schedule.pieces == 1 and not schedule.vocabulary
+        self._known: dict[tuple[Kind, int], list[tuple[Kind, int]]] = {}
+
+    def of(self, action: Action) -> Sequence[tuple[Kind, int, int | None]]:
+        """Equal to actions, and quicker to make."""
+        if not self._are_alike:
+            return dependencies(action, *self._further)
+        kind, stage, microbatch = action
+        needed = self._known.get((kind, stage))
+        if needed is None:
+            placement, *_ = self._further
+            needed = [each[:2] for each in dependencies(Action(kind, stage, 0), placement, set())]
+            self._known[kind, stage] = needed
+        fused = self._fused
+        return [
+            full if k is Kind.I and s != stage and (full := (Kind.B, s, microbatch)) in fused else (k, s, microbatch)
+            for k, s in needed
+        ]
 
 
 class _Copies:

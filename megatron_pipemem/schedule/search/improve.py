@@ -134,10 +134,10 @@ def _earlier(problem: Problem, table: Timetable, frozen: Sequence[int] | set[int
             if delta > 0:
                 # Whatever stands between the gap and here would be run with this much more held.
                 allowed = caps[device] - delta
-                place = len(level)
-                while place and level[place - 1] <= allowed:
-                    place -= 1
+                place, least = len(level), places[gap]
                 # The level before the gap counts too: it is what the pass itself adds to.
+                while place and place >= least and level[place - 1] <= allowed:
+                    place -= 1
                 first = place + 1 if place else 0
             else:
                 first = 0

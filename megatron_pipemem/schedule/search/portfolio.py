@@ -8,21 +8,53 @@ from dataclasses import replace
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import build_schedule, synchronous_families
+from megatron_pipemem.schedule.registry import Family, build_schedule
 from megatron_pipemem.schedule.search.dispatch import dispatch
 from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible
-from megatron_pipemem.schedule.search.problem import INPUT, WEIGHT, Problem, from_schedule
+from megatron_pipemem.schedule.search.problem import FORWARD, INPUT, WEIGHT, Problem, from_schedule
+
+# By how much the interval of the first start grows until it fits.
+_STRETCH = 1.1
+
+
+def first_start(problem: Problem) -> Timetable | None:
+    """Microbatches at equal intervals, as far apart as it takes to keep the caps: a start for any of them, at once.
+
+    A microbatch's passes are where they would be if it had the devices to itself; where two collide, the earlier is first.
+
+    Returns:
+        ``None`` when even one microbatch after the other exceeds the caps.
+    """
+    m, stages = problem.num_microbatches, len(problem.ticks) // 3
+    starts, now = [0] * len(problem.ticks), 0
+    for c in (*(3 * s + FORWARD for s in range(stages)), *(3 * s + INPUT for s in reversed(range(stages)))):
+        now += next((lag for _, shift, lag in problem.waits[c] if shift == 0), 0)
+        starts[c] = now
+        now += problem.ticks[c]
+        if c % 3 == INPUT:
+            starts[c + 1] = now
+    interval, alone = max(problem.work), max(start + ticks for start, ticks in zip(starts, problem.ticks, strict=True))
+    while True:
+        orders = [
+            sorted((c * m + k for c in classes for k in range(m)), key=lambda e: starts[e // m] + e % m * interval)
+            for classes in problem.classes
+        ]
+        if problem.fits(orders):
+            return as_soon_as_possible(problem, orders)
+        if interval >= alone:
+            return None
+        interval = min(alone, int(interval * _STRETCH) + 1)
 
 
 def family_starts(
-    placement: Placement, problem: Problem, costs: Costs, caps: Sequence[float] | None
-) -> Iterator[tuple[str, Timetable]]:
-    """Every family's schedule of this placement that fits the caps, by name."""
+    families: Sequence[Family], placement: Placement, problem: Problem, costs: Costs, caps: Sequence[float] | None
+) -> Iterator[tuple[str, Timetable | None]]:
+    """The families' schedules of this placement by name; ``None`` for those that do not fit the caps."""
     given: dict[str, object] = {"costs": costs}
     if caps is not None and costs.memory is None:
         given["memory_cap"] = min(caps)
     p, m = placement.num_devices, problem.num_microbatches
-    for each in synchronous_families():
+    for each in families:
         options = {name: value for name, value in given.items() if name in each.options}
         if "chunks" in each.options:
             options["chunks"] = placement.num_chunks
@@ -39,10 +71,11 @@ def family_starts(
                 orders = from_schedule(build_schedule(each.name, num_microbatches=m, **shape))
         except PipememError:
             continue
+        table = None
         if problem.fits(orders):
             table = as_soon_as_possible(problem, orders)
             assert table is not None, f"{each.name} does not end"
-            yield each.name, table
+        yield each.name, table
 
 
 def _largest_group(name: str, problem: Problem, shape: Mapping[str, object]) -> int:

@@ -160,6 +160,16 @@ def make_problem(
     return Problem(num_microbatches, device, ticks, change, tuple(waits), allowed), scale
 
 
+def keeps_memory_exactly(placement: Placement, costs: Costs) -> bool:
+    """Whether ``make_problem`` allows for the orders that the caps allow for, and not for fewer.
+
+    Memory in whole numbers is not rounded; an I that takes some would have it set aside with its F.
+    """
+    changes = costs.memory_changes(placement)
+    whole = all(float(value).is_integer() for kind in KINDS for value in changes.get(kind, ()))
+    return whole and all(value <= 0 for value in changes.get(Kind.I, ()))
+
+
 def _ceil(value: float) -> int:
     return -int(-value // 1)
 

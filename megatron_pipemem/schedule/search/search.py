@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING
@@ -19,16 +19,26 @@ from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.options import AUTO, check_effort
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.rare_collection import rare_collection
+from megatron_pipemem.schedule.registry import Family, synchronous_families
 from megatron_pipemem.schedule.search.cache import ResultCache
+from megatron_pipemem.schedule.search.clock import Clock, Step
+from megatron_pipemem.schedule.search.exact import solve
 from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible, justify
-from megatron_pipemem.schedule.search.portfolio import family_starts, fusable, list_schedules, shortened
-from megatron_pipemem.schedule.search.problem import make_problem, to_schedule
+from megatron_pipemem.schedule.search.portfolio import (
+    family_starts,
+    first_start,
+    fusable,
+    list_schedules,
+    shortened,
+)
+from megatron_pipemem.schedule.search.problem import keeps_memory_exactly, make_problem, to_schedule
 from megatron_pipemem.schedule.search.result import Candidate, SearchResult
 from megatron_pipemem.schedule.search.robust import most_robust
 from megatron_pipemem.schedule.simulator import simulate
 
 if TYPE_CHECKING:
     from megatron_pipemem.schedule.search.periodic import Block
+    from megatron_pipemem.schedule.search.problem import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +47,8 @@ MAX_CHUNKS = 8
 """Stages per device up to which placements are considered by default."""
 
 _EXACT = 1 + 1e-6
+# Families of many stages take long; the other half of the time is for better orders.
+_SHARE_OF_MANY_CHUNKS = 0.5
 # Microbatches with which blocks are compared, per device: enough to start up and run dry, which is all that differs.
 _MICROBATCHES_PER_DEVICE = 2
 # Passes scheduled over all trials at effort 1; a trial costs about ten microseconds per pass.
@@ -48,6 +60,9 @@ _CHUNKS_OF_A_CYCLE = 2
 # Passes of all starts that are justified at effort 1, but at least one start.
 _PASSES_TO_JUSTIFY = 20_000
 _SHARE_OF_OTHERS = 0.2
+# Problems with so few passes are tried exactly, all together with so many states at effort 1: half a second.
+_PASSES_TO_SOLVE = 128
+_STATES = 4000
 # Of the time that a longer interval idles, at least so much is left when justification has filled what it can.
 _LEFT_IDLE = 1 / 6
 # Times the best makespan; polishing saves a point or two.
@@ -97,7 +112,7 @@ def search_schedule(
             argument is out of range.
         CostsError: the costs do not fit a placement.
     """
-    started = time.perf_counter()
+    clock = Clock(seconds)
     costs = costs or Costs()
     if num_devices < 1 or num_microbatches < 1:
         raise UnsupportedError(
@@ -123,28 +138,33 @@ def search_schedule(
             explorations.append(_Exploration(placement, num_microbatches, costs, caps, seed))
     if not explorations:
         raise UnsupportedError(_nothing_fits(placements, costs, memory_cap))
-    bound = min(exploration.bound for exploration in explorations)
-    deadline = started + seconds
+    considered = explorations
+    # The quickest to say something about.
+    min(explorations, key=lambda e: e.num_passes).take_first(clock)
+    families = tuple(synchronous_families()) if seconds else ()
     for exploration in explorations:
-        # Families of many stages take long; half of the time is for better orders.
-        until = deadline if exploration.is_periodic else started + seconds / 2
-        if time.perf_counter() < until or not any(e.found_any for e in explorations):
-            exploration.take_families(until)
+        exploration.take_families(families, clock)
     explorations = [exploration for exploration in explorations if exploration.found_any]
     if not explorations:
         raise UnsupportedError(_nothing_fits(placements, costs, memory_cap))
-    _justify_starts(explorations, deadline, effort)
-    _explore_periodic(explorations, deadline, effort)
+    _justify_starts(explorations, clock, effort)
+    _solve_small(explorations, clock, effort)
+    _explore_periodic(explorations, clock, effort)
     leader = min(explorations, key=lambda e: e.makespan)
     if not leader.is_periodic:
-        leader.polish(deadline, effort * _SHARE_OF_OTHERS)
-    candidates = [exploration.candidate() for exploration in explorations]
+        leader.polish(clock, effort * _SHARE_OF_OTHERS)
+    candidates = []
+    for exploration in sorted(explorations, key=lambda e: e.makespan):
+        if not candidates or clock.allows(Step.DESCRIBE, 0, exploration.num_passes):
+            with clock.step(Step.DESCRIBE, exploration.num_passes):
+                candidates.append(exploration.candidate())
     least = min(candidate.makespan for candidate in candidates)
     # Of those that are equally fast, the one with fewest stages sends fewest messages.
     candidates.sort(key=lambda c: (max(c.makespan, least * (1 + 1e-12)), c.schedule.num_stages, -c.lower_bound))
-    result = SearchResult(tuple(candidates), bound, time.perf_counter() - started)
+    bound = min(exploration.bound for exploration in considered)
+    result = SearchResult(tuple(candidates), bound, clock.elapsed)
     logger.info("%s in %.2f s, gap %.2f%%", result.best.found_by, result.seconds, 100 * result.gap)
-    if cache is not None and (result.is_optimal or time.perf_counter() < deadline):
+    if cache is not None and (result.is_optimal or not clock.refused_any):
         cache.put(question, result)
     return result
 
@@ -206,7 +226,7 @@ def _nothing_fits(placements: Sequence[Placement], costs: Costs, memory_cap: obj
     )
 
 
-def _justify_starts(explorations: Sequence[_Exploration], deadline: float, effort: float) -> None:
+def _justify_starts(explorations: Sequence[_Exploration], clock: Clock, effort: float) -> None:
     """Improve what the families offered, the fastest first, then list schedules."""
 
     def starts() -> Iterator[tuple[_Exploration, str, Timetable]]:
@@ -214,7 +234,7 @@ def _justify_starts(explorations: Sequence[_Exploration], deadline: float, effor
         for _, index, name, table in sorted(offered, key=lambda each: each[:2]):
             yield explorations[index], name, table
         for exploration in sorted(explorations, key=lambda e: e.bound):
-            if can_win(exploration):
+            if can_win(exploration) and exploration.may_justify(clock):
                 for name, table in exploration.more_starts():
                     yield exploration, name, table
 
@@ -223,23 +243,34 @@ def _justify_starts(explorations: Sequence[_Exploration], deadline: float, effor
 
     justified = 0
     for exploration, name, table in starts():
-        if justified > effort * _PASSES_TO_JUSTIFY or time.perf_counter() > deadline:
+        if justified > effort * _PASSES_TO_JUSTIFY:
             return
-        if can_win(exploration):
-            exploration.justify(name, table)
+        if can_win(exploration) and exploration.may_justify(clock):
+            exploration.justify(name, table, clock)
             justified += exploration.num_passes
 
 
-def _explore_periodic(explorations: Sequence[_Exploration], deadline: float, effort: float) -> None:
+def _solve_small(explorations: Sequence[_Exploration], clock: Clock, effort: float) -> None:
+    """The placements with fewest passes exactly, as long as they could win and the states suffice."""
+    states = int(effort * _STATES)
+    for exploration in sorted(explorations, key=lambda e: e.num_passes):
+        if exploration.num_passes > _PASSES_TO_SOLVE or states <= 0 or not exploration.may_justify(clock):
+            return
+        reached = min(e.makespan for e in explorations)
+        if exploration.bound * _EXACT < reached:
+            states -= exploration.solve(reached, states)
+
+
+def _explore_periodic(explorations: Sequence[_Exploration], clock: Clock, effort: float) -> None:
     """The favourite gets the full effort if it can be expected to win; the others must show promise with less."""
 
     def explore(exploration: _Exploration, share: float) -> None:
         reached = min(e.makespan for e in explorations)
         # A placement whose bound is no better than what another one has reached cannot win.
         if exploration.bound * _EXACT < reached:
-            exploration.explore(deadline, effort * share, reached if share < 1 else math.inf)
+            exploration.explore(clock, effort * share, reached if share < 1 else math.inf)
             if exploration.idles and exploration.makespan < reached * _WORTH_POLISHING:
-                exploration.polish(deadline, effort * share)
+                exploration.polish(clock, effort * share)
 
     periodic = sorted((e for e in explorations if e.is_periodic), key=lambda e: e.bound)
     leader = min(explorations, key=lambda e: e.makespan)
@@ -266,10 +297,21 @@ class _Exploration:
     """Whether no periodic order without a bubble in the steady state was found to fit the caps."""
 
     def __post_init__(self) -> None:
+        self.bound = lower_bound(self.placement, self.num_microbatches, self.costs, self.caps)
+
+    @cached_property
+    def _in_ticks(self) -> tuple[Problem, float]:
         unit = self.costs.memory_unit(self.placement)
         caps = None if self.caps is None else [cap / unit for cap in self.caps]
-        self._problem, self._ticks_per_second = make_problem(self.placement, self.num_microbatches, self.costs, caps)
-        self.bound = lower_bound(self.placement, self.num_microbatches, self.costs, self.caps)
+        return make_problem(self.placement, self.num_microbatches, self.costs, caps)
+
+    @property
+    def _problem(self) -> Problem:
+        return self._in_ticks[0]
+
+    @property
+    def _ticks_per_second(self) -> float:
+        return self._in_ticks[1]
 
     @property
     def found_any(self) -> bool:
@@ -279,14 +321,33 @@ class _Exploration:
     def makespan(self) -> float:
         return self._finalists[0][0] / self._ticks_per_second
 
-    def take_families(self, deadline: float) -> None:
-        """What every family has to offer as it is; without any, a list schedule, if there is one. At least one, even after
-        the deadline."""
-        for name, table in family_starts(self.placement, self._problem, self.costs, self.caps):
-            self._take(name, table)
-            if time.perf_counter() > deadline:
-                return
-        if not self.found_any:
+    def take_first(self, clock: Clock) -> None:
+        """An order that is there at once."""
+        with clock.step(Step.FIRST, self.num_passes):
+            table = first_start(self._problem)
+        if table is not None:
+            self._add("evenly spaced", table)
+
+    def take_families(self, families: Sequence[Family], clock: Clock) -> None:
+        """What every one of the families has to offer as it is, while there is time; if that is nothing, a list schedule."""
+
+        share = 1.0 if self.is_periodic else _SHARE_OF_MANY_CHUNKS
+
+        def in_time() -> bool:
+            return clock.allows(Step.FAMILY, self.num_passes, self.num_passes, share)
+
+        if not in_time():
+            return
+        offers = family_starts(families, self.placement, self._problem, self.costs, self.caps)
+        while in_time():
+            with clock.step(Step.FAMILY, self.num_passes):
+                offer = next(offers, None)
+            if offer is None:
+                break
+            name, table = offer
+            if table is not None:
+                self._take(name, table)
+        if not self._starts:
             for start in itertools.islice(list_schedules(self._problem), 1):
                 self._take(*start)
 
@@ -305,30 +366,51 @@ class _Exploration:
         tried = {name for name, _ in self._starts}
         return (start for start in list_schedules(self._problem) if start[0] not in tried)
 
-    def justify(self, name: str, table: Timetable) -> None:
-        self._add(f"{name}, justified", justify(self._problem, justify(self._problem, table)))
+    def may_justify(self, clock: Clock) -> bool:
+        """Whether there is time for it."""
+        return clock.allows(Step.JUSTIFY, 2 * self.num_passes, self.num_passes)
+
+    def justify(self, name: str, table: Timetable, clock: Clock) -> None:
+        with clock.step(Step.JUSTIFY, 2 * self.num_passes):
+            self._add(f"{name}, justified", justify(self._problem, justify(self._problem, table)))
 
     @property
     def num_passes(self) -> int:
-        return len(self._problem.device) * self.num_microbatches
+        return 3 * self.placement.num_stages * self.num_microbatches
 
     @property
     def is_periodic(self) -> bool:
         """Whether there are few enough cyclic orders for a search for periodic ones."""
-        return max(len(classes) for classes in self._problem.classes) <= 3 * _CHUNKS_OF_A_CYCLE
+        return self.placement.num_chunks <= _CHUNKS_OF_A_CYCLE
 
-    def explore(self, deadline: float, effort: float, reached: float) -> None:
+    def solve(self, reached: float, most_states: int) -> int:
+        """Look for what is shorter than ``reached`` seconds until there is no more; the number of states that took.
+
+        What is proved raises ``bound``.
+        """
+        if self.caps is not None and not keeps_memory_exactly(self.placement, self.costs):
+            return 0
+        shorter_than = min(self._finalists[0][0], round(reached * self._ticks_per_second))
+        solved = solve(self._problem, shorter_than, most_states)
+        if solved is None:
+            return most_states
+        if solved.table is not None:
+            self._add("exact", solved.table)
+        self.bound = max(self.bound, min(shorter_than, self._finalists[0][0]) / self._ticks_per_second)
+        return solved.states
+
+    def explore(self, clock: Clock, effort: float, reached: float) -> None:
         """Try periodic starts until the bound is met, none is better for long, the effort is spent, or time is over.
 
         Args:
-            deadline: on the clock of ``time.perf_counter``.
+            clock: of the search.
             effort: see ``search_schedule``.
             reached: makespan to undercut; intervals that are too long for it are not tried.
         """
+        if self.makespan <= self.bound * _EXACT or not self.may_justify(clock):
+            return
         from megatron_pipemem.schedule.search.periodic import PeriodicStarts  # numpy takes a while to load
 
-        if self.makespan <= self.bound * _EXACT:
-            return
         short = shortened(self._problem, _MICROBATCHES_PER_DEVICE * self.placement.num_devices)
         rest = self._problem.num_microbatches - short.num_microbatches
         passes = len(short.device) * short.num_microbatches
@@ -337,22 +419,27 @@ class _Exploration:
         idle_if_doubled = _LEFT_IDLE * self.num_microbatches * max(short.work) / self._ticks_per_second
         evaluated = proposed = improved = 0
         while evaluated < trials * (_EFFORT_WHEN_IDLE if sampler.idles else 1) and proposed < 4 * trials:
-            if time.perf_counter() > deadline or sampler.exhausted or evaluated - improved > trials:
+            if sampler.exhausted or evaluated - improved > trials:
+                break
+            if not clock.allows(Step.TRY, passes, self.num_passes):
                 break
             if self.bound + (sampler.stretch - 1) * idle_if_doubled > reached:
                 break
             proposed += 1
-            proposal = sampler.propose()
-            if proposal is None:
-                continue
-            evaluated += 1
-            source, block = proposal
-            table = as_soon_as_possible(short, block.orders())
-            assert table is not None, "a periodic order ends"
-            table = justify(short, table)
+            with clock.step(Step.TRY, passes):
+                proposal = sampler.propose()
+                if proposal is None:
+                    continue
+                evaluated += 1
+                source, block = proposal
+                table = as_soon_as_possible(short, block.orders())
+                assert table is not None, "a periodic order ends"
+                table = justify(short, table)
             source.learn(block, table.makespan)
             # Every further microbatch costs an interval, or less where justification fills the steady state's gaps.
             if table.makespan + rest * max(short.work) < self._finalists[-1][0] or len(self._finalists) < _FINALISTS:
+                if rest and not clock.allows(Step.JUSTIFY, self.num_passes, self.num_passes):
+                    break
                 before = self.makespan
                 self._finish(block, table, rest)
                 improved = evaluated if self.makespan < before else improved
@@ -360,7 +447,7 @@ class _Exploration:
                     return
         self.idles = sampler.idles
 
-    def polish(self, deadline: float, effort: float) -> None:
+    def polish(self, clock: Clock, effort: float) -> None:
         """Justify the best again and again with changing parts frozen: a steady state that idles has room to move."""
         rng = Random(self.seed)
         problem = self._problem
@@ -369,7 +456,7 @@ class _Exploration:
         rounds, improved = int(effort * _PASSES_TO_POLISH / (classes * m)), 0
         patience = max(_FEWEST_TRIALS, rounds / 3)
         for number in range(rounds):
-            if time.perf_counter() > deadline or self.makespan <= self.bound * _EXACT or number - improved > patience:
+            if self.makespan <= self.bound * _EXACT or number - improved > patience or not self.may_justify(clock):
                 return
             index = rng.randrange(len(pool))
             if rng.random() < 0.5:
@@ -379,7 +466,8 @@ class _Exploration:
                 share = rng.choice((0.02, 0.1, 0.3, 0.5))
                 frozen = {each for each in range(classes * m) if rng.random() < share}
             name, before = pool[index]
-            table = justify(problem, justify(problem, before, frozen))
+            with clock.step(Step.JUSTIFY, 2 * self.num_passes):
+                table = justify(problem, justify(problem, before, frozen))
             if table.makespan < self._finalists[0][0]:
                 self._add(f"{name.removesuffix(_POLISHED)}{_POLISHED}", table)
                 improved = number
@@ -405,4 +493,5 @@ class _Exploration:
         fused = fusable(self._problem, as_soon_as_possible(self._problem, table.orders))
         schedule = to_schedule(AUTO, self.placement, self._problem, table.orders, fused)
         timeline = simulate(schedule, self.costs)
-        return Candidate(schedule, timeline.makespan, timeline.peaks, self.bound, name)
+        bound = min(self.bound, timeline.makespan)  # that of an exact solution was in ticks
+        return Candidate(schedule, timeline.makespan, timeline.peaks, bound, name)

@@ -1,0 +1,74 @@
+"""The time of a search: a step of it begins only if it can be expected to end in time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+
+
+class Step(Enum):
+    """What takes time in proportion to the passes of a placement."""
+
+    FIRST = "run an order that is known; as every search does it once, it tells how fast the machine is"
+    FAMILY = "build what one family has to offer"
+    JUSTIFY = "justify a timetable"
+    TRY = "propose a periodic order and justify it"
+    DESCRIBE = "make a schedule of the best order and simulate it"
+
+
+_USUAL_PACES = {
+    Step.FIRST: 4e-6,
+    Step.FAMILY: 10e-6,
+    Step.JUSTIFY: 20e-6,
+    Step.TRY: 25e-6,
+    Step.DESCRIBE: 15e-6,
+}
+"""Seconds per pass until a step was timed."""
+
+
+class Clock:
+    """Started when it is made.
+
+    Args:
+        seconds: of the search.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._started, self._seconds = time.perf_counter(), seconds
+        self._paces: dict[Step, float] = {}
+        self.refused_any = False
+        """Whether a step did not begin because it would have ended too late."""
+
+    @property
+    def elapsed(self) -> float:
+        return time.perf_counter() - self._started
+
+    def allows(self, step: Step, passes: int, result: int, share: float = 1.0) -> bool:
+        """Whether the step can be expected to end in time, and its result to be described then.
+
+        Args:
+            step: of the search.
+            passes: that it works on.
+            result: passes of the schedule that it leads to.
+            share: of the time that it may end in.
+        """
+        expected = self._pace(step) * passes + self._pace(Step.DESCRIBE) * result
+        if self.elapsed + expected > self._seconds * share:
+            self.refused_any = True
+            return False
+        return True
+
+    @contextmanager
+    def step(self, step: Step, passes: int) -> Iterator[None]:
+        """Time a step: the next one of its kind is expected to go on at its pace."""
+        before = self.elapsed
+        yield
+        self._paces[step] = (self.elapsed - before) / passes
+
+    def _pace(self, step: Step) -> float:
+        """That of the last such step; of the first one the usual, or slower where the first start was."""
+        usual = _USUAL_PACES[Step.FIRST]
+        slowness = max(1.0, self._paces.get(Step.FIRST, usual) / usual)
+        return self._paces.get(step, _USUAL_PACES[step] * slowness)
