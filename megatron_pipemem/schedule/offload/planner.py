@@ -246,8 +246,8 @@ class _Planner:
         self._channel = costs.channel or Channel(0.0)
         self._unit = costs.memory_unit(placement) / base.pieces
         self._changes = costs.memory_changes(placement, base.recomputed)
-        self._host_changes = costs.host_changes(placement)
-        prices = costs.copy_seconds(placement)
+        self._host_changes = costs.host_changes(placement, base.recomputed)
+        prices = costs.copy_seconds(placement, base.recomputed)
         self._out, self._back = ([s / base.pieces for s in prices[kind]] for kind in (Kind.OFFLOAD, Kind.RELOAD))
         self._timetables = timetables(timeline)
         self._places = [{action: at for at, action in enumerate(order)} for order in base.orders]
@@ -259,7 +259,8 @@ class _Planner:
 
     def run(self, stages: frozenset[int]) -> tuple[tuple[Order, ...], dict[Key, str]]:
         """The orders of all devices and why what stays does."""
-        stages -= self._base.recomputed
+        whole = {stage for stage, kind in self._base.recomputed.items() if kind is Kind.R}
+        stages -= whole
         # Devices wait for one another: only plans for one timetable hold nobody up together.
         plan = min((self._plan_all(stages, timetable, 1.0) for timetable in self._timetables), key=self._rank)
         slower = [(timetable, 1.0) for timetable in self._paced]
@@ -273,7 +274,7 @@ class _Planner:
         orders = {device: order for group in plan for device, order in group.orders.items()}
         # Stages that were not selected are in no group's plan.
         kept = {
-            (action.stage, action.microbatch): RECOMPUTED if action.stage in self._base.recomputed else NOT_NEEDED
+            (action.stage, action.microbatch): RECOMPUTED if action.stage in whole else NOT_NEEDED
             for order in self._base.orders
             for action in order
             if action.kind is Kind.F
@@ -364,11 +365,12 @@ class _Planner:
                 key = (action.stage, action.microbatch)
                 if action.kind is Kind.F and action.stage in stages:
                     made[key] = end
-                elif action.kind in (Kind.I, Kind.B) and key in made:
+                elif action.kind in _USES and key in made:
                     out, back = self._out[action.stage] * factor, self._back[action.stage] * factor
                     size = -self._changes[Kind.WAIT_OFFLOAD][action.stage]
                     if size:  # a stage without layers has nothing to send
                         items.append(Item(device, *key, made[key], start, out, back, size))
+                    del made[key]
         # Where not all of equally long-lived items have room, those that leave are spread evenly over the step.
         tick = 1e-6 * max((item.lifespan for item in items), default=1.0) or 1.0
         return sorted(items, key=lambda item: (-round(item.lifespan / tick), item.microbatch * _GOLDEN % 1, item.stage))
@@ -454,6 +456,8 @@ def _key(item: Item) -> Key:
 
 
 _ROUND_TRIP = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
+_USES = (Kind.RS, Kind.I, Kind.B)
+"""What needs activations on the device."""
 
 
 def _with_copies(
@@ -470,8 +474,7 @@ def _with_copies(
         stage, microbatch = item.stage, item.microbatch
         offload, wait_offload, reload, wait_reload = (Action(kind, stage, microbatch) for kind in _ROUND_TRIP)
         made = place[Action(Kind.F, stage, microbatch)]
-        full = Action(Kind.B, stage, microbatch)
-        used = place[full if full in place else Action(Kind.I, stage, microbatch)]
+        used = min(place[use] for kind in _USES if (use := Action(kind, stage, microbatch)) in place)
         # Where passes take no time, many positions have the same time; a round trip's four actions stay in their order.
         issued = min(used, max(made + 1, bisect_right(ends, out + exact)))
         left = max(issued, bisect_left(starts, out + item.out - exact))

@@ -1,0 +1,107 @@
+"""What selective recomputation drops of Megatron's layers: norms, the activation function of an MLP, unfused core attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import torch
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+
+from megatron_pipemem.mcore.patching import Symbol
+from megatron_pipemem.runtime.selective import Replay, region
+
+# Used by us, not replaced: what Megatron's own recomputation keeps and restores.
+RANDOM_STATE = (
+    Symbol("megatron.core.tensor_parallel.random", "_get_all_rng_states"),
+    Symbol("megatron.core.tensor_parallel.random", "_set_all_rng_states"),
+    Symbol("megatron.core.tensor_parallel.random", "_fork_rng"),
+)
+MLP_FORWARD = Symbol("megatron.core.transformer.mlp", "MLP.forward", ("hidden_states", "per_token_scale"))
+
+
+@contextmanager
+def random_numbers_again(states: tuple) -> Iterator[None]:
+    """Within this, random numbers are those that followed when ``random._get_all_rng_states`` returned ``states``."""
+    with random._fork_rng():
+        random._set_all_rng_states(*states)
+        yield
+
+
+@contextmanager
+def regions_of(model: torch.nn.Module) -> Iterator[None]:
+    """While the model runs within this, its cheap parts are regions of the recording forward (``runtime.selective``).
+
+    Cheap are all norms that stand alone (not those that Transformer Engine fuses with a linear layer), what stands between the
+    two linear layers of an MLP, and attention between its projections where it is Megatron's own, which keeps ``s x s``
+    scores. What Megatron's own ``--recompute-*`` flags run under a checkpoint keeps nothing anyway.
+    """
+    shadowed: list[torch.nn.Module] = []
+    try:
+        for parent in model.modules():
+            for name, child in parent.named_children():
+                if name.endswith("layernorm") and not isinstance(child, IdentityOp):
+                    _shadow(child, _as_region(child.forward, lambda: nullcontext), shadowed)
+            if isinstance(parent, DotProductAttention):
+                _shadow(parent, _as_region(parent.forward, _remember_random_numbers), shadowed)
+            elif type(parent).forward is MLP.forward:
+                _shadow(parent, partial(_mlp, parent), shadowed)
+        yield
+    finally:
+        for module in shadowed:
+            del module.__dict__["forward"]
+
+
+def _shadow(module: torch.nn.Module, forward: Callable, shadowed: list[torch.nn.Module]) -> None:
+    """Let an attribute of the instance hide the method of its class: hooks on the module run as ever."""
+    module.__dict__["forward"] = forward
+    shadowed.append(module)
+
+
+def _as_region(forward: Callable, replay: Callable[[], Replay]) -> Callable:
+    def run(*arguments, **named):
+        def positional(*values):
+            return forward(*values[: len(arguments)], **dict(zip(named, values[len(arguments) :], strict=True)))
+
+        return region(positional, replay)(*arguments, *named.values())
+
+    return run
+
+
+def _remember_random_numbers() -> Replay:
+    return partial(random_numbers_again, random._get_all_rng_states())
+
+
+class _StandIn(torch.nn.Module):
+    """A function where Megatron wants a module."""
+
+    def __init__(self, forward: Callable):
+        super().__init__()
+        self.forward = forward
+
+
+def _mlp(mlp: MLP, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **named):
+    """``MLP.forward`` with a region between its two linear layers."""
+    if per_token_scale is not None and mlp.config.add_bias_linear:
+        # The bias is then scaled and added behind the second layer, in Megatron's own code.
+        return MLP.forward(mlp, hidden_states, per_token_scale, **named)
+
+    def between(*of_first_layer_and_scale):
+        *of_first_layer, scale = of_first_layer_and_scale
+        stand_ins = {
+            "linear_fc1": _StandIn(lambda _: tuple(of_first_layer)),
+            "linear_fc2": _StandIn(lambda activated: (activated, None)),
+        }
+        mlp.__dict__.update(stand_ins)
+        try:
+            return MLP.forward(mlp, hidden_states=None, per_token_scale=scale, **named)[0]
+        finally:
+            for name in stand_ins:
+                del mlp.__dict__[name]
+
+    activated = region(between, lambda: nullcontext)(*mlp.linear_fc1(hidden_states), per_token_scale)
+    return mlp.linear_fc2(activated)
