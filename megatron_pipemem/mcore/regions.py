@@ -64,8 +64,11 @@ def _shadow(module: torch.nn.Module, forward: Callable, shadowed: list[torch.nn.
 
 def _as_region(forward: Callable, replay: Callable[[], Replay]) -> Callable:
     def run(*arguments, **named):
+        # Not the tensors themselves, which would stay as long as what is to run again.
+        number, names = len(arguments), tuple(named)
+
         def positional(*values):
-            return forward(*values[: len(arguments)], **dict(zip(named, values[len(arguments) :], strict=True)))
+            return forward(*values[:number], **dict(zip(names, values[number:], strict=True)))
 
         return region(positional, replay)(*arguments, *named.values())
 

@@ -140,17 +140,17 @@ def with_early_recompute(
 def _earlier(order: Order, spans: Sequence[tuple[float, float]], ahead: int) -> Order:
     """What runs again moves in front of the longest wait, if there is any, among up to ``ahead`` actions before it."""
     waits = [start - end for (start, _), (_, end) in zip(spans, [(0.0, 0.0), *spans], strict=False)]
-    before: list[list[Action]] = [[] for _ in order]
+    moved: list[list[Action]] = [[] for _ in order]
+    stays: list[list[Action]] = [[action] for action in order]
     for at, action in enumerate(order):
-        place = at
         if action.kind in RECOMPUTE:
             first = max(0, at - ahead)
             # Behind what makes its inputs, and behind what brings them back.
             while any(other[1:] == action[1:] for other in order[first:at]):
                 first += 1
             place = max(range(first, at), key=lambda each: (waits[each], each), default=at)
-            if place < at and waits[place] <= 1e-9 * spans[-1][1]:
-                place = at
-            waits[place] -= spans[at][1] - spans[at][0]
-        before[place].append(action)
-    return tuple(action for actions in before for action in actions)
+            if place < at and waits[place] > 1e-9 * spans[-1][1]:
+                waits[place] -= spans[at][1] - spans[at][0]
+                moved[place].append(action)
+                stays[at] = []
+    return tuple(action for each in zip(moved, stays, strict=True) for actions in each for action in actions)
