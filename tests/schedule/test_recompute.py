@@ -89,14 +89,25 @@ def test_a_search_recomputes_in_part_where_that_is_enough() -> None:
 def test_what_runs_again_fills_a_wait() -> None:
     """Device 1 waits for 1F1 before it can go on to 1B0, and 1B0 for nobody: 1R0 may as well run in that wait."""
     text = "0F0,0F1,0B0,0B1\n1F0,1F1,1R0,1B0,1R1,1B1\n"
-    plan = planned(Schedule.from_csv(text), Costs((4, 2), 1, 1))
+    plan = planned(Schedule.from_csv(text), Costs((4, 2), 1, 1), 2.0)
     early = with_early_recompute(plan)
     validate(early.schedule)
     assert [str(action) for action in early.schedule.orders[1]][:4] == ["1F0", "1R0", "1F1", "1B0"]
     assert early.makespan < plan.makespan
-    # It holds a microbatch more while 1F1 runs.
-    capped = planned(Schedule.from_csv(text), Costs((4, 2), 1, 1, memory={Kind.F: 0.1, Kind.R: 1, Kind.B: -1.1}), 1.15)
-    assert with_early_recompute(capped) is capped
+    # It holds its input and a whole microbatch while 1F1 runs; afterwards two inputs and a whole microbatch in any case.
+    costs = Costs((4, 2), 1, 1, memory={Kind.F: (0, 0.1), Kind.R: 1, Kind.B: (0, -1.1)})
+    assert with_early_recompute(planned(Schedule.from_csv(text), costs)).schedule == early.schedule
+    assert with_early_recompute(plan, lambda tried: False) is plan
+
+
+def test_running_again_early_keeps_the_cap_or_without_one_the_peak() -> None:
+    base = build_schedule("v-half", num_devices=8, num_microbatches=16)
+    full = with_recompute(base, dict.fromkeys(range(16), Kind.R))
+    costs = Costs(p2p=0.1)
+    roomy, tight, free = (planned(full, costs, cap) for cap in (1.0, 0.25, None))
+    early = [with_early_recompute(plan) for plan in (roomy, tight, free)]
+    assert [plan.timeline.peak for plan in early] == [0.3125, 0.25, 0.25]
+    assert early[0].makespan < early[1].makespan == early[2].makespan < free.makespan
 
 
 @settings(max_examples=60, deadline=None)
@@ -113,7 +124,7 @@ def test_running_again_early_is_valid_never_slower_and_within_the_cap(data: st.D
         plan = planned(plan.schedule, costs, max(plan.peaks))
     early = with_early_recompute(plan)
     validate(early.schedule, costs, plan.memory_cap)
-    assert early.makespan <= plan.makespan
+    assert early.makespan <= plan.makespan and max(early.peaks) <= max(plan.peaks)
     moved = [(sorted(a), sorted(b)) for a, b in zip(plan.schedule.orders, early.schedule.orders, strict=True)]
     assert all(a == b for a, b in moved)
     for before, after in zip(plan.schedule.orders, early.schedule.orders, strict=True):

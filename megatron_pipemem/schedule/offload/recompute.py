@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
@@ -115,16 +116,18 @@ _IN_FLIGHT = {Kind.F: 1, Kind.I: -1, Kind.B: -1}
 
 
 def with_early_recompute(
-    plan: OffloadPlan, fits: Callable[[OffloadPlan], bool] = lambda plan: plan.keeps_cap
+    plan: OffloadPlan, fits: Callable[[OffloadPlan], bool] = lambda tried: tried.keeps_cap
 ) -> OffloadPlan:
     """What runs again does so earlier, while its device waits for something else, where the step ends sooner that way.
 
     Args:
         plan: with R or RS where they are due, right before their backwards; they stay there if nothing is gained.
-        fits: whether a plan keeps what caps there are: what has run again is held until its backward.
+        fits: whether a plan keeps what caps there are: what has run again is held until its backward. Without a cap, the
+            peak does not rise.
     """
     if not plan.schedule.recomputed:
         return plan
+    most = max(plan.peaks) if plan.memory_cap is None else math.inf
     everywhere = range(plan.schedule.num_devices)
     for devices, ahead in product((everywhere, *((device,) for device in everywhere)), _AHEAD):
         orders = list(plan.schedule.orders)
@@ -132,7 +135,7 @@ def with_early_recompute(
             orders[device] = _earlier(orders[device], plan.timeline.spans[device], ahead)
         timeline = simulate(replace(plan.schedule, orders=tuple(orders)), plan.timeline.costs)
         tried = replace(plan, schedule=timeline.schedule, timeline=timeline)
-        if tried.makespan < plan.makespan * (1 - 1e-9) and fits(tried):
+        if tried.makespan < plan.makespan * (1 - 1e-9) and max(tried.peaks) <= most and fits(tried):
             plan = tried
     return plan
 
