@@ -21,6 +21,7 @@ from megatron_pipemem.schedule.lint import find_obstacle
 from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap, parse_caps
 from megatron_pipemem.schedule.offload import (
     OffloadPlan,
+    fastest_within,
     over_cap,
     plan_offload,
     recompute_plans,
@@ -234,11 +235,10 @@ def _offloaded(
             free = plan_offload(schedule, costs, select, None, host_budget)
             return [] if cap is None else over_cap(free.peaks, cap)
 
-        for plan in recompute_plans(
+        plans = recompute_plans(
             base, costs, recompute, lambda schedule: plan_offload(schedule, costs, select, cap, host_budget), over
-        ):
-            if plan.keeps_cap:
-                break
+        )
+        plan = fastest_within(plans, lambda plan: 0.0 if plan.keeps_cap else max(plan.peaks))
         plan = with_early_recompute(plan)
         if not plan.keeps_cap:
             raise UnsupportedError(

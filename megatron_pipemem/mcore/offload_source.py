@@ -18,6 +18,7 @@ from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.memory_cap import MemoryCap, loosened
 from megatron_pipemem.schedule.offload import (
     OffloadPlan,
+    fastest_within,
     over_cap,
     plan_offload,
     recompute_plans,
@@ -220,7 +221,7 @@ class OffloadSource(Source):
         Raises:
             UnsupportedError: none does.
         """
-        settings, plans = self._offloading.settings, []
+        settings = self._offloading.settings
 
         def over(again: Schedule) -> Sequence[int]:
             if self._cap is None:
@@ -229,12 +230,9 @@ class OffloadSource(Source):
             return over_cap(self._held(free.schedule, costs), self._cap.of(again.num_devices))
 
         planned = partial(self._plan_within_cap, costs=costs, budget=budget)
-        for plan in recompute_plans(schedule, costs, settings.recompute, planned, over):
-            plans.append((self._excess(plan.schedule, costs), plan.makespan, len(plans), plan))
-            if not plans[-1][0]:
-                break  # computing again only where nothing else helps
-        excess, _, _, best = min(plans)
-        if excess:
+        plans = recompute_plans(schedule, costs, settings.recompute, planned, over)
+        best = fastest_within(plans, lambda plan: self._excess(plan.schedule, costs))
+        if self._excess(best.schedule, costs):
             raise UnsupportedError(self._refusal(best, costs))
         best = with_early_recompute(best, lambda plan: not self._excess(plan.schedule, costs))
         return _Planned(best.schedule.to_csv(), _notes(best), None)

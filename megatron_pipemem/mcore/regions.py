@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -40,26 +40,37 @@ def regions_of(model: torch.nn.Module) -> Iterator[None]:
     two linear layers of an MLP, and attention between its projections where it is Megatron's own, which keeps ``s x s``
     scores. What Megatron's own ``--recompute-*`` flags run under a checkpoint keeps nothing anyway.
     """
-    shadowed: list[torch.nn.Module] = []
+    norms = {
+        child
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if name.endswith("layernorm") and not isinstance(child, IdentityOp)
+    }
+    with ExitStack() as stack:
+        for module in model.modules():
+            forward = None
+            if module in norms:
+                forward = _as_region(module.forward, lambda: nullcontext)
+            elif isinstance(module, DotProductAttention):
+                forward = _as_region(module.forward, _remember_random_numbers)
+            elif getattr(module.forward, "__func__", None) is MLP.forward:
+                forward = partial(_mlp, module)
+            if forward is not None:
+                stack.enter_context(_shadowed(module, {"forward": forward}))
+        yield
+
+
+@contextmanager
+def _shadowed(module: torch.nn.Module, stand_ins: dict[str, object]) -> Iterator[None]:
+    """Let attributes of the instance hide what its class or its parts have: hooks on the module run as ever."""
+    before = {name: module.__dict__[name] for name in stand_ins if name in module.__dict__}
+    module.__dict__.update(stand_ins)
     try:
-        for parent in model.modules():
-            for name, child in parent.named_children():
-                if name.endswith("layernorm") and not isinstance(child, IdentityOp):
-                    _shadow(child, _as_region(child.forward, lambda: nullcontext), shadowed)
-            if isinstance(parent, DotProductAttention):
-                _shadow(parent, _as_region(parent.forward, _remember_random_numbers), shadowed)
-            elif type(parent).forward is MLP.forward:
-                _shadow(parent, partial(_mlp, parent), shadowed)
         yield
     finally:
-        for module in shadowed:
-            del module.__dict__["forward"]
-
-
-def _shadow(module: torch.nn.Module, forward: Callable, shadowed: list[torch.nn.Module]) -> None:
-    """Let an attribute of the instance hide the method of its class: hooks on the module run as ever."""
-    module.__dict__["forward"] = forward
-    shadowed.append(module)
+        for name in stand_ins:
+            del module.__dict__[name]
+        module.__dict__.update(before)
 
 
 def _as_region(forward: Callable, replay: Callable[[], Replay]) -> Callable:
@@ -99,12 +110,8 @@ def _mlp(mlp: MLP, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | 
             "linear_fc1": _StandIn(lambda _: tuple(of_first_layer)),
             "linear_fc2": _StandIn(lambda activated: (activated, None)),
         }
-        mlp.__dict__.update(stand_ins)
-        try:
+        with _shadowed(mlp, stand_ins):
             return MLP.forward(mlp, hidden_states=None, per_token_scale=scale, **named)[0]
-        finally:
-            for name in stand_ins:
-                del mlp.__dict__[name]
 
     activated = region(between, lambda: nullcontext)(*mlp.linear_fc1(hidden_states), per_token_scale)
     return mlp.linear_fc2(activated)

@@ -121,15 +121,15 @@ def test_recomputation_as_an_action(train, assert_same_training, schedule, flags
 
 @pytest.mark.parametrize(
     ("schedule", "flags"),
-    [("1f1b", ()), ("zbv", ()), ("interleaved", TP2), ("v-half", (*MOE, *FULL))],
-    ids=["1f1b", "zbv", "interleaved-tp2", "v-half-moe-offloaded"],
+    [("1f1b", ()), ("zbv", BF16), ("interleaved", TP2), ("v-half", (*MOE, *FULL))],
+    ids=["1f1b", "zbv-beside-megatrons-own", "interleaved-tp2", "v-half-moe-offloaded"],
 )
 def test_selective_recomputation(train, assert_same_training, schedule, flags):
     run = train(schedule, *flags, *SELECTIVELY)
     assert_same_training(run, train("stock", *[flag for flag in flags if flag not in FULL]))
     if schedule != "v-half":  # experts get other numbers of tokens in every microbatch
         assert run.predicted_peaks == run.counted_peaks
-    assert max(run.counted_peaks) < 0.8 * max(train(schedule, *flags).counted_peaks)
+    assert max(run.counted_peaks) < 0.9 * max(train(schedule, *flags).counted_peaks)
 
 
 def test_selective_recomputation_of_what_is_offloaded(train, moved):
@@ -158,6 +158,20 @@ def test_a_cap_is_kept_by_as_little_recomputation_as_it_takes(train, assert_same
     assert "selective recomputation of stages [" in notes and "3" not in notes.split("stages")[-1], (
         "3 has little in flight"
     )
+
+
+def test_keeping_offloading_and_recomputing_share_a_cap(train, moved):
+    """On a channel too slow for all of it. The last rank keeps everything, or little else than its logits."""
+    stock, least = train("stock"), train("1f1b", *RECOMPUTE)
+    cap = (0.4 * max(stock.counted_peaks) + 0.6 * max(least.counted_peaks)) / 2**20
+    run = train(
+        *("1f1b", "--pipemem-offload", "auto", "--pipemem-recompute", "auto", "--pipemem-memory-cap", f"{cap:.3f}MiB"),
+        *(*SMALL, "--pipemem-offload-option", "ratio=3"),
+    )
+    moved(run, stock)
+    assert max(run.counted_peaks) <= cap * 2**20
+    notes = run.plans[-1]["notes"]
+    assert "selective recomputation of stages [" in notes and "stay" in notes, notes
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ from random_schedules import random_schedules
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import RECOMPUTE, Kind
-from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Costs
+from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
 from megatron_pipemem.schedule.offload import (
     OffloadPlan,
+    fastest_within,
     over_cap,
     plan_offload,
     recompute_plans,
@@ -62,17 +63,32 @@ def test_a_lower_cap_takes_no_less_recomputation(name: str) -> None:
     base, costs = build_schedule(name, num_devices=4, num_microbatches=8), Costs()
     before = -1.0
     for cap in (1.5, 0.8, 0.65, 0.6, 0.5):
-        for plan in recompute_plans(
+        plans = recompute_plans(
             base, costs, "auto", lambda s, cap=cap: planned(s, costs, cap),
             lambda s, cap=cap: over_cap(planned(s, costs).peaks, cap),
-        ):  # fmt: skip
-            if plan.keeps_cap:
-                break
+        )  # fmt: skip
+        plan = fastest_within(plans, lambda plan, cap=cap: max(0.0, max(plan.peaks) - cap))
         assert plan.keeps_cap
         validate(plan.schedule, costs, cap)
         work = sum(plan.timeline.work)
         assert work >= before and (cap < 1.5 or not plan.schedule.recomputed)
         before = work
+
+
+def test_computing_again_is_preferred_to_waiting_for_the_channel() -> None:
+    base = build_schedule("1f1b", num_devices=4, num_microbatches=8)
+    costs = Costs(channel=Channel(6.0))
+
+    def choose(mode: str) -> OffloadPlan:
+        plans = recompute_plans(
+            base, costs, mode, lambda s: plan_offload(s, costs, "auto", 0.65),
+            lambda s: over_cap(plan_offload(s, costs, "auto").peaks, 0.65),
+        )  # fmt: skip
+        return fastest_within(plans, lambda plan: float(not plan.keeps_cap))
+
+    waiting, mixed = choose("none"), choose("auto")
+    assert waiting.keeps_cap and waiting.delay > 0 and mixed.keeps_cap
+    assert mixed.makespan < waiting.makespan and Kind.RS in mixed.schedule.recomputed.values()
 
 
 def test_a_search_recomputes_in_part_where_that_is_enough() -> None:

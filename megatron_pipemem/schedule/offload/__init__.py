@@ -5,6 +5,7 @@
 
 from megatron_pipemem.schedule.offload.planner import OffloadPlan, plan_offload
 from megatron_pipemem.schedule.offload.recompute import (
+    fastest_within,
     over_cap,
     recompute_plans,
     recomputed_by_mode,
@@ -14,6 +15,7 @@ from megatron_pipemem.schedule.offload.recompute import (
 
 __all__ = [
     "OffloadPlan",
+    "fastest_within",
     "over_cap",
     "plan_offload",
     "recompute_plans",

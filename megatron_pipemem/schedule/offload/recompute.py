@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
 
@@ -77,6 +77,21 @@ def recompute_plans(
         for device in needy:
             stage, kind = steps[device].pop(0)
             again[stage] = kind
+
+
+def fastest_within(plans: Iterable[OffloadPlan], excess: Callable[[OffloadPlan], float]) -> OffloadPlan:
+    """The fastest plan that exceeds nothing, else the one that exceeds least.
+
+    Args:
+        plans: those of ``recompute_plans``; no more of them are made once one exceeds nothing and slows nothing.
+        excess: by how much a plan does not keep what it has to.
+    """
+    tried: list[tuple[float, float, int, OffloadPlan]] = []
+    for plan in plans:
+        tried.append((excess(plan), plan.makespan, len(tried), plan))
+        if tried[-1][0] == 0 and plan.delay == 0:
+            break
+    return min(tried)[-1]
 
 
 def over_cap(peaks: Sequence[float], memory_cap: float | Sequence[float]) -> list[int]:
