@@ -160,18 +160,38 @@ def test_a_cap_is_kept_by_as_little_recomputation_as_it_takes(train, assert_same
     )
 
 
-def test_keeping_offloading_and_recomputing_share_a_cap(train, moved):
-    """On a channel too slow for all of it. The last rank keeps everything, or little else than its logits."""
+@pytest.mark.parametrize(
+    ("schedule", "ratio", "share", "told"),
+    [
+        (
+            "interleaved",
+            1.0,
+            0.2,
+            ("activations are offloaded", "stay (not needed)", "selective recomputation of stages"),
+        ),
+        ("1f1b", 2.0, 0.1, ("selective recomputation of stages [2]", "full recomputation of stages [0, 1]")),
+    ],
+)
+def test_ways_to_keep_a_cap_are_mixed(train, assert_same_training, schedule, ratio, share, told):
+    """Keeping, offloading, and recomputing in part or wholly, on a fast and on a slow channel."""
     stock, least = train("stock"), train("1f1b", *RECOMPUTE)
-    cap = (0.4 * max(stock.counted_peaks) + 0.6 * max(least.counted_peaks)) / 2**20
+    cap = (share * max(stock.counted_peaks) + (1 - share) * max(least.counted_peaks)) / 2**20
     run = train(
-        *("1f1b", "--pipemem-offload", "auto", "--pipemem-recompute", "auto", "--pipemem-memory-cap", f"{cap:.3f}MiB"),
-        *(*SMALL, "--pipemem-offload-option", "ratio=3"),
+        *(
+            schedule,
+            "--pipemem-offload",
+            "auto",
+            "--pipemem-recompute",
+            "auto",
+            "--pipemem-memory-cap",
+            f"{cap:.3f}MiB",
+        ),
+        *(*SMALL, "--pipemem-offload-option", f"ratio={ratio}"),
     )
-    moved(run, stock)
-    assert max(run.counted_peaks) <= cap * 2**20
-    notes = run.plans[-1]["notes"]
-    assert "selective recomputation of stages [" in notes and "stay" in notes, notes
+    assert_same_training(run, stock)
+    assert run.predicted_peaks == run.counted_peaks and max(run.counted_peaks) <= cap * 2**20
+    assert run.of_ranks("predicted_host_peak_bytes") == run.of_ranks("counted_host_peak_bytes")
+    assert all(words in run.plans[-1]["notes"] for words in told), run.plans[-1]["notes"]
 
 
 @pytest.mark.parametrize(
