@@ -19,9 +19,16 @@ from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.csv_format import LETTERS, Table, read_schedule_file, read_table
 from megatron_pipemem.schedule.lint import find_obstacle
 from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap, parse_caps
-from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload
+from megatron_pipemem.schedule.offload import (
+    OffloadPlan,
+    fastest_within,
+    over_cap,
+    plan_offload,
+    recompute_plans,
+    with_early_recompute,
+)
 from megatron_pipemem.schedule.offload.search import OffloadSearchResult, search_offload
-from megatron_pipemem.schedule.options import AUTO, parse_options, searched_placements
+from megatron_pipemem.schedule.options import AUTO, check_recompute, parse_options, searched_placements
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, check_options
 from megatron_pipemem.schedule.schedule import Schedule
@@ -148,8 +155,10 @@ def load_schedule(
     if cap is None or not cap.in_bytes:
         costs = replace(costs, memory=None)
     amount = None if cap is None else cap.amount
-    if offload.select != "off":
-        return _offloaded(name, devices, microbatches, costs, cap, settings, offload, dialect)
+    recompute = settings.pop("recompute", "none")
+    check_recompute(recompute)
+    if offload.select != "off" or recompute != "none":
+        return _offloaded(name, devices, microbatches, costs, cap, settings, offload, dialect, recompute)
     if is_file(name):
         table, schedule = read_schedule(Path(name), dialect)
         if table.letters != "pipemem":
@@ -181,8 +190,9 @@ def _offloaded(
     settings: dict[str, object],
     offload: OffloadChoice,
     dialect: Dialect,
+    recompute: str,
 ) -> Loaded:
-    """A schedule, built without the cap, with the round trips of its activations within it."""
+    """A schedule, built without the cap, with what is recomputed and the round trips of its activations within it."""
     budget = None if offload.host_memory is None else parse_cap(offload.host_memory)
     if budget is not None and budget.in_bytes != (costs.memory is not None):
         raise UnsupportedError(
@@ -192,14 +202,12 @@ def _offloaded(
     host_budget = None if budget is None else budget.amount
     cap = None if memory_cap is None else memory_cap.amount
     found = None
-    if name == AUTO and offload.select == "auto" and cap is not None:
+    leaves_choice = offload.select in ("off", "auto") and recompute in ("none", "auto")
+    if name == AUTO and leaves_choice and cap is not None:
         if devices is None or microbatches is None:
             raise UnsupportedError(f"how large is {name!r} to be? give --devices and --microbatches")
         check_size(devices, microbatches)
         seconds = settings.pop("seconds", 20.0)
-        recompute = settings.pop("recompute", False)
-        if not isinstance(recompute, bool):
-            raise UnsupportedError(f"-o recompute={recompute}: take true or false")
         placements = _placements(devices, settings)
         if settings:
             raise UnsupportedError(
@@ -213,6 +221,7 @@ def _offloaded(
             cap,
             host_budget=host_budget,
             placements=placements,
+            offload=offload.select != "off",
             recompute=recompute,
             seconds=seconds,
         )
@@ -221,10 +230,20 @@ def _offloaded(
         options = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         base = load_schedule(name, devices, microbatches, options=options, dialect=dialect, costs=costs).schedule
         select = int(offload.select) if offload.select.isdecimal() else offload.select
-        plan = plan_offload(base, costs, select, cap, host_budget)
+
+        def over(schedule: Schedule) -> list[int]:
+            free = plan_offload(schedule, costs, select, None, host_budget)
+            return [] if cap is None else over_cap(free.peaks, cap)
+
+        plans = recompute_plans(
+            base, costs, recompute, lambda schedule: plan_offload(schedule, costs, select, cap, host_budget), over
+        )
+        plan = fastest_within(plans, lambda plan: 0.0 if plan.keeps_cap else max(plan.peaks))
+        plan = with_early_recompute(plan)
         if not plan.keeps_cap:
             raise UnsupportedError(
-                f"offload does not bring {name!r} within the memory cap of {memory_cap}: its peak is {max(plan.peaks):.6g}, "
+                f"nothing brings {name!r} within the memory cap of {memory_cap} with offload {offload.select} and recompute "
+                f"{recompute}: its peak is {max(plan.peaks):.6g}, "
                 f"and what is in the way is: {plan.binds or 'what runs at the time'}; raise the cap, or take another schedule"
             )
     validate(plan.schedule, costs, cap, host_budget, microbatch_order=False)

@@ -36,6 +36,7 @@ from megatron_pipemem.report.timeline import memory_text
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.offload import recomputed_by_mode
 from megatron_pipemem.schedule.offload.search import OffloadSearchResult
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.search import Candidate
@@ -157,7 +158,7 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, object]:
         "host_peak": max(host_peaks(schedule.orders, schedule.placement, Costs(), schedule.pieces)),
         "stall_seconds": list(timeline.stall_seconds),
         "transfers": sum(map(len, timeline.transfers)),
-        "recomputed": sorted(schedule.recomputed),
+        "recomputed": recomputed_by_mode(schedule),
     }
 
 
@@ -182,6 +183,8 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
 
 
 def _text(key: str, fact: object) -> str:
+    if isinstance(fact, dict):
+        return "; ".join(f"{mode}: {', '.join(map(str, stages))}" for mode, stages in fact.items())
     if isinstance(fact, list):
         return ", ".join(f"{peak:.4g}" for peak in fact)
     if key.endswith("rate"):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.offloading import DEFAULT_HOST_SHARE, RECOMPUTE_MODES
+from megatron_pipemem.mcore.offloading import DEFAULT_HOST_SHARE
 from megatron_pipemem.mcore.plan_file import add_planned_flags
 from megatron_pipemem.mcore.plugin import Settings, source_for
 from megatron_pipemem.planner.search import layout
-from megatron_pipemem.schedule.options import OFF, OFFLOAD, STOCK, VOCABULARY, parse_options
+from megatron_pipemem.schedule.options import OFF, OFFLOAD, RECOMPUTE, STOCK, VOCABULARY, parse_options
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,9 +66,10 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
     )
     parser.add_argument(
         "--pipemem-recompute",
-        metavar="|".join(RECOMPUTE_MODES),
+        metavar="|".join(RECOMPUTE),
         default="none",
-        help="which stages run their forwards again before their backwards",
+        help="what runs again before its backward: of every stage what is cheap (norms, activation functions, unfused "
+        "attention), or all; auto: whatever of these a memory cap needs, per stage",
     )
     parser.add_argument(
         "--pipemem-offload-option",

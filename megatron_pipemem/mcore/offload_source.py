@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from megatron_pipemem.errors import UnsupportedError
@@ -15,7 +16,16 @@ from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.memory_cap import MemoryCap, loosened
-from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload, with_recompute
+from megatron_pipemem.schedule.offload import (
+    OffloadPlan,
+    fastest_within,
+    over_cap,
+    plan_offload,
+    recompute_plans,
+    recomputed_by_mode,
+    with_early_recompute,
+    with_recompute,
+)
 from megatron_pipemem.schedule.offload.search import OffloadSearchResult, search_offload
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.plain import serial_schedule
@@ -43,7 +53,8 @@ class OffloadSource(Source):
     """Plans what leaves the device, when, and what is computed again, for the schedules of another source.
 
     Unless everything is known beforehand, the first step runs one microbatch after another, each offloaded: that holds
-    least, and shows the bytes of every action. The steps after it assume ``ASSUMED_RATIO`` for the channel until seconds are
+    least, and shows the bytes of every action. Where stages may be recomputed selectively, a second such step shows what that
+    leaves of a forward. The steps after it assume ``ASSUMED_RATIO`` for the channel until seconds are
     measured too.
 
     Args:
@@ -64,6 +75,8 @@ class OffloadSource(Source):
         leaves_choice = memory_cap is not None and offloading.settings.leaves_choice
         self._search_seconds = search_seconds if leaves_choice else None
         self._changes: Changes | None = None
+        # Of the forwards of a step in which every stage was recomputed selectively.
+        self._selective: tuple[float, ...] | None = None
         # What the choice of the placement has found, on the rank that searches.
         self._answers: dict[tuple[Placement, int], OffloadSearchResult] = {}
         self.may_split = base.may_split
@@ -78,8 +91,10 @@ class OffloadSource(Source):
 
     @property
     def needs_bytes(self) -> bool:
-        if self._changes is not None or self.costs.memory is not None:
+        if self.costs.memory is not None:
             return False
+        if self._changes is not None:
+            return self._selective is None and self._offloading.settings.recompute in ("selective", "auto")
         in_bytes = self._cap is not None and self._cap.in_bytes
         settings = self._offloading.settings
         return in_bytes or (settings.mode != "off" and (self.needs_seconds or settings.host_memory is not None))
@@ -100,8 +115,12 @@ class OffloadSource(Source):
         super().measured(costs, changes)
         self._base.measured(costs, None)
         self._answers.clear()
-        if changes is not None:
+        if changes is None:
+            return
+        if self._changes is None:
             self._changes = changes
+        else:
+            self._selective = changes[Kind.F]
 
     def fastest(self, placements: Sequence[Placement], num_microbatches: int) -> Placement:
         """The placement of the fastest plan within the cap, for the costs known so far; all have as many stages.
@@ -183,13 +202,15 @@ class OffloadSource(Source):
             host_budget=budget,
             placements=placements,
             offload=settings.mode != "off",
-            recompute=settings.recompute != "none",
+            recompute=settings.recompute,
             seconds=self._search_seconds,
         )
 
     def _serial(self, placement: Placement, num_microbatches: int, name: str) -> Schedule:
         """One microbatch after another, each offloaded if anything may be: none holds less without recomputation."""
         schedule = serial_schedule(placement, num_microbatches, name)
+        if self._changes is not None and self.needs_bytes:
+            schedule = with_recompute(schedule, dict.fromkeys(range(placement.num_stages), Kind.RS))
         if self._offloading.settings.mode == "off":
             return schedule
         return replace(schedule, orders=tuple(map(_everything_away, schedule.orders)))
@@ -200,26 +221,21 @@ class OffloadSource(Source):
         Raises:
             UnsupportedError: none does.
         """
-        plans = []
-        for again in self._recomputations(schedule):
-            plan = self._plan_within_cap(with_recompute(schedule, again), costs, budget)
-            plans.append((self._excess(plan.schedule, costs), plan.makespan, len(plans), plan))
-            if not plans[-1][0] and self._cap is not None:
-                break  # computing again only where nothing else helps
-        excess, _, _, best = min(plans)
-        if excess:
-            raise UnsupportedError(self._refusal(best, costs))
-        return _Planned(best.schedule.to_csv(), _notes(best), None)
+        settings = self._offloading.settings
 
-    def _recomputations(self, schedule: Schedule) -> Iterator[frozenset[int]]:
-        """The sets of stages to try, fewer before more, of every device those first whose activations live longest."""
-        mode, placement = self._offloading.settings.recompute, schedule.placement
-        if mode != "full":
-            yield frozenset()
-        if mode == "none" or (mode == "auto" and self._cap is None):
-            return
-        for number in range(1 if mode == "auto" else placement.num_chunks, placement.num_chunks + 1):
-            yield frozenset(stage for stages in placement.stages for stage in sorted(stages)[:number])
+        def over(again: Schedule) -> Sequence[int]:
+            if self._cap is None:
+                return ()
+            free = plan_offload(again, costs, settings.mode, None, budget)
+            return over_cap(self._held(free.schedule, costs), self._cap.of(again.num_devices))
+
+        planned = partial(self._plan_within_cap, costs=costs, budget=budget)
+        plans = recompute_plans(schedule, costs, settings.recompute, planned, over)
+        best = fastest_within(plans, lambda plan: self._excess(plan.schedule, costs))
+        if self._excess(best.schedule, costs):
+            raise UnsupportedError(self._refusal(best, costs))
+        best = with_early_recompute(best, lambda plan: not self._excess(plan.schedule, costs))
+        return _Planned(best.schedule.to_csv(), _notes(best), None)
 
     def _plan_within_cap(self, schedule: Schedule, costs: Costs, budget: float | None) -> OffloadPlan:
         """Messages are posted between the actions that a plan knows, so some bytes come on top of what it counts."""
@@ -314,6 +330,8 @@ class OffloadSource(Source):
         again = tuple(taken - kept for taken, kept in zip(saved, handed_on, strict=True))
         kept = tuple(whole - part for whole, part in zip(changes[Kind.F], again, strict=True))
         memory = {Kind.F: kept, Kind.R: again, Kind.I: changes[Kind.I], Kind.W: changes[Kind.W]}
+        if self._selective is not None:
+            memory[Kind.RS] = tuple(whole - part for whole, part in zip(saved, self._selective, strict=True))
         return memory | {kind: changes[kind] for kind in (Kind.WAIT_OFFLOAD, Kind.RELOAD) if kind in changes}
 
     def _host_budget(self) -> float:
@@ -326,8 +344,9 @@ _MESSAGE_BYTES = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_I, Kind.RECV_I, Kind.REDUC
 def _everything_away(order: Order) -> Order:
     """Every forward of a serial order leaves at once, and returns right before its backward."""
     away: list[Action] = []
+    recomputed = any(action.kind is Kind.RS for action in order)
     for action in order:
-        if action.kind is Kind.I:
+        if action.kind is (Kind.RS if recomputed else Kind.I):
             away += [action._replace(kind=kind) for kind in (Kind.RELOAD, Kind.WAIT_RELOAD)]
         away.append(action)
         if action.kind is Kind.F:
@@ -341,5 +360,5 @@ def _notes(plan: OffloadPlan) -> str:
     for why in plan.kept.values():
         counts[why] = counts.get(why, 0) + 1
     stays = "".join(f", {count} stay ({why})" for why, count in sorted(counts.items()))
-    again = f"; recomputed stages {sorted(plan.schedule.recomputed)}" if plan.schedule.recomputed else ""
+    again = "".join(f"; {mode} recomputation of stages {s}" for mode, s in recomputed_by_mode(plan.schedule).items())
     return f"{len(plan.offloaded)} activations are offloaded{stays}{again}"

@@ -20,11 +20,9 @@ from megatron_pipemem.runtime.offload import OffloadEngine
 from megatron_pipemem.runtime.offload.host_link import HostLink, measure_host_link
 from megatron_pipemem.runtime.offload.host_memory import available_memory
 from megatron_pipemem.schedule.memory_cap import format_bytes, parse_cap
-from megatron_pipemem.schedule.options import OFFLOAD
+from megatron_pipemem.schedule.options import OFFLOAD, RECOMPUTE
 
 logger = logging.getLogger(__name__)
-
-RECOMPUTE_MODES = ("none", "full", "auto")
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,8 @@ class OffloadSettings:
     Args:
         mode: ``off`` for what the schedule itself says and no more, ``half`` for the longest-lived half of every
             device's chunks, ``full`` for all of them, ``auto`` for what a memory cap needs.
-        recompute: ``none``, ``full`` for every stage, ``auto`` where it is the better way to keep a memory cap.
+        recompute: ``none``, ``selective`` for the cheap parts of every stage, ``full`` for all of it, ``auto`` for whichever of
+            these a memory cap needs, per stage.
         host_memory: bytes per node, shared by its ranks; ``None`` for ``DEFAULT_HOST_SHARE`` of what is available.
         bandwidth: bytes per second to pretend on CPU ranks, each way; ``None`` for as fast as memory is.
         min_bytes: storages below this stay on the device; a copy costs the host a few microseconds however small it is.
@@ -77,7 +76,7 @@ class OffloadSettings:
         Raises:
             UnsupportedError: one of them is nothing of the kind.
         """
-        for what, given, allowed in (("offload", mode, OFFLOAD), ("recompute", recompute, RECOMPUTE_MODES)):
+        for what, given, allowed in (("offload", mode, OFFLOAD), ("recompute", recompute, RECOMPUTE)):
             if given not in allowed:
                 raise UnsupportedError(f"--pipemem-{what} {given!r} is none of {', '.join(allowed)}")
         readers = {

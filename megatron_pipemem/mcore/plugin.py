@@ -53,7 +53,7 @@ class Settings:
         offload: ``off``, ``half``, ``full`` or ``auto``: which activations wait on the host for their backward, beside what
             the schedule itself says.
         host_memory: bytes per node for that (``"64GiB"``), shared by its ranks.
-        recompute: ``none``, ``full`` or ``auto``: which stages run their forwards again before their backwards.
+        recompute: ``none``, ``selective``, ``full`` or ``auto``: what of which stages runs again before its backward.
         offload_options: see ``OffloadSettings.of``.
         vocab_parallel: cut the embedding and the LM head over the pipeline's ranks: ``off``, the algorithm of arXiv
             2411.05288, ``1`` (two barriers) or ``2`` (one barrier, one microbatch less in flight), or ``auto`` to choose by the

@@ -78,7 +78,7 @@ class RunRecord:
     _changes: dict[Kind, list[int]] = field(default_factory=dict)
     _host_changes: dict[Kind, list[int]] = field(default_factory=dict)
     _learnt: set[tuple[Kind, int]] = field(default_factory=set)
-    _treatments: dict[int, tuple[bool, bool]] = field(default_factory=dict)
+    _treatments: dict[int, tuple[Kind | None, bool]] = field(default_factory=dict)
     _predicted_peak: int | None = None
     _counted_peak: int = 0
     _predicted_host_peak: int = 0
@@ -156,7 +156,7 @@ class RunRecord:
         stages = program.placement.num_stages
         moved = {action.stage for action in program.actions[device] if action.kind is Kind.OFFLOAD}
         for stage in program.placement.stages[device]:
-            treatment = (stage in program.schedule.recomputed, stage in moved)
+            treatment = (program.schedule.recomputed.get(stage), stage in moved)
             if self._treatments.get(stage, treatment) != treatment:
                 self._learnt = {(kind, other) for kind, other in self._learnt if other != stage}
             self._treatments[stage] = treatment

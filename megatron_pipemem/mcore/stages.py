@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -13,17 +13,11 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_pipemem.mcore.patching import Symbol
 from megatron_pipemem.mcore.placement import ChunkPlacement
+from megatron_pipemem.mcore.regions import random_numbers_again, regions_of
 from megatron_pipemem.mcore.transformer_engine import DelayedModules
+from megatron_pipemem.runtime.selective import is_recording
 from megatron_pipemem.runtime.weight_gradients import current_queue
-
-# Used by us, not replaced: what Megatron's own recomputation keeps and restores.
-RANDOM_STATE = (
-    Symbol("megatron.core.tensor_parallel.random", "_get_all_rng_states"),
-    Symbol("megatron.core.tensor_parallel.random", "_set_all_rng_states"),
-    Symbol("megatron.core.tensor_parallel.random", "_fork_rng"),
-)
 
 
 @dataclass
@@ -92,8 +86,7 @@ class ChunkStage:
         data, states = self._again.pop(microbatch)
         if data is not None:
             data.rewind()
-        with random._fork_rng():
-            random._set_all_rng_states(*states)
+        with random_numbers_again(states):
             output, _ = self._run(microbatch, input, data, [])
         return output
 
@@ -103,7 +96,7 @@ class ChunkStage:
         step = self.step
         # Of its own batch: asynchronous schedules run forwards of later ones as well.
         microbatch %= step.num_microbatches
-        with self.as_chunk():
+        with self.as_chunk(), regions_of(self.model) if is_recording() else nullcontext():
             result = schedules.forward_step(
                 step.forward_step_func,
                 data,

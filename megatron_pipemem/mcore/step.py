@@ -24,11 +24,11 @@ from megatron_pipemem.mcore.patching import Symbol
 from megatron_pipemem.mcore.placement import ChunkPlacement
 from megatron_pipemem.mcore.programs import ProgramCache
 from megatron_pipemem.mcore.refusals import check_chunks, check_config
+from megatron_pipemem.mcore.regions import MLP_FORWARD, RANDOM_STATE
 from megatron_pipemem.mcore.replanning import Replanner
 from megatron_pipemem.mcore.run_record import RunRecord, StepRecord
 from megatron_pipemem.mcore.sources import Shape
 from megatron_pipemem.mcore.stages import (
-    RANDOM_STATE,
     ChunkStage,
     StepContext,
     move_tensors,
@@ -87,6 +87,7 @@ BACKWARD_STEP = Symbol(
 # Used by us, not replaced: a change of these would break steps in the middle.
 USED = (
     *RANDOM_STATE,
+    MLP_FORWARD,
     FORWARD_STEP,
     BACKWARD_STEP,
     Symbol("megatron.core.pipeline_parallel.schedules", "deallocate_output_tensor", ("out",)),

@@ -65,7 +65,8 @@ def _schedules(run: Run) -> None:
     choice, cut = run.schedule, run.parallelism
     if cut.pp == 1 and choice.name != STOCK:
         raise UnsupportedError(f"pp 1 leaves no pipeline for schedule {choice.name}; set schedule.name to {STOCK}")
-    plans_offload = choice.offload != "off" or run.flags.get("pipemem-recompute", "none") != "none"
+    recomputes = choice.recomputes_by_action or run.flags.get("pipemem-recompute", "none") != "none"
+    plans_offload = choice.offload != "off" or recomputes
     options = run.schedule_options
     check_request(choice.name, choice.memory_cap, choice.costs, options, plans_offload, choice.vocab_parallel)
     prices_of(choice.costs)

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner.model import Model
-from megatron_pipemem.planner.runs import Run, resolve_script
+from megatron_pipemem.planner.runs import BY_ACTION, Run, resolve_script
 from megatron_pipemem.schedule.options import STOCK
 
 Flags = dict[str, Any]
@@ -204,12 +204,16 @@ def _schedule_flags(run: Run) -> Flags:
     options = choice.options if choice.name == STOCK else run.schedule_options
     recomputes: Flags = {}
     if choice.recompute == "selective":
-        if "activation" in choice.recompute_modules:
+        if choice.recomputes_by_action:
+            recomputes = {"pipemem-recompute": "selective"}
+        elif "activation" in choice.recompute_modules:
             raise ConfigError(
-                "the training script cannot recompute an FFN's activation alone; leave it out to launch",
+                "Megatron cannot recompute an FFN's activation alone, and --pipemem-recompute selective makes again "
+                f"{', '.join(BY_ACTION)} together, under any schedule but {STOCK}; name these three, or leave it out to launch",
                 key="schedule.recompute_modules",
             )
-        recomputes = {"recompute-granularity": "selective", "recompute-modules": choice.recompute_modules}
+        else:
+            recomputes = {"recompute-granularity": "selective", "recompute-modules": choice.recompute_modules}
     elif choice.recompute == "full":
         recomputes = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
     switches = run.cluster.switches if choice.offload != "off" else ()

@@ -66,6 +66,10 @@ class Parallelism:
         return self.global_batch // (self.micro_batch * self.dp)
 
 
+BY_ACTION = ("core_attn", "layernorm", "activation")
+"""What ``--pipemem-recompute selective`` makes again of layers whose attention is not fused and whose norms stand alone."""
+
+
 @dataclass(frozen=True)
 class ScheduleChoice:
     """Which schedule, and what it does beside computing.
@@ -79,7 +83,8 @@ class ScheduleChoice:
         offload: which activations wait on the host: ``off``, ``half``, ``full`` or ``auto``.
         vocab_parallel: ``off``, Algorithm ``1`` or ``2`` of arXiv 2411.05288, or ``auto``.
         recompute: which forwards run again before their backward, see ``Execution``.
-        recompute_modules: what ``selective`` runs again.
+        recompute_modules: what ``selective`` runs again; ``BY_ACTION`` are run again by an action of the schedule, where it is
+            not Megatron's own.
     """
 
     name: str = STOCK
@@ -90,6 +95,11 @@ class ScheduleChoice:
     vocab_parallel: Any = "off"
     recompute: Recompute = "none"
     recompute_modules: tuple[str, ...] = ("core_attn",)
+
+    @property
+    def recomputes_by_action(self) -> bool:
+        """Whether what is recomputed is an action of the schedule, rather than Megatron's own business."""
+        return self.recompute == "selective" and self.name != STOCK and set(self.recompute_modules) == set(BY_ACTION)
 
     def __post_init__(self) -> None:
         for key, allowed in (("offload", OFFLOAD), ("vocab_parallel", VOCABULARY)):

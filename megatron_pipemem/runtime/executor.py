@@ -12,6 +12,7 @@ import torch
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.copies import CopySums
 from megatron_pipemem.runtime.offload import OffloadEngine
+from megatron_pipemem.runtime.selective import Recorder
 from megatron_pipemem.runtime.trace import Trace
 from megatron_pipemem.runtime.transport import Transport
 from megatron_pipemem.runtime.vocabulary.passes import VocabularyPasses
@@ -26,6 +27,7 @@ class StageRunner(Protocol):
     def forward(self, microbatch: int, input: torch.Tensor | None, again: bool = False) -> torch.Tensor:
         """Run the stage. ``input`` is ``None`` on the stage that reads the data; the last stage returns its loss.
 
+        What of it is cheap runs in regions of ``runtime.selective``, which drop what they make if the caller records.
         With vocabulary passes, the first stage gets the embedding's output, and the last one returns the head's input.
         ``again`` says that the stage will ``recompute`` this microbatch: it must be able to run it once more, exactly.
         """
@@ -125,6 +127,7 @@ class Executor:
         self._actions = program.actions[device]
         self._split = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.I}
         self._recomputed = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.R}
+        self._selective = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.RS}
         # Whole stages, because its microbatches may share tensors: those leave with the last that is offloaded.
         self._offloaded = {a.stage for a in self._actions if a.kind is Kind.OFFLOAD}
         self._has_backward = any(a.kind in (Kind.I, Kind.B) for a in self._actions)
@@ -137,10 +140,12 @@ class Executor:
         self._local_inputs: dict[tuple[int, int], torch.Tensor] = {}
         self._local_gradients: dict[tuple[int, int], torch.Tensor] = {}
         self._queues: dict[tuple[int, int], WeightGradientQueue] = {}
+        self._recorders: dict[tuple[int, int], Recorder] = {}
         self._outbox: dict[Action, torch.Tensor] = {}
         self._perform = {
             Kind.F: self._forward,
             Kind.R: self._recompute,
+            Kind.RS: self._recompute_selectively,
             Kind.I: self._backward,
             Kind.B: self._backward,
             Kind.W: self._weight_gradients,
@@ -228,6 +233,10 @@ class Executor:
         if self._placement.next_stage(action.stage) is not None:
             stage.release_output(output)
 
+    def _recompute_selectively(self, action: Action) -> None:
+        with self._measured(action):
+            self._recorders.pop(_key(action)).run_again()
+
     def _run_stage(
         self,
         action: Action,
@@ -236,14 +245,18 @@ class Executor:
     ) -> torch.Tensor:
         """Run a stage, and keep what its backward needs if there is one."""
         key = _key(action)
-        captured = action.stage in self._offloaded
+        captured, selective = action.stage in self._offloaded, key in self._selective
         queue = None
         if key in self._split:
             queue = WeightGradientQueue()
-        elif captured:
+        elif captured or selective:
             # Stock's linear layers hand their weight to autograd beside their input, and it must come back as it is.
             queue = ImmediateWeightGradients()
-        with self._measured(action), collecting(queue), self._watched(key):
+        recorded = nullcontext()
+        if selective:
+            self._recorders[key] = Recorder(self._made_again)
+            recorded = self._recorders[key].record()
+        with self._measured(action), collecting(queue), self._watched(key), recorded:
             output = forward(action.microbatch, input)
         if captured and input is not None:
             self._offload.stay(key, [input])
@@ -318,6 +331,10 @@ class Executor:
 
     def _is_local(self, stage: int) -> bool:
         return self._placement.devices[stage] == self._device
+
+    def _made_again(self, tensor: torch.Tensor) -> None:
+        if self._ledger is not None:
+            self._ledger.hold(tensor, "saved")
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._ledger is not None:

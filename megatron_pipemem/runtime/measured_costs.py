@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.costs import SELECTIVE_SECONDS, Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts
 
@@ -76,13 +76,16 @@ def costs_from(medians: Medians, links: Mapping[tuple[int, int], float], placeme
         for destination in range(placement.num_devices)
         if source != destination
     }
-    again = None
-    if any(kind is Kind.R for kind, _ in medians):
-        again = tuple(medians.get((Kind.R, stage), forward) for stage, forward in enumerate(prices[Kind.F]))
+    again: dict[Kind, tuple[float, ...] | None] = {}
+    for kind, share in ((Kind.R, 1.0), (Kind.RS, SELECTIVE_SECONDS)):
+        ran = any(other is kind for other, _ in medians)
+        of_forward = enumerate(prices[Kind.F])
+        again[kind] = tuple(medians.get((kind, stage), share * f) for stage, f in of_forward) if ran else None
     return Costs(
         *(tuple(prices[kind]) for kind in (Kind.F, Kind.I, Kind.W)),
         pairs,
-        recompute=again,
+        recompute=again[Kind.R],
+        recompute_selective=again[Kind.RS],
         vocabulary=_passes(medians, placement, before),
     )
 

@@ -19,7 +19,8 @@ class Kind(StrEnum):
     output of stage 2, ``3RECV_F0`` receives it as the input of stage 3, ``3SEND_I0`` (torch: ``3SEND_B0``) sends the
     gradient of stage 3's input, ``2RECV_I0`` receives it as the gradient of stage 2's output.
 
-    ``R`` runs a forward again that kept nothing but its input. The actions on memory start and await copies:
+    ``R`` runs a forward again that kept nothing but its input, ``RS`` the cheap parts of one that dropped only what those
+    make: normalisation, activation functions, attention between its matrices. The actions on memory start and await copies:
     ``OFFLOAD`` starts the copy of a forward's activations to the host, after ``WAIT_OFFLOAD`` it has ended and the device
     memory is free; ``RELOAD`` takes device memory and starts the copy back, after ``WAIT_RELOAD`` that has ended and the
     activations may be used."""
@@ -29,6 +30,7 @@ class Kind(StrEnum):
     W = "W"
     B = "B"
     R = "R"
+    RS = "RS"
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_I = "SEND_I"
@@ -65,7 +67,8 @@ COLLECTIVES = frozenset((Kind.REDUCE_E, Kind.BCAST_X, Kind.STATS, Kind.BCAST_G, 
 """Posted by every device, all in one order, on a channel of their own; posting takes no time, and waits for nobody but
 ``REDUCE_X`` for the statistics where it is formed of them (one barrier)."""
 VOCABULARY = VOCABULARY_COMPUTE | COLLECTIVES
-COMPUTE = frozenset((Kind.F, Kind.I, Kind.W, Kind.B, Kind.R)) | VOCABULARY_COMPUTE
+RECOMPUTE = frozenset((Kind.R, Kind.RS))
+COMPUTE = frozenset((Kind.F, Kind.I, Kind.W, Kind.B)) | RECOMPUTE | VOCABULARY_COMPUTE
 ORDERED = COMPUTE | MEMORY | COLLECTIVES
 """What stands in the orders of a schedule; ``lower`` adds the rest."""
 FORWARD = frozenset((Kind.F, Kind.IF, Kind.REDUCE_E, Kind.BCAST_X, Kind.S, Kind.STATS, Kind.LOSS))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.action import VOCABULARY, Kind
@@ -21,8 +22,15 @@ _PRICED = (
     ("backward_input", Kind.I),
     ("backward_weight", Kind.W),
     ("recompute", Kind.R),
+    ("recompute_selective", Kind.RS),
     ("copy_sum", Kind.SUM_COPIES),
 )
+
+SELECTIVE_SECONDS = 0.05
+"""Of F that RS takes where nothing better is known: norms and GELU move about 24 bytes per element of the hidden state
+(16-bit), F computes 24 times its width: about 150 / h at 300 TFLOP/s and 2 TB/s."""
+SELECTIVE_BYTES = 13 / 32
+"""Of what F keeps that RS makes again: 14 of 34 bytes per element (arXiv 2503.01328), as a fraction whose sums are exact."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +128,12 @@ class Costs:
             microbatch are 1.0) and its W or B gives them back. With bytes instead, I gives a part back already; B defaults to
             I + W, and W to B - I. A single number is a device's whole share here too. What a forward keeps although its
             stage is recomputed stands under F, what R takes under R; a stage that is not recomputed takes both with F, and
-            without R, recomputed stages keep nothing (activation units: always). WAIT_OFFLOAD gives back what may leave
-            the device, by default all that a forward takes; RELOAD takes it again. Of the passes and collectives of
+            without R, recomputed stages keep nothing (activation units: always). RS takes what a selectively recomputed
+            forward leaves out, by default ``SELECTIVE_BYTES``. WAIT_OFFLOAD gives back what may leave the device, by default
+            all that a forward takes (what RS makes never leaves); RELOAD takes it again. Of the passes and collectives of
             vocabulary parallelism, which change nothing by default, it is every device's, and a sequence has one per device.
         recompute: seconds of R; ``None``: those of F.
+        recompute_selective: seconds of RS; ``None``: ``SELECTIVE_SECONDS`` of those of F.
         channel: how fast activations move to the host; ``None``: at once.
         vocabulary: seconds of the passes and collectives of vocabulary parallelism. Default: the whole head takes as long
             as one device's share of the layers (their average), the embedding and the collectives take no time.
@@ -140,12 +150,14 @@ class Costs:
     channel: Channel | None = None
     vocabulary: VocabularyCosts | None = None
     copy_sum: PerStage = 0.0
+    recompute_selective: PerStage | None = None
 
     def __post_init__(self) -> None:
         for name, kind in _PRICED:
-            if name == "recompute" and self.recompute is None:
+            price = getattr(self, name)
+            if price is None:
                 continue
-            price = _checked(f"cost of {kind}", getattr(self, name))
+            price = _checked(f"cost of {kind}", price)
             if any(seconds < 0 for seconds in _listed(price)):
                 raise CostsError(f"cost of {kind} is negative: {min(_listed(price))}")
             object.__setattr__(self, name, price)
@@ -171,6 +183,10 @@ class Costs:
             Kind.W: _per_stage("backward_weight", self.backward_weight, placement),
             Kind.R: _per_stage("recompute", self.forward if self.recompute is None else self.recompute, placement),
         }
+        if self.recompute_selective is None:
+            prices[Kind.RS] = tuple(SELECTIVE_SECONDS * forward for forward in prices[Kind.F])
+        else:
+            prices[Kind.RS] = _per_stage("recompute_selective", self.recompute_selective, placement)
         prices[Kind.B] = tuple(i + w for i, w in zip(prices[Kind.I], prices[Kind.W], strict=True))
         return prices
 
@@ -208,23 +224,33 @@ class Costs:
         """
         return 1 / placement.model_stages if self.memory is None else 1.0
 
-    def copy_seconds(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
-        """Seconds of OFFLOAD and RELOAD, one value per stage; 0 without a channel."""
+    def copy_seconds(
+        self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({})
+    ) -> dict[Kind, tuple[float, ...]]:
+        """Seconds of OFFLOAD and RELOAD, one value per stage; 0 without a channel. ``recomputed`` as in ``memory_changes``."""
         if self.channel is None:
             return dict.fromkeys((Kind.OFFLOAD, Kind.RELOAD), (0.0,) * placement.num_stages)
-        return self.channel.seconds(placement)
+        seconds = self.channel.seconds(placement)
+        if Kind.RS not in recomputed.values():
+            return seconds
+        whole = self.memory_changes(placement)[Kind.WAIT_OFFLOAD]
+        less = self.memory_changes(placement, recomputed)[Kind.WAIT_OFFLOAD]
+        shares = [b / a if a else 1.0 for a, b in zip(whole, less, strict=True)]
+        return {kind: tuple(s * share for s, share in zip(each, shares, strict=True)) for kind, each in seconds.items()}
 
-    def memory_changes(self, placement: Placement, recomputed: Collection[int] = ()) -> dict[Kind, tuple[float, ...]]:
+    def memory_changes(
+        self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({})
+    ) -> dict[Kind, tuple[float, ...]]:
         """Change of held memory after every kind of action, one value per stage, in ``memory_unit``.
 
         Kinds left out change nothing.
 
         Args:
             placement: which device holds which stage.
-            recomputed: the stages whose forwards are run again.
+            recomputed: the stages whose forwards are run again, and whether by R or by RS.
         """
         changes = self._changes(placement)
-        again = changes.pop(Kind.R, None)
+        again, in_part = changes.pop(Kind.R, None), changes.pop(Kind.RS, None)
         forwards = changes.get(Kind.F, (0,) * placement.num_stages)
         if again is None:
             kept, again = (0,) * placement.num_stages, forwards
@@ -233,15 +259,28 @@ class Costs:
         if Kind.WAIT_OFFLOAD not in changes:
             changes[Kind.WAIT_OFFLOAD] = tuple(-takes for takes in forwards)
         changes.setdefault(Kind.RELOAD, tuple(-gives_back for gives_back in changes[Kind.WAIT_OFFLOAD]))
-        if recomputed:
-            stages = range(placement.num_stages)
-            forwards = tuple(kept[stage] if stage in recomputed else forwards[stage] for stage in stages)
+        if in_part is None:
+            in_part = tuple(SELECTIVE_BYTES * takes for takes in forwards)
+        kinds = [recomputed.get(stage) for stage in range(placement.num_stages)]
+        if Kind.R in kinds:
             changes[Kind.R] = again
+        if Kind.RS in kinds:
+            changes[Kind.RS] = in_part
+            selective = [part if kind is Kind.RS else 0 for kind, part in zip(kinds, in_part, strict=True)]
+            for kind, sign in ((Kind.WAIT_OFFLOAD, 1), (Kind.RELOAD, -1)):
+                # Not below nothing: what RS makes may be more than what may leave.
+                changes[kind] = tuple(
+                    sign * min(0, sign * whole + part) for whole, part in zip(changes[kind], selective, strict=True)
+                )
+            forwards = tuple(takes - part for takes, part in zip(forwards, selective, strict=True))
+        forwards = tuple(kept[stage] if kind is Kind.R else forwards[stage] for stage, kind in enumerate(kinds))
         return {**changes, Kind.F: forwards}
 
-    def host_changes(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+    def host_changes(
+        self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({})
+    ) -> dict[Kind, tuple[float, ...]]:
         """Change of the host memory that a device uses, as ``memory_changes``."""
-        leaves = self.memory_changes(placement)[Kind.WAIT_OFFLOAD]
+        leaves = self.memory_changes(placement, recomputed)[Kind.WAIT_OFFLOAD]
         return {Kind.OFFLOAD: tuple(-change for change in leaves), Kind.WAIT_RELOAD: leaves}
 
     def _changes(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
@@ -267,10 +306,11 @@ class Costs:
     def from_json(cls, path: str | Path) -> Costs:
         """Read ``{"forward": ..., "backward_input": ..., "backward_weight": ..., "p2p": ..., "memory": {"F": ...}}``.
 
-        ``p2p`` may be one per link, ``{"0-1": ..., "1-0": ...}``. ``recompute`` and ``copy_sum`` are prices like the
-        others, and ``channel`` is ``{"offload": ..., "reload": ..., "duplex": false, "switches": [[0, 1]]}``, with
-        ``{"ratio": k}`` in place of the first two where ``k`` is all that is known (``Channel.of_ratio``). ``vocabulary``
-        holds ``{"score": ..., "gradient": ...}``, the fields of ``VocabularyCosts``. What ``profile`` says is for readers of
+        ``p2p`` may be one per link, ``{"0-1": ..., "1-0": ...}``. ``recompute``, ``recompute_selective`` and
+        ``copy_sum`` are prices like the others, and ``channel`` is
+        ``{"offload": ..., "reload": ..., "duplex": false, "switches": [[0, 1]]}``, with ``{"ratio": k}`` in place of the
+        first two where ``k`` is all that is known (``Channel.of_ratio``). ``vocabulary`` holds
+        ``{"score": ..., "gradient": ...}``, the fields of ``VocabularyCosts``. What ``profile`` says is for readers of
         ``pipemem profile``.
 
         Raises:
@@ -281,8 +321,8 @@ class Costs:
         except (OSError, ValueError) as error:
             raise CostsError(f"cannot read costs from {path}: {error}") from error
         known = (
-            "forward", "backward_input", "backward_weight", "recompute", "copy_sum", "p2p", "memory", "channel", "vocabulary",
-            "profile",
+            "forward", "backward_input", "backward_weight", "recompute", "recompute_selective", "copy_sum", "p2p", "memory",
+            "channel", "vocabulary", "profile",
         )  # fmt: skip
         if not isinstance(data, dict) or set(data) - set(known):
             raise CostsError(f"{path}: costs are one JSON object with the keys {', '.join(known)}")

@@ -15,6 +15,8 @@ STOCK, AUTO = "stock", "auto"
 OFF = "off"
 OFFLOAD = (OFF, "half", "full", AUTO)
 """Which activations wait on the host: none, the longer-lived half of every device's, all, as many as it takes."""
+RECOMPUTE = ("none", "selective", "full", AUTO)
+"""What forwards run again: nothing, what is cheap of every stage, all of it, whatever of them a memory cap needs."""
 VOCABULARY = (OFF, *map(str, BARRIERS_OF_ALGORITHM), AUTO)
 """How the vocabulary is cut over the pipeline: not, by an algorithm of arXiv 2411.05288, by whatever suits the model."""
 
@@ -55,6 +57,14 @@ def check_effort(seconds: object, effort: object = 1.0, seed: object = 0) -> Non
             raise UnsupportedError(f"{name} of a search must be a number of at least 0, not {value!r}")
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise UnsupportedError(f"seed of a search must be a whole number, not {seed!r}")
+
+
+def check_recompute(mode: object) -> None:
+    """Raises:
+    UnsupportedError: it is none of ``RECOMPUTE``.
+    """
+    if mode not in RECOMPUTE:
+        raise UnsupportedError(f"recompute {mode!r} is none of {', '.join(RECOMPUTE)}")
 
 
 def searched_placements(num_devices: int, kind: object = None, chunks: object = None) -> tuple[Placement, ...]:

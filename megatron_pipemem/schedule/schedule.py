@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 
-from megatron_pipemem.schedule.action import FORWARD, Action, Kind
+from megatron_pipemem.schedule.action import FORWARD, RECOMPUTE, Action, Kind
 from megatron_pipemem.schedule.csv_format import read_table, write_table
 from megatron_pipemem.schedule.csv_header import write_header
 from megatron_pipemem.schedule.placement import Placement
@@ -72,9 +74,9 @@ class Schedule:
         return any(action.kind is Kind.I for order in self.orders for action in order)
 
     @cached_property
-    def recomputed(self) -> frozenset[int]:
-        """The stages whose forwards are run again before their backwards."""
-        return frozenset(action.stage for order in self.orders for action in order if action.kind is Kind.R)
+    def recomputed(self) -> Mapping[int, Kind]:
+        """The stages whose forwards run again before their backwards, whole (``R``) or in part (``RS``)."""
+        return recomputed_stages(self.orders)
 
     @cached_property
     def offloads(self) -> bool:
@@ -136,6 +138,11 @@ class Schedule:
             header.updates,
             header.vocabulary,
         )
+
+
+def recomputed_stages(orders: Iterable[Order]) -> Mapping[int, Kind]:
+    """By which action the forwards of every stage run again that has one in these orders."""
+    return MappingProxyType({a.stage: a.kind for order in orders for a in order if a.kind in RECOMPUTE})
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,14 @@ from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import COLLECTIVES, MEMORY, VOCABULARY, Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.schedule import Order, Schedule
+from megatron_pipemem.schedule.schedule import Order, Schedule, recomputed_stages
 from megatron_pipemem.schedule.vocabulary.channel import CollectiveChannel, CollectiveTransfer
 from megatron_pipemem.schedule.vocabulary.needs import vocabulary_needs
 from megatron_pipemem.schedule.weights import versions_held
 
 _FOLLOWS = {
     Kind.R: Kind.F,
+    Kind.RS: Kind.F,
     Kind.OFFLOAD: Kind.F,
     Kind.WAIT_OFFLOAD: Kind.OFFLOAD,
     Kind.RELOAD: Kind.WAIT_OFFLOAD,
@@ -339,7 +340,7 @@ class _Copies:
     """The channels of all devices while a schedule runs."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        prices = costs.copy_seconds(schedule.placement) if schedule.offloads else {}
+        prices = costs.copy_seconds(schedule.placement, schedule.recomputed) if schedule.offloads else {}
         self._seconds = {kind: tuple(s / schedule.pieces for s in stages) for kind, stages in prices.items()}
         self._channel = costs.channel or Channel(0.0)
         self._vacant: dict[tuple[int, bool], float] = {}
@@ -391,12 +392,11 @@ def held_after(actions: Sequence[Action], changes: Mapping[Kind, Sequence[float]
 
 def peaks(orders: Sequence[Order], placement: Placement, costs: Costs, pieces: int = 1) -> tuple[float, ...]:
     """The most every device holds after any of its actions. Depends on the orders alone, not on time."""
-    recomputed = {action.stage for order in orders for action in order if action.kind is Kind.R}
-    changes, unit = costs.memory_changes(placement, recomputed), costs.memory_unit(placement) / pieces
+    changes, unit = costs.memory_changes(placement, recomputed_stages(orders)), costs.memory_unit(placement) / pieces
     return tuple(max(held_after(order, changes), default=0) * unit for order in orders)
 
 
 def host_peaks(orders: Sequence[Order], placement: Placement, costs: Costs, pieces: int = 1) -> tuple[float, ...]:
     """The most host memory that every device uses after any of its actions, from the orders alone."""
-    changes, unit = costs.host_changes(placement), costs.memory_unit(placement) / pieces
+    changes, unit = costs.host_changes(placement, recomputed_stages(orders)), costs.memory_unit(placement) / pieces
     return tuple(max(held_after(order, changes), default=0) * unit for order in orders)

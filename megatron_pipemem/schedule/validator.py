@@ -320,7 +320,12 @@ def _check_memory(
     device_mend = "run a W or B before it, choose a schedule with a lower peak, or raise the cap"
     limits = (
         (cap, costs.memory_changes(placement, schedule.recomputed), "over the memory cap of", device_mend),
-        (host_budget, costs.host_changes(placement), "in host memory, over its budget of", "offload less, or raise it"),
+        (
+            host_budget,
+            costs.host_changes(placement, schedule.recomputed),
+            "in host memory, over its budget of",
+            "offload less, or raise it",
+        ),
     )
     for wanted, changes, over, mend in limits:
         if wanted is None:

@@ -246,15 +246,23 @@ def test_search_with_offload_says_how_long_it_took_and_how_far_from_the_bound_it
 def test_search_with_offload_and_recomputation(pipemem_json):
     found = pipemem_json(
         "simulate", "auto", "--devices", 4, "--microbatches", 8, "--offload", "auto", "--offload-ratio", 9,
-        "--memory-cap", 0.3, "-o", "recompute=true", "-o", "seconds=1", "-o", "placement=v",
+        "--memory-cap", 0.3, "-o", "recompute=auto", "-o", "seconds=1", "-o", "placement=v",
     )  # fmt: skip
     assert found["peak_activation"] <= 0.3
-    assert found["recomputed"] and found["placement"] == "v"
+    assert set(found["recomputed"]) <= {"selective", "full"} and found["recomputed"] and found["placement"] == "v"
 
 
-def test_recomputation_is_allowed_or_not(refuses):
-    size = ("simulate", "auto", "-p", 4, "-m", 8, "--offload", "auto", "--memory-cap", 0.3)
-    assert "take true or false" in refuses(*size, "-o", "recompute=no")
+def test_recomputation_of_a_named_schedule(pipemem, pipemem_json, refuses):
+    size = ("simulate", "1f1b", "-p", 4, "-m", 8)
+    plain = pipemem_json(*size)
+    selective = pipemem_json(*size, "-o", "recompute=selective")
+    assert selective["recomputed"] == {"selective": [0, 1, 2, 3]} and not plain["recomputed"]
+    assert selective["peak_activation"] < plain["peak_activation"] and selective["makespan"] > plain["makespan"]
+    capped = pipemem_json(*size, "-o", "recompute=auto", "--memory-cap", 0.8)
+    assert capped["peak_activation"] <= 0.8 and 3 not in capped["recomputed"]["selective"]
+    assert "selective: 0, 1, 2, 3" in pipemem(*size, "-o", "recompute=selective").stdout
+    assert "recompute 'no' is none of none, selective, full, auto" in refuses(*size, "-o", "recompute=no")
+    assert "nothing brings '1f1b' within" in refuses(*size, "-o", "recompute=selective", "--memory-cap", 0.3)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ SMALL = ("--pipemem-offload-option", "min_bytes=1KiB")
 KNOWN = (*SMALL, "--pipemem-offload-option", "ratio=0.8")
 FULL = ("--pipemem-offload", "full", *KNOWN)
 RECOMPUTE = ("--pipemem-recompute", "full")
+SELECTIVELY = ("--pipemem-recompute", "selective")
 SELECTIVE = ("--recompute-granularity", "selective")
 BF16 = ("--bf16", *SELECTIVE, "--eval-iters", "2", "--eval-interval", "2", "--split", "50,30,20")
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
@@ -118,10 +119,79 @@ def test_recomputation_as_an_action(train, assert_same_training, schedule, flags
     assert max(run.counted_peaks) < 0.75 * max(train(schedule, *flags).counted_peaks)
 
 
-def test_recomputation_with_the_same_random_numbers(train):
-    run, plain = train("v-half", *DROPOUT, *RECOMPUTE), train("v-half", *DROPOUT)
+@pytest.mark.parametrize(
+    ("schedule", "flags"),
+    [("1f1b", ()), ("zbv", BF16), ("interleaved", TP2), ("v-half", (*MOE, *FULL))],
+    ids=["1f1b", "zbv-beside-megatrons-own", "interleaved-tp2", "v-half-moe-offloaded"],
+)
+def test_selective_recomputation(train, assert_same_training, schedule, flags):
+    run = train(schedule, *flags, *SELECTIVELY)
+    assert_same_training(run, train("stock", *[flag for flag in flags if flag not in FULL]))
+    if schedule != "v-half":  # experts get other numbers of tokens in every microbatch
+        assert run.predicted_peaks == run.counted_peaks
+    assert max(run.counted_peaks) < 0.9 * max(train(schedule, *flags).counted_peaks)
+
+
+def test_selective_recomputation_of_what_is_offloaded(train, moved):
+    run = train("zbv", *FULL, *SELECTIVELY)
+    moved(run, train("stock"))
+    plain = train("zbv", *FULL)
+    assert max(run.of_ranks("offloaded_bytes")) < max(plain.of_ranks("offloaded_bytes"))
+    assert max(run.counted_peaks) < max(plain.counted_peaks)
+
+
+@pytest.mark.parametrize("again", ["full", "selective"])
+def test_recomputation_with_the_same_random_numbers(train, again):
+    run, plain = train("v-half", *DROPOUT, "--pipemem-recompute", again), train("v-half", *DROPOUT)
     assert run.losses == plain.losses and run.grad_norms == plain.grad_norms
     assert plain.losses != train("v-half").losses, "there is dropout"
+
+
+def test_a_cap_is_kept_by_as_little_recomputation_as_it_takes(train, assert_same_training):
+    stock, least = train("stock"), train("1f1b", *RECOMPUTE)
+    cap = 0.5 * (max(stock.counted_peaks) + max(least.counted_peaks)) / 2**20
+    run = train("1f1b", "--pipemem-recompute", "auto", "--pipemem-memory-cap", f"{cap:.3f}MiB")
+    assert_same_training(run, stock)
+    assert run.predicted_peaks == run.counted_peaks and max(run.counted_peaks) <= cap * 2**20
+    assert [plan["step"] for plan in run.plans] == [0, 1, 2], "two steps show the bytes"
+    notes = run.plans[-1]["notes"]
+    assert "selective recomputation of stages [" in notes and "3" not in notes.split("stages")[-1], (
+        "3 has little in flight"
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ratio", "share", "told"),
+    [
+        (
+            "interleaved",
+            1.0,
+            0.2,
+            ("activations are offloaded", "stay (not needed)", "selective recomputation of stages"),
+        ),
+        ("1f1b", 2.0, 0.1, ("selective recomputation of stages [2]", "full recomputation of stages [0, 1]")),
+    ],
+)
+def test_ways_to_keep_a_cap_are_mixed(train, assert_same_training, schedule, ratio, share, told):
+    """Keeping, offloading, and recomputing in part or wholly, on a fast and on a slow channel."""
+    stock, least = train("stock"), train("1f1b", *RECOMPUTE)
+    cap = (share * max(stock.counted_peaks) + (1 - share) * max(least.counted_peaks)) / 2**20
+    run = train(
+        *(
+            schedule,
+            "--pipemem-offload",
+            "auto",
+            "--pipemem-recompute",
+            "auto",
+            "--pipemem-memory-cap",
+            f"{cap:.3f}MiB",
+        ),
+        *(*SMALL, "--pipemem-offload-option", f"ratio={ratio}"),
+    )
+    assert_same_training(run, stock)
+    assert run.predicted_peaks == run.counted_peaks and max(run.counted_peaks) <= cap * 2**20
+    assert run.of_ranks("predicted_host_peak_bytes") == run.of_ranks("counted_host_peak_bytes")
+    assert all(words in run.plans[-1]["notes"] for words in told), run.plans[-1]["notes"]
 
 
 @pytest.mark.parametrize(

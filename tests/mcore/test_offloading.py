@@ -14,7 +14,7 @@ from megatron_pipemem.mcore import offloading
 from megatron_pipemem.mcore.offload_source import ASSUMED_RATIO, OffloadSource
 from megatron_pipemem.mcore.offloading import Offloading, OffloadSettings
 from megatron_pipemem.mcore.plugin import Settings, source_for
-from megatron_pipemem.mcore.sources import Shape
+from megatron_pipemem.mcore.sources import Plan, Shape
 from megatron_pipemem.mcore.stages import Tape, watch_batches
 from megatron_pipemem.runtime.offload.host_link import HostLink
 from megatron_pipemem.schedule.action import Action, Kind
@@ -40,6 +40,24 @@ def counted(num_stages: int) -> dict[Kind, tuple[int, ...]]:
         Kind.RELOAD: 94,
     }
     return {kind: (size,) * num_stages for kind, size in sizes.items()}
+
+
+# Of the 100 bytes of a forward, what is left without those that are cheap to make again.
+SELECTIVE = 70
+
+
+def plan_with_bytes(wanted: OffloadSource, shape: Shape) -> Plan:
+    """The plan that follows the steps which count bytes."""
+    stages, shown = shape.num_devices * shape.chunks, []
+    while wanted.needs_bytes:
+        schedule = wanted.plan(shape, "start").schedule
+        validate_program(lower(schedule))
+        again = set(schedule.recomputed.values())
+        shown.append(again)
+        part = {Kind.F: (SELECTIVE,) * stages} if again else {}
+        wanted.measured(None, counted(stages) | part)
+    assert shown == [set(), {Kind.RS}][: len(shown)]
+    return wanted.plan(shape, "bytes counted")
 
 
 def source(schedule: str, cap=None, **settings) -> OffloadSource:
@@ -205,7 +223,9 @@ def program_peaks(schedule, changes) -> list[int]:
             change = changes.get(kind, (0,) * schedule.num_stages)[stage]
             if kind is Kind.B:
                 change = changes[Kind.I][stage] + changes[Kind.W][stage]
-            if stage in again:
+            if again.get(stage) is Kind.RS:
+                change = {Kind.F: SELECTIVE, Kind.RS: 100 - SELECTIVE}.get(kind, change)
+            elif stage in again:
                 after = schedule.placement.next_stage(stage)
                 devices = schedule.placement.devices
                 local = MESSAGE if after is not None and devices[after] == devices[stage] else 0
@@ -221,9 +241,7 @@ def test_a_cap_in_bytes_is_kept_by_the_whole_program(schedule, cap, recompute):
     wanted = source(schedule, f"{cap}B", offload="auto", recompute=recompute, offload_options={"ratio": 0.5})
     assert wanted.needs_bytes and not wanted.needs_seconds
     shape = Shape(4, wanted.chunks, 8)
-    wanted.plan(shape, "start")
-    wanted.measured(None, counted(4 * wanted.chunks))
-    plan = wanted.plan(shape, "bytes counted")
+    plan = plan_with_bytes(wanted, shape)
     validate_program(lower(plan.schedule))
     assert max(program_peaks(plan.schedule, counted(4 * wanted.chunks))) <= cap
     assert not plan.schedule.recomputed, "nothing is computed again where offload is enough"
@@ -234,9 +252,7 @@ def test_a_search_chooses_the_order_too(recompute):
     options = {"placement": "v", "seconds": 1}
     moving = {"offload": "auto", "recompute": recompute, "offload_options": {"ratio": 0.5}}
     wanted = source("auto", "330B", options=options, **moving)
-    wanted.plan(SHAPE, "start")
-    wanted.measured(None, counted(8))
-    plan = wanted.plan(SHAPE, "bytes counted")
+    plan = plan_with_bytes(wanted, SHAPE)
     validate_program(lower(plan.schedule))
     assert max(program_peaks(plan.schedule, counted(8))) <= 330 and plan.search_seconds > 0
     assert plan.schedule.name == "auto" and plan.schedule.placement.name == "v"
@@ -276,8 +292,30 @@ def test_recomputation_helps_where_the_channel_does_not():
 
 def test_all_stages_are_recomputed_if_asked():
     plan = source("interleaved", recompute="full").plan(SHAPE, "start")
-    assert plan.schedule.recomputed == frozenset(range(8)) and not plan.schedule.offloads
+    assert plan.schedule.recomputed == dict.fromkeys(range(8), Kind.R) and not plan.schedule.offloads
     validate_program(lower(plan.schedule))
+
+
+def test_a_cap_in_bytes_is_kept_by_what_is_cheap_to_make_again_first():
+    peaks = {}
+    for cap in (400, 330, 280, 130):
+        plan = plan_with_bytes(source("1f1b", f"{cap}B", recompute="auto"), Shape(4, 1, 8))
+        peaks[cap] = max(program_peaks(plan.schedule, counted(4)))
+        assert peaks[cap] <= cap and set(plan.schedule.recomputed.values()) <= {Kind.R, Kind.RS}
+        assert ("selective recomputation of stages" in plan.notes) == (Kind.RS in plan.schedule.recomputed.values())
+        peaks[cap] = dict(plan.schedule.recomputed)
+    assert peaks[400][0] is Kind.RS and 3 not in peaks[400]
+    assert peaks[130][0] is Kind.R
+    with pytest.raises(UnsupportedError, match="keeps a memory cap of"):
+        plan_with_bytes(source("1f1b", "90B", recompute="auto"), Shape(4, 1, 8))
+
+
+def test_selective_recomputation_goes_with_offload():
+    plan = source("zbv", offload="full", recompute="selective", offload_options={"ratio": 1.0}).plan(SHAPE, "start")
+    plain = source("zbv", offload="full", offload_options={"ratio": 1.0}).plan(SHAPE, "start")
+    validate_program(lower(plan.schedule))
+    assert plan.schedule.recomputed == dict.fromkeys(range(8), Kind.RS) and plan.schedule.offloads
+    assert sum(plan.timeline.peaks) < sum(plain.timeline.peaks) and plan.timeline.host_peak < plain.timeline.host_peak
 
 
 class Counter:

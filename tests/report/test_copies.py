@@ -25,7 +25,7 @@ COSTS = replace(Costs(), channel=Channel(0.5))
 @pytest.fixture(scope="module")
 def timeline() -> Timeline:
     """Device 0 offloads, device 1 recomputes."""
-    base = with_recompute(build_schedule("1f1b", num_devices=4, num_microbatches=8), {1})
+    base = with_recompute(build_schedule("1f1b", num_devices=4, num_microbatches=8), {1: Kind.R})
     return plan_offload(base, COSTS, [0]).timeline
 
 

@@ -20,13 +20,13 @@ def with_offload(schedule: Schedule, stages: Collection[int], every: int = 1) ->
     return replace(schedule, orders=tuple(_offload(order, stages, every) for order in schedule.orders))
 
 
-def with_recompute(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """The forwards of ``stages`` run again right before their backwards."""
-    return replace(schedule, orders=tuple(_recompute(order, stages) for order in schedule.orders))
+def with_recompute(schedule: Schedule, stages: Collection[int], kind: Kind = Kind.R) -> Schedule:
+    """The forwards of ``stages`` run again, by R or RS, right before their backwards."""
+    return replace(schedule, orders=tuple(_recompute(order, stages, kind) for order in schedule.orders))
 
 
 def _offload(order: Order, stages: Collection[int], every: int) -> Order:
-    end = {(a.stage, a.microbatch): i for i, a in enumerate(order) if a.kind in BACKWARDS}
+    end = {(a.stage, a.microbatch): i for i, a in reversed([*enumerate(order)]) if a.kind in (Kind.RS, *BACKWARDS)}
     before: list[list[Action]] = [[] for _ in order]
     for position, (kind, stage, microbatch) in enumerate(order):
         if kind is not Kind.F or stage not in stages or microbatch % every:
@@ -43,10 +43,10 @@ def _offload(order: Order, stages: Collection[int], every: int) -> Order:
     return tuple(a for position, action in enumerate(order) for a in (*before[position], action))
 
 
-def _recompute(order: Order, stages: Collection[int]) -> Order:
+def _recompute(order: Order, stages: Collection[int], kind: Kind) -> Order:
     result: list[Action] = []
     for action in order:
         if action.kind in BACKWARDS and action.stage in stages:
-            result.append(action._replace(kind=Kind.R))
+            result.append(action._replace(kind=kind))
         result.append(action)
     return tuple(result)

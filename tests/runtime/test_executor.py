@@ -38,6 +38,8 @@ MOVING = [
         {"offload": [0, 1, 2, 3], "every": 2},
         {"recompute": list(range(8))},
         {"recompute": [0, 2, 3], "offload": [1, 4, 5, 6, 7]},
+        {"selective": list(range(8))},
+        {"selective": list(range(8)), "offload": list(range(0, 8, 2))},
         {"offload": list(range(8)), "forward_only": True},
         {"offload": list(range(8)), "variable": True},
     )
@@ -94,7 +96,7 @@ def alone(case: dict, num_stages: int):
 def case_id(index: int) -> str:
     case = CASES[index]
     flavour = "forward-only" if case["forward_only"] else "variable" if case["variable"] else "train"
-    moving = "".join(f"-{what}{len(case[what])}" for what in ("offload", "recompute") if what in case)
+    moving = "".join(f"-{what}{len(case[what])}" for what in ("offload", "recompute", "selective") if what in case)
     return f"{case['schedule']}-m{case['microbatches']}-{flavour}{moving}"
 
 

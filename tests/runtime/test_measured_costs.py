@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 from megatron_pipemem.runtime.measured_costs import Stopwatch, average, costs_from, drift
 from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.costs import SELECTIVE_SECONDS, Costs
 from megatron_pipemem.schedule.placement import Placement
 
 V2 = Placement.v_shape(2)
@@ -66,6 +66,12 @@ def test_a_fused_backward_is_split_as_it_was_split_before():
     found = costs_from(medians, {}, V2, before)
     assert found.backward_input == (6, 6, 6, 6)
     assert found.backward_weight == (2, 2, 2, 5)
+
+
+def test_what_ran_again_is_priced_where_it_did():
+    medians = {(Kind.F, 0): 2.0, (Kind.F, 1): 4.0, (Kind.RS, 0): 0.5}
+    seconds = costs_from(medians, {}, Placement.linear(2), Costs()).seconds(Placement.linear(2))
+    assert seconds[Kind.RS] == (0.5, 4.0 * SELECTIVE_SECONDS) and seconds[Kind.R] == (2.0, 4.0)
 
 
 def test_vocabulary_passes_are_priced_per_device():

@@ -24,9 +24,11 @@ from megatron_pipemem.runtime.activation_ledger import (
 )
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.offload import OffloadEngine
+from megatron_pipemem.runtime.selective import region
 from megatron_pipemem.runtime.trace import HostTrace
 from megatron_pipemem.runtime.transport import MessageFormat, Transport, connect
 from megatron_pipemem.runtime.weight_gradients import current_queue
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Program, Schedule
@@ -65,7 +67,7 @@ class SplitLinear(torch.autograd.Function):
 
 
 class Stage(torch.nn.Module):
-    """Two linear layers with a tanh; splits its backward while a queue is collecting."""
+    """Two linear layers with a tanh, which is cheap to run again; splits its backward while a queue is collecting."""
 
     def __init__(self, index: int):
         super().__init__()
@@ -80,7 +82,7 @@ class Stage(torch.nn.Module):
         for weight in self.weights:
             queue = current_queue()
             x = torch.nn.functional.linear(x, weight) if queue is None else SplitLinear.apply(x, [weight], queue)
-            x = torch.tanh(x)
+            x = region(torch.tanh, lambda: nullcontext)(x)
         return x
 
 
@@ -170,6 +172,7 @@ def make_schedule(case: dict, devices: int) -> Schedule:
         case["schedule"], num_devices=devices, num_microbatches=case["microbatches"], **case.get("options", {})
     )
     schedule = with_recompute(schedule, case.get("recompute", ()))
+    schedule = with_recompute(schedule, case.get("selective", ()), Kind.RS)
     return with_offload(schedule, case.get("offload", ()), case.get("every", 1))
 
 

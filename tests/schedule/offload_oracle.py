@@ -15,8 +15,8 @@ class Played(NamedTuple):
     """What a step came to: seconds, counts of chunks, and per device what it waited for copies."""
 
     makespan: float
-    device_peaks: list[int]
-    host_peaks: list[int]
+    device_peaks: list[float]
+    host_peaks: list[float]
     waited: list[float]
     copies: list[list[tuple[str, float, float]]]
     issued: list[list[float]]
@@ -30,16 +30,21 @@ def mistakes(schedule: Schedule) -> list[str]:
     found = []
     for order in schedule.orders:
         words = [(action.kind.value, action.stage, action.microbatch) for action in order]
-        recomputed = {stage for word, stage, _ in words if word == "R"}
+        recomputed = {stage: word for word, stage, _ in words if word in ("R", "RS")}
         for stage, k in {(stage, k) for _, stage, k in words}:
             story = [word for word, *key in words if key == [stage, k] and word != "W"]
             backward = story[-1] if story[-1] in ("I", "B") else "nothing"
             kept = ["F", backward]
-            again = ["F", "R", backward]
-            away = ["F", "OFFLOAD", "WAIT_OFFLOAD", "RELOAD", "WAIT_RELOAD", backward]
+            round_trip = ["OFFLOAD", "WAIT_OFFLOAD", "RELOAD", "WAIT_RELOAD"]
+            away = ["F", *round_trip, backward]
+            right = {
+                None: [kept, away],
+                "R": [["F", "R", backward]],
+                "RS": [["F", "RS", backward], ["F", *round_trip, "RS", backward]],
+            }
             if story == ["F"]:
                 continue
-            if backward == "nothing" or story not in ([again] if stage in recomputed else [kept, away]):
+            if backward == "nothing" or story not in right[recomputed.get(stage)]:
                 found.append(f"stage {stage}, microbatch {k}: {story}")
     return found
 
@@ -50,18 +55,21 @@ def play(
     p2p: float = 0.0,
     duplex: bool = False,
     switches: tuple[tuple[int, ...], ...] = (),
+    dropped: float = 0.0,
 ) -> Played:
     """Run it.
 
     Args:
         schedule: without mistakes.
-        seconds: of a chunk's F, I, W, B, R, OFFLOAD and RELOAD.
+        seconds: of a chunk's F, I, W, B, R, RS, and OFFLOAD and RELOAD of a whole one.
         p2p: of a message between devices.
         duplex: whether copies of the two directions run side by side.
         switches: devices that share a channel.
+        dropped: the part of a chunk that a forward followed by RS leaves out; it is neither held nor copied.
     """
     device_of = schedule.placement.devices
     recomputed = {action.stage for order in schedule.orders for action in order if action.kind.value == "R"}
+    partly = {action.stage for order in schedule.orders for action in order if action.kind.value == "RS"}
     backward = {
         (action.stage, action.microbatch): action.kind.value
         for order in schedule.orders
@@ -74,11 +82,17 @@ def play(
     ended: dict[tuple[str, int, int], float] = {}
     channel = {device: next((group[0] for group in switches if device in group), device) for device in range(count)}
     busy: dict[tuple[int, str], float] = {}
-    held: list[set[tuple[int, int]]] = [set() for _ in range(count)]
+    # Of what RS makes there is a third number in the key.
+    held: list[set[tuple[int, ...]]] = [set() for _ in range(count)]
     host: list[set[tuple[int, int]]] = [set() for _ in range(count)]
-    peaks, host_peaks, waited = [0] * count, [0] * count, [0.0] * count
+    peaks, host_peaks, waited = [0.0] * count, [0.0] * count, [0.0] * count
     copies: list[list[tuple[str, float, float]]] = [[] for _ in range(count)]
     issued: list[list[float]] = [[] for _ in range(count)]
+
+    def size_of(key: tuple[int, ...]) -> float:
+        if key[0] not in partly:
+            return 1.0
+        return dropped if len(key) == 3 else 1 - dropped
 
     def earliest(device: int) -> float | None:
         if position[device] == len(schedule.orders[device]):
@@ -106,7 +120,8 @@ def play(
         if word in ("OFFLOAD", "RELOAD"):
             lane = (channel[device], word if duplex else "both")
             start = max(at, busy.get(lane, 0.0))
-            busy[lane] = ended[word, stage, k] = start + seconds[word]
+            size = 1 - dropped if stage in partly else 1
+            busy[lane] = ended[word, stage, k] = start + seconds[word] * size
             copies[device].append((str(action), start, busy[lane]))
             clock[device] = at
             issued[device].append(at)
@@ -120,11 +135,15 @@ def play(
             clock[device] = ended[word, stage, k] = at + seconds[word]
             if word == "F" and stage not in recomputed or word == "R":
                 held[device].add(key)
+            elif word == "RS":
+                assert key in held[device], f"{action} finds nothing"
+                held[device].add((*key, 1))
             elif word in ("I", "B"):
                 assert key in held[device], f"{action} finds nothing"
+                assert stage not in partly or (*key, 1) in held[device], f"{action} finds a part of it"
             if word in ("W", "B"):
-                held[device].remove(key)
+                held[device] -= {key, (*key, 1)}
         position[device] += 1
-        peaks[device] = max(peaks[device], len(held[device]))
-        host_peaks[device] = max(host_peaks[device], len(host[device]))
+        peaks[device] = max(peaks[device], sum(map(size_of, held[device])))
+        host_peaks[device] = max(host_peaks[device], sum(map(size_of, host[device])))
     return Played(max(clock) - min(begun), peaks, host_peaks, waited, copies, issued)

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, SELECTIVE_SECONDS, Channel, Costs
 from megatron_pipemem.schedule.placement import Placement
 
 V = Placement.v_shape(2)
@@ -17,7 +17,9 @@ V = Placement.v_shape(2)
 
 def test_one_number_is_a_devices_share() -> None:
     seconds = Costs(4, 6, 2).seconds(V)
-    assert seconds == {Kind.F: (2,) * 4, Kind.I: (3,) * 4, Kind.W: (1,) * 4, Kind.B: (4,) * 4, Kind.R: (2,) * 4}
+    whole = {Kind.F: (2,) * 4, Kind.I: (3,) * 4, Kind.W: (1,) * 4, Kind.B: (4,) * 4, Kind.R: (2,) * 4}
+    assert seconds == {**whole, Kind.RS: (2 * SELECTIVE_SECONDS,) * 4}
+    assert Costs(4, recompute_selective=1).seconds(V)[Kind.RS] == (0.5,) * 4
 
 
 def test_shares_of_devices_with_different_numbers_of_stages() -> None:
@@ -58,8 +60,23 @@ def test_memory_is_counted_in_whole_stages_by_default() -> None:
     takes, gives_back = (1,) * 4, (-1,) * 4
     everywhere = {Kind.W: gives_back, Kind.B: gives_back, Kind.WAIT_OFFLOAD: gives_back, Kind.RELOAD: takes}
     assert Costs().memory_changes(V) == {Kind.F: takes, **everywhere}
-    recomputed = Costs().memory_changes(V, {1})
+    recomputed = Costs().memory_changes(V, {1: Kind.R})
     assert recomputed == {Kind.F: (1, 0, 1, 1), Kind.R: takes, **everywhere}
+
+
+def test_what_is_recomputed_selectively_is_neither_kept_nor_moved() -> None:
+    costs = Costs(
+        memory={Kind.F: 60, Kind.R: 40, Kind.RS: 30, Kind.B: -100, Kind.WAIT_OFFLOAD: -80}, channel=Channel(8.0)
+    )
+    placement = Placement.linear(3)
+    recomputed = {1: Kind.RS, 2: Kind.R}
+    changes = costs.memory_changes(placement, recomputed)
+    assert changes[Kind.F] == (100, 70, 60) and changes[Kind.RS][1] == 30 and changes[Kind.R][2] == 40
+    assert changes[Kind.WAIT_OFFLOAD][:2] == (-80, -50) and changes[Kind.RELOAD][:2] == (80, 50)
+    assert costs.host_changes(placement, recomputed)[Kind.OFFLOAD][:2] == (80, 50)
+    assert costs.copy_seconds(placement, recomputed)[Kind.OFFLOAD][:2] == (8, 5)
+    by_default = Costs(memory={Kind.F: 64, Kind.B: -64}).memory_changes(placement, recomputed)
+    assert by_default[Kind.RS][1] == 64 * SELECTIVE_BYTES == 64 - by_default[Kind.F][1]
 
 
 def test_memory_in_bytes() -> None:

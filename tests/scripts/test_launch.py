@@ -101,6 +101,12 @@ def test_stock_chunks_are_the_training_scripts_own_flag():
     assert "--pipemem-option=chunks=2" not in found and found["--pipemem-schedule"] == ["stock"]
 
 
+def test_recomputation_as_an_action():
+    modules = "schedule.recompute_modules=[activation, core_attn, layernorm]"
+    found = flags(tiny("schedule.recompute=selective", modules))
+    assert found["--pipemem-recompute"] == ["selective"] and not any(flag.startswith("--recompute") for flag in found)
+
+
 @pytest.mark.parametrize(
     ("recompute", "expected"),
     [
@@ -236,6 +242,13 @@ ASYNCHRONOUS = ("schedule.name=pipedream", "model.tied=false")
         (["schedule.name=stock", "schedule.offload=full"], "no place for offload"),
         (["schedule.name=gems", "parallelism.pp=1"], "pp 1 leaves no pipeline"),
         (["schedule.recompute=selective", "schedule.recompute_modules=[activation]"], "cannot recompute an FFN's"),
+        (
+            [
+                *("schedule.recompute=selective", "schedule.name=stock"),
+                "schedule.recompute_modules=[activation, core_attn, layernorm]",
+            ],
+            "under any schedule but stock",
+        ),
         (["schedule.name=zb-auto", "schedule.options={costs: 1}"], "costs is no option"),
         (
             ["schedule.offload=full", "megatron.pipemem-recompute=full", "schedule.vocab_parallel=1"],

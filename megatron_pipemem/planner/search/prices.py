@@ -117,6 +117,11 @@ def layer(
     everything_again = execution.recompute == "full"
     communication = Passes(messages, messages * (2 if everything_again else 1), 0.0)
     again = (flops.input - plain.input) / cluster.flops + everything_again * moving
+    if execution.recompute == "selective":
+        # What is made again is written, from about as much that is read.
+        dropped = layer_bytes(model, replace(execution, recompute="none"), experts).saved
+        dropped -= layer_bytes(model, execution, experts).saved
+        again += 2 * max(0.0, dropped) / (cluster.memory_gb_per_s * 1e9)
     tails = _tails(model, execution, experts)
     computing = (plain + tails) * (1 / cluster.flops) + Passes(moving, 2 * moving)
     if everything_again:

@@ -4,6 +4,22 @@
 """
 
 from megatron_pipemem.schedule.offload.planner import OffloadPlan, plan_offload
-from megatron_pipemem.schedule.offload.recompute import with_recompute
+from megatron_pipemem.schedule.offload.recompute import (
+    fastest_within,
+    over_cap,
+    recompute_plans,
+    recomputed_by_mode,
+    with_early_recompute,
+    with_recompute,
+)
 
-__all__ = ["OffloadPlan", "plan_offload", "with_recompute"]
+__all__ = [
+    "OffloadPlan",
+    "fastest_within",
+    "over_cap",
+    "plan_offload",
+    "recompute_plans",
+    "recomputed_by_mode",
+    "with_early_recompute",
+    "with_recompute",
+]

@@ -254,12 +254,12 @@ class _Planner:
         self._channel = costs.channel or Channel(0.0)
         self._unit = costs.memory_unit(placement) / base.pieces
         self._changes = costs.memory_changes(placement, base.recomputed)
-        self._host_changes = costs.host_changes(placement)
+        self._host_changes = costs.host_changes(placement, base.recomputed)
         self._base_changes = [
             np.array([self._changes[a.kind][a.stage] if a.kind in self._changes else 0 for a in order], dtype=float)
             for order in base.orders
         ]
-        prices = costs.copy_seconds(placement)
+        prices = costs.copy_seconds(placement, base.recomputed)
         self._out, self._back = ([s / base.pieces for s in prices[kind]] for kind in (Kind.OFFLOAD, Kind.RELOAD))
         self._timetables = timetables(timeline)
         self._lives = [_lives(order) for order in base.orders]
@@ -271,7 +271,8 @@ class _Planner:
 
     def run(self, stages: frozenset[int]) -> tuple[tuple[Order, ...], dict[Key, str]]:
         """The orders of all devices and why what stays does."""
-        stages -= self._base.recomputed
+        whole = {stage for stage, kind in self._base.recomputed.items() if kind is Kind.R}
+        stages -= whole
         # Devices wait for one another: only plans for one timetable hold nobody up together.
         plan = min((self._plan_all(stages, timetable, 1.0) for timetable in self._timetables), key=self._rank)
         slower = [(timetable, 1.0) for timetable in self._paced]
@@ -287,7 +288,7 @@ class _Planner:
         }
         # Stages that were not selected are in no group's plan.
         kept = {
-            (action.stage, action.microbatch): RECOMPUTED if action.stage in self._base.recomputed else NOT_NEEDED
+            (action.stage, action.microbatch): RECOMPUTED if action.stage in whole else NOT_NEEDED
             for order in self._base.orders
             for action in order
             if action.kind is Kind.F
@@ -512,14 +513,14 @@ class _Copies(NamedTuple):
 
 
 def _lives(order: Order) -> dict[Key, tuple[int, int]]:
-    """The positions between which activations live: of their F and of their I or B."""
+    """The positions between which activations may be away: of their F, and of what needs them first."""
     made: dict[Key, int] = {}
     lives: dict[Key, tuple[int, int]] = {}
     for at, action in enumerate(order):
         key = (action.stage, action.microbatch)
         if action.kind is Kind.F:
             made[key] = at
-        elif action.kind in (Kind.I, Kind.B):
+        elif action.kind in (Kind.RS, Kind.I, Kind.B) and key not in lives:
             lives[key] = made[key], at
     return lives
 

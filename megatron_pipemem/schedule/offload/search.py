@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_pipemem.errors import PipememError, UnsupportedError
+from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.families.offload import uniform_repeating
-from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.offload.planner import OffloadPlan, plan_offload
-from megatron_pipemem.schedule.offload.recompute import with_recompute
+from megatron_pipemem.schedule.offload.recompute import over_cap, recompute_plans, with_early_recompute
 from megatron_pipemem.schedule.offload.weights import with_prompt_weights
-from megatron_pipemem.schedule.options import check_effort
+from megatron_pipemem.schedule.options import AUTO, OFF, check_effort, check_recompute
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
@@ -42,8 +42,8 @@ class OffloadCandidate(NamedTuple):
     found_by: str
 
     @property
-    def recomputed(self) -> tuple[int, ...]:
-        return tuple(sorted(self.plan.schedule.recomputed))
+    def recomputed(self) -> Mapping[int, Kind]:
+        return self.plan.schedule.recomputed
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,15 @@ def search_offload(
     host_budget: float | Sequence[float] | None = None,
     placements: Sequence[Placement] | None = None,
     offload: bool = True,
-    recompute: bool = False,
+    recompute: str = "none",
     seconds: float = 20.0,
     effort: float = 0.3,
 ) -> OffloadSearchResult:
     """Find the fastest order, and for every chunk whether to keep, offload or recompute its activations.
 
     Orders are those of all families, uniform repeating, and those of searches under higher caps; the fastest ones are tried
-    first, until no other can win. Chunks are recomputed on those devices only that offload alone does not bring within the
-    cap, the longest-lived first.
+    first, until no other can win. ``recompute="auto"`` lets chunks be recomputed, in part or wholly, on those devices only that
+    offload alone does not bring within the cap, first what takes the fewest seconds for its memory.
 
     Args:
         num_devices: ``p``.
@@ -104,17 +104,18 @@ def search_offload(
         host_budget: the most host memory of a device, likewise.
         placements: which to consider; default all that come up.
         offload: whether activations may leave the device.
-        recompute: whether forwards may run again.
+        recompute: which forwards run again, see ``options.RECOMPUTE``.
         seconds: stop trying after so long, once something keeps the cap.
         effort: of the searches for orders, see ``search_schedule``.
 
     Raises:
         UnsupportedError: nothing keeps the cap; the message says what is in the way and the least peak that was reached. Or
-            seconds or effort is out of range.
+            seconds, effort or recompute is nothing of the kind.
         CostsError: the costs fit no placement.
     """
     started = time.perf_counter()
     check_effort(seconds, effort)
+    check_recompute(recompute)
     search = _Search(num_devices, num_microbatches, costs, memory_cap, host_budget)
     bases: dict[tuple, tuple[float, str, Schedule]] = {}
     deadline = started + seconds
@@ -137,7 +138,7 @@ def search_offload(
                 continue
             for plan in search.plans(schedule, offload, recompute, slow_down):
                 if plan.keeps_cap:
-                    found.append(OffloadCandidate(plan, name))
+                    found.append(OffloadCandidate(with_early_recompute(plan), name))
                 else:
                     missed.append(plan)
         if found:
@@ -151,13 +152,13 @@ def search_offload(
 
 
 def _out_of_reach(
-    missed: Sequence[OffloadPlan], memory_cap: float | Sequence[float], costs: Costs, recompute: bool
+    missed: Sequence[OffloadPlan], memory_cap: float | Sequence[float], costs: Costs, recompute: str
 ) -> str:
     unit = "activation units" if costs.memory is None else "bytes"
     least = min(missed, key=lambda plan: max(plan.peaks))
     binds = least.binds or "one microbatch alone takes it"
     way_out = "raise the cap or the host's memory, or cut the model into more stages"
-    also = "" if recompute else ", or allow recomputation"
+    also = "" if recompute == AUTO else ", or let recomputation be chosen too (auto)"
     return (
         f"no plan keeps the memory cap of {memory_cap} {unit}: the least peak found is {max(least.peaks):.6g}, and what is "
         f"in the way is: {binds}; {way_out}{also}"
@@ -222,26 +223,18 @@ class _Search(NamedTuple):
             for candidate in searched.candidates:
                 yield f"search under {factor:g} times the cap", candidate.schedule
 
-    def plans(self, base: Schedule, offload: bool, recompute: bool, slow_down: bool) -> Iterator[OffloadPlan]:
-        """With nothing recomputed, and with ever more chunks on the devices that need it."""
-        select = "auto" if offload else "off"
-        counts = [0] * self.num_devices
-        caps = self.memory_cap if hasattr(self.memory_cap, "__len__") else [self.memory_cap] * self.num_devices
-        while True:
-            stages = base.placement.stages
-            again = {stage for held, count in zip(stages, counts, strict=True) for stage in held[:count]}
-            schedule = with_recompute(base, again)
-            plan = plan_offload(schedule, self.costs, select, self.memory_cap, self.host_budget, slow_down=slow_down)
-            yield plan
-            if not recompute or plan.keeps_cap and plan.delay == 0:
-                return
+    def plans(self, base: Schedule, offload: bool, recompute: str, slow_down: bool) -> Iterator[OffloadPlan]:
+        """With as little recomputed as ``recompute`` says, and with ever more where that does not keep the cap for free."""
+        select = "auto" if offload else OFF
+
+        def planned(schedule: Schedule) -> OffloadPlan:
+            return plan_offload(schedule, self.costs, select, self.memory_cap, self.host_budget, slow_down=slow_down)
+
+        def over(schedule: Schedule) -> Collection[int]:
             free = plan_offload(schedule, self.costs, select, None, self.host_budget)
-            over = [
-                device
-                for device, (peak, cap) in enumerate(zip(free.peaks, caps, strict=True))
-                if peak > loosened(cap) and counts[device] < len(stages[device])
-            ]
-            if not over:
+            return over_cap(free.peaks, self.memory_cap)
+
+        for plan in recompute_plans(base, self.costs, recompute, planned, over):
+            yield plan
+            if plan.keeps_cap and plan.delay == 0:
                 return
-            for device in over:
-                counts[device] += 1

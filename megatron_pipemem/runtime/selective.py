@@ -1,0 +1,223 @@
+"""Selective recomputation: parts of a stage whose results are dropped, and made again before their backward needs them.
+
+A *region* is a function of the stage that is cheap to run again. While a ``Recorder`` records a forward, neither what autograd
+saves inside a region nor what a region returns is kept for the backward: saved tensors of both are empty places, which
+``Recorder.run_again`` fills by running all regions once more, from their inputs. The graph is that of the forward itself, so
+that gradients flow, and hooks fire, as without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
+from weakref import ref
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+Replay = Callable[[], AbstractContextManager]
+"""Within what it returns, random numbers are those that a region met first."""
+
+
+class Recorder:
+    """What one forward of one stage drops and makes again.
+
+    Args:
+        made: told of every tensor that has been made again.
+    """
+
+    def __init__(self, made: Callable[[torch.Tensor], None]):
+        self._made = made
+        self._regions: list[_Region] = []
+        self._results: dict[int, _Result] = {}
+        self._pack: Callable = torch.Tensor.detach
+        self._unpack: Callable = _same
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Around a forward, and within the hooks for saved tensors that watch or move what is kept."""
+        global _recording
+        outer, _recording = _recording, self
+        self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (
+            self._pack,
+            self._unpack,
+        )
+        try:
+            with _hooks(self._save, self._load):
+                yield
+        finally:
+            _recording = outer
+            self._results.clear()
+
+    def run_again(self) -> None:
+        """Fill all empty places. Called once, before the backward.
+
+        Raises:
+            RuntimeError: a region did not save what it saved before.
+        """
+        regions, self._regions = self._regions, []
+        for region in regions:
+            region.run_again(self._load, self._made)
+
+    def run(self, function: Callable, replay: Replay, arguments: tuple) -> object:
+        region = _Region(function, replay, [self._input(each) for each in arguments])
+        with _hooks(region.save, _filled):
+            output = function(*arguments)
+        self._regions.append(region)
+        inputs = {_key(each) for each in arguments if isinstance(each, torch.Tensor)}
+        for index, each in enumerate(_listed(output)):
+            if isinstance(each, torch.Tensor) and _key(each) not in inputs:
+                alive = StorageWeakRef(each.untyped_storage())
+                self._results[_key(each)] = _Result(alive, region, index, each.dtype, each._version)
+        return output
+
+    def _input(self, argument: object) -> object:
+        return _Input(self._save(argument), argument.requires_grad) if isinstance(argument, torch.Tensor) else argument
+
+    def _save(self, tensor: torch.Tensor) -> object:
+        result = self._results.get(_key(tensor))
+        # The storage of a result that is gone, or was overwritten, holds something else.
+        if (
+            result is None
+            or result.alive.expired()
+            or (result.dtype, result.version) != (tensor.dtype, tensor._version)
+        ):
+            return self._pack(tensor)
+        place = _Place()
+        result.region.results.append(
+            (ref(place), result.index, (tensor.shape, tensor.stride(), tensor.storage_offset()))
+        )
+        return place
+
+    def _load(self, saved: object) -> torch.Tensor:
+        return _filled(saved) if isinstance(saved, _Place) else self._unpack(saved)
+
+
+def region(function: Callable, replay: Callable[[], Replay]) -> Callable:
+    """The function as a region of whatever forward is being recorded while it runs; in all others, as it is.
+
+    Args:
+        function: of tensors and other things, all positional, with a tensor or a tuple as its result; run again, it makes the
+            same of the same tensors.
+        replay: called when a region begins; keeps the state of the random number generators.
+    """
+
+    def run(*arguments):
+        if _recording is None or not torch.is_grad_enabled():
+            return function(*arguments)
+        return _recording.run(function, replay(), arguments)
+
+    return run
+
+
+def is_recording() -> bool:
+    """Whether the forward that is running drops what its regions make."""
+    return _recording is not None
+
+
+# Process-wide like the queue of weight gradients; set only while a forward runs.
+_recording: Recorder | None = None
+
+
+class _Place:
+    """Stands for a saved tensor; empty until it has been made again."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self) -> None:
+        self.tensor: torch.Tensor | None = None
+
+
+class _Input(NamedTuple):
+    saved: object
+    requires_grad: bool
+
+
+class _Region:
+    """One run of a region. Holds its inputs, and of the places only those that autograd still has."""
+
+    def __init__(self, function: Callable, replay: Replay, arguments: list):
+        self._function, self._replay, self._arguments = function, replay, arguments
+        self._saved: list[ref[_Place]] = []
+        self.results: list[tuple[ref[_Place], int, tuple]] = []
+
+    def save(self, tensor: torch.Tensor) -> _Place:
+        place = _Place()
+        self._saved.append(ref(place))
+        return place
+
+    def run_again(self, load: Callable, made: Callable[[torch.Tensor], None]) -> None:
+        again: list[torch.Tensor] = []
+
+        def collect(tensor: torch.Tensor) -> None:
+            again.append(tensor.detach())
+
+        arguments = [
+            load(each.saved).detach().requires_grad_(each.requires_grad) if isinstance(each, _Input) else each
+            for each in self._arguments
+        ]
+        self._arguments = []
+        with self._replay(), torch.enable_grad(), _hooks(collect, _filled):
+            results = _listed(self._function(*arguments))
+        if len(again) != len(self._saved):
+            raise RuntimeError(
+                f"a part of the model saved {len(self._saved)} tensors for its backward, and {len(again)} when it ran again: "
+                "it does not do the same every time; recompute its stage fully (--pipemem-recompute full) or not at all"
+            )
+        for saved, tensor in zip(self._saved, again, strict=True):
+            _fill(saved, tensor, made)
+        for saved, index, geometry in self.results:
+            _fill(saved, results[index].detach().as_strided(*geometry), made)
+
+
+def _fill(saved: ref[_Place], tensor: torch.Tensor, made: Callable[[torch.Tensor], None]) -> None:
+    place = saved()
+    if place is not None:
+        place.tensor = tensor
+        made(tensor)
+
+
+class _Result(NamedTuple):
+    """A tensor that a region has returned, by its storage."""
+
+    alive: StorageWeakRef
+    region: _Region
+    index: int
+    dtype: torch.dtype
+    version: int
+
+
+def _filled(place: _Place) -> torch.Tensor:
+    if place.tensor is None:
+        raise RuntimeError("a backward began before its RS has run")
+    return place.tensor
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _listed(result: object) -> tuple:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def _hooks(pack: Callable, unpack: Callable) -> Iterator[None]:
+    """These hooks for saved tensors in the place of whatever hooks there are, because whoever takes them off for a moment
+    (``saved_as_is``) means all."""
+    autograd = torch._C._autograd
+    outer = autograd._top_saved_tensors_default_hooks(True)
+    if outer is not None:
+        autograd._pop_saved_tensors_default_hooks()
+    autograd._push_saved_tensors_default_hooks(pack, unpack)
+    try:
+        yield
+    finally:
+        autograd._pop_saved_tensors_default_hooks()
+        if outer is not None:
+            autograd._push_saved_tensors_default_hooks(*outer)
