@@ -21,7 +21,13 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.rare_collection import rare_collection
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible, justify
-from megatron_pipemem.schedule.search.portfolio import family_starts, fusable, list_schedules, shortened
+from megatron_pipemem.schedule.search.portfolio import (
+    family_starts,
+    fusable,
+    list_schedules,
+    random_list_schedule,
+    shortened,
+)
 from megatron_pipemem.schedule.search.problem import make_problem, to_schedule
 from megatron_pipemem.schedule.search.result import Candidate, SearchResult
 from megatron_pipemem.schedule.search.robust import most_robust
@@ -47,6 +53,10 @@ _FINALISTS = 6
 _CHUNKS_OF_A_CYCLE = 2
 # Passes of all starts that are justified at effort 1, but at least one start.
 _PASSES_TO_JUSTIFY = 20_000
+# Of random list schedules, tried where the best so far is so many times its bound, in so many placements.
+_PASSES_TO_VARY = 100_000
+_FAR_FROM_BOUND = 1.03
+_PLACEMENTS_TO_VARY = 3
 _SHARE_OF_OTHERS = 0.2
 # Of the time that a longer interval idles, at least so much is left when justification has filled what it can.
 _LEFT_IDLE = 1 / 6
@@ -134,10 +144,11 @@ def search_schedule(
     if not explorations:
         raise UnsupportedError(_nothing_fits(placements, costs, memory_cap))
     _justify_starts(explorations, deadline, effort)
-    _explore_periodic(explorations, deadline, effort)
+    _vary_starts(explorations, deadline, effort, seed)
     leader = min(explorations, key=lambda e: e.makespan)
     if not leader.is_periodic:
-        leader.polish(deadline, effort * _SHARE_OF_OTHERS)
+        leader.polish(deadline, effort * (1 if leader.is_far_from_bound else _SHARE_OF_OTHERS))
+    _explore_periodic(explorations, deadline, effort)
     candidates = [exploration.candidate() for exploration in explorations]
     least = min(candidate.makespan for candidate in candidates)
     # Of those that are equally fast, the one with fewest stages sends fewest messages.
@@ -230,6 +241,18 @@ def _justify_starts(explorations: Sequence[_Exploration], deadline: float, effor
             justified += exploration.num_passes
 
 
+def _vary_starts(explorations: Sequence[_Exploration], deadline: float, effort: float, seed: int) -> None:
+    """Random list schedules in the leading placements, as long as the best is far from what could be."""
+    rng, tried = Random(seed), 0
+    while tried < effort * _PASSES_TO_VARY and time.perf_counter() < deadline:
+        leaders = sorted(explorations, key=lambda e: e.makespan)[:_PLACEMENTS_TO_VARY]
+        if not leaders[0].is_far_from_bound:
+            return
+        exploration = rng.choice(leaders)
+        exploration.try_random(rng)
+        tried += exploration.num_passes
+
+
 def _explore_periodic(explorations: Sequence[_Exploration], deadline: float, effort: float) -> None:
     """The favourite gets the full effort if it can be expected to win; the others must show promise with less."""
 
@@ -307,6 +330,15 @@ class _Exploration:
 
     def justify(self, name: str, table: Timetable) -> None:
         self._add(f"{name}, justified", justify(self._problem, justify(self._problem, table)))
+
+    def try_random(self, rng: Random) -> None:
+        table = random_list_schedule(self._problem, rng)
+        if table is not None:
+            self.justify("list schedule, random", table)
+
+    @property
+    def is_far_from_bound(self) -> bool:
+        return self.makespan > self.bound * _FAR_FROM_BOUND
 
     @property
     def num_passes(self) -> int:
