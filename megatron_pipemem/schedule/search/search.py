@@ -57,6 +57,7 @@ _PASSES_TO_JUSTIFY = 20_000
 _PASSES_TO_VARY = 100_000
 _FAR_FROM_BOUND = 1.03
 _PLACEMENTS_TO_VARY = 3
+_EFFORT_WHEN_FAR = 2
 _SHARE_OF_OTHERS = 0.2
 # Of the time that a longer interval idles, at least so much is left when justification has filled what it can.
 _LEFT_IDLE = 1 / 6
@@ -147,7 +148,7 @@ def search_schedule(
     _vary_starts(explorations, deadline, effort, seed)
     leader = min(explorations, key=lambda e: e.makespan)
     if not leader.is_periodic:
-        leader.polish(deadline, effort * (1 if leader.is_far_from_bound else _SHARE_OF_OTHERS))
+        leader.polish(deadline, effort * (_EFFORT_WHEN_FAR if leader.is_far_from_bound else _SHARE_OF_OTHERS))
     _explore_periodic(explorations, deadline, effort)
     candidates = [exploration.candidate() for exploration in explorations]
     least = min(candidate.makespan for candidate in candidates)
@@ -403,7 +404,7 @@ class _Exploration:
         for number in range(rounds):
             if time.perf_counter() > deadline or self.makespan <= self.bound * _EXACT or number - improved > patience:
                 return
-            index = rng.randrange(len(pool))
+            index = min(int(rng.expovariate(1)), len(pool) - 1)
             if rng.random() < 0.5:
                 whole = set(rng.sample(range(classes), rng.randint(1, classes // 3)))
                 frozen = {each for each in range(classes * m) if each // m in whole}
