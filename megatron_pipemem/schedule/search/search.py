@@ -404,7 +404,7 @@ class _Exploration:
         for number in range(rounds):
             if time.perf_counter() > deadline or self.makespan <= self.bound * _EXACT or number - improved > patience:
                 return
-            index = min(int(rng.expovariate(1)), len(pool) - 1)
+            index = rng.randrange(len(pool))
             if rng.random() < 0.5:
                 whole = set(rng.sample(range(classes), rng.randint(1, classes // 3)))
                 frozen = {each for each in range(classes * m) if each // m in whole}
