@@ -22,6 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 from megatron_pipemem import Costs, search_schedule, simulate
+from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
@@ -38,6 +39,8 @@ NAMED = [
     (8, 24, UNEQUAL, 0.05),
 ]
 """Devices, microbatches, F:I:W of a device's share, seconds of a message."""
+EXTREME = [(1.9, 0.6, 0.5), (0.5, 1.7, 0.6), (2.0, 0.4, 0.4), (0.4, 2.0, 0.4), (0.4, 0.4, 2.0)]
+"""F:I:W of which one takes most of the time: the hardest to tile."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Row:
         chunks: what the search found best.
         family: the fastest family within the cap, ``None`` if none fits.
         bound: no schedule of any placement searched idles less.
+        v_bound: no schedule of a V with two chunks idles less.
     """
 
     devices: int
@@ -59,6 +63,7 @@ class Row:
     max_chunks: int
     bubble: float
     bound: float
+    v_bound: float
     family: str | None
     family_bubble: float | None
     placement: str
@@ -69,6 +74,11 @@ class Row:
     @property
     def gap(self) -> float:
         return self.bubble - self.bound
+
+    @property
+    def v_gap(self) -> float:
+        """Negative where the search is better than any V with two chunks can be."""
+        return self.bubble - self.v_bound
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,7 @@ def measure(
         p, m, ratio, costs.p2p, cap, max_chunks,
         1 - ideal / result.makespan,
         1 - ideal / result.lower_bound,
+        1 - ideal / lower_bound(Placement.v_shape(p), m, costs, cap),
         None if best is None else best[1],
         None if best is None else 1 - ideal / best[0],
         result.schedule.placement.name,
@@ -150,7 +161,7 @@ def with_wrong_costs(p: int, m: int, cap: float, rng: random.Random) -> WrongCos
 
 def table(rows: Sequence[Row]) -> Table:
     result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    headings = "p, m|F:I:W|c|cap|chunks|found|bound|gap|best family|placement|found by|s".split("|")
+    headings = "p, m|F:I:W|c|cap|chunks|found|bound|gap|to V's|best family|placement|found by|s".split("|")
     for heading in headings:
         left = heading in ("p, m", "F:I:W", "best family", "placement", "found by")
         result.add_column(heading, justify="left" if left else "right", no_wrap=True)
@@ -164,6 +175,7 @@ def table(rows: Sequence[Row]) -> Table:
             f"{row.bubble:.4f}",
             f"{row.bound:.4f}",
             "optimal" if row.gap < 1e-6 else f"{row.gap:.4f}",
+            f"{row.v_gap:+.4f}",
             "-" if row.family is None else f"{row.family_bubble:.4f} {row.family}",
             row.placement,
             row.found_by,
@@ -180,6 +192,8 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
         "within_one_point": sum(gap <= 0.01 for gap in gaps),
         "mean_gap": sum(gaps) / len(gaps),
         "worst_gap": gaps[-1],
+        "within_one_point_of_v_bound": sum(row.v_gap <= 0.01 for row in rows),
+        "worst_gap_to_v_bound": max(row.v_gap for row in rows),
         "worse_than_a_family": sum(r.family_bubble is not None and r.bubble > r.family_bubble + 1e-9 for r in rows),
         "mean_seconds": sum(row.seconds for row in rows) / len(rows),
         "worst_seconds": max(row.seconds for row in rows),
@@ -226,6 +240,7 @@ def main() -> None:
                         2,
                         1 - ideal / found.makespan,
                         1 - ideal / found.lower_bound,
+                        1 - ideal / lower_bound(Placement.v_shape(64), 512, costs, cap),
                         None,
                         None,
                         found.schedule.placement.name,
@@ -238,6 +253,11 @@ def main() -> None:
         results["large"] = [asdict(row) for row in large]
     if not arguments.quick:
         groups = {"any costs": [], "any costs, more chunks": [], "unequal stages": [], "messages": []}
+        groups["extreme costs, more chunks"] = [
+            measure(8, 24, ratio, Costs(*ratio), cap, MAX_CHUNKS)
+            for ratio in track(EXTREME, "extreme costs", transient=True)
+            for cap in (0.625, 0.75)
+        ]
         for _ in track(range(arguments.inputs), "random inputs", transient=True):
             ratio = tuple(round(rng.uniform(0.4, 2), 2) for _ in range(3))
             p2p = round(rng.uniform(0, 0.2) * ratio[0] / 2, 3)

@@ -125,6 +125,13 @@ def test_unequal_costs_where_the_presets_collapse(cap: float, bubble: float) -> 
     assert simulate(result.schedule, Costs(1, 1.5, 0.5)).bubble_rate <= bubble
 
 
+def test_costs_that_no_fixed_rule_suits() -> None:
+    """Where one kind of pass takes most of the time; families and fixed rules, justified and polished, reach .21."""
+    costs = Costs(2, 0.4, 0.4)
+    result = search(8, 24, costs, 0.625, effort=0.5, placements=[Placement.interleaved(8, 7)])
+    assert simulate(result.schedule, costs).bubble_rate <= 0.195
+
+
 def shortest(
     placement: Placement, m: int, caps: list[int], ticks: list[tuple[int, ...]], lag: int, at_input: int
 ) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from random import Random
 
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.schedule.costs import Costs
@@ -112,6 +113,22 @@ def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
         table = dispatch(problem, urgency)
         if table is not None and problem.fits(table.orders):
             yield f"list schedule, {name}", table
+
+
+def random_list_schedule(problem: Problem, rng: Random) -> Timetable | None:
+    """A greedy order by a random weighting of a microbatch's age, of the way it has left, and of how long W can wait.
+
+    None of the fixed rules is best for costs that tile badly, and no one weighting is for all of them.
+    """
+    m, stages, longest = problem.num_microbatches, len(problem.device) // 3, max(problem.ticks)
+    age, way, put_off = 2 ** rng.uniform(0, 3), rng.uniform(0.2, 0.8), rng.uniform(0.2, 1.0)
+    rank = []
+    for stage in range(stages):
+        inputs = 2 * stages - 1 - stage
+        rank += [-way * stage, -way * inputs, put_off * stages - way * inputs]
+    urgency = [(rank[c] + age * k) * longest for c in range(3 * stages) for k in range(m)]
+    table = dispatch(problem, urgency)
+    return table if table is not None and problem.fits(table.orders) else None
 
 
 def _depths(problem: Problem) -> list[float]:

@@ -29,6 +29,7 @@ from megatron_pipemem.schedule.search.portfolio import (
     first_start,
     fusable,
     list_schedules,
+    random_list_schedule,
     shortened,
 )
 from megatron_pipemem.schedule.search.problem import keeps_memory_exactly, make_problem, to_schedule
@@ -59,6 +60,11 @@ _FINALISTS = 6
 _CHUNKS_OF_A_CYCLE = 2
 # Passes of all starts that are justified at effort 1, but at least one start.
 _PASSES_TO_JUSTIFY = 20_000
+# Of random list schedules, tried where the best so far is so many times its bound, in so many placements.
+_PASSES_TO_VARY = 100_000
+_FAR_FROM_BOUND = 1.03
+_PLACEMENTS_TO_VARY = 3
+_EFFORT_WHEN_FAR = 2
 _SHARE_OF_OTHERS = 0.2
 # Problems with so few passes are tried exactly, all together with so many states at effort 1: half a second.
 _PASSES_TO_SOLVE = 128
@@ -149,10 +155,11 @@ def search_schedule(
         raise UnsupportedError(_nothing_fits(placements, costs, memory_cap))
     _justify_starts(explorations, clock, effort)
     _solve_small(explorations, clock, effort)
-    _explore_periodic(explorations, clock, effort)
+    _vary_starts(explorations, clock, effort, seed)
     leader = min(explorations, key=lambda e: e.makespan)
     if not leader.is_periodic:
-        leader.polish(clock, effort * _SHARE_OF_OTHERS)
+        leader.polish(clock, effort * (_EFFORT_WHEN_FAR if leader.is_far_from_bound else _SHARE_OF_OTHERS))
+    _explore_periodic(explorations, clock, effort)
     candidates = []
     for exploration in sorted(explorations, key=lambda e: e.makespan):
         if not candidates or clock.allows(Step.DESCRIBE, 0, exploration.num_passes):
@@ -259,6 +266,20 @@ def _solve_small(explorations: Sequence[_Exploration], clock: Clock, effort: flo
         reached = min(e.makespan for e in explorations)
         if exploration.bound * _EXACT < reached:
             states -= exploration.solve(reached, states)
+
+
+def _vary_starts(explorations: Sequence[_Exploration], clock: Clock, effort: float, seed: int) -> None:
+    """Random list schedules in the leading placements, as long as the best is far from what could be."""
+    rng, tried = Random(seed), 0
+    while tried < effort * _PASSES_TO_VARY:
+        leaders = sorted(explorations, key=lambda e: e.makespan)[:_PLACEMENTS_TO_VARY]
+        if not leaders[0].is_far_from_bound:
+            return
+        exploration = rng.choice(leaders)
+        if not exploration.may_justify(clock):
+            return
+        exploration.try_random(rng, clock)
+        tried += exploration.num_passes
 
 
 def _explore_periodic(explorations: Sequence[_Exploration], clock: Clock, effort: float) -> None:
@@ -373,6 +394,15 @@ class _Exploration:
     def justify(self, name: str, table: Timetable, clock: Clock) -> None:
         with clock.step(Step.JUSTIFY, 2 * self.num_passes):
             self._add(f"{name}, justified", justify(self._problem, justify(self._problem, table)))
+
+    def try_random(self, rng: Random, clock: Clock) -> None:
+        table = random_list_schedule(self._problem, rng)
+        if table is not None:
+            self.justify("list schedule, random", table, clock)
+
+    @property
+    def is_far_from_bound(self) -> bool:
+        return self.makespan > self.bound * _FAR_FROM_BOUND
 
     @property
     def num_passes(self) -> int:
