@@ -23,6 +23,7 @@ from rich.table import Table
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.families.offload import uniform_repeating
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.offload import plan_offload
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
@@ -46,8 +47,12 @@ EIGHT_DEVICES = {"v": {0.6: 3, 0.8: 3, 1.0: 4, 1.4: 5}, "interleaved": {0.6: 3, 
 PUBLISHED_SCHEDULED = "244 of 690 (even p only; the rest refused or failed)"
 
 
+def costs_of(ratio: float) -> Costs:
+    return replace(Costs(), channel=Channel.of_ratio(ratio, Costs()))
+
+
 def timeline(schedule: Schedule, ratio: float) -> Timeline:
-    return simulate(schedule, replace(Costs(), channel=Channel.of_ratio(ratio, Costs())))
+    return simulate(schedule, costs_of(ratio))
 
 
 def figures(schedule: Schedule, ratio: float) -> tuple[int, float]:
@@ -89,12 +94,17 @@ def in_flight(quick: bool) -> Iterator[dict[str, object]]:
 def eight_devices(quick: bool) -> Iterator[dict[str, object]]:
     for placement, targets in EIGHT_DEVICES.items():
         for ratio, target in targets.items():
-            for m in (16,) if quick else (32, 64):
-                schedule = build_schedule(
-                    "po-f", num_devices=8, num_microbatches=m, chunks=2, k=ratio, placement=placement
-                )
+            for name, m in product(("po-f", "v-min") if placement == "v" else ("po-f",), (16,) if quick else (32, 64)):
+                if name == "po-f":
+                    schedule = build_schedule(
+                        name, num_devices=8, num_microbatches=m, chunks=2, k=ratio, placement=placement
+                    )
+                else:
+                    base = build_schedule(name, num_devices=8, num_microbatches=m)
+                    schedule = plan_offload(base, costs_of(ratio)).schedule
                 peak, bubble = figures(schedule, ratio)
                 yield {
+                    "schedule": name,
                     "placement": placement,
                     "k": ratio,
                     "m": m,

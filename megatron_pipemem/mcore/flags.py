@@ -76,7 +76,7 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="ratio, min_bytes, guard, and bandwidth for CPU ranks",
+        help="ratio, min_bytes, guard, switches, and bandwidth for CPU ranks",
     )
     parser.add_argument("--pipemem-trace", metavar="DIR", help="write timelines of plan and run")
     parser.add_argument("--pipemem-report", metavar="FILE", help="write predicted and counted bytes, bubbles, losses")

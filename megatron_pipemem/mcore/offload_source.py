@@ -296,8 +296,15 @@ class OffloadSource(Source):
         return replace(costs, channel=self._channel(placement))
 
     def _channel(self, placement: Placement) -> Channel | None:
+        if self._offloading.settings.mode == "off":
+            return self.costs.channel
+        channel = self._channel_of_its_own(placement)
+        return channel if channel.switches else replace(channel, switches=self._offloading.switches())
+
+    def _channel_of_its_own(self, placement: Placement) -> Channel:
+        """As if no device shared it, unless the costs say so."""
         settings = self._offloading.settings
-        if settings.mode == "off" or self.costs.channel is not None:
+        if self.costs.channel is not None:
             return self.costs.channel
         if settings.ratio is not None:
             return Channel.of_ratio(settings.ratio, self.costs)

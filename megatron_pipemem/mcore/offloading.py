@@ -40,6 +40,7 @@ class OffloadSettings:
         guard: overwrite what has left with NaN, and compare checksums of what left and what returned. Slow; finds users
             of memory that is away.
         ratio: the seconds of a round trip of a layer's activations over those of its F, I and W; ``None`` to measure it.
+        switches: groups of ranks of a node, counted on every node from 0, whose devices share a channel to the host.
     """
 
     mode: str = "off"
@@ -49,6 +50,7 @@ class OffloadSettings:
     min_bytes: int = 1 << 16
     guard: bool = False
     ratio: float | None = None
+    switches: tuple[tuple[int, ...], ...] = ()
 
     @property
     def plans(self) -> bool:
@@ -68,7 +70,8 @@ class OffloadSettings:
             mode: see the class.
             recompute: see the class.
             host_memory: ``64GiB``, ``800MiB``, ``123456B``.
-            options: ``bandwidth`` and ``min_bytes`` (``1GiB``, ``64KiB``, ``100B``), ``guard`` (0 or 1), ``ratio``.
+            options: ``bandwidth`` and ``min_bytes`` (``1GiB``, ``64KiB``, ``100B``), ``guard`` (0 or 1), ``ratio``,
+                ``switches`` (``[[0, 1], [2, 3]]``).
 
         Raises:
             UnsupportedError: one of them is nothing of the kind.
@@ -76,7 +79,13 @@ class OffloadSettings:
         for what, given, allowed in (("offload", mode, OFFLOAD), ("recompute", recompute, RECOMPUTE)):
             if given not in allowed:
                 raise UnsupportedError(f"--pipemem-{what} {given!r} is none of {', '.join(allowed)}")
-        readers = {"bandwidth": _bytes, "min_bytes": _whole_bytes, "guard": _switch, "ratio": _positive}
+        readers = {
+            "bandwidth": _bytes,
+            "min_bytes": _whole_bytes,
+            "guard": _switch,
+            "ratio": _positive,
+            "switches": _groups,
+        }
         assert set(readers) < {each.name for each in fields(cls)}
         unknown = sorted(set(options) - set(readers))
         if unknown:
@@ -113,6 +122,7 @@ class Offloading:
         self._budget: int | None = None
         self._engine: OffloadEngine | None = None
         self._links: tuple[HostLink, ...] | None = None
+        self._switches: tuple[tuple[int, ...], ...] | None = None
 
     def budget(self) -> int:
         """Bytes of host memory that every rank may take: an equal part of its node's, and the least of all nodes.
@@ -138,14 +148,26 @@ class Offloading:
             )
         return self._engine
 
+    def switches(self) -> tuple[tuple[int, ...], ...]:
+        """Places in the pipeline that share a channel to the host, by what the settings say of a node."""
+        if self._switches is None:
+            self._switches = ()
+            if self.settings.switches:
+                self._switches = _shared_channels(gather((socket.gethostname(), _place())), self.settings.switches)
+                logger.info("places that share a channel to the host: %s", self._switches)
+        return self._switches
+
     def links(self, num_devices: int) -> tuple[HostLink, ...]:
         """The link of every place in the pipeline: the slowest that any rank at that place measures."""
         if self._links is None:
-            engine = self.engine()
-            if dist.is_initialized():
-                dist.barrier()  # who shares a link measures it at the same time
-            own = measure_host_link(engine.channel)
-            place = parallel_state.get_pipeline_model_parallel_rank() if parallel_state.is_initialized() else 0
+            engine, place, groups = self.engine(), _place(), self.switches()
+            own_turn = next((group.index(place) for group in groups if place in group), 0)
+            # A plan takes turns on a channel that it knows to be shared. Who shares one unknown to it measures it together.
+            for turn in range(max(map(len, groups), default=1)):
+                if dist.is_initialized():
+                    dist.barrier()
+                if turn == own_turn:
+                    own = measure_host_link(engine.channel)
             seen = gather((place, own))
             self._links = tuple(_slowest([link for at, link in seen if at == device]) for device in range(num_devices))
             logger.info("links to the host: %s", self._links)
@@ -156,6 +178,34 @@ class Offloading:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+
+
+def _place() -> int:
+    """Of this rank in its pipeline."""
+    return parallel_state.get_pipeline_model_parallel_rank() if parallel_state.is_initialized() else 0
+
+
+def _shared_channels(
+    ranks: Sequence[tuple[str, int]], switches: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """Places in the pipeline of which some ranks share a switch, directly or through others: all pipelines have one plan.
+
+    Args:
+        ranks: host and place of every rank of the job, in the order of world ranks.
+        switches: ranks of a node, counted on every node from 0.
+    """
+    seen: Counter[str] = Counter()
+    behind: dict[tuple[str, int], set[int]] = {}
+    for host, place in ranks:
+        for number, members in enumerate(switches):
+            if seen[host] in members:
+                behind.setdefault((host, number), set()).add(place)
+        seen[host] += 1
+    groups: list[set[int]] = []
+    for places in behind.values():
+        joined = places.union(*(group for group in groups if group & places))
+        groups = [group for group in groups if not group & places] + [joined]
+    return tuple(sorted(tuple(sorted(group)) for group in groups if len(group) > 1))
 
 
 def _slowest(links: Sequence[HostLink]) -> HostLink:
@@ -203,6 +253,16 @@ def _switch(what: str, value: object) -> bool:
     if value not in (0, 1, False, True):
         raise UnsupportedError(f"{what} {value!r} is neither 0 nor 1")
     return bool(value)
+
+
+def _groups(what: str, value: object) -> tuple[tuple[int, ...], ...]:
+    groups = value if isinstance(value, (list, tuple)) else [None]
+    members = [each for group in groups for each in (group if isinstance(group, (list, tuple)) else [None])]
+    if len(set(map(str, members))) < len(members) or not all(type(each) is int and each >= 0 for each in members):
+        raise UnsupportedError(
+            f"{what} {value!r} are no groups of ranks of a node, each in one of them; write [[0, 1], [2, 3]]"
+        )
+    return tuple(map(tuple, groups))
 
 
 def _positive(what: str, value: object) -> float:

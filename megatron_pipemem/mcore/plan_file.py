@@ -9,7 +9,7 @@ from megatron_pipemem.planner.launching import planned_flags
 from megatron_pipemem.planner.loading import load
 from megatron_pipemem.planner.runs import Run
 
-_REPEATED = "--pipemem-option"  # each occurrence says something else
+_REPEATED = ("--pipemem-option", "--pipemem-offload-option")  # each occurrence says something else
 
 
 def add_planned_flags(file: str, arguments: Sequence[str]) -> list[str]:
@@ -28,7 +28,7 @@ def add_planned_flags(file: str, arguments: Sequence[str]) -> list[str]:
     given, added = _by_flag(arguments), []
     for flag, values in _by_flag(planned_flags(load(file, Run))).items():
         missing = [each for each in values if each not in given.get(flag, [])]
-        if missing and flag in given and flag != _REPEATED:
+        if missing and flag in given and flag not in _REPEATED:
             raise UnsupportedError(
                 f"{flag} is {_text(given[flag])} here and {_text(values)} in {file}; leave it out, or plan with it"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Mapping
@@ -215,6 +216,7 @@ def _schedule_flags(run: Run) -> Flags:
             recomputes = {"recompute-granularity": "selective", "recompute-modules": choice.recompute_modules}
     elif choice.recompute == "full":
         recomputes = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
+    switches = run.cluster.switches if choice.offload != "off" else ()
     return {
         "pipemem-schedule": choice.name,
         "pipemem-memory-cap": choice.memory_cap,
@@ -224,6 +226,9 @@ def _schedule_flags(run: Run) -> Flags:
         **recomputes,
         # Repeated with one option each, as --name=value because a list would be several values of one flag.
         **{f"pipemem-option={key}={_word(value)}": True for key, value in options.items()},
+        **(
+            {f"pipemem-offload-option=switches={json.dumps(switches, separators=(',', ':'))}": True} if switches else {}
+        ),
     }
 
 

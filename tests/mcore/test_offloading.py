@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,13 +17,14 @@ from megatron_pipemem.mcore.plugin import Settings, source_for
 from megatron_pipemem.mcore.sources import Plan, Shape
 from megatron_pipemem.mcore.stages import Tape, watch_batches
 from megatron_pipemem.runtime.offload.host_link import HostLink
-from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.validator import validate, validate_program
 
 SHAPE = Shape(4, 2, 8)
 MESSAGE = 3
+LINK = HostLink(47.0, 94.0, True)
 
 
 def counted(num_stages: int) -> dict[Kind, tuple[int, ...]]:
@@ -67,11 +69,14 @@ def kinds(schedule) -> set[Kind]:
     return {action.kind for order in schedule.orders for action in order}
 
 
+def offloaded(schedule) -> list[Action]:
+    return [action for order in schedule.orders for action in order if action.kind is Kind.OFFLOAD]
+
+
 def test_settings_as_users_write_them():
-    read = OffloadSettings.of(
-        "half", "auto", "64GiB", {"bandwidth": "2GiB", "min_bytes": 100, "guard": 1, "ratio": "0.5"}
-    )
-    assert read == OffloadSettings("half", "auto", 64 * 2**30, 2 * 2**30, 100, True, 0.5)
+    options = {"bandwidth": "2GiB", "min_bytes": 100, "guard": 1, "ratio": "0.5", "switches": [[0, 1], [2, 3]]}
+    read = OffloadSettings.of("half", "auto", "64GiB", options)
+    assert read == OffloadSettings("half", "auto", 64 * 2**30, 2 * 2**30, 100, True, 0.5, ((0, 1), (2, 3)))
     assert read.plans and not OffloadSettings().plans
 
 
@@ -84,6 +89,9 @@ def test_settings_as_users_write_them():
         (("full", "none", None, {"speed": 1}), "no option 'speed'; its options: bandwidth"),
         (("full", "none", None, {"ratio": 0}), "offload option ratio 0 is no positive number"),
         (("full", "none", None, {"guard": 3}), "neither 0 nor 1"),
+        (("full", "none", None, {"switches": "0,1"}), "no groups of ranks of a node"),
+        (("full", "none", None, {"switches": [0, 1]}), "no groups of ranks of a node"),
+        (("full", "none", None, {"switches": [[0, 1], [1, 2]]}), "each in one of them"),
     ],
 )
 def test_wrong_settings_are_refused_in_words(given, told):
@@ -104,6 +112,54 @@ def test_ranks_share_the_memory_of_their_node():
         offloading._rank_budget(nodes, 900)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "shared"),
+    [
+        ([("a", 0), ("a", 1), ("a", 2), ("a", 3)], ((0, 1), (2, 3))),
+        # Two nodes, four places on each.
+        ([("ab"[place // 4], place) for place in range(8)], ((0, 1), (2, 3), (4, 5), (6, 7))),
+        # Two tensor-parallel ranks of each place: one place behind each switch.
+        ([("a", 0), ("a", 0), ("a", 1), ("a", 1)], ()),
+        # Two pipelines, of which the other shares 1 with 2.
+        ([("a", 0), ("a", 1), ("b", 1), ("b", 2)], ((0, 1, 2),)),
+        # World ranks dealt to nodes in turn.
+        ([("a", 0), ("b", 1), ("a", 2), ("b", 3)], ((0, 2), (1, 3))),
+    ],
+)
+def test_places_share_what_their_ranks_share(ranks, shared):
+    assert offloading._shared_channels(ranks, [[0, 1], [2, 3]]) == shared
+
+
+@pytest.mark.parametrize("channel", [{}, {"costs": "file"}])
+def test_known_switches_reach_the_plan(channel, monkeypatch, tmp_path):
+    monkeypatch.setattr(offloading, "gather", lambda own: [("host", place) for place in range(4)])
+    ratio = {"ratio": 1.0}
+    if channel:
+        (tmp_path / "costs.json").write_text('{"forward": 1, "channel": {"ratio": 1.0}}')
+        channel, ratio = {"costs": str(tmp_path / "costs.json")}, {}
+    alone = source("gis-h", offload="full", offload_options=ratio, **channel)
+    sharing = source("gis-h", offload="full", offload_options={**ratio, "switches": [[0, 1], [2, 3]]}, **channel)
+    shape = Shape(4, 2, 16)
+    plan = sharing.plan(shape, "start")
+    assert plan.costs.channel.switches == ((0, 1), (2, 3))
+    # Four devices have two channels, so half as much leaves.
+    assert 0 < len(offloaded(plan.schedule)) < len(offloaded(alone.plan(shape, "start").schedule))
+
+
+def test_devices_that_share_a_channel_measure_it_in_turns(monkeypatch):
+    """A plan that takes turns needs what a copy takes that is alone."""
+    happened = []
+    monkeypatch.setattr(offloading, "gather", lambda own: [(0, LINK), own])
+    monkeypatch.setattr(offloading, "_place", lambda: 1)
+    monkeypatch.setattr(Offloading, "switches", lambda self: ((0, 1),))
+    monkeypatch.setattr(Offloading, "engine", lambda self: SimpleNamespace(channel=None))
+    monkeypatch.setattr(offloading, "measure_host_link", lambda channel: happened.append("measured") or LINK)
+    monkeypatch.setattr(offloading.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(offloading.dist, "barrier", lambda: happened.append("barrier"))
+    assert Offloading(OffloadSettings()).links(2) == (LINK, LINK)
+    assert happened == ["barrier", "barrier", "measured"]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv", "v-half", "gis"])
 @pytest.mark.parametrize("mode", ["half", "full"])
 def test_a_known_ratio_is_planned_for_from_the_first_step_on(schedule, mode):
@@ -112,7 +168,7 @@ def test_a_known_ratio_is_planned_for_from_the_first_step_on(schedule, mode):
     plan = wanted.plan(Shape(4, wanted.chunks, 8), "start")
     validate(plan.schedule)
     validate_program(lower(plan.schedule))
-    moved = {action.stage for order in plan.schedule.orders for action in order if action.kind is Kind.OFFLOAD}
+    moved = {action.stage for action in offloaded(plan.schedule)}
     assert moved and plan.notes.split()[0].isdigit()
     if mode == "half":
         assert all(len(moved & set(stages)) <= (len(stages) + 1) // 2 for stages in plan.schedule.placement.stages)
@@ -144,14 +200,13 @@ def test_without_a_ratio_bytes_are_counted_first_and_seconds_then(monkeypatch):
     assert kinds(first.schedule) == {
         *(Kind.F, Kind.I, Kind.W, Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
     }
-    moved = [a for order in first.schedule.orders for a in order if a.kind is Kind.OFFLOAD]
-    assert len(moved) == 8 * 8, "all of every microbatch, so that every stage is counted"
+    assert len(offloaded(first.schedule)) == 8 * 8, "all of every microbatch, so that every stage is counted"
 
     wanted.measured(None, counted(8))
     second = wanted.plan(SHAPE, "bytes counted", first)
     assert second.costs.channel == Channel.of_ratio(ASSUMED_RATIO, Costs())
 
-    monkeypatch.setattr(Offloading, "links", lambda self, devices: (HostLink(47.0, 94.0, True),) * devices)
+    monkeypatch.setattr(Offloading, "links", lambda self, devices: (LINK,) * devices)
     wanted.measured(Costs((1.0,) * 8, (1.0,) * 8, (1.0,) * 8), None)
     third = wanted.plan(SHAPE, "costs measured", second)
     assert third.priced_by == "measured"

@@ -17,7 +17,8 @@ from megatron_pipemem.schedule.action import COMPUTE, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.families.offload import uniform_repeating
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload
+from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload, planner
+from megatron_pipemem.schedule.offload.copies import plan_round_trips
 from megatron_pipemem.schedule.offload.search import search_offload
 from megatron_pipemem.schedule.offload.weights import with_prompt_weights
 from megatron_pipemem.schedule.placement import Placement
@@ -195,6 +196,16 @@ def test_a_faster_channel_or_more_room_is_never_worse(base: tuple[str, dict[str,
     assert len(more.offloaded) <= len(least.offloaded) and more.delay <= least.delay + 1e-9
 
 
+def test_no_more_is_worked_out_than_can_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the channel takes nearly everything, sending less away, or slower, is hardly ever tried."""
+    planned = []
+    monkeypatch.setattr(planner, "plan_round_trips", lambda *given: planned.append(given) or plan_round_trips(*given))
+    plan = plan_offload(uniform_repeating(8, 32, 2), costs_of(0.2))
+    timetables = 2
+    shares, speeds = 4, 2
+    assert plan.offloaded and len(planned) <= shares * speeds * timetables * 8 / 2
+
+
 def test_reasons_are_told() -> None:
     schedule = build_schedule("1f1b", num_devices=4, num_microbatches=12)
     assert set(plan_offload(schedule, costs_of(0.5), "off").kept.values()) == {"not needed"}
@@ -256,6 +267,15 @@ def test_search_keeps_the_cap_and_beats_what_keeps_it_without() -> None:
     assert max(oracle.peak(v_min)) >= 3 / 8 and found.makespan < oracle.makespan(v_min, 1, 1, 1)
     with pytest.raises(UnsupportedError, match=r"least peak found is 0\.\d+, and what is in the way is"):
         search_offload(3, 4, costs, 0.01, seconds=0.5, effort=0.02, placements=[Placement.v_shape(3)])
+
+
+def test_search_takes_a_stage_per_device_unasked() -> None:
+    """Costs of four stages are for nothing else on four devices."""
+    each = (1.0,) * 4
+    costs = Costs(each, each, each, channel=Channel((0.5,) * 4))
+    found = search_offload(4, 6, costs, 0.6, seconds=0.2, effort=0.02)
+    assert {candidate.plan.base.placement.name for candidate in found.candidates} == {"linear"}
+    assert found.plan.offloaded and found.plan.keeps_cap
 
 
 def test_search_recomputes_where_the_channel_is_too_slow() -> None:

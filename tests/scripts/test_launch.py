@@ -82,6 +82,13 @@ def test_parallelism_and_schedule_become_flags():
     assert "--num-virtual-stages-per-pipeline-rank" not in found
 
 
+def test_what_shares_a_channel_to_the_host_reaches_the_run():
+    known = ("cluster.devices_per_node=4", "cluster.switches=[[0, 1], [2, 3]]")
+    said = "--pipemem-offload-option=switches=[[0,1],[2,3]]"
+    assert flags(tiny(*known, "schedule={name: 1f1b, offload: full}"))[said] == []
+    assert said not in flags(tiny(*known, "schedule.name=1f1b"))
+
+
 @pytest.mark.parametrize("off", ["off", "'off'", "false"])
 def test_off_is_off_however_yaml_reads_it(off):
     found = flags(tiny(f"schedule.offload={off}", f"schedule.vocab_parallel={off}"))

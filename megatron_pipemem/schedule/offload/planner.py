@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import COMPUTE, Action, Kind
@@ -25,7 +27,7 @@ from megatron_pipemem.schedule.offload.copies import (
 from megatron_pipemem.schedule.offload.timetable import Timetable, paced, timetables
 from megatron_pipemem.schedule.options import OFF, OFFLOAD
 from megatron_pipemem.schedule.schedule import Order, Schedule
-from megatron_pipemem.schedule.simulator import Timeline, held_after, simulate
+from megatron_pipemem.schedule.simulator import Timeline, simulate
 
 Select = str | int | Collection[int]
 Key = tuple[int, int]
@@ -41,6 +43,8 @@ _GOLDEN = 0.6180339887498949
 _STRETCHES = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 # Shares of the steady state's interval that the forwards of a warm-up are apart.
 _PACES = (0.5, 0.75, 1.0)
+_ROUND_TRIP = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
+_DEVICE_MEMORY, _HOST_MEMORY = slice(1, 3), slice(0, 4, 3)
 # Copies as they are, and slower ones: their plans hold as well, and are at times the better.
 _SLOWER = (1.0, 1.2)
 
@@ -52,8 +56,7 @@ class OffloadPlan:
     Args:
         schedule: with actions on memory.
         base: the same without them.
-        timeline: the simulated run of ``schedule``.
-        base_timeline: that of ``base``.
+        base_timeline: the simulated run of ``base``.
         kept: per ``(stage, microbatch)`` that does not leave its device, why: ``lifespan too short``, ``channel full``,
             ``host memory``, ``not needed``, or ``recomputed``.
         memory_cap: what was asked for, per device.
@@ -61,10 +64,14 @@ class OffloadPlan:
 
     schedule: Schedule
     base: Schedule
-    timeline: Timeline
     base_timeline: Timeline
     kept: Mapping[Key, str]
     memory_cap: tuple[float, ...] | None = None
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The simulated run of ``schedule``."""
+        return simulate(self.schedule, self.base_timeline.costs)
 
     @property
     def peaks(self) -> tuple[float, ...]:
@@ -163,8 +170,7 @@ def plan_offload(
     base_timeline = simulate(base, costs)
     planner = _Planner(base_timeline, caps, budgets, pace, slow_down)
     orders, kept = planner.run(_selected(base, base_timeline, select))
-    planned = replace(base, orders=orders)
-    return OffloadPlan(planned, base, simulate(planned, costs), base_timeline, kept, caps)
+    return OffloadPlan(replace(base, orders=orders), base, base_timeline, kept, caps)
 
 
 def _per_device(limit: float | Sequence[float] | None, schedule: Schedule, what: str) -> tuple[float, ...] | None:
@@ -217,18 +223,20 @@ class _Group:
     """A plan of the devices that share a channel.
 
     Args:
-        orders: of these devices.
+        devices: these.
+        timetable: when their actions run.
+        trips: round trips.
         kept: why the others of the items stay.
         over: by how much the devices exceed their caps, all together; 0 without caps.
         peak: the most that any of them holds.
-        trips: round trips.
     """
 
-    orders: dict[int, Order]
+    devices: tuple[int, ...]
+    timetable: Timetable
+    trips: Sequence[RoundTrip]
     kept: dict[Key, str]
     over: float
     peak: float
-    trips: int
 
 
 class _Planner:
@@ -247,10 +255,14 @@ class _Planner:
         self._unit = costs.memory_unit(placement) / base.pieces
         self._changes = costs.memory_changes(placement, base.recomputed)
         self._host_changes = costs.host_changes(placement, base.recomputed)
+        self._base_changes = [
+            np.array([self._changes[a.kind][a.stage] if a.kind in self._changes else 0 for a in order], dtype=float)
+            for order in base.orders
+        ]
         prices = costs.copy_seconds(placement, base.recomputed)
         self._out, self._back = ([s / base.pieces for s in prices[kind]] for kind in (Kind.OFFLOAD, Kind.RELOAD))
         self._timetables = timetables(timeline)
-        self._places = [{action: at for at, action in enumerate(order)} for order in base.orders]
+        self._lives = [_lives(order) for order in base.orders]
         self._stretches = _STRETCHES if slow_down and caps is not None else ()
         self._paced = [paced(base, costs, share) for share in _PACES] if pace or caps is not None else []
         shared = [devices for devices in self._channel.switches if len(devices) > 1]
@@ -271,7 +283,9 @@ class _Planner:
             other = self._plan_all(stages, timetable, stretch)
             if self._rank(other)[:-2] < self._rank(plan)[:-2]:
                 plan = other
-        orders = {device: order for group in plan for device, order in group.orders.items()}
+        orders = {
+            device: self._order(device, group.timetable, group.trips) for group in plan for device in group.devices
+        }
         # Stages that were not selected are in no group's plan.
         kept = {
             (action.stage, action.microbatch): RECOMPUTED if action.stage in whole else NOT_NEEDED
@@ -280,14 +294,13 @@ class _Planner:
             if action.kind is Kind.F
         }
         kept |= {key: why for group in plan for key, why in group.kept.items()}
-        for order in orders.values():
-            for action in order:
-                if action.kind is Kind.OFFLOAD:
-                    del kept[action.stage, action.microbatch]
+        for group in plan:
+            for trip in group.trips:
+                del kept[_key(trip.item)]
         return tuple(orders[device] for device in range(self._base.num_devices)), kept
 
     def _rank(self, groups: Sequence[_Group]) -> tuple[float, ...]:
-        peaks, trips = [group.peak for group in groups], sum(group.trips for group in groups)
+        peaks, trips = [group.peak for group in groups], sum(len(group.trips) for group in groups)
         if self._caps is None:
             return max(peaks), sum(peaks), -trips
         over = sum(group.over for group in groups)
@@ -301,12 +314,15 @@ class _Planner:
     def _best(self, devices: tuple[int, ...], stages: frozenset[int], timetable: Timetable) -> _Group:
         """The plan of some devices: within the caps with the fewest round trips, or else with the lowest peak."""
         items = self._items(devices, timetable, stages, 1.0)
-        best = self._emit(devices, timetable, [], items)
-        for factor in _SLOWER:
-            if self._caps is None or best.over:
-                best = self._with_fewer(devices, timetable, stages, factor, best)
-        if self._caps is not None and not best.over:
-            return best
+        if self._caps is None:
+            best = self._lowest(devices, timetable, stages)
+        else:
+            best = self._group(devices, timetable, [], items)
+            for factor in _SLOWER:
+                if best.over:
+                    best = self._with_fewer(devices, timetable, stages, factor, best)
+            if not best.over:
+                return best
         reasons = {_key(item): self._why(item) for item in items}
         kept = {key: reasons[key] if why == NOT_NEEDED else why for key, why in best.kept.items()}
         return replace(best, kept=kept)
@@ -317,41 +333,46 @@ class _Planner:
             return NO_HOST_MEMORY
         return TOO_SHORT if item.lifespan < item.out + item.back else CHANNEL_FULL
 
+    def _lowest(self, devices: tuple[int, ...], timetable: Timetable, stages: frozenset[int]) -> _Group:
+        """Without caps: the longest-lived items, ever fewer of them, until no fewer can be better."""
+        found: list[tuple[tuple[float, ...], float, int, _Group]] = []
+        for factor in _SLOWER:
+            items = self._items(devices, timetable, stages, factor)
+            for count in reversed([0, *_counts(items)]):
+                if found and self._at_best(devices, timetable, items[:count]) > min(found)[0]:
+                    break
+                group = self._plan(devices, timetable, items[:count], items[count:])
+                found.append((_by_peak(group), factor, count, group))
+        return min(found)[-1]
+
+    def _at_best(self, devices: tuple[int, ...], timetable: Timetable, items: Sequence[Item]) -> tuple[float, ...]:
+        """``_by_peak`` of these items if each had a channel to itself: no plan of them, or of fewer, is better."""
+        trips = [RoundTrip(item, item.made, item.used - item.back) for item in items]
+        trips = [trip for trip in trips if trip.out + trip.item.out <= trip.back]
+        return _by_peak(self._group(devices, timetable, trips, ()))
+
     def _with_fewer(
         self, devices: tuple[int, ...], timetable: Timetable, stages: frozenset[int], factor: float, best: _Group
     ) -> _Group:
-        """Try the longest-lived items, ever more of them."""
+        """With caps: the longest-lived items, ever more of them, and then no more than it takes."""
         items = self._items(devices, timetable, stages, factor)
-        counts = {-(-len(items) * share // _SHARES) for share in range(1, _SHARES + 1)}
-        counts.add(_capacity(items))
-        counts = sorted(counts - {0})
-        fitting = None
-        for count in counts:
+        too_few, enough = 0, None
+        for count in _counts(items):
             group = self._plan(devices, timetable, items[:count], items[count:])
-            if self._better(group, best):
-                best = group
-            if self._caps is not None and not group.over:
-                fitting = count
+            best = min(best, group, key=_by_caps)
+            if not group.over:
+                enough = count
                 break
-        if fitting is not None:
-            low, high = max((count for count in counts if count < fitting), default=0), fitting
-            while high - low > 1:
-                middle = (low + high) // 2
-                group = self._plan(devices, timetable, items[:middle], items[middle:])
-                if self._better(group, best):
-                    best = group
-                if group.over:
-                    low = middle
-                else:
-                    high = middle
+            too_few = count
+        while enough is not None and enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            group = self._plan(devices, timetable, items[:middle], items[middle:])
+            best = min(best, group, key=_by_caps)
+            if group.over:
+                too_few = middle
+            else:
+                enough = middle
         return best
-
-    def _better(self, group: _Group, best: _Group) -> bool:
-        if self._caps is None:
-            return (group.peak, -group.trips) < (best.peak, -best.trips)
-        if best.over or group.over:
-            return (group.over, group.peak, group.trips) < (best.over, best.peak, best.trips)
-        return group.trips < best.trips
 
     def _items(
         self, devices: tuple[int, ...], timetable: Timetable, stages: frozenset[int], factor: float
@@ -359,18 +380,12 @@ class _Planner:
         """What may leave, the longest-lived first."""
         items = []
         for device in devices:
-            made: dict[Key, float] = {}
-            order = self._base.orders[device]
-            for action, start, end in zip(order, timetable.starts[device], timetable.ends[device], strict=True):
-                key = (action.stage, action.microbatch)
-                if action.kind is Kind.F and action.stage in stages:
-                    made[key] = end
-                elif action.kind in _USES and key in made:
-                    out, back = self._out[action.stage] * factor, self._back[action.stage] * factor
-                    size = -self._changes[Kind.WAIT_OFFLOAD][action.stage]
-                    if size:  # a stage without layers has nothing to send
-                        items.append(Item(device, *key, made[key], start, out, back, size))
-                    del made[key]
+            starts, ends = timetable.starts[device].tolist(), timetable.ends[device].tolist()
+            for (stage, microbatch), (made, used) in self._lives[device].items():
+                size = -self._changes[Kind.WAIT_OFFLOAD][stage]
+                if stage in stages and size:  # a stage without layers has nothing to send
+                    out, back = self._out[stage] * factor, self._back[stage] * factor
+                    items.append(Item(device, stage, microbatch, ends[made], starts[used], out, back, size))
         # Where not all of equally long-lived items have room, those that leave are spread evenly over the step.
         tick = 1e-6 * max((item.lifespan for item in items), default=1.0) or 1.0
         return sorted(items, key=lambda item: (-round(item.lifespan / tick), item.microbatch * _GOLDEN % 1, item.stage))
@@ -386,8 +401,8 @@ class _Planner:
             group = self._plan_within(devices, timetable, chosen, others, budgets)
             over = [
                 device
-                for device, order in group.orders.items()
-                if max(held_after(order, self._host_changes), default=0) * self._unit > loosened(self._budgets[device])
+                for device in devices
+                if self._host_peak(device, timetable, group.trips) > loosened(self._budgets[device])
             ]
             if not over:
                 return group
@@ -407,39 +422,141 @@ class _Planner:
         idle: list[Item] = []
         for _ in range(2):
             trips, kept = plan_round_trips(chosen, self._channel.duplex, budgets)
-            useless = {trip.item for trip in trips if not self._frees(trip, timetable)}
+            useless = {item for device in devices for item in _useless(_of(device, trips), timetable, device)}
             if not useless:
                 break
             idle += useless
             chosen = [item for item in chosen if item not in useless]
         trips = [trip for trip in trips if trip.item not in useless]
-        group = self._emit(devices, timetable, trips, others)
+        group = self._group(devices, timetable, trips, others)
         reasons = {_key(item): why for item, why in kept.items()} | {_key(item): TOO_SHORT for item in idle}
         return replace(group, kept={**group.kept, **reasons})
 
-    def _frees(self, trip: RoundTrip, timetable: Timetable) -> bool:
-        """Whether something runs while the item is away."""
-        starts, ends = timetable.starts[trip.item.device], timetable.ends[trip.item.device]
-        exact = 1e-9 * ends[-1]
-        return bisect_left(starts, trip.out + trip.item.out - exact) < bisect_right(ends, trip.back + exact)
-
-    def _emit(
+    def _group(
         self, devices: tuple[int, ...], timetable: Timetable, trips: Sequence[RoundTrip], others: Sequence[Item]
     ) -> _Group:
-        """The orders of the devices with these round trips."""
-        orders = {}
-        for device in devices:
-            own = [trip for trip in trips if trip.item.device == device]
-            orders[device] = _with_copies(
-                self._base.orders[device], self._places[device], timetable.starts[device], timetable.ends[device], own
-            )
-        held = {device: max(held_after(orders[device], self._changes), default=0) * self._unit for device in devices}
+        """What these round trips come to."""
+        held = {device: self._peak(device, timetable, trips) for device in devices}
         over = 0.0
         for device in devices:
             if self._caps is not None:
                 over += max(0.0, held[device] - loosened(self._caps[device]))
         kept = {_key(item): NOT_NEEDED for item in others}
-        return _Group(orders, kept, over, max(held.values()), len(trips))
+        return _Group(devices, timetable, trips, kept, over, max(held.values()))
+
+    def _peak(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> float:
+        """The most that a device holds."""
+        base = self._base_changes[device]
+        copies = self._copies(device, timetable, trips)
+        changes = np.append(copies.changes(self._changes, _DEVICE_MEMORY), base)
+        return float(changes[copies.merged(_DEVICE_MEMORY, len(base))].cumsum().max(initial=0.0)) * self._unit
+
+    def _host_peak(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> float:
+        """The most host memory of a device."""
+        copies = self._copies(device, timetable, trips)
+        changes = copies.changes(self._host_changes, _HOST_MEMORY)
+        return float(changes[copies.merged(_HOST_MEMORY, 0)].cumsum().max(initial=0.0)) * self._unit
+
+    def _order(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> Order:
+        """The order of a device with its round trips."""
+        copies, base = self._copies(device, timetable, trips), self._base.orders[device]
+        actions = [Action(kind, *_key(trip.item)) for trip in copies.trips for kind in _ROUND_TRIP]
+        actions += base
+        return tuple(actions[at] for at in copies.merged(slice(None), len(base)))
+
+    def _copies(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> _Copies:
+        """Every copy is issued where the device stands when its channel gets to it."""
+        own = _of(device, trips)
+        starts, ends, lives = timetable.starts[device], timetable.ends[device], self._lives[device]
+        exact = _exact(ends)
+        made, used = np.array([lives[_key(trip.item)] for trip in own], dtype=int).reshape(-1, 2).T
+        times = np.array([(out, out + item.out, back, item.used) for item, out, back in own], dtype=float).reshape(
+            -1, len(_ROUND_TRIP)
+        )
+        out, left, back, _ = times.T
+        # Where passes take no time, many positions have the same time; a round trip's four actions stay in their order.
+        at_out = np.minimum(used, np.maximum(made + 1, ends.searchsorted(out + exact, "right")))
+        at_left = np.maximum(at_out, starts.searchsorted(left - exact))
+        at_back = np.minimum(used, np.maximum(at_left, ends.searchsorted(back + exact, "right")))
+        # Of what happens at one time: what has ended gives room to what begins. A copy that takes no time is both.
+        ranks = [(2 if item.out else -1, 0, 2 if item.back else 0.5, 1) for item, _, _ in own]
+        places = np.stack([at_out, at_left, at_back, used], axis=1)
+        return _Copies(own, places, times, np.array(ranks, dtype=float).reshape(places.shape))
+
+
+class _Copies(NamedTuple):
+    """Where in a device's order the four actions of its round trips go, by their columns in ``_ROUND_TRIP``.
+
+    Args:
+        trips: one row each.
+        places: positions in the order that they go before.
+        times: when they are; decides between those that go before the same position.
+        ranks: decide between those of the same time.
+    """
+
+    trips: Sequence[RoundTrip]
+    places: np.ndarray
+    times: np.ndarray
+    ranks: np.ndarray
+
+    def merged(self, columns: slice, length: int) -> np.ndarray:
+        """The sequence of these columns, counted row by row, and of an order of some length, counted behind them."""
+        chosen = (np.asarray(each)[:, columns].ravel() for each in (self.ranks, self.times, self.places))
+        own = (np.zeros(length), np.full(length, np.inf), np.arange(length))
+        return np.lexsort([np.append(*each) for each in zip(chosen, own, strict=True)])
+
+    def changes(self, changes: Mapping[Kind, Sequence[float]], columns: slice) -> np.ndarray:
+        """What these columns change, row by row."""
+        stages = [trip.item.stage for trip in self.trips]
+        by_kind = [np.array(changes[kind], dtype=float)[stages] for kind in _ROUND_TRIP[columns]]
+        return np.stack(by_kind, axis=1).ravel()
+
+
+def _lives(order: Order) -> dict[Key, tuple[int, int]]:
+    """The positions between which activations may be away: of their F, and of what needs them first."""
+    made: dict[Key, int] = {}
+    lives: dict[Key, tuple[int, int]] = {}
+    for at, action in enumerate(order):
+        key = (action.stage, action.microbatch)
+        if action.kind is Kind.F:
+            made[key] = at
+        elif action.kind in (Kind.RS, Kind.I, Kind.B) and key not in lives:
+            lives[key] = made[key], at
+    return lives
+
+
+def _of(device: int, trips: Sequence[RoundTrip]) -> list[RoundTrip]:
+    return [trip for trip in trips if trip.item.device == device]
+
+
+def _exact(ends: np.ndarray) -> float:
+    """What times may be off by."""
+    return 1e-9 * ends[-1] if len(ends) else 0.0
+
+
+def _useless(trips: Sequence[RoundTrip], timetable: Timetable, device: int) -> list[Item]:
+    """Of a device's items, those in whose absence nothing runs."""
+    starts, ends = timetable.starts[device], timetable.ends[device]
+    exact = _exact(ends)
+    left, back = (np.array(times) for times in ([t.out + t.item.out for t in trips], [t.back for t in trips]))
+    frees = starts.searchsorted(left - exact) < ends.searchsorted(back + exact, "right")
+    return [trip.item for trip, does in zip(trips, frees, strict=True) if not does]
+
+
+def _by_peak(group: _Group) -> tuple[float, ...]:
+    """Without caps, the better the smaller."""
+    return group.peak, -len(group.trips)
+
+
+def _by_caps(group: _Group) -> tuple[float, ...]:
+    """With caps, the better the smaller."""
+    return group.over, group.peak if group.over else 0.0, len(group.trips)
+
+
+def _counts(items: Sequence[Item]) -> list[int]:
+    """How many of the longest-lived items are tried to send away: shares of all, and what the channel can take."""
+    shares = {-(-len(items) * share // _SHARES) for share in range(1, _SHARES + 1)}
+    return sorted((shares | {_capacity(items)}) - {0})
 
 
 def _capacity(items: Sequence[Item]) -> int:
@@ -453,45 +570,3 @@ def _capacity(items: Sequence[Item]) -> int:
 
 def _key(item: Item) -> Key:
     return item.stage, item.microbatch
-
-
-_ROUND_TRIP = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
-_USES = (Kind.RS, Kind.I, Kind.B)
-"""What needs activations on the device."""
-
-
-def _with_copies(
-    order: Order,
-    place: Mapping[Action, int],
-    starts: Sequence[float],
-    ends: Sequence[float],
-    trips: Sequence[RoundTrip],
-) -> Order:
-    """An order with its round trips: every copy is issued where the device stands when its channel gets to it."""
-    exact = 1e-9 * (ends[-1] if ends else 0.0)
-    events: list[tuple[int, float, float, Action]] = []
-    for item, out, back in trips:
-        stage, microbatch = item.stage, item.microbatch
-        offload, wait_offload, reload, wait_reload = (Action(kind, stage, microbatch) for kind in _ROUND_TRIP)
-        made = place[Action(Kind.F, stage, microbatch)]
-        used = min(place[use] for kind in _USES if (use := Action(kind, stage, microbatch)) in place)
-        # Where passes take no time, many positions have the same time; a round trip's four actions stay in their order.
-        issued = min(used, max(made + 1, bisect_right(ends, out + exact)))
-        left = max(issued, bisect_left(starts, out + item.out - exact))
-        returning = min(used, max(left, bisect_right(ends, back + exact)))
-        # Of what happens at one time: what has ended gives room to what begins. A copy that takes no time is both.
-        events += [
-            (issued, out, 2 if item.out else -1, offload),
-            (left, out + item.out, 0, wait_offload),
-            (returning, back, 2 if item.back else 0.5, reload),
-            (used, item.used, 1, wait_reload),
-        ]
-    events.sort(key=itemgetter(0, 1, 2))
-    merged: list[Action] = []
-    following = 0
-    for at, action in enumerate(order):
-        while following < len(events) and events[following][0] <= at:
-            merged.append(events[following][3])
-            following += 1
-        merged.append(action)
-    return tuple(merged)

@@ -177,15 +177,17 @@ class _Search(NamedTuple):
     ) -> Iterator[tuple[str, Schedule]]:
         """Orders to plan for, by name: those that the costs are for."""
         for name, schedule in self._all_orders(placements, deadline, effort):
-            if placements is not None and schedule.placement not in placements:
-                continue
-            try:
-                self.costs.seconds(schedule.placement)
-                self.costs.memory_changes(schedule.placement)
-                self.costs.copy_seconds(schedule.placement)
-            except PipememError:
-                continue
-            yield name, schedule
+            if (placements is None or schedule.placement in placements) and self._are_costs_of(schedule.placement):
+                yield name, schedule
+
+    def _are_costs_of(self, placement: Placement) -> bool:
+        try:
+            self.costs.seconds(placement)
+            self.costs.memory_changes(placement)
+            self.costs.copy_seconds(placement)
+        except PipememError:
+            return False
+        return True
 
     def _all_orders(
         self, placements: Sequence[Placement] | None, deadline: float, effort: float
@@ -193,7 +195,7 @@ class _Search(NamedTuple):
         p, m = self.num_devices, self.num_microbatches
         for schedule in synchronous_schedules(p, m, self.costs):
             yield schedule.name, schedule
-            if schedule.placement.name == "v":
+            if schedule.placement.name == "v" and self._are_costs_of(schedule.placement):
                 for most, prompt in enumerate(with_prompt_weights(schedule, self.costs)):
                     yield f"{schedule.name}, at most {most} W waiting", prompt
         chunks = range(1, _MOST_CHUNKS + 1) if placements is None else {each.num_chunks for each in placements}

@@ -7,8 +7,10 @@ timetable in which such actions are late: waits for copies that end before these
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
@@ -19,12 +21,16 @@ from megatron_pipemem.schedule.simulator import Timeline, dependencies
 class Timetable(NamedTuple):
     """Start and end of every action of every device's order."""
 
-    starts: tuple[tuple[float, ...], ...]
-    ends: tuple[tuple[float, ...], ...]
+    starts: tuple[np.ndarray, ...]
+    ends: tuple[np.ndarray, ...]
+
+    @classmethod
+    def of(cls, starts: Sequence[Sequence[float]], ends: Sequence[Sequence[float]]) -> Timetable:
+        return cls(*(tuple(np.array(device, dtype=float) for device in times) for times in (starts, ends)))
 
     def stretched(self, factor: float) -> Timetable:
         """The same with all times multiplied, as if everything but copies were slower."""
-        return Timetable(*(tuple(tuple(time * factor for time in device) for device in times) for times in self))
+        return Timetable(*(tuple(device * factor for device in times) for times in self))
 
 
 def paced(schedule: Schedule, costs: Costs, share: float) -> Timetable:
@@ -56,7 +62,7 @@ def paced(schedule: Schedule, costs: Costs, share: float) -> Timetable:
         starts[device].append(start)
         ended[action] = start + seconds[action.kind][action.stage]
         ends[device].append(ended[action])
-    return Timetable(tuple(map(tuple, starts)), tuple(map(tuple, ends)))
+    return Timetable.of(starts, ends)
 
 
 def timetables(timeline: Timeline) -> tuple[Timetable, ...]:
@@ -74,18 +80,24 @@ def timetables(timeline: Timeline) -> tuple[Timetable, ...]:
             warm_up.add(action)
     everything = {action for order in schedule.orders for action in order}
     needs = _needs(schedule)
-    return tuple(_late(timeline, needs, movable) for movable in (warm_up, everything))
+    walk = list(_backwards(schedule, needs))
+    return tuple(_late(timeline, needs, walk, movable) for movable in (warm_up, everything))
 
 
-def _late(timeline: Timeline, needs: dict[Action, tuple[Action, ...]], movable: set[Action]) -> Timetable:
-    """The same run with every movable action as late as its followers and consumers allow."""
+def _late(
+    timeline: Timeline,
+    needs: dict[Action, tuple[Action, ...]],
+    walk: Sequence[tuple[int, int, Action]],
+    movable: set[Action],
+) -> Timetable:
+    """The same run with every movable action as late as its followers and consumers allow; ``walk`` is ``_backwards``."""
     schedule, costs, spans = timeline.schedule, timeline.costs, timeline.spans
     placement, pieces = schedule.placement, schedule.pieces
     end_of_run = max((device[-1][1] for device in spans if device), default=0.0)
     starts = [[start for start, _ in device] for device in spans]
     ends = [[end for _, end in device] for device in spans]
     limits: dict[Action, float] = {}
-    for device, at, action in _backwards(schedule, needs):
+    for device, at, action in walk:
         start, end = spans[device][at]
         if action in movable:
             following = starts[device][at + 1] if at + 1 < len(starts[device]) else end_of_run
@@ -94,7 +106,7 @@ def _late(timeline: Timeline, needs: dict[Action, tuple[Action, ...]], movable: 
         for needed in needs[action]:
             link = costs.link_seconds(placement.devices[needed.stage], device) / pieces
             limits[needed] = min(limits.get(needed, end_of_run), starts[device][at] - link)
-    return Timetable(tuple(map(tuple, starts)), tuple(map(tuple, ends)))
+    return Timetable.of(starts, ends)
 
 
 def _needs(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
