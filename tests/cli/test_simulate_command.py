@@ -269,7 +269,7 @@ def test_recomputation_of_a_named_schedule(pipemem, pipemem_json, refuses):
     ("arguments", "message"),
     [
         (("--offload", "most"), "cannot offload 'most'; take off, half, full, auto, or a number of chunks"),
-        (("--offload", "full", "--memory-cap", "0.01"), "offload does not bring '1f1b' within the memory cap of 0.01"),
+        (("--offload", "full", "--memory-cap", "0.01"), "nothing brings '1f1b' within the memory cap of 0.01"),
         (("--offload", "full", "--host-memory", "1GiB"), "is not in the unit of the memory cap"),
         (("--offload", "full", "--offload-ratio", "-1"), "offload ratio is -1"),
     ],
