@@ -249,8 +249,12 @@ def test_schedules_need_neither_torch_nor_megatron(module: str) -> None:
 import sys
 import megatron_pipemem.schedule.{module}
 from megatron_pipemem.schedule.registry import build_schedule, families
-for each in families():
-    build_schedule(each.name, num_devices=4, num_microbatches=8)
+offload = {{"po-h", "po-f"}}
+for name in {{each.name for each in families()}} - offload:
+    build_schedule(name, num_devices=4, num_microbatches=8)
 assert not {{"torch", "numpy", "megatron"}} & set(sys.modules), sorted(sys.modules)
+for name in offload:
+    build_schedule(name, num_devices=4, num_microbatches=8)
+assert not {{"torch", "megatron"}} & set(sys.modules), sorted(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

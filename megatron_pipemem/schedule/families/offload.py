@@ -12,7 +12,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.families.gis import gis_h
 from megatron_pipemem.schedule.families.v_shape import zbv
-from megatron_pipemem.schedule.offload.planner import plan_offload
+from megatron_pipemem.schedule.offload.plan import plan_offload
 from megatron_pipemem.schedule.offload.weights import with_prompt_weights
 from megatron_pipemem.schedule.passes import check_whole
 from megatron_pipemem.schedule.registry import Family, register_schedule

@@ -3,7 +3,7 @@
 ``megatron_pipemem.schedule.offload.search`` chooses the order as well.
 """
 
-from megatron_pipemem.schedule.offload.planner import OffloadPlan, plan_offload
+from megatron_pipemem.schedule.offload.plan import OffloadPlan, plan_offload
 from megatron_pipemem.schedule.offload.recompute import (
     fastest_within,
     over_cap,

@@ -10,7 +10,7 @@ from itertools import accumulate, product
 from megatron_pipemem.schedule.action import MEMORY, RECOMPUTE, Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.memory_cap import loosened
-from megatron_pipemem.schedule.offload.planner import OffloadPlan
+from megatron_pipemem.schedule.offload.plan import OffloadPlan
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.schedule import Order, Schedule
 

@@ -12,7 +12,7 @@ from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.families.offload import uniform_repeating
-from megatron_pipemem.schedule.offload.planner import OffloadPlan, plan_offload
+from megatron_pipemem.schedule.offload.plan import OffloadPlan, plan_offload
 from megatron_pipemem.schedule.offload.recompute import over_cap, recompute_plans, with_early_recompute
 from megatron_pipemem.schedule.offload.weights import with_prompt_weights
 from megatron_pipemem.schedule.options import AUTO, OFF, check_effort, check_recompute
