@@ -2,81 +2,43 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from random import Random
-from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
-from megatron_pipemem.schedule.bounds import lower_bound, one_microbatch
+from megatron_pipemem.schedule.bounds import one_microbatch
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.memory_cap import loosened
-from megatron_pipemem.schedule.options import AUTO, check_effort
+from megatron_pipemem.schedule.options import check_effort
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.rare_collection import rare_collection
-from megatron_pipemem.schedule.registry import Family, synchronous_families
+from megatron_pipemem.schedule.registry import synchronous_families
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.clock import Clock, Step
-from megatron_pipemem.schedule.search.exact import solve
-from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible, justify
-from megatron_pipemem.schedule.search.portfolio import (
-    family_starts,
-    first_start,
-    fusable,
-    list_schedules,
-    random_list_schedule,
-    shortened,
-)
-from megatron_pipemem.schedule.search.problem import keeps_memory_exactly, make_problem, to_schedule
-from megatron_pipemem.schedule.search.result import Candidate, SearchResult
-from megatron_pipemem.schedule.search.robust import most_robust
-from megatron_pipemem.schedule.simulator import simulate
-
-if TYPE_CHECKING:
-    from megatron_pipemem.schedule.search.periodic import Block
-    from megatron_pipemem.schedule.search.problem import Problem
+from megatron_pipemem.schedule.search.exploration import Exploration
+from megatron_pipemem.schedule.search.improve import Timetable
+from megatron_pipemem.schedule.search.result import SearchResult
 
 logger = logging.getLogger(__name__)
 
-_POLISHED = ", polished"
 MAX_CHUNKS = 8
 """Stages per device up to which placements are considered by default."""
 
-_EXACT = 1 + 1e-6
-# Families of many stages take long; the other half of the time is for better orders.
-_SHARE_OF_MANY_CHUNKS = 0.5
-# Microbatches with which blocks are compared, per device: enough to start up and run dry, which is all that differs.
-_MICROBATCHES_PER_DEVICE = 2
-# Passes scheduled over all trials at effort 1; a trial costs about ten microseconds per pass.
-_PASSES_TO_TRY = 100_000
-_FEWEST_TRIALS, _MOST_TRIALS = 16, 120
-_FINALISTS = 6
-# More have too many cyclic orders to list.
-_CHUNKS_OF_A_CYCLE = 2
 # Passes of all starts that are justified at effort 1, but at least one start.
 _PASSES_TO_JUSTIFY = 20_000
-# Of random list schedules, tried where the best so far is so many times its bound, in so many placements.
+# Of random list schedules, tried in so many placements where the best so far is far from its bound.
 _PASSES_TO_VARY = 100_000
-_FAR_FROM_BOUND = 1.03
 _PLACEMENTS_TO_VARY = 3
 _EFFORT_WHEN_FAR = 2
 _SHARE_OF_OTHERS = 0.2
 # Problems with so few passes are tried exactly, all together with so many states at effort 1: half a second.
 _PASSES_TO_SOLVE = 128
 _STATES = 4000
-# Of the time that a longer interval idles, at least so much is left when justification has filled what it can.
-_LEFT_IDLE = 1 / 6
 # Times the best makespan; polishing saves a point or two.
 _WORTH_POLISHING = 1.02
-# Passes justified again with a part of them frozen, where the steady state idles.
-_PASSES_TO_POLISH = 150_000
-# Under a cap that makes the steady state idle, intervals multiply what there is to try.
-_EFFORT_WHEN_IDLE = 4
 
 
 @rare_collection()
@@ -141,7 +103,7 @@ def search_schedule(
     for placement in placements:
         needed = one_microbatch(placement, costs)
         if caps is None or all(loosened(cap) >= need for cap, need in zip(caps, needed, strict=True)):
-            explorations.append(_Exploration(placement, num_microbatches, costs, caps, seed))
+            explorations.append(Exploration(placement, num_microbatches, costs, caps, seed))
     if not explorations:
         raise UnsupportedError(_nothing_fits(placements, costs, memory_cap))
     considered = explorations
@@ -233,10 +195,10 @@ def _nothing_fits(placements: Sequence[Placement], costs: Costs, memory_cap: obj
     )
 
 
-def _justify_starts(explorations: Sequence[_Exploration], clock: Clock, effort: float) -> None:
+def _justify_starts(explorations: Sequence[Exploration], clock: Clock, effort: float) -> None:
     """Improve what the families offered, the fastest first, then list schedules."""
 
-    def starts() -> Iterator[tuple[_Exploration, str, Timetable]]:
+    def starts() -> Iterator[tuple[Exploration, str, Timetable]]:
         offered = [(seconds, i, *start) for i, e in enumerate(explorations) for seconds, *start in e.starts]
         for _, index, name, table in sorted(offered, key=lambda each: each[:2]):
             yield explorations[index], name, table
@@ -245,8 +207,8 @@ def _justify_starts(explorations: Sequence[_Exploration], clock: Clock, effort: 
                 for name, table in exploration.more_starts():
                     yield exploration, name, table
 
-    def can_win(exploration: _Exploration) -> bool:
-        return exploration.bound * _EXACT < min(e.makespan for e in explorations)
+    def can_win(exploration: Exploration) -> bool:
+        return exploration.can_beat(min(e.makespan for e in explorations))
 
     justified = 0
     for exploration, name, table in starts():
@@ -257,18 +219,18 @@ def _justify_starts(explorations: Sequence[_Exploration], clock: Clock, effort: 
             justified += exploration.num_passes
 
 
-def _solve_small(explorations: Sequence[_Exploration], clock: Clock, effort: float) -> None:
+def _solve_small(explorations: Sequence[Exploration], clock: Clock, effort: float) -> None:
     """The placements with fewest passes exactly, as long as they could win and the states suffice."""
     states = int(effort * _STATES)
     for exploration in sorted(explorations, key=lambda e: e.num_passes):
         if exploration.num_passes > _PASSES_TO_SOLVE or states <= 0 or not exploration.may_justify(clock):
             return
         reached = min(e.makespan for e in explorations)
-        if exploration.bound * _EXACT < reached:
+        if exploration.can_beat(reached):
             states -= exploration.solve(reached, states)
 
 
-def _vary_starts(explorations: Sequence[_Exploration], clock: Clock, effort: float, seed: int) -> None:
+def _vary_starts(explorations: Sequence[Exploration], clock: Clock, effort: float, seed: int) -> None:
     """Random list schedules in the leading placements, as long as the best is far from what could be."""
     rng, tried = Random(seed), 0
     while tried < effort * _PASSES_TO_VARY:
@@ -282,13 +244,13 @@ def _vary_starts(explorations: Sequence[_Exploration], clock: Clock, effort: flo
         tried += exploration.num_passes
 
 
-def _explore_periodic(explorations: Sequence[_Exploration], clock: Clock, effort: float) -> None:
+def _explore_periodic(explorations: Sequence[Exploration], clock: Clock, effort: float) -> None:
     """The favourite gets the full effort if it can be expected to win; the others must show promise with less."""
 
-    def explore(exploration: _Exploration, share: float) -> None:
+    def explore(exploration: Exploration, share: float) -> None:
         reached = min(e.makespan for e in explorations)
         # A placement whose bound is no better than what another one has reached cannot win.
-        if exploration.bound * _EXACT < reached:
+        if exploration.can_beat(reached):
             exploration.explore(clock, effort * share, reached if share < 1 else math.inf)
             if exploration.idles and exploration.makespan < reached * _WORTH_POLISHING:
                 exploration.polish(clock, effort * share)
@@ -301,227 +263,3 @@ def _explore_periodic(explorations: Sequence[_Exploration], clock: Clock, effort
     leader = min(explorations, key=lambda e: e.makespan)
     if in_full is None and leader.is_periodic:
         explore(leader, 1.0)
-
-
-@dataclass
-class _Exploration:
-    """The search within one placement. Makespans and bounds in seconds outside, in ticks inside."""
-
-    placement: Placement
-    num_microbatches: int
-    costs: Costs
-    caps: Sequence[float] | None
-    seed: int
-    _finalists: list[tuple[int, int, str, Timetable]] = field(default_factory=list)
-    _starts: list[tuple[str, Timetable]] = field(default_factory=list)
-    idles: bool = False
-    """Whether no periodic order without a bubble in the steady state was found to fit the caps."""
-
-    def __post_init__(self) -> None:
-        self.bound = lower_bound(self.placement, self.num_microbatches, self.costs, self.caps)
-
-    @cached_property
-    def _in_ticks(self) -> tuple[Problem, float]:
-        unit = self.costs.memory_unit(self.placement)
-        caps = None if self.caps is None else [cap / unit for cap in self.caps]
-        return make_problem(self.placement, self.num_microbatches, self.costs, caps)
-
-    @property
-    def _problem(self) -> Problem:
-        return self._in_ticks[0]
-
-    @property
-    def _ticks_per_second(self) -> float:
-        return self._in_ticks[1]
-
-    @property
-    def found_any(self) -> bool:
-        return bool(self._finalists)
-
-    @property
-    def makespan(self) -> float:
-        return self._finalists[0][0] / self._ticks_per_second
-
-    def take_first(self, clock: Clock) -> None:
-        """An order that is there at once."""
-        with clock.step(Step.FIRST, self.num_passes):
-            table = first_start(self._problem)
-        if table is not None:
-            self._add("evenly spaced", table)
-
-    def take_families(self, families: Sequence[Family], clock: Clock) -> None:
-        """What every one of the families has to offer as it is, while there is time; if that is nothing, a list schedule."""
-
-        share = 1.0 if self.is_periodic else _SHARE_OF_MANY_CHUNKS
-
-        def in_time() -> bool:
-            return clock.allows(Step.FAMILY, self.num_passes, self.num_passes, share)
-
-        if not in_time():
-            return
-        offers = family_starts(families, self.placement, self._problem, self.costs, self.caps)
-        while in_time():
-            with clock.step(Step.FAMILY, self.num_passes):
-                offer = next(offers, None)
-            if offer is None:
-                break
-            name, table = offer
-            if table is not None:
-                self._take(name, table)
-        if not self._starts:
-            for start in itertools.islice(list_schedules(self._problem), 1):
-                self._take(*start)
-
-    def _take(self, name: str, table: Timetable) -> None:
-        if all(table.orders != known.orders for _, known in self._starts):
-            self._add(name, table)
-            self._starts.append((name, table))
-
-    @property
-    def starts(self) -> list[tuple[float, str, Timetable]]:
-        """What there is to improve: seconds, name and timetable, the families' first."""
-        return [(table.makespan / self._ticks_per_second, name, table) for name, table in self._starts]
-
-    def more_starts(self) -> Iterator[tuple[str, Timetable]]:
-        """List schedules that are no starts yet."""
-        tried = {name for name, _ in self._starts}
-        return (start for start in list_schedules(self._problem) if start[0] not in tried)
-
-    def may_justify(self, clock: Clock) -> bool:
-        """Whether there is time for it."""
-        return clock.allows(Step.JUSTIFY, 2 * self.num_passes, self.num_passes)
-
-    def justify(self, name: str, table: Timetable, clock: Clock) -> None:
-        with clock.step(Step.JUSTIFY, 2 * self.num_passes):
-            self._add(f"{name}, justified", justify(self._problem, justify(self._problem, table)))
-
-    def try_random(self, rng: Random, clock: Clock) -> None:
-        table = random_list_schedule(self._problem, rng)
-        if table is not None:
-            self.justify("list schedule, random", table, clock)
-
-    @property
-    def is_far_from_bound(self) -> bool:
-        return self.makespan > self.bound * _FAR_FROM_BOUND
-
-    @property
-    def num_passes(self) -> int:
-        return 3 * self.placement.num_stages * self.num_microbatches
-
-    @property
-    def is_periodic(self) -> bool:
-        """Whether there are few enough cyclic orders for a search for periodic ones."""
-        return self.placement.num_chunks <= _CHUNKS_OF_A_CYCLE
-
-    def solve(self, reached: float, most_states: int) -> int:
-        """Look for what is shorter than ``reached`` seconds until there is no more; the number of states that took.
-
-        What is proved raises ``bound``.
-        """
-        if self.caps is not None and not keeps_memory_exactly(self.placement, self.costs):
-            return 0
-        shorter_than = min(self._finalists[0][0], round(reached * self._ticks_per_second))
-        solved = solve(self._problem, shorter_than, most_states)
-        if solved is None:
-            return most_states
-        if solved.table is not None:
-            self._add("exact", solved.table)
-        self.bound = max(self.bound, min(shorter_than, self._finalists[0][0]) / self._ticks_per_second)
-        return solved.states
-
-    def explore(self, clock: Clock, effort: float, reached: float) -> None:
-        """Try periodic starts until the bound is met, none is better for long, the effort is spent, or time is over.
-
-        Args:
-            clock: of the search.
-            effort: see ``search_schedule``.
-            reached: makespan to undercut; intervals that are too long for it are not tried.
-        """
-        if self.makespan <= self.bound * _EXACT or not self.may_justify(clock):
-            return
-        from megatron_pipemem.schedule.search.periodic import PeriodicStarts  # numpy takes a while to load
-
-        short = shortened(self._problem, _MICROBATCHES_PER_DEVICE * self.placement.num_devices)
-        rest = self._problem.num_microbatches - short.num_microbatches
-        passes = len(short.device) * short.num_microbatches
-        trials = int(effort * min(_MOST_TRIALS, max(_FEWEST_TRIALS, _PASSES_TO_TRY / passes)))
-        sampler = PeriodicStarts(short, self.seed)
-        idle_if_doubled = _LEFT_IDLE * self.num_microbatches * max(short.work) / self._ticks_per_second
-        evaluated = proposed = improved = 0
-        while evaluated < trials * (_EFFORT_WHEN_IDLE if sampler.idles else 1) and proposed < 4 * trials:
-            if sampler.exhausted or evaluated - improved > trials:
-                break
-            if not clock.allows(Step.TRY, passes, self.num_passes):
-                break
-            if self.bound + (sampler.stretch - 1) * idle_if_doubled > reached:
-                break
-            proposed += 1
-            with clock.step(Step.TRY, passes):
-                proposal = sampler.propose()
-                if proposal is None:
-                    continue
-                evaluated += 1
-                source, block = proposal
-                table = as_soon_as_possible(short, block.orders())
-                assert table is not None, "a periodic order ends"
-                table = justify(short, table)
-            source.learn(block, table.makespan)
-            # Every further microbatch costs an interval, or less where justification fills the steady state's gaps.
-            if table.makespan + rest * max(short.work) < self._finalists[-1][0] or len(self._finalists) < _FINALISTS:
-                if rest and not clock.allows(Step.JUSTIFY, self.num_passes, self.num_passes):
-                    break
-                before = self.makespan
-                self._finish(block, table, rest)
-                improved = evaluated if self.makespan < before else improved
-                if self.makespan <= self.bound * _EXACT:
-                    return
-        self.idles = sampler.idles
-
-    def polish(self, clock: Clock, effort: float) -> None:
-        """Justify the best again and again with changing parts frozen: a steady state that idles has room to move."""
-        rng = Random(self.seed)
-        problem = self._problem
-        classes, m = len(problem.device), problem.num_microbatches
-        pool = [entry[2:] for entry in self._finalists]
-        rounds, improved = int(effort * _PASSES_TO_POLISH / (classes * m)), 0
-        patience = max(_FEWEST_TRIALS, rounds / 3)
-        for number in range(rounds):
-            if self.makespan <= self.bound * _EXACT or number - improved > patience or not self.may_justify(clock):
-                return
-            index = rng.randrange(len(pool))
-            if rng.random() < 0.5:
-                whole = set(rng.sample(range(classes), rng.randint(1, classes // 3)))
-                frozen = {each for each in range(classes * m) if each // m in whole}
-            else:
-                share = rng.choice((0.02, 0.1, 0.3, 0.5))
-                frozen = {each for each in range(classes * m) if rng.random() < share}
-            name, before = pool[index]
-            with clock.step(Step.JUSTIFY, 2 * self.num_passes):
-                table = justify(problem, justify(problem, before, frozen))
-            if table.makespan < self._finalists[0][0]:
-                self._add(f"{name.removesuffix(_POLISHED)}{_POLISHED}", table)
-                improved = number
-            if table.makespan <= before.makespan:
-                pool[index] = (name, table)
-
-    def _finish(self, block: Block, table: Timetable, rest: int) -> None:
-        """The block with all microbatches."""
-        if rest:
-            orders = block.repeated_in(self._problem).orders()
-            table = justify(self._problem, as_soon_as_possible(self._problem, orders))
-        self._add("periodic, justified", table)
-
-    def _add(self, name: str, table: Timetable) -> None:
-        entry = (table.makespan, len(self._finalists), name, table)
-        self._finalists = sorted([*self._finalists, entry], key=lambda e: e[:2])[:_FINALISTS]
-
-    def candidate(self) -> Candidate:
-        """The best schedule, of those that are equally fast the one that wrong costs harm least."""
-        slack = 0 if self.makespan <= self.bound * _EXACT else 1e-3
-        equal = [entry for entry in self._finalists if entry[0] <= self._finalists[0][0] * (1 + slack)]
-        _, _, name, table = equal[most_robust(self._problem, [entry[3] for entry in equal], self.seed)]
-        fused = fusable(self._problem, as_soon_as_possible(self._problem, table.orders))
-        schedule = to_schedule(AUTO, self.placement, self._problem, table.orders, fused)
-        timeline = simulate(schedule, self.costs)
-        bound = min(self.bound, timeline.makespan)  # that of an exact solution was in ticks
-        return Candidate(schedule, timeline.makespan, timeline.peaks, bound, name)

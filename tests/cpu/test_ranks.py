@@ -1,0 +1,56 @@
+"""Ranks that are forked from a process with Megatron in it, and new ones."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
+
+import launching
+
+from megatron_pipemem.cpu.ranks import end_ranks, start_ranks
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_every_rank_is_a_process_with_torchruns_environment(tmp_path: Path, forked: bool) -> None:
+    log = tmp_path / "log"
+    log.write_text("a line that stays\n")
+    processes = start_ranks(launching.tell, [(10,), (20,)], [log, log], forked=forked)
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    first, *lines = log.read_text().splitlines()
+    assert first == "a line that stays"
+    found = sorted((json.loads(line) for line in lines if line.startswith("{")), key=lambda each: each["number"])
+    lane = {"imported": forked, "cuda": forked, "devices": 2 if forked else 0}
+    size = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    assert found == [
+        {"RANK": rank, "LOCAL_RANK": rank, "number": number, **size, **lane} for rank, number in (("0", 10), ("1", 20))
+    ]
+
+
+def test_a_rank_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    (process,) = start_ranks(launching.sleep_beside_a_child, [()], [log])
+    deadline = time.monotonic() + 120
+    while not (log.exists() and log.read_text().endswith("\n")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    end_ranks([process])
+    assert process.exitcode == -9
+    while _runs(int(log.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    end_ranks([process])  # nothing is left to end
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is such a process, other than one that has ended and waits for whoever adopted it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
