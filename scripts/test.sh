@@ -6,11 +6,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [ $# -gt 0 ]; then
     exec .venv/bin/python -m pytest "$@"
 fi
-# Tests that start processes of their own run one after another; the others share the cores.
-alone="tests/end_to_end tests/runtime tests/benchmarks tests/scripts tests/cpu tests/slurm"
-failed=0
-# shellcheck disable=SC2086
-OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n auto $(printf -- '--ignore=%s ' $alone) tests || failed=1
-# shellcheck disable=SC2086
-.venv/bin/python -m pytest $alone || failed=1
-exit $failed
+# One worker more than cores: tests that start ranks share one of them (tests/conftest.py), and wait now and then.
+workers=$(($(getconf _NPROCESSORS_ONLN) + 1))
+OMP_NUM_THREADS=1 exec .venv/bin/python -m pytest -n "$workers" --dist loadgroup
