@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-# By folder; tests of one group share a worker of pytest-xdist. Slurm's mostly wait.
-GROUPS = dict.fromkeys(("benchmarks", "cpu", "end_to_end", "runtime", "scripts"), "ranks") | {"slurm": "slurm"}
+START_PROCESSES = {"benchmarks", "cpu", "end_to_end", "runtime", "scripts", "slurm"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        if folder in GROUPS:
-            item.add_marker(pytest.mark.xdist_group(GROUPS[folder]))
+        if folder in START_PROCESSES:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
