@@ -9,6 +9,7 @@ import pytest
 START_PROCESSES = {"benchmarks", "cpu", "end_to_end", "runtime", "scripts", "slurm"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
