@@ -8,4 +8,4 @@ if [ $# -gt 0 ]; then
 fi
 # One worker more than cores: tests that start ranks share one of them (tests/conftest.py), and wait now and then.
 workers=$(($(getconf _NPROCESSORS_ONLN) + 1))
-OMP_NUM_THREADS=1 exec .venv/bin/python -m pytest -n "$workers" --dist loadgroup
+OMP_NUM_THREADS=1 exec .venv/bin/python -m pytest -n "$workers"
