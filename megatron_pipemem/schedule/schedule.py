@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
 
 from megatron_pipemem.schedule.action import FORWARD, RECOMPUTE, Action, Kind
 from megatron_pipemem.schedule.csv_format import read_table, write_table
@@ -140,9 +139,9 @@ class Schedule:
         )
 
 
-def recomputed_stages(orders: Iterable[Order]) -> Mapping[int, Kind]:
+def recomputed_stages(orders: Iterable[Order]) -> dict[int, Kind]:
     """By which action the forwards of every stage run again that has one in these orders."""
-    return MappingProxyType({a.stage: a.kind for order in orders for a in order if a.kind in RECOMPUTE})
+    return {a.stage: a.kind for order in orders for a in order if a.kind in RECOMPUTE}
 
 
 @dataclass(frozen=True)

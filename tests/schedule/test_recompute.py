@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -145,3 +147,9 @@ def test_running_again_early_is_valid_never_slower_and_within_the_cap(data: st.D
     assert all(a == b for a, b in moved)
     for before, after in zip(plan.schedule.orders, early.schedule.orders, strict=True):
         assert [a for a in before if a.kind not in RECOMPUTE] == [a for a in after if a.kind not in RECOMPUTE]
+
+
+def test_a_schedule_goes_to_other_processes() -> None:
+    schedule = with_recompute(build_schedule("v-half", num_devices=2, num_microbatches=4), {0: Kind.R, 1: Kind.RS})
+    assert schedule.recomputed == {0: Kind.R, 1: Kind.RS}
+    assert pickle.loads(pickle.dumps(schedule)) == schedule
