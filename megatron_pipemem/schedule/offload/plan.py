@@ -92,7 +92,7 @@ class OffloadPlan:
         if self.memory_cap is None:
             limits = (max(self.peaks) * (1 - 1e-9),) * len(self.peaks)
         else:
-            limits = tuple(cap * (1 + 1e-9) for cap in self.memory_cap)
+            limits = tuple(map(loosened, self.memory_cap))
         place = self.base.placement.devices
         return Counter(
             why
