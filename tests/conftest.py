@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +13,17 @@ if TYPE_CHECKING:
 START_PROCESSES = ("benchmarks", "cpu", "end_to_end", "runtime", "scripts", "slurm")
 
 
+def _starts_processes(nodeid: str) -> bool:
+    _, folder, *_ = nodeid.split("/")
+    return folder in START_PROCESSES
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Those are what the whole suite waits for; the others take the time that ranks spend on waiting for each other."""
+    if hasattr(item.config, "workerinput") and not _starts_processes(item.nodeid):
+        os.setpriority(os.PRIO_PROCESS, 0, 19)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log) -> Scheduling:
     from xdist.scheduler import LoadScopeScheduling
@@ -20,7 +32,6 @@ def pytest_xdist_make_scheduler(config, log) -> Scheduling:
         """Marks for ``--dist loadgroup`` would say the same; pytest-xdist 3.8 loses them under pytest 9.2."""
 
         def _split_scope(self, nodeid: str) -> str:
-            _, folder, *_ = nodeid.split("/")
-            return "ranks" if folder in START_PROCESSES else nodeid
+            return "ranks" if _starts_processes(nodeid) else nodeid
 
     return OneWorkerForRanks(config, log)

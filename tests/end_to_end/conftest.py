@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +15,10 @@ pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 import torch
 from ranks import Ranks
 
-ITERATIONS = 3
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from text_to_dataset import find_documents, write_dataset
+
+ITERATIONS = 2  # a wrong gradient shows in the second loss
 
 # A GPT small enough that a step takes tenths of a second. Dropout is off because its random numbers depend on the placement.
 # Gradients are never clipped, because the norm's last bits do too and would reach the weights.
@@ -29,7 +34,7 @@ DEFAULTS = {
     "--global-batch-size": "8",
     "--train-iters": str(ITERATIONS),
     "--no-gradient-accumulation-fusion": None,
-    "--mock-data": None,
+    "--split": "80,10,10",
 }
 
 
@@ -68,10 +73,17 @@ class Run:
 
 @dataclass
 class Trainer:
-    """Trains a GPT; equal requests are served from memory."""
+    """Trains a GPT; equal requests are served from memory.
+
+    Args:
+        ranks: that train.
+        folder: for what they write.
+        text: data set to train on, as ``--data-path`` names it.
+    """
 
     ranks: Ranks
     folder: Path
+    text: Path
     _runs: dict[tuple, Run] = field(default_factory=dict)
 
     def __call__(
@@ -127,7 +139,7 @@ class Trainer:
         if gradients:
             noted.mkdir()
         case = {
-            "flags": [*MODEL, *defaults, *given, "--pipemem-schedule", schedule],
+            "flags": [*MODEL, *self._data(), *defaults, *given, "--pipemem-schedule", schedule],
             "report": str(report),
             "initialise": initialise,
             "sabotage": sabotage,
@@ -156,6 +168,10 @@ class Trainer:
             _whole_gradients(noted) if gradients else None,
         )
 
+    def _data(self) -> list[str]:
+        """Not ``--mock-data``: every run would shuffle its millions of samples, which takes longer than to train."""
+        return ["--data-path", str(self.text), "--data-cache-path", str(self.text.parent / "cache")]
+
 
 def _whole_gradients(folder: Path) -> dict[tuple, torch.Tensor]:
     """Every rank's parts in their places; NaN where no rank has any."""
@@ -168,19 +184,27 @@ def _whole_gradients(folder: Path) -> dict[tuple, torch.Tensor]:
 
 
 @pytest.fixture(scope="session")
-def train(tmp_path_factory) -> Iterator[Trainer]:
+def text(tmp_path_factory) -> Path:
+    """A data set of 257 tokens: the bytes of asyncio's sources."""
+    path = tmp_path_factory.mktemp("text") / "asyncio"
+    write_dataset(find_documents(Path(sysconfig.get_path("stdlib")) / path.name, ["*.py"]), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def train(tmp_path_factory, text) -> Iterator[Trainer]:
     folder = tmp_path_factory.mktemp("training")
     ranks = Ranks("training", folder)
-    yield Trainer(ranks, folder)
+    yield Trainer(ranks, folder, text)
     ranks.stop()
 
 
 @pytest.fixture(scope="session")
-def emulate(tmp_path_factory) -> Iterator[Callable[..., Run]]:
+def emulate(tmp_path_factory, text) -> Iterator[Callable[..., Run]]:
     """``emulate(rule, *flags, stages=4, replicas=1)``: what ``cpu.emulation`` predicts, on one rank."""
     folder = tmp_path_factory.mktemp("emulation")
     ranks = Ranks("training", folder, size=1)
-    trainer = Trainer(ranks, folder)
+    trainer = Trainer(ranks, folder, text)
 
     def run(rule: str, *flags: str, stages: int = 4, replicas: int = 1) -> Run:
         return trainer("stock", *flags, "--pipeline-model-parallel-size", "1", emulate=(rule, stages, replicas))

@@ -13,7 +13,7 @@ UNTIED = "--untie-embeddings-and-output-weights"
 TWO_MICROBATCHES = ("--global-batch-size", "2")
 DOUBLED = ("--pipemem-option", "doubling=true")
 THREE_STAGES = ("--pipeline-model-parallel-size", "3", "--num-layers", "6")
-EVALUATED = ("--eval-iters", "3", "--eval-interval", "3")
+EVALUATED = ("--eval-iters", "3", "--eval-interval", "3", "--train-iters", "3")
 DATA_PARALLEL = (
     *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--overlap-grad-reduce"),
     *("--overlap-param-gather", "--ddp-bucket-size", "20000"),

@@ -14,7 +14,10 @@ FULL = ("--pipemem-offload", "full", *KNOWN)
 RECOMPUTE = ("--pipemem-recompute", "full")
 SELECTIVELY = ("--pipemem-recompute", "selective")
 SELECTIVE = ("--recompute-granularity", "selective")
-BF16 = ("--bf16", *SELECTIVE, "--eval-iters", "2", "--eval-interval", "2", "--split", "50,30,20")
+BF16 = (
+    *("--bf16", *SELECTIVE, "--train-iters", "3"),
+    *("--eval-iters", "2", "--eval-interval", "2", "--split", "50,30,20"),
+)
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 TP2 = ("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel")
 DP2 = (
@@ -148,9 +151,10 @@ def test_recomputation_with_the_same_random_numbers(train, again):
 
 
 def test_a_cap_is_kept_by_as_little_recomputation_as_it_takes(train, assert_same_training):
-    stock, least = train("stock"), train("1f1b", *RECOMPUTE)
+    three_steps = ("--train-iters", "3")
+    stock, least = train("stock", *three_steps), train("1f1b", *RECOMPUTE)
     cap = 0.5 * (max(stock.counted_peaks) + max(least.counted_peaks)) / 2**20
-    run = train("1f1b", "--pipemem-recompute", "auto", "--pipemem-memory-cap", f"{cap:.3f}MiB")
+    run = train("1f1b", *three_steps, "--pipemem-recompute", "auto", "--pipemem-memory-cap", f"{cap:.3f}MiB")
     assert_same_training(run, stock)
     assert run.predicted_peaks == run.counted_peaks and max(run.counted_peaks) <= cap * 2**20
     assert [plan["step"] for plan in run.plans] == [0, 1, 2], "two steps show the bytes"
@@ -174,7 +178,8 @@ def test_a_cap_is_kept_by_as_little_recomputation_as_it_takes(train, assert_same
 )
 def test_ways_to_keep_a_cap_are_mixed(train, assert_same_training, schedule, ratio, share, told):
     """Keeping, offloading, and recomputing in part or wholly, on a fast and on a slow channel."""
-    stock, least = train("stock"), train("1f1b", *RECOMPUTE)
+    three_steps = ("--train-iters", "3")
+    stock, least = train("stock", *three_steps), train("1f1b", *RECOMPUTE)
     cap = (share * max(stock.counted_peaks) + (1 - share) * max(least.counted_peaks)) / 2**20
     run = train(
         *(
@@ -186,7 +191,7 @@ def test_ways_to_keep_a_cap_are_mixed(train, assert_same_training, schedule, rat
             "--pipemem-memory-cap",
             f"{cap:.3f}MiB",
         ),
-        *(*SMALL, "--pipemem-offload-option", f"ratio={ratio}"),
+        *(*SMALL, *three_steps, "--pipemem-offload-option", f"ratio={ratio}"),
     )
     assert_same_training(run, stock)
     assert run.predicted_peaks == run.counted_peaks and max(run.counted_peaks) <= cap * 2**20

@@ -19,7 +19,7 @@ CASES = [
         *(
             {"schedule": name, "chunks": chunks, "import_after": import_after}
             for name, chunks in SCHEDULES.items()
-            for import_after in (False, True)
+            for import_after in ((False, True) if ddp else (False,))
         ),
     )
 ]

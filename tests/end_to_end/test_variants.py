@@ -28,7 +28,7 @@ VARIANTS = {
     "llama": (LLAMA, (*SPLIT, "interleaved")),
     "moe": (MOE, (*SPLIT, "interleaved")),
     "evaluation": (
-        ("--eval-iters", "2", "--eval-interval", "2", "--split", "50,30,20"),
+        ("--eval-iters", "2", "--eval-interval", "2", "--split", "50,30,20", "--train-iters", "3"),
         ("1f1b", "interleaved", *SPLIT, "1f1b-v"),
     ),
 }

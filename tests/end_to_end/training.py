@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import json
 import sys
+from argparse import Action, ArgumentParser
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from hashlib import sha256
@@ -17,8 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.utils import unwrap_model
-from megatron.training import training
-from megatron.training.argument_utils import ArgumentGroupFactory
+from megatron.training import arguments, training
 
 from megatron_pipemem import disable
 from megatron_pipemem.cpu.emulation import emulated
@@ -29,20 +29,24 @@ from megatron_pipemem.runtime.offload.host_channel import HostChannel
 ENTRY = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 
 
-def _parse_sources_once() -> None:
-    """Megatron reads the help of its flags out of its own sources, anew for every command line."""
-    known: dict[type, dict[str, str]] = {}
-    read = ArgumentGroupFactory._get_field_docstrings
+def _build_parser_once() -> None:
+    """Megatron builds three parsers of a thousand flags for every run, which takes longer than a step here."""
+    add = arguments.add_megatron_arguments
+    built: list[ArgumentParser] = []
+    lists: dict[Action, list] = {}
 
-    def from_memory(factory: ArgumentGroupFactory, config: type) -> dict[str, str]:
-        if config not in known:
-            known[config] = read(factory, config)
-        return dict(known[config])
+    def from_memory(empty: ArgumentParser) -> ArgumentParser:
+        if not built:
+            built.append(add(empty))
+            lists.update({action: action.default for action in empty._actions if isinstance(action.default, list)})
+        for action, default in lists.items():
+            action.default = list(default)  # whoever parses may change it
+        return built[0]
 
-    ArgumentGroupFactory._get_field_docstrings = from_memory
+    arguments.add_megatron_arguments = from_memory
 
 
-_parse_sources_once()
+_build_parser_once()
 
 
 def _load_entry() -> ModuleType:

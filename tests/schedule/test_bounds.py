@@ -72,7 +72,7 @@ def test_no_family_beats_the_bound(data: st.DataObject) -> None:
     assert_below(family.build(p, m), Costs(*data.draw(st.tuples(PRICE, PRICE, PRICE, st.floats(0, 3)))))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_no_order_of_any_placement_beats_the_bound(data: st.DataObject) -> None:
     schedule = data.draw(random_schedules())

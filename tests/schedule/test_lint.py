@@ -112,7 +112,7 @@ def circle_is_closed(table: Table, fault: Fault) -> bool:
     )
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(schedule=random_schedules(max_microbatches=3), data=st.data())
 def test_damaged_programs_are_found_out(schedule, data):
     """Whatever two independent oracles refuse has a fault."""

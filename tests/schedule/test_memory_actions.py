@@ -129,7 +129,7 @@ def test_a_shared_channel_serves_in_the_order_of_issue() -> None:
     assert apart.transfers[1][0][1:] == (4, 9)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_a_misplaced_action_on_memory_is_caught(data: st.DataObject) -> None:
     schedule = data.draw(with_round_trips(data.draw(random_schedules())))

@@ -162,7 +162,7 @@ def test_families_are_accepted(name, num_devices, num_microbatches):
 # ----------------------------------------------------------------------------------------------------------- mutations
 
 
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_every_mutant_is_caught_or_valid(data):
     schedule = data.draw(family_schedules() | random_schedules() | random_schedules(max_replicas=2, max_pieces=2))
@@ -216,7 +216,7 @@ def test_every_single_edit_of_a_family(name):
     assert caught > 100
 
 
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_every_program_mutant_is_caught_or_valid(data):
     schedule = data.draw(family_schedules(max_microbatches=4) | random_schedules(max_microbatches=3))

@@ -12,8 +12,8 @@ def flag(name: str) -> str:
     return sys.argv[sys.argv.index(name) + 1]
 
 
-rank = int(os.environ["RANK"])
-print(f"rank {rank} of {os.environ['WORLD_SIZE']} on {os.environ['SLURMD_NODENAME']}", flush=True)
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+print(f"rank {rank} of {size} on {os.environ['SLURMD_NODENAME']}", flush=True)
 started = Path(flag("--save"))
 started.mkdir(parents=True, exist_ok=True)
 if flag("--behaviour") == "hang" and not (started / f"rank-{rank}").exists():
@@ -21,8 +21,8 @@ if flag("--behaviour") == "hang" and not (started / f"rank-{rank}").exists():
     print(f"rank {rank} hangs", flush=True)
     time.sleep(300)
 (started / f"rank-{rank}").touch()
-while len(list(started.glob("rank-*"))) < 4:
+while len(list(started.glob("rank-*"))) < size:
     time.sleep(0.1)
-if rank == 3:
+if rank == size - 1:
     sys.exit(7)
 time.sleep(300)
