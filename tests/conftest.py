@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,7 +22,16 @@ def _starts_processes(nodeid: str) -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Those are what the whole suite waits for; the others take the time that ranks spend on waiting for each other."""
     if hasattr(item.config, "workerinput") and not _starts_processes(item.nodeid):
-        os.setpriority(os.PRIO_PROCESS, 0, 19)
+        _give_way()
+
+
+def _give_way() -> None:
+    os.setpriority(os.PRIO_PROCESS, 0, 19)
+    # Where Linux shares the processor out by session first, that counts within the session only; every rank has its own.
+    group = Path("/proc/self/autogroup")
+    if group.exists() and os.getsid(0) != os.getpid():
+        os.setsid()
+        group.write_text("19")
 
 
 @pytest.hookimpl(optionalhook=True)
