@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ranks import CaseFailed
+from test_variants import EVALUATION
 
 from megatron_pipemem.schedule.registry import build_schedule
 
@@ -11,7 +12,6 @@ QUICK = ("--pipemem-option", "seconds=1")
 PROFILE = ("--pipemem-costs", "profile", "--train-iters", "7")
 PP2 = ("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--overlap-grad-reduce")
 UNTIED = "--untie-embeddings-and-output-weights"
-EVALUATION = ("--eval-iters", "2", "--eval-interval", "2", "--split", "50,30,20", "--train-iters", "3")
 GROWING = ("+--global-batch-size", "--step-batch-size-schedule", "0:2 256:4 768:8", "--train-iters", "6")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ranks import CaseFailed
-from test_variants import MOE
+from test_variants import EVALUATION, MOE
 
 from megatron_pipemem.schedule.registry import build_schedule
 
@@ -14,10 +14,7 @@ FULL = ("--pipemem-offload", "full", *KNOWN)
 RECOMPUTE = ("--pipemem-recompute", "full")
 SELECTIVELY = ("--pipemem-recompute", "selective")
 SELECTIVE = ("--recompute-granularity", "selective")
-BF16 = (
-    *("--bf16", *SELECTIVE, "--train-iters", "3"),
-    *("--eval-iters", "2", "--eval-interval", "2", "--split", "50,30,20"),
-)
+BF16 = ("--bf16", *SELECTIVE, *EVALUATION)
 DROPOUT = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 TP2 = ("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel")
 DP2 = (

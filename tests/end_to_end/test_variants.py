@@ -17,6 +17,8 @@ MOE = (
     *("--moe-aux-loss-coeff", "0.01", "--moe-router-load-balancing-type", "aux_loss"),
 )
 
+EVALUATION = ("--eval-iters", "2", "--eval-interval", "2", "--split", "50,30,20", "--train-iters", "3")
+
 # name -> flags, schedules
 VARIANTS = {
     "recompute-full": (RECOMPUTE, SPLIT),
@@ -27,10 +29,7 @@ VARIANTS = {
     "fp16": (("--fp16", "--initial-loss-scale", "4096"), SPLIT),
     "llama": (LLAMA, (*SPLIT, "interleaved")),
     "moe": (MOE, (*SPLIT, "interleaved")),
-    "evaluation": (
-        ("--eval-iters", "2", "--eval-interval", "2", "--split", "50,30,20", "--train-iters", "3"),
-        ("1f1b", "interleaved", *SPLIT, "1f1b-v"),
-    ),
+    "evaluation": (EVALUATION, ("1f1b", "interleaved", *SPLIT, "1f1b-v")),
 }
 
 
@@ -43,7 +42,7 @@ def test_trains_as_stock(train, assert_same_training, variant, schedule):
 
 
 def test_evaluation_is_compared(train):
-    assert len(train("v-half", *VARIANTS["evaluation"][0]).validation) >= 2
+    assert len(train("v-half", *EVALUATION).validation) >= 2
 
 
 ANY_NUMBER = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from ranks import Ranks
+from test_variants import EVALUATION
 
 UNTIED = "--untie-embeddings-and-output-weights"
 PP2 = ("--pipeline-model-parallel-size", "2")
@@ -12,7 +13,6 @@ DISTRIBUTED = (
     *(*PP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
     *("--ddp-bucket-size", "20000"),
 )
-EVALUATION = ("--eval-iters", "2", "--eval-interval", "2", "--split", "50,30,20", "--train-iters", "3")
 SEARCH = ("--pipemem-memory-cap", "0.8", "--pipemem-option", "seconds=1")
 
 # name -> schedule, algorithm, flags of stock too, flags of ours
