@@ -33,8 +33,8 @@ CASES = {
 }
 # A first step's values in fp32 differ by the order of summation; then the steps' differences add up.
 FIRST, LATER, BF16, BF16_GRADIENT = 1e-6, 5e-6, 3e-3, 3e-2
-# Stock's own, summed in fp32, is 2e-6 off what float64 finds for the same gradients. These are compared themselves.
-NORM = 2e-5
+# Stock's norm, summed in fp32, is 2e-6 off what float64 finds for the same gradients; a third step adds to that.
+THIRD_NORM = 2e-5
 # Its ranks have the sums of a part of their gradients only.
 SHARDED_GRADIENTS = "dp2-distributed-optimizer"
 
@@ -45,11 +45,11 @@ def test_trains_as_stock(train, name):
     whole = name != SHARDED_GRADIENTS
     stock = train("stock", *flags, gradients=whole)
     run = train(schedule, *flags, *ours, "--pipemem-vocab-parallel", algorithm, gradients=whole)
-    first, later, norm, gradient = (BF16, BF16, BF16, BF16_GRADIENT) if name == "bf16" else (FIRST, LATER, NORM, FIRST)
+    first, later, gradient = (BF16, BF16, BF16_GRADIENT) if name == "bf16" else (FIRST, LATER, FIRST)
     assert len(set(stock.losses)) == len(stock.losses) > 1
     assert run.losses[0] == pytest.approx(stock.losses[0], rel=first)
     assert run.losses == pytest.approx(stock.losses, rel=later)
-    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=norm)
+    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=THIRD_NORM if name == "evaluation" else later)
     assert [list(each) for each in run.validation] == [list(each) for each in stock.validation]
     for found, wanted in zip(run.validation, stock.validation, strict=True):
         assert found == pytest.approx(wanted, rel=later)
