@@ -3,6 +3,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./scripts/setup.sh
+# Hundreds of processes import the package; where Python is told to keep no bytecode, each would compile it anew.
+unset PYTHONDONTWRITEBYTECODE
 if [ $# -gt 0 ]; then
     exec .venv/bin/python -m pytest "$@"
 fi

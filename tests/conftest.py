@@ -11,12 +11,20 @@ import pytest
 if TYPE_CHECKING:
     from xdist.scheduler import Scheduling
 
-START_PROCESSES = ("benchmarks", "cpu", "end_to_end", "runtime", "scripts", "slurm")
+# Beginnings of paths. A process that computes for a while by itself is no reason to be here.
+START_PROCESSES = tuple(
+    f"tests/{path}"
+    for path in (
+        *("benchmarks/", "end_to_end/", "slurm/"),
+        *("cpu/test_activate", "cpu/test_ranks", "cpu/test_setup", "cpu/test_stock_training"),
+        *("runtime/test_executor", "runtime/test_offload", "runtime/test_vocabulary_ranks"),
+        *("scripts/test_launch_grid", "scripts/test_quickstart"),
+    )
+)
 
 
 def _starts_processes(nodeid: str) -> bool:
-    _, folder, *_ = nodeid.split("/")
-    return folder in START_PROCESSES
+    return nodeid.startswith(START_PROCESSES)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

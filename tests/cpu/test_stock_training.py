@@ -31,7 +31,8 @@ def failing_forward_step(*arguments, **options):
     return forward_step(*arguments, **options)
 
 schedules.forward_step = failing_forward_step
-sys.argv[0] = {str(REPOSITORY / "scripts" / "pretrain_gpt.py")!r}
+sys.path[0] = {str(REPOSITORY / "scripts")!r}
+sys.argv[0] = sys.path[0] + "/pretrain_gpt.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 

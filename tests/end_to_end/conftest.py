@@ -31,7 +31,7 @@ MODEL = """
 """.split()
 DEFAULTS = {
     "--pipeline-model-parallel-size": "4",
-    "--global-batch-size": "8",
+    "--global-batch-size": "6",
     "--train-iters": str(ITERATIONS),
     "--no-gradient-accumulation-fusion": None,
     "--split": "80,10,10",

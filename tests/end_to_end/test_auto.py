@@ -22,7 +22,7 @@ def test_keeps_a_cap_in_activation_units(train, assert_same_training):
     # Activation units count layers; embedding, head and messages come on top.
     assert max(run.counted_peaks) <= 0.65 * max(stock.counted_peaks)
     (plan,) = run.plans
-    assert (plan["step"], plan["schedule"], plan["microbatches"]) == (0, "auto", 8)
+    assert (plan["step"], plan["schedule"], plan["microbatches"]) == (0, "auto", 6)
     assert plan["lower_bound"] <= plan["planned_makespan"] and plan["measured_makespan"] > 0
     assert plan["search_seconds"] > 0
 
@@ -117,7 +117,7 @@ def file(tmp_path):
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "v-min", "interleaved"])
 def test_runs_a_file(train, assert_same_training, file, schedule):
-    run = train(file(schedule, 8), *EVALUATION)
+    run = train(file(schedule, 6), *EVALUATION)
     assert_same_training(run, train("stock", *EVALUATION))
     assert run.predicted_peaks == run.counted_peaks
     assert run.counted_peaks == train(schedule, *EVALUATION).counted_peaks
@@ -127,4 +127,4 @@ def test_a_file_for_another_batch_is_refused_on_every_rank(train, file):
     with pytest.raises(CaseFailed) as error:
         train(file("v-min", 12))
     told = str(error.value).split("UnsupportedError: ")
-    assert len(told) == 5 and all("schedules 12 microbatches but this step has 8" in each for each in told[1:])
+    assert len(told) == 5 and all("schedules 12 microbatches but this step has 6" in each for each in told[1:])

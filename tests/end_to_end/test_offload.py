@@ -105,7 +105,7 @@ def test_bytes_seconds_and_the_link_are_measured(train, moved):
 
 def test_a_file_with_offload(train, moved, tmp_path):
     path = tmp_path / "moving.csv"
-    path.write_text(build_schedule("po-h", num_devices=4, num_microbatches=8).to_csv())
+    path.write_text(build_schedule("po-h", num_devices=4, num_microbatches=6).to_csv())
     run = train(str(path), *SMALL)
     moved(run, train("stock"))
     assert run.counted_peaks == train("po-h", *SMALL).counted_peaks

@@ -16,7 +16,7 @@ RUN = """
 model: tiny-gpt
 cluster: cpu
 precision: fp32
-parallelism: {{pp: 4, global_batch: 8}}
+parallelism: {{pp: 4, global_batch: 6}}
 schedule: {{name: {schedule}}}
 """
 
@@ -33,7 +33,7 @@ def profiled(schedule: str, folder) -> Costs:
 
 @pytest.mark.parametrize("name", ["1f1b", "v-half"])
 def test_peaks_of_real_ranks_follow_from_fake_tensors(train, tmp_path, name):
-    schedule = build_schedule(name, num_devices=4, num_microbatches=8)
+    schedule = build_schedule(name, num_devices=4, num_microbatches=6)
     changes = profiled(name, tmp_path).memory_changes(schedule.placement)
     foretold = [max(held_after(actions, changes)) for actions in lower(schedule).actions]
     run = train(name, "--untie-embeddings-and-output-weights")

@@ -26,7 +26,7 @@ from megatron_pipemem.mcore.launch import enable_from_command_line
 from megatron_pipemem.runtime.offload.channel import Direction
 from megatron_pipemem.runtime.offload.host_channel import HostChannel
 
-ENTRY = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
+ENTRY = Path(__file__).parents[2] / "scripts" / "gpt_pretraining.py"
 
 
 def _build_parser_once() -> None:
@@ -50,7 +50,7 @@ _build_parser_once()
 
 
 def _load_entry() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pretrain_gpt", ENTRY)
+    spec = importlib.util.spec_from_file_location(ENTRY.stem, ENTRY)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

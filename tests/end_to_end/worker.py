@@ -1,7 +1,8 @@
 """One rank: runs the cases that arrive on its connection and answers each.
 
-Started by ``ranks.py``. Every case has process groups of its own, so nothing of one reaches the next. A case may take the first
-``ranks`` of them only.
+Started by ``ranks.py``. A case may take the first ``ranks`` of them only. Cases with as many ranks share the groups that
+Megatron makes for a layout, which take longer to make than a step; a case that fails ends its processes, and the groups with
+them. The plugin's own are new in every case.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import gc
 import importlib
 import os
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -23,30 +25,50 @@ def serve(program: str, connection: Connection, environment: dict[str, str]) -> 
     os.environ.update(environment)
     activate()
     import torch.distributed as dist
+    from megatron.core import parallel_state
 
     run = importlib.import_module(program).run
     gc.freeze()  # every case collects its garbage, and need not go through all of torch and Megatron for it
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=rank == 0)
     connection.send({"ready": True})
-    number = 0
+    groups: dict[tuple, dist.ProcessGroup] = {}
+    parallel_state.create_group = _made_once(parallel_state.create_group, groups)
+    members = worlds = 0
     while True:
         try:
             case = connection.recv()
         except EOFError:
             return
-        number += 1
-        members = case.get("ranks", size)
+        if members != (members := case.get("ranks", size)):
+            if dist.is_initialized():
+                dist.destroy_process_group()
+                groups.clear()
+            worlds += 1
+            if rank < members:
+                os.environ["WORLD_SIZE"] = str(members)
+                own_store = dist.PrefixStore(str(worlds), store)
+                dist.init_process_group("gloo", store=own_store, rank=rank, world_size=members, timeout=GROUP_TIMEOUT)
         if rank >= members:
             connection.send({"idle": True})
             continue
-        os.environ["WORLD_SIZE"] = str(members)
-        own_store = dist.PrefixStore(str(number), store)
-        dist.init_process_group("gloo", store=own_store, rank=rank, world_size=members, timeout=GROUP_TIMEOUT)
         try:
             reply = run(case)
             dist.barrier()
-            dist.destroy_process_group()
         except BaseException:
             reply = {"error": traceback.format_exc()}
         connection.send(reply)
+
+
+def _made_once(create: Callable, made: dict[tuple, object]) -> Callable:
+    """Megatron's ``create_group``, noting in ``made`` what it need not make again."""
+
+    def create_or_find(ranks: list[int], timeout: timedelta | None = None, backend: str | None = None, **others):
+        if backend == "gloo":  # Megatron destroys these itself
+            return create(ranks, timeout, backend, **others)
+        key = (*ranks, timeout, backend, others.get("group_desc"))
+        if key not in made:
+            made[key] = create(ranks, timeout, backend, **others)
+        return made[key]
+
+    return create_or_find

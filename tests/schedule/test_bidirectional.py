@@ -89,7 +89,7 @@ def test_costs_are_of_one_copy_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("p", range(2, 17))
+@pytest.mark.parametrize("p", [*range(2, 9), 11, 16])
 def test_every_number_of_microbatches(name: str, p: int) -> None:
     by_oracle = {1, p - 1, p, p + 1, 2 * p, 4 * p}
     for m in range(1, 4 * p + 2):

@@ -102,7 +102,7 @@ def test_the_table_holds_these_families() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("p", [*range(1, 18), 24, 32])
+@pytest.mark.parametrize("p", [*range(1, 10), 11, 16, 24, 32])
 def test_correct_and_within_its_peak(name: str, p: int) -> None:
     for m in some_microbatches(p):
         schedule = build(name, p, m)
@@ -114,7 +114,7 @@ def test_correct_and_within_its_peak(name: str, p: int) -> None:
             assert peak == PEAK[name](p, m)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_correct_for_any_devices_and_microbatches(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from((*NAMES, *OFFLOADING)))

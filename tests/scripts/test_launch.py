@@ -339,7 +339,7 @@ def script_run(tmp_path: Path, program: str, **environment: str) -> subprocess.C
     words = [str(ROOT / "scripts" / "pretrain_gpt.sh"), "run.yaml", "--set", "a=b c"]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "NODE_RANK"))}
     return subprocess.run(
-        words, env=inherited | {"PYTHON": str(fake)} | environment, capture_output=True, text=True, timeout=60
+        words, env=inherited | {"PYTHON": str(fake)} | environment, capture_output=True, text=True, timeout=300
     )
 
 
@@ -357,7 +357,7 @@ def test_a_wrong_file_ends_the_script():
         env=os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 2 and "nowhere.yaml" in done.stderr and "Traceback" not in done.stderr
 

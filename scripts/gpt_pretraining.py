@@ -1,0 +1,125 @@
+"""What ``pretrain_gpt.py`` runs: plain pretraining with Megatron-Core's own training loop.
+
+The ``megatron-core[training]`` wheel ships the loop but nothing that calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+Batch = dict[str, torch.Tensor | None]
+
+_FIELDS = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
+
+
+def get_batch(data: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
+    """This rank's part of the next microbatch.
+
+    Fields have the shape (microbatch size, tokens), or are None where the stage has no use for them. Only
+    tensor-parallel rank 0 of the first and the last stage reads data; it sends them to its tensor-parallel group.
+    """
+    if not is_first_or_last_pipeline_stage(vp_stage):
+        return dict.fromkeys(_FIELDS)
+    args = get_args()
+    batch: Batch = {}
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    if tp_rank == 0:
+        sample = next(data)
+        batch = {name: sample[name].cuda(non_blocking=True) if name in sample else None for name in _FIELDS}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=False,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+    )
+    batch.setdefault("cu_seqlens", None)  # no packed sequences here
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+
+
+def loss_func(
+    loss_mask: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """The summed loss of a microbatch, its number of tokens, and both as Megatron logs them.
+
+    Args:
+        loss_mask: (microbatch size, tokens), 1 where a token counts.
+        output: (microbatch size, tokens), the loss of each token.
+    """
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    num_tokens = mask.sum().detach().to(torch.int)
+    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens])}
+
+
+def forward_step(data: Iterator[Batch] | None, model: GPTModel) -> tuple[torch.Tensor, partial]:
+    """One forward pass of one stage: its output, and the function that makes a loss of the last stage's."""
+    batch = get_batch(data, get_attr_wrapped_model(model, "vp_stage"))
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(loss_func, batch["loss_mask"])
+
+
+def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple:
+    """Train, validation and test datasets with (at least) ``num_samples``, on the ranks that read data."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        full_validation=args.full_validation,
+    )
+
+    def reads_data() -> bool:
+        return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+
+    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(dataset, num_samples, reads_data, config).build()
+
+
+build_datasets.is_distributed = True  # Megatron then calls it on every rank: the builder synchronises them itself
+
+
+def main() -> None:
+    args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
