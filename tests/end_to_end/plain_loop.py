@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 
 import megatron_pipemem
 
-MICROBATCHES, STEPS, SEQUENCE, VOCABULARY = 6, 3, 16, 64
+MICROBATCHES, STEPS, SEQUENCE, VOCABULARY = 6, 2, 16, 64
 
 
 def make_config(chunks: int, ddp: bool) -> TransformerConfig:

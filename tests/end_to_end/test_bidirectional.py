@@ -129,9 +129,9 @@ def test_checkpoints_hold_one_copy(train, tmp_path, before, after):
     flags = ("--train-iters", "2", "--save", str(tmp_path), "--save-interval", "2")
     train(before, *flags)
     resumed = train(
-        after, "--train-iters", "7", "--load", str(tmp_path), "--override-opt_param-scheduler", initialise=False
+        after, "--train-iters", "4", "--load", str(tmp_path), "--override-opt_param-scheduler", initialise=False
     )
-    uninterrupted = train("stock", "--train-iters", "7")
+    uninterrupted = train("stock", "--train-iters", "4")
     assert resumed.losses == pytest.approx(uninterrupted.losses[2:], rel=1e-6)
     if after != "stock":
         assert_copies_are_equal(resumed)

@@ -42,11 +42,11 @@ def checkpoint(train, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def resume(train, checkpoint):
-    """``resume(before, after, embeddings)``: three more steps with their optimizer state."""
+    """``resume(before, after, embeddings)``: two more steps with their optimizer state."""
 
     def run(before: str, after: str, embeddings: str):
         folder = checkpoint(before, embeddings)
-        flags = ("--train-iters", "5", "--load", folder, "--override-opt_param-scheduler")
+        flags = ("--train-iters", "4", "--load", folder, "--override-opt_param-scheduler")
         return train(after, *EMBEDDINGS[embeddings], *flags, initialise=False)
 
     return run
@@ -56,5 +56,5 @@ def resume(train, checkpoint):
 def test_checkpoints_are_interchangeable(train, resume, assert_same_training, before, after, embeddings):
     resumed = resume(before, after, embeddings)
     assert_same_training(resumed, resume("stock", "stock", embeddings))
-    uninterrupted = train("stock", *EMBEDDINGS[embeddings], "--train-iters", "5")
+    uninterrupted = train("stock", *EMBEDDINGS[embeddings], "--train-iters", "4")
     assert resumed.losses == uninterrupted.losses[2:]
