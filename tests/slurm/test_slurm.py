@@ -18,7 +18,10 @@ TWO_RANKS = {
     "training": {"iterations": STEPS, "save_interval": 4},
     "cluster": {"base": "cpu", "nodes": 2, "devices_per_node": 1},
 }
-FOUR_RANKS = {"cluster": {"base": "cpu", "nodes": 2, "devices_per_node": 2}}
+FOUR_RANKS = {
+    "training": {"save_interval": 4},  # the stand-in's ranks meet where checkpoints would be
+    "cluster": {"base": "cpu", "nodes": 2, "devices_per_node": 2},
+}
 STAND_IN = str(Path(__file__).parent / "stand_in.py")
 
 
@@ -166,6 +169,7 @@ def test_ranks_are_in_the_order_of_nodes_and_a_failing_one_ends_the_job(slurm, s
     text = log.read_text()
     assert found["JobState"] == "FAILED" and found["ExitCode"] != "0:0", text
     assert found["Restarts"] == "0"
+    assert "(exitcode: 7)" in text, "the last rank, once all have started"
     nodes = slurm.call("scontrol", "show", "hostnames", found["NodeList"]).split()
     where = dict(re.findall(r"rank (\d) of 4 on (\S+)", text))
     assert where == {"0": nodes[0], "1": nodes[0], "2": nodes[1], "3": nodes[1]}
