@@ -96,6 +96,7 @@ def grid_result(
 
 def _train(store: Store, launcher: Launcher, max_parallel: int, sbatch: Sequence[str], console: Console) -> list[int]:
     """Start what is open. Returns points without a result."""
+    there = slurm.under_way(store) if launcher == "slurm" else set()  # before the results: it leaves its own behind
     todo, settings = store.open_points(), store.settings()
     with _progress(console, len(settings), len(settings) - len(todo)) as bar:
 
@@ -110,7 +111,6 @@ def _train(store: Store, launcher: Launcher, max_parallel: int, sbatch: Sequence
             with _terminated_as_interrupt():
                 LocalRunner(store, tell).train(todo, max_parallel)
             return []
-        there = slurm.queued(store)
         fresh = [index for index in todo if index not in there]
         if fresh:
             jobs = slurm.submit(store, fresh, max_parallel, _ROOT / "scripts" / "slurm" / "grid.sbatch", sbatch)

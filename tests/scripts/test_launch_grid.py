@@ -457,7 +457,7 @@ def fake_slurm(tmp_path, monkeypatch, queue: str = "") -> Path:
 
 
 def test_an_array_job_for_every_number_of_nodes(tmp_path, write_grid, monkeypatch):
-    called = fake_slurm(tmp_path, monkeypatch, r"41 0\n40 2\n41 N/A")
+    called = fake_slurm(tmp_path, monkeypatch, r"41 0 R\n40 2 R\n41 N/A PD")
     cuts = [{"parallelism.pp": 4}, {"parallelism.pp": 2}, {"parallelism": {"pp": 2, "dp": 2}}]
     common = {"cluster.devices_per_node": 2, "cluster.nodes": 2, "cluster.backend": "nccl"}
     store = Store(tmp_path / "grid")
@@ -471,6 +471,17 @@ def test_an_array_job_for_every_number_of_nodes(tmp_path, write_grid, monkeypatc
     assert "--array=0,2%5 --nodes=2 --gpus-per-node=2" in two and "--array=1%5 --nodes=1 --gpus-per-node=2" in one
     assert two.endswith(f"--partition=big {script} {store.folder}")
     assert slurm.queued(store) == {0}, "only elements of jobs of this grid count"
+
+
+def test_a_cancelled_element_that_is_just_ending_is_not_waited_for_in_vain(store, tmp_path, monkeypatch):
+    fake_slurm(tmp_path, monkeypatch, r"41 0 R\n41 1 CG")
+    slurm.submit(store, [0, 1], 1, ROOT / "scripts" / "slurm" / "grid.sbatch")
+    ended = r"41 0 R"
+    monkeypatch.setattr(
+        slurm.time, "sleep", lambda _: (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\necho {ended}\n")
+    )
+    assert slurm.queued(store) == {0, 1}
+    assert slurm.under_way(store) == {0}
 
 
 def test_without_slurm_it_says_so(store, tmp_path, monkeypatch):

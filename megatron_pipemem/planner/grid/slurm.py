@@ -15,6 +15,7 @@ from megatron_pipemem.planner.grid.store import Store
 from megatron_pipemem.planner.launching import min_nodes, ranks_per_node
 
 _POLL_SECONDS = 2.0
+_COMPLETING = "CG"
 
 
 def submit(
@@ -61,12 +62,18 @@ def queued(store: Store) -> set[int]:
     Raises:
         UnsupportedError: Slurm does not answer.
     """
-    jobs = _remembered(store)
-    if not jobs:
-        return set()
-    listed = _slurm(["squeue", "--noheader", "--array", "--user", getpass.getuser(), "--format", "%F %K"])
-    elements = [line.split() for line in listed.splitlines() if line.strip()]
-    return {int(element) for job, element in elements if job in jobs and element.isdigit()}
+    return {index for index, _ in _elements(store)}
+
+
+def under_way(store: Store) -> set[int]:
+    """As `queued`, once those that are just ending have left: one that was cancelled will have no result.
+
+    Raises:
+        UnsupportedError: Slurm does not answer.
+    """
+    while any(state == _COMPLETING for _, state in _elements(store)):
+        time.sleep(_POLL_SECONDS)
+    return queued(store)
 
 
 def wait(store: Store, indices: Sequence[int], on_event: Callable[[int, Result], object]) -> list[int]:
@@ -85,6 +92,16 @@ def wait(store: Store, indices: Sequence[int], on_event: Callable[[int, Result],
         if open_points:
             time.sleep(_POLL_SECONDS)
     return sorted(open_points)
+
+
+def _elements(store: Store) -> list[tuple[int, str]]:
+    """Points in the queue, each with Slurm's short name of its state."""
+    jobs = _remembered(store)
+    if not jobs:
+        return []
+    listed = _slurm(["squeue", "--noheader", "--array", "--user", getpass.getuser(), "--format", "%F %K %t"])
+    elements = [line.split() for line in listed.splitlines() if line.strip()]
+    return [(int(element), state) for job, element, state in elements if job in jobs and element.isdigit()]
 
 
 def _jobs_file(store: Store) -> Path:
