@@ -96,7 +96,7 @@ def grid_result(
 
 def _train(store: Store, launcher: Launcher, max_parallel: int, sbatch: Sequence[str], console: Console) -> list[int]:
     """Start what is open. Returns points without a result."""
-    there = slurm.under_way(store) if launcher == "slurm" else set()  # before the results: it leaves its own behind
+    there = slurm.under_way(store) if launcher == "slurm" else set()  # first: who leaves has written a result
     todo, settings = store.open_points(), store.settings()
     with _progress(console, len(settings), len(settings) - len(todo)) as bar:
 

@@ -71,9 +71,11 @@ def under_way(store: Store) -> set[int]:
     Raises:
         UnsupportedError: Slurm does not answer.
     """
-    while any(state == _COMPLETING for _, state in _elements(store)):
+    elements = _elements(store)
+    while any(state == _COMPLETING for _, state in elements):
         time.sleep(_POLL_SECONDS)
-    return queued(store)
+        elements = _elements(store)
+    return {index for index, _ in elements}
 
 
 def wait(store: Store, indices: Sequence[int], on_event: Callable[[int, Result], object]) -> list[int]:
