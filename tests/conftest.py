@@ -18,7 +18,7 @@ START_PROCESSES = tuple(
         *("benchmarks/", "end_to_end/", "slurm/"),
         *("cpu/test_activate", "cpu/test_ranks", "cpu/test_setup", "cpu/test_stock_training"),
         *("runtime/test_executor", "runtime/test_offload", "runtime/test_vocabulary_ranks"),
-        *("scripts/test_launch_grid", "scripts/test_quickstart"),
+        *("scripts/test_launch_grid.py", "scripts/test_quickstart"),
     )
 )
 

@@ -96,8 +96,14 @@ def grid_result(
 
 def _train(store: Store, launcher: Launcher, max_parallel: int, sbatch: Sequence[str], console: Console) -> list[int]:
     """Start what is open. Returns points without a result."""
-    there = slurm.under_way(store) if launcher == "slurm" else set()  # first: who leaves has written a result
-    todo, settings = store.open_points(), store.settings()
+    settings = store.settings()
+
+    def tell_ending(ending: Sequence[int]) -> None:
+        names = "; ".join(label(settings[index]) for index in ending)
+        report_note(f"waiting for Slurm to end {names}; if it never does (squeue shows CG), a node needs attention")
+
+    there = slurm.under_way(store, tell_ending) if launcher == "slurm" else set()  # first: who leaves has a result
+    todo = store.open_points()
     with _progress(console, len(settings), len(settings) - len(todo)) as bar:
 
         def tell(index: int, result: Result | None) -> None:

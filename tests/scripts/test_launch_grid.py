@@ -15,12 +15,10 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import ConfigError, UnsupportedError
-from megatron_pipemem.planner.grid import slurm
 from megatron_pipemem.planner.grid.config import flat, label, load_points
 from megatron_pipemem.planner.grid.local import LocalRunner, _end_left_over
 from megatron_pipemem.planner.grid.results import Result, collect, read_result, step_seconds, write_result
@@ -28,7 +26,6 @@ from megatron_pipemem.planner.grid.store import Store, store_of_point, try_lock
 from megatron_pipemem.planner.launching import Command
 
 ROOT = Path(__file__).parents[2]
-TINY = ROOT / "configs" / "runs" / "tiny-cpu.yaml"
 
 # Stands for a training run: logs two steps, writes a report unless told to fail, and counts its starts.
 TRAINING = """
@@ -52,26 +49,6 @@ rank |= {"predicted_bubble_rate": 0.25, "measured_bubble_rate": 0.5}
 def training(store: Store, index: int) -> Command:
     words = (sys.executable, "-c", TRAINING, str(store.place(index)), store.run(index).schedule.name)
     return Command(words, {})
-
-
-@pytest.fixture
-def write_grid(tmp_path):
-    def write(**keys) -> Path:
-        file = tmp_path / "grid.yaml"
-        file.write_text(yaml.safe_dump({"run": str(TINY), **keys}, sort_keys=False))
-        return file
-
-    return write
-
-
-@pytest.fixture
-def store(tmp_path, write_grid) -> Store:
-    """Four points, of which the second fails and the last is infeasible."""
-    names = ["stock", "1f1b", "v-half", "1f1b-v", "no-such"]
-    points = load_points(write_grid(product={"schedule.name": names}))
-    made = Store(tmp_path / "grid")
-    made.create(tmp_path / "grid.yaml", points)
-    return made
 
 
 def settings(points) -> list[dict]:
@@ -445,63 +422,17 @@ def test_a_left_over_that_ends_by_itself_is_no_error(store):
         assert not try_lock(held), "it has taken the lock over"
 
 
-def fake_slurm(tmp_path, monkeypatch, queue: str = "") -> Path:
-    """Programs named like Slurm's that note how they are called."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for name, says in (("sbatch", "41;cluster"), ("squeue", queue)):
-        (folder / name).write_text(f"#!/bin/sh\necho {name} \"$@\" >> {tmp_path}/called\nprintf '{says}\\n'\n")
-        (folder / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return tmp_path / "called"
-
-
-def test_an_array_job_for_every_number_of_nodes(tmp_path, write_grid, monkeypatch):
-    called = fake_slurm(tmp_path, monkeypatch, r"41 0 R\n40 2 R\n41 N/A PD")
-    cuts = [{"parallelism.pp": 4}, {"parallelism.pp": 2}, {"parallelism": {"pp": 2, "dp": 2}}]
-    common = {"cluster.devices_per_node": 2, "cluster.nodes": 2, "cluster.backend": "nccl"}
-    store = Store(tmp_path / "grid")
-    store.create(tmp_path / "grid.yaml", load_points(write_grid(points=cuts, set=common)))
-    script = ROOT / "scripts" / "slurm" / "grid.sbatch"
-    assert slurm.queued(store) == set(), "nothing was submitted yet"
-    store.fail(1, "the last time")
-    assert slurm.submit(store, [0, 1, 2], 5, script, ["--partition=big"]) == ["41", "41"]
-    assert store.results()[1] is None, "should the job be cancelled, nobody takes the last failure for its own"
-    two, one = called.read_text().splitlines()
-    assert "--array=0,2%5 --nodes=2 --gpus-per-node=2" in two and "--array=1%5 --nodes=1 --gpus-per-node=2" in one
-    assert two.endswith(f"--partition=big {script} {store.folder}")
-    assert slurm.queued(store) == {0}, "only elements of jobs of this grid count"
-
-
-def test_a_cancelled_element_that_is_just_ending_is_not_waited_for_in_vain(store, tmp_path, monkeypatch):
-    fake_slurm(tmp_path, monkeypatch, r"41 0 R\n41 1 CG")
-    slurm.submit(store, [0, 1], 1, ROOT / "scripts" / "slurm" / "grid.sbatch")
-    ended = r"41 0 R"
-    monkeypatch.setattr(
-        slurm.time, "sleep", lambda _: (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\necho {ended}\n")
-    )
-    assert slurm.queued(store) == {0, 1}
-    assert slurm.under_way(store) == {0}
-
-
-def test_without_slurm_it_says_so(store, tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UnsupportedError, match="there is no sbatch here"):
-        slurm.submit(store, [0], 1, ROOT / "scripts" / "slurm" / "grid.sbatch")
-    with pytest.raises(UnsupportedError, match=r"there is no .*nowhere"):
-        slurm.submit(store, [0], 1, tmp_path / "nowhere")
-
-
 def pipemem(*arguments: object):
     return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="pipemem")
 
 
 def test_commands_are_printed_and_nothing_is_written(write_grid, tmp_path):
+    run = ROOT / "configs" / "runs" / "tiny-cpu.yaml"
     file = write_grid(product={"schedule.name": ["v-half", "no-such"]}, set={"megatron.split": [1, 2]})
     result = pipemem("grid", file, "--launcher", "print", "--output", tmp_path / "out")
     good, bad = result.stdout.splitlines()
     assert good.startswith(
-        f"pipemem launch {TINY} --set 'megatron.split=[1, 2]' --set schedule.name=v-half --set output="
+        f"pipemem launch {run} --set 'megatron.split=[1, 2]' --set schedule.name=v-half --set output="
     )
     assert bad.startswith("# ") and "no-such" in bad
     assert not (tmp_path / "out").exists()

@@ -65,14 +65,20 @@ def queued(store: Store) -> set[int]:
     return {index for index, _ in _elements(store)}
 
 
-def under_way(store: Store) -> set[int]:
+def under_way(store: Store, on_wait: Callable[[list[int]], object]) -> set[int]:
     """As `queued`, once those that are just ending have left: one that was cancelled will have no result.
+
+    Args:
+        store: the grid.
+        on_wait: called once with the points that are ending, if there are any; a broken node may hold them for ever.
 
     Raises:
         UnsupportedError: Slurm does not answer.
     """
     elements = _elements(store)
-    while any(state == _COMPLETING for _, state in elements):
+    if ending := _ending(elements):
+        on_wait(ending)
+    while _ending(elements):
         time.sleep(_POLL_SECONDS)
         elements = _elements(store)
     return {index for index, _ in elements}
@@ -104,6 +110,10 @@ def _elements(store: Store) -> list[tuple[int, str]]:
     listed = _slurm(["squeue", "--noheader", "--array", "--user", getpass.getuser(), "--format", "%F %K %t"])
     elements = [line.split() for line in listed.splitlines() if line.strip()]
     return [(int(element), state) for job, element, state in elements if job in jobs and element.isdigit()]
+
+
+def _ending(elements: Sequence[tuple[int, str]]) -> list[int]:
+    return [index for index, state in elements if state == _COMPLETING]
 
 
 def _jobs_file(store: Store) -> Path:
