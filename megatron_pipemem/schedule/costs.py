@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.action import VOCABULARY, Kind
+from megatron_pipemem.schedule.brief import changed_fields
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts, per_device
 
@@ -51,6 +52,9 @@ class Channel:
     reload: PerStage | None = None
     duplex: bool = False
     switches: tuple[tuple[int, ...], ...] = ()
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
 
     def __post_init__(self) -> None:
         for name in ("offload", "reload"):
@@ -151,6 +155,9 @@ class Costs:
     vocabulary: VocabularyCosts | None = None
     copy_sum: PerStage = 0.0
     recompute_selective: PerStage | None = None
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
 
     def __post_init__(self) -> None:
         for name, kind in _PRICED:

@@ -26,6 +26,12 @@ class Placement:
     devices: tuple[int, ...]
     replicas: int = 1
 
+    def __repr__(self) -> str:
+        copies = "" if self.replicas == 1 else f", {self.replicas} replicas"
+        if len(self.devices) > 16:
+            return f"<Placement {self.name}: {self.num_stages} stages on {self.num_devices} devices{copies}>"
+        return f"<Placement {self.name}: {', '.join(map(str, self.devices))}{copies}>"
+
     def __post_init__(self) -> None:
         held = set(self.devices)
         if not held or held != set(range(len(held))):

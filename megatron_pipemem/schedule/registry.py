@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 
 from megatron_pipemem.errors import PipememError, UnknownScheduleError, UnsupportedError
+from megatron_pipemem.schedule.brief import brief
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.schedule import Schedule
@@ -63,6 +64,9 @@ class Family:
     offloads: bool = False
     replicas: int = 1
     fewest_microbatches: Callable[[int], int] = lambda num_devices: 1
+
+    def __repr__(self) -> str:
+        return f"<Family {brief(self.name)}: {brief(self.placement)}, peak {brief(self.peak)}, bubble {brief(self.bubble)}>"
 
 
 _FAMILIES: dict[str, Family] = {}

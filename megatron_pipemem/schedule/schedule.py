@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_pipemem.schedule.action import FORWARD, RECOMPUTE, Action, Kind
+from megatron_pipemem.schedule.brief import brief
 from megatron_pipemem.schedule.csv_format import read_table, write_table
 from megatron_pipemem.schedule.csv_header import write_header
 from megatron_pipemem.schedule.placement import Placement
@@ -46,6 +47,13 @@ class Schedule:
     pieces: int = 1
     updates: WeightUpdates | None = None
     vocabulary: int = 0
+
+    def __repr__(self) -> str:
+        size = f"{self.num_stages} stages on {self.num_devices} devices"
+        return (
+            f"<Schedule {brief(self.name)}: {size} ({self.placement.name}), {self.num_microbatches} microbatches, "
+            f"{sum(map(len, self.orders))} actions>"
+        )
 
     @property
     def num_devices(self) -> int:
@@ -155,6 +163,9 @@ class Program:
 
     schedule: Schedule
     actions: tuple[Order, ...]
+
+    def __repr__(self) -> str:
+        return f"<Program of {self.schedule!r}, {sum(map(len, self.actions))} with messages>"
 
     @property
     def placement(self) -> Placement:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.action import COLLECTIVES, MEMORY, VOCABULARY, Action, Kind
+from megatron_pipemem.schedule.brief import brief
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Order, Schedule, recomputed_stages
@@ -125,6 +126,13 @@ class Timeline:
     host_peaks: tuple[float, ...] = ()
     collectives: tuple[CollectiveTransfer, ...] = ()
     copy_sums: tuple[CopySum, ...] = ()
+
+    def __repr__(self) -> str:
+        schedule = self.schedule
+        return (
+            f"<Timeline of {brief(schedule.name)}: {schedule.num_devices} devices, {schedule.num_microbatches} microbatches, "
+            f"makespan {self.makespan:.6g}, bubble {self.bubble_rate:.2%}, peak {self.peak:.4g}>"
+        )
 
     @cached_property
     def makespan(self) -> float:

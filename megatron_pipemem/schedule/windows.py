@@ -76,6 +76,9 @@ class Window:
     versions: Mapping[Action, int]
     updates: Mapping[Action, frozenset[int]]
 
+    def __repr__(self) -> str:
+        return f"<Window of {self.batch} microbatches, {sum(map(len, self.actions))} actions, of {self.stream!r}>"
+
     @cached_property
     def program(self) -> Program:
         """For the executor. ``stream`` is what was proved."""

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import COMPUTE, Kind
+from megatron_pipemem.schedule.brief import brief
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.options import OFF, OFFLOAD
@@ -41,6 +42,12 @@ class OffloadPlan:
     base_timeline: Timeline
     kept: Mapping[Key, str]
     memory_cap: tuple[float, ...] | None = None
+
+    def __repr__(self) -> str:
+        """Without what would have to be simulated first."""
+        size = f"{self.base.num_devices} devices, {self.base.num_microbatches} microbatches"
+        moved = f"{len(self.offloaded)} activations leave, {len(self.kept)} stay"
+        return f"<OffloadPlan of {brief(self.base.name)}: {size}, {moved}>"
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.brief import brief
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.families.offload import uniform_repeating
 from megatron_pipemem.schedule.offload.plan import OffloadPlan, plan_offload
@@ -41,6 +42,9 @@ class OffloadCandidate(NamedTuple):
     plan: OffloadPlan
     found_by: str
 
+    def __repr__(self) -> str:
+        return f"<OffloadCandidate {self.plan!r}, found by {brief(self.found_by)}>"
+
     @property
     def recomputed(self) -> Mapping[int, Kind]:
         return self.plan.schedule.recomputed
@@ -57,6 +61,9 @@ class OffloadSearchResult:
 
     candidates: tuple[OffloadCandidate, ...]
     seconds: float
+
+    def __repr__(self) -> str:
+        return f"<OffloadSearchResult: {self.plan!r}, best of {len(self.candidates)} in {self.seconds:.3g} s>"
 
     @property
     def best(self) -> OffloadCandidate:

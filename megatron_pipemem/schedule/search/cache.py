@@ -6,6 +6,8 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -69,8 +71,17 @@ class ResultCache:
             logger.warning("cannot keep the search: %s", error)
 
     def _path(self, question: object) -> Path:
-        text = f"{_code_version()} {question!r}"
+        text = f"{_code_version()} {_in_full(question)!r}"
         return (self._folder or default_folder()) / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+
+
+def _in_full(asked: object) -> object:
+    """With every field of every dataclass: what these print leaves some out."""
+    if is_dataclass(asked):
+        return (type(asked).__name__, *(_in_full(getattr(asked, field.name)) for field in fields(asked)))
+    if isinstance(asked, Mapping):
+        return tuple((key, _in_full(value)) for key, value in asked.items())
+    return tuple(map(_in_full, asked)) if isinstance(asked, list | tuple) else asked
 
 
 @lru_cache(maxsize=1)

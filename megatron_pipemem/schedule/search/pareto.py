@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.brief import brief
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import synchronous_schedules
@@ -40,6 +41,13 @@ class Choice:
     cap: float | None
     dominated: bool
 
+    def __repr__(self) -> str:
+        cap = "" if self.cap is None else f" under {self.cap:.4g}"
+        return (
+            f"<Choice {brief(self.schedule.name)}{cap}: peak {self.peak:.4g}, makespan {self.makespan:.6g}, bubble "
+            f"{self.bubble_rate:.2%}{', dominated' if self.dominated else ''}>"
+        )
+
 
 @dataclass(frozen=True)
 class Trade:
@@ -52,6 +60,9 @@ class Trade:
 
     less: Choice
     more: Choice
+
+    def __repr__(self) -> str:
+        return f"<Trade: {self}>"
 
     def __str__(self) -> str:
         saved = self.less.bubble_rate - self.more.bubble_rate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_pipemem.schedule.brief import brief
 from megatron_pipemem.schedule.schedule import Schedule
 
 
@@ -25,6 +26,12 @@ class Candidate:
     lower_bound: float
     found_by: str
 
+    def __repr__(self) -> str:
+        return (
+            f"<Candidate {self.schedule.placement.name} of {self.schedule.num_stages} stages: makespan {self.makespan:.6g}, "
+            f"bound {self.lower_bound:.6g}, peak {max(self.peaks):.4g}, found by {brief(self.found_by)}>"
+        )
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -39,6 +46,13 @@ class SearchResult:
     candidates: tuple[Candidate, ...]
     lower_bound: float
     seconds: float
+
+    def __repr__(self) -> str:
+        return (
+            f"<SearchResult: makespan {self.makespan:.6g}, bound {self.lower_bound:.6g}, peak {max(self.peaks):.4g}, "
+            f"{self.schedule.placement.name} of {self.schedule.num_stages} stages, best of {len(self.candidates)} "
+            f"placements in {self.seconds:.3g} s>"
+        )
 
     @property
     def best(self) -> Candidate:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.brief import brief
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.options import OFF
 from megatron_pipemem.schedule.schedule import Schedule
@@ -35,6 +36,9 @@ class VocabularyOption:
     timeline: Timeline
     layers: tuple[int, ...] | None
 
+    def __repr__(self) -> str:
+        return f"<VocabularyOption {self.name}: {self.timeline!r}>"
+
     @property
     def schedule(self) -> Schedule:
         return self.timeline.schedule
@@ -51,6 +55,9 @@ class VocabularyChoice:
     best: VocabularyOption
     reason: str
     options: Mapping[str, VocabularyOption]
+
+    def __repr__(self) -> str:
+        return f"<VocabularyChoice {self.best.name} of {', '.join(self.options)}: {brief(self.reason)}>"
 
     def without(self, name: str) -> VocabularyChoice:
         """The choice among the other options."""

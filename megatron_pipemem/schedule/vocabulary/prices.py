@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.action import COLLECTIVES, Kind
+from megatron_pipemem.schedule.brief import changed_fields
 
 PerDevice = float | Sequence[float]
 
@@ -35,6 +36,9 @@ class VocabularyCosts:
     embed_gradient: PerDevice = 0.0
     loss: float = 0.0
     collectives: float | Mapping[Kind, float] = 0.0
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
 
     def __post_init__(self) -> None:
         for name in ("score", "gradient", "embed", "embed_gradient", "loss"):

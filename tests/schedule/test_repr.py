@@ -1,0 +1,82 @@
+"""What the public objects print: one short line, whatever their size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_pipemem import Costs, build_schedule, search_schedule, simulate
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Channel
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.offload import plan_offload
+from megatron_pipemem.schedule.offload.search import search_offload
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import families
+from megatron_pipemem.schedule.search.cache import ResultCache
+from megatron_pipemem.schedule.search.pareto import choices, trades
+from megatron_pipemem.schedule.vocabulary.choice import choose_vocabulary
+from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts
+
+PER_STAGE = Costs(
+    *(tuple(1 + stage / 7 for stage in range(64)) for _ in range(3)),
+    p2p={(device, device + 1): 0.1 for device in range(31)},
+    memory={Kind.F: tuple(float(1 << 30) for _ in range(64))},
+    channel=Channel(tuple(1 / 3 for _ in range(64)), switches=(tuple(range(32)),)),
+    vocabulary=VocabularyCosts(score=tuple(range(32))),
+    recompute=tuple(1 + stage / 9 for stage in range(64)),
+    copy_sum=tuple(1 + stage / 9 for stage in range(64)),
+)
+
+
+def public_objects() -> dict[str, object]:
+    schedule = build_schedule("v-half", num_devices=16, num_microbatches=64)
+    small = build_schedule("1f1b", num_devices=4, num_microbatches=8)
+    found = search_schedule(num_devices=4, num_microbatches=8, seconds=0.2)
+    compared = choices(4, 8, caps=[0.75], seconds=0.2)
+    away = search_offload(4, 8, Costs(channel=Channel(0.5)), 0.5, seconds=0.2)
+    return {
+        "schedule": schedule,
+        "schedule with a long name": replace(schedule, name="a very long name\n" * 50),
+        "program": lower(schedule),
+        "timeline": simulate(schedule),
+        "search": found,
+        "candidate": found.best,
+        "choice": compared[0],
+        "trade": trades([choice for choice in compared if not choice.dominated])[0],
+        "offload plan": plan_offload(schedule, Costs(channel=Channel(0.5)), "half"),
+        "offload search": away,
+        "offload candidate": away.best,
+        "placement": Placement.wave(128, 8),
+        "replicas": Placement.bidirectional(4),
+        "vocabulary": choose_vocabulary(small, Costs(), 1.0),
+        "vocabulary option": choose_vocabulary(small, Costs(), 1.0).best,
+        "costs": PER_STAGE,
+        "channel": PER_STAGE.channel,
+        **{family.name: family for family in families()},
+    }
+
+
+def test_everything_public_prints_as_one_short_line():
+    for what, each in public_objects().items():
+        text = repr(each)
+        assert len(text) < 200 and text.isprintable(), (what, text)
+
+
+def test_it_says_what_it_is_how_large_and_how_long():
+    schedule = build_schedule("v-half", num_devices=4, num_microbatches=8)
+    assert repr(schedule) == "<Schedule v-half: 8 stages on 4 devices (v), 8 microbatches, 192 actions>"
+    timeline = repr(simulate(schedule))
+    assert timeline == "<Timeline of v-half: 4 devices, 8 microbatches, makespan 26.5, bubble 9.43%, peak 0.75>"
+    assert repr(Costs(1, 1.5, 0.5)) == "Costs(backward_input=1.5, backward_weight=0.5)"
+    found = repr(search_schedule(num_devices=2, num_microbatches=2, seconds=0.0))
+    assert "makespan" in found and "bound" in found and "placements" in found
+
+
+def test_costs_that_print_alike_are_still_searched_for_one_by_one(tmp_path):
+    """Kept searches are found by what was asked in full."""
+    cache = ResultCache(tmp_path)
+    other = replace(PER_STAGE, backward_input=tuple(reversed(PER_STAGE.backward_input)))
+    assert repr(other) == repr(PER_STAGE) and other != PER_STAGE
+    assert cache._path((8, PER_STAGE)) != cache._path((8, other)) and cache._path((8, other)) == cache._path((8, other))
+    far, near = Placement.linear(20), Placement.from_devices((*range(1, 20), 0))
+    assert cache._path((far,)) != cache._path((near,))
