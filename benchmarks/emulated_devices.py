@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_pipemem import Costs, build_schedule
+from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search import search_schedule
 
@@ -194,8 +195,7 @@ def main() -> None:
         for devices in arguments.devices
         for ratio in arguments.costs
     ]
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_whole(arguments.output, json.dumps(results, indent=1) + "\n")
     Console().print(f"written to {arguments.output}")
 
 

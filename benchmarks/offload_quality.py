@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.families.offload import uniform_repeating
 from megatron_pipemem.schedule.lowering import lower
@@ -154,8 +155,7 @@ def main() -> None:
     }
     for title, rows in tables.items():
         show(console, title, rows)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(tables, indent=1) + "\n", encoding="utf-8")
+    write_whole(arguments.output, json.dumps(tables, indent=1) + "\n")
     console.print(f"written to {arguments.output}")
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from megatron_pipemem.files import write_whole
 from megatron_pipemem.planner.cluster import GIB, Cluster
 from megatron_pipemem.planner.loading import load
 from megatron_pipemem.planner.model import Model
@@ -300,8 +301,7 @@ def main() -> None:
                 console.print(table(title, rows))
             console.print(f"Where they differ: {MISSES[name]}\n")
             results |= {title: [asdict(row) for row in rows] for title, rows in tables.items()}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_whole(arguments.output, json.dumps(results, indent=1) + "\n")
     console.print(f"written to {arguments.output}")
 
 

@@ -22,6 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 from megatron_pipemem import Costs, search_schedule, simulate
+from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import synchronous_schedules
@@ -284,8 +285,7 @@ def main() -> None:
         console.print("wrong costs: mean and worst makespan over that of a plan for the true ones", style="bold")
         console.print(losses)
         results["wrong costs"] = {"rows": [asdict(w) for w in wrong], "mean and worst": losses}
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_whole(arguments.output, json.dumps(results, indent=1) + "\n")
     console.print(f"written to {arguments.output}")
 
 

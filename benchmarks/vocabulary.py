@@ -29,6 +29,7 @@ from rich.progress import track
 from rich.table import Table
 
 from megatron_pipemem import Costs, build_schedule, simulate
+from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.vocabulary.baselines import head_on_last_stage, interlaced, redistribute
 from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
@@ -314,8 +315,7 @@ def run_simulated(arguments: argparse.Namespace) -> int:
 
 
 def written(console: Console, data: object, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(data, indent=1) + "\n")
     console.print(f"written to {path}")
 
 

@@ -82,6 +82,10 @@ class OffloadError(PipememError, RuntimeError):
     """Activations could not be moved, or were used while they were away."""
 
 
+class OutputError(PipememError, OSError):
+    """A file that cannot be written."""
+
+
 class ConfigError(PipememError, ValueError):
     """A configuration that cannot be read or makes no sense.
 

@@ -35,6 +35,7 @@ from rich.table import Table
 
 from megatron_pipemem.cli.run import run as run_script
 from megatron_pipemem.cpu.ranks import end_ranks, start_ranks
+from megatron_pipemem.files import write_whole
 from megatron_pipemem.planner.launching import CPU_FLAGS, words
 from megatron_pipemem.report import save_comparison
 from megatron_pipemem.schedule.registry import build_schedule, family
@@ -339,9 +340,9 @@ def main() -> int:
                 console.print(str(error), highlight=False, markup=False, soft_wrap=True)
     rows = compare(rows)
     summary = output / "summary.json"
-    summary.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     if rows:
         console.print(table(rows))
+    write_whole(summary, json.dumps(rows, indent=2) + "\n")
     timelines = [planned(name) for name in dict.fromkeys(run.schedule for run in runs)]
     save_comparison(timelines, output / "comparison.png")
     console.print(

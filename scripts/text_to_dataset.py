@@ -16,6 +16,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_pipemem.errors import OutputError
+from megatron_pipemem.files import whole_file
+
 END_OF_DOCUMENT = 256
 DEFAULT_GLOBS = ("*.py", "*.txt", "*.md")
 
@@ -64,20 +67,23 @@ def write_dataset(documents: Sequence[Path], prefix: Path) -> int:
     """Write ``prefix.bin`` and ``prefix.idx``; the number of tokens.
 
     Tokens are unsigned 16-bit numbers, the type that Megatron chooses for a vocabulary of this size.
+
+    Raises:
+        OutputError: the files cannot be written.
     """
     import numpy
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    builder = IndexedDatasetBuilder(get_bin_path(str(prefix)), dtype=numpy.uint16)
     num_tokens = 0
-    for document in documents:
-        text = numpy.frombuffer(document.read_bytes(), dtype=numpy.uint8)
-        tokens = torch.from_numpy(numpy.append(text.astype(numpy.int32), numpy.int32(END_OF_DOCUMENT)))
-        builder.add_document(tokens, [len(tokens)])
-        num_tokens += len(tokens)
-    builder.finalize(get_idx_path(str(prefix)))
+    with whole_file(get_idx_path(str(prefix))) as index, whole_file(get_bin_path(str(prefix))) as text_file:
+        builder = IndexedDatasetBuilder(str(text_file), dtype=numpy.uint16)
+        for document in documents:
+            text = numpy.frombuffer(document.read_bytes(), dtype=numpy.uint8)
+            tokens = torch.from_numpy(numpy.append(text.astype(numpy.int32), numpy.int32(END_OF_DOCUMENT)))
+            builder.add_document(tokens, [len(tokens)])
+            num_tokens += len(tokens)
+        builder.finalize(str(index))
     return num_tokens
 
 
@@ -90,14 +96,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         parts = split(find_documents(options.folder, options.glob), options.valid_fraction)
-    except DatasetError as error:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        for name, documents in zip(("train", "valid"), parts, strict=True):
+            if documents:
+                prefix = options.output.with_name(f"{options.output.name}_{name}")
+                print(f"{prefix}: {len(documents)} documents, {write_dataset(documents, prefix)} tokens", flush=True)
+    except (DatasetError, OutputError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for name, documents in zip(("train", "valid"), parts, strict=True):
-        if documents:
-            prefix = options.output.with_name(f"{options.output.name}_{name}")
-            print(f"{prefix}: {len(documents)} documents, {write_dataset(documents, prefix)} tokens", flush=True)
     return 0
 
 

@@ -28,6 +28,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for the compariso
 import torch
 from gpt_stack import Loop, Shape, make_inputs, make_stack
 
+from megatron_pipemem.files import write_whole
 from megatron_pipemem.runtime.offload import OffloadEngine
 from megatron_pipemem.runtime.offload.channel import Channel, Copy, Direction
 from megatron_pipemem.runtime.offload.cuda_channel import CudaChannel
@@ -435,8 +436,7 @@ def main() -> int:
                 say(f"{shape}{'' if recompute else ' without recompute'}: does not fit into this GPU, left out\n")
             # Written as it grows: a run that is cut short keeps what it has.
             result = {"machine": machine.name, "bandwidths": bandwidths, "layers": layers, "loops": loops}
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(json.dumps(result, default=asdict, indent=1))
+            write_whole(options.output, json.dumps(result, default=asdict, indent=1) + "\n")
     say(layer_table(layers) + "\n")
     say(loop_table(loops) + "\n")
     missed = failures(loops, with_speed=machine.is_gpu)

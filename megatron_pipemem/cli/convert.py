@@ -22,6 +22,7 @@ from megatron_pipemem.cli.common import (
     print_json,
 )
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.schedule.csv_format import LETTERS, write_table
 from megatron_pipemem.schedule.csv_header import write_header
 from megatron_pipemem.schedule.lowering import lower
@@ -58,6 +59,7 @@ def convert(
     """
     if target.suffix not in _SUFFIXES:
         raise UnsupportedError(f"cannot tell a format from {target.name!r}: end it in {' or '.join(_SUFFIXES)}")
+    check_writable(target)
     schedule = load_schedule(source, devices, microbatches, chunks, memory_cap, options, from_dialect).schedule
     with_messages = target.suffix == ".txt" if lowered is None else lowered
     letters = "torch-new" if to_dialect == "torch" else to_dialect
@@ -68,10 +70,7 @@ def convert(
             "--to pipemem"
         )
     rows = _program(schedule, letters) if with_messages else schedule.orders
-    try:
-        target.write_text(header + write_table(rows, letters), encoding="utf-8")
-    except OSError as error:
-        raise UnsupportedError(f"cannot write {target}: {error.strerror or error}") from error
+    write_whole(target, header + write_table(rows, letters))
     actions = sum(map(len, rows))
     if as_json:
         print_json(

@@ -11,6 +11,7 @@ import typer
 from megatron_pipemem.cli.common import P2P, CostsText, Json, check_size, console, parse_costs, print_json, report_note
 from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, priced_head
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.files import check_writable
 from megatron_pipemem.report import pareto as picture
 from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.placement import Placement
@@ -44,6 +45,8 @@ def pareto(
     train, or hold, something else.
     """
     check_size(devices, microbatches)
+    if output is not None:
+        check_writable(output)
     prices = replace(parse_costs(costs, p2p), memory=None)
     wanted = useful_caps(devices) if caps is None else _parse_caps(caps)
     head = Head(vocab_parallel, head_cost, layers)
@@ -64,10 +67,6 @@ def pareto(
             report_note(f"no schedule was found that fits a memory cap of {cap:.4g}")
     front = [choice for choice in found if not choice.dominated]
     cheap = trades(front)
-    if output is not None:
-        line = picture.Bound("bound of V", bound_line(Placement.v_shape(devices), microbatches, prices, sorted(wanted)))
-        title = f"p = {devices}, m = {microbatches}, costs {costs}"
-        picture.save_pareto([_point(choice) for choice in found], output, [line], title)
     if as_json:
         print_json(
             {
@@ -76,16 +75,20 @@ def pareto(
                 "output": None if output is None else str(output),
             }
         )
-        return
-    out = console()
-    out.print(picture.table([_point(choice) for choice in (found if show_all else front)]))
-    for trade in cheap:
-        out.print(str(trade), soft_wrap=True, markup=False)
-    hidden = len(found) - len(front)
-    if hidden and not show_all:
-        out.print(f"{hidden} dominated schedules are not listed; --all lists them", soft_wrap=True, markup=False)
+    else:
+        out = console()
+        out.print(picture.table([_point(choice) for choice in (found if show_all else front)]))
+        for trade in cheap:
+            out.print(str(trade), soft_wrap=True, markup=False)
+        hidden = len(found) - len(front)
+        if hidden and not show_all:
+            out.print(f"{hidden} dominated schedules are not listed; --all lists them", soft_wrap=True, markup=False)
     if output is not None:
-        out.print(str(output), soft_wrap=True, markup=False)
+        line = picture.Bound("bound of V", bound_line(Placement.v_shape(devices), microbatches, prices, sorted(wanted)))
+        title = f"p = {devices}, m = {microbatches}, costs {costs}"
+        picture.save_pareto([_point(choice) for choice in found], output, [line], title)
+        if not as_json:
+            console().print(str(output), soft_wrap=True, markup=False)
 
 
 def _parse_caps(text: str) -> list[float]:

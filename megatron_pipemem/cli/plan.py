@@ -18,11 +18,12 @@ from rich.table import Table
 from megatron_pipemem.cli.common import Json, console, fail, print_json
 from megatron_pipemem.cli.launch import Set
 from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.planner.cluster import GIB
 from megatron_pipemem.planner.loading import load
 from megatron_pipemem.planner.profile import Profile
 from megatron_pipemem.planner.runs import Run
-from megatron_pipemem.planner.search.output import facts, write_run
+from megatron_pipemem.planner.search.output import facts, run_files
 from megatron_pipemem.planner.search.planning import Answer, Plan, plan
 from megatron_pipemem.planner.search.prices import Pace
 from megatron_pipemem.planner.search.space import KEYS, Limits
@@ -69,11 +70,13 @@ def plan_command(
     Context and expert parallelism, the global batch and all flags stay as the run has them.
     """
     run = load(run_file, Run, overrides or ())
+    if output is not None:
+        check_writable(output)
     limits, nbytes = _limits(only or ()), None if memory is None else _bytes(memory)
     pace = None if profile is None else _pace(profile, run)
     with _progress() as tell:
         answer = plan(run, nbytes, limits, top, search_seconds, tell, pace)
-    written = write_run(answer.plans[0], output) if output is not None and answer.plans else []
+    files = run_files(answer.plans[0], output) if output is not None and answer.plans else {}
     if as_json:
         print_json(
             {
@@ -81,11 +84,15 @@ def plan_command(
                 "rejected": dict(answer.rejected.most_common()),
                 "considered": answer.considered,
                 "seconds": answer.seconds,
-                "output": [str(path) for path in written],
+                "output": [str(path) for path in files],
             }
         )
     else:
-        _print(answer, written)
+        _print(answer)
+    for path, text in files.items():
+        write_whole(path, text)
+        if not as_json:
+            console().print(str(path), soft_wrap=True, markup=False)
     if not answer.plans:
         fail(UnsupportedError(f"{run_file}: nothing fits; {_advice(answer.rejected)}"))
 
@@ -132,7 +139,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield tell
 
 
-def _print(answer: Answer, written: Sequence[Path]) -> None:
+def _print(answer: Answer) -> None:
     out = console()
     if answer.plans:
         out.print(_table(answer.plans))
@@ -144,8 +151,6 @@ def _print(answer: Answer, written: Sequence[Path]) -> None:
         reasons.add_row(str(sum(count for _, count in common[_REASONS:])), "other reasons; --json lists all")
     out.print(reasons)
     out.print(f"{answer.considered} ways considered in {answer.seconds:.1f} s", soft_wrap=True)
-    for path in written:
-        out.print(str(path), soft_wrap=True, markup=False)
 
 
 def _table(plans: Sequence[Plan]) -> Table:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from megatron_pipemem.cli.common import Json, console, print_json, report_note
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.planner.cluster import Cluster
 from megatron_pipemem.planner.loading import load, typed
 from megatron_pipemem.planner.model import Execution, Model
@@ -58,6 +59,8 @@ def profile(
         raise UnsupportedError("what is to be profiled? give a run configuration, or --model NAME")
     if fake and formulas:
         raise UnsupportedError("--fake runs Megatron's modules and --formulas runs nothing; give one of them")
+    if output is not None:
+        check_writable(output)
     if run is not None:
         asked = load(run, Run)
         shape, execution = asked.model, asked.execution
@@ -80,13 +83,12 @@ def profile(
     layers = even_layers(shape.layers, stages or 1)
     result = found.to_json(layers, machine.inter_node if machine.nodes > 1 else machine.intra_node, placement)
     result["profile"]["offload_ratio"] = _ratios(found, machine)
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(result, indent=2), encoding="utf-8")
     if as_json:
         print_json(result)
     else:
         _print(found, layers, result["profile"]["offload_ratio"], run or model)
+    if output is not None:
+        write_whole(output, json.dumps(result, indent=2) + "\n")
 
 
 def _placement(run: Run) -> Placement | None:

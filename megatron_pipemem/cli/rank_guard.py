@@ -19,12 +19,12 @@ import time
 import traceback
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
 
 from megatron_pipemem.errors import PipememError
+from megatron_pipemem.files import write_whole
 
 _POLL_SECONDS = 0.5
 _STORE_TIMEOUT = timedelta(seconds=5)
@@ -189,7 +189,7 @@ def _report(error: BaseException) -> None:
         # torchrun compares whole seconds and takes the lowest rank among equals; a second less keeps this one first.
         details = {"py_callstack": trace, "timestamp": str(int(time.time()) - 1)}
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": _summary(error), "extraInfo": details}}))
+            write_whole(path, json.dumps({"message": {"message": _summary(error), "extraInfo": details}}))
     elif wanted:
         console.print(trace, markup=False, end="")
     console.print(f"rank {os.environ.get('RANK', 0)} failed: {_summary(error)}", style="bold red", markup=False)

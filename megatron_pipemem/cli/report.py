@@ -33,25 +33,28 @@ def show(store: Store, picture: Path, as_json: bool) -> list[Result | None]:
     points = [
         _point(result) for result in results if result is not None and result.peak_bytes and result.seconds_per_step
     ]
-    drawn = save_picture(points, picture, store.folder.name) if points else None
+    drawn = picture if points else None
     missing = [index for index, result in enumerate(results) if result is None]
     if as_json:
         chosen = {point.number for point in front(points)}
         rows = [_facts(result) | {"front": result.index in chosen} for result in results if result is not None]
         print_json({"results": rows, "missing": missing, "picture": None if drawn is None else str(drawn)})
-        return results
-    out = console()
+    else:
+        _print(points, results, [label(settings[index]) for index in missing])
+    if drawn is not None:
+        save_picture(points, drawn, store.folder.name)
+        if not as_json:
+            console().print(str(drawn), soft_wrap=True, markup=False)
+    return results
+
+
+def _print(points: Sequence[RunPoint], results: Sequence[Result | None], missing: Sequence[str]) -> None:
     if points:
-        out.print(table(points))
+        console().print(table(points))
     for status in ("failed", "infeasible"):
         _print_reasons(status, [result for result in results if result is not None and result.status == status])
     if missing:
-        out.print(
-            f"without a result: {'; '.join(label(settings[index]) for index in missing)}", soft_wrap=True, markup=False
-        )
-    if drawn is not None:
-        out.print(str(drawn), soft_wrap=True, markup=False)
-    return results
+        console().print(f"without a result: {'; '.join(missing)}", soft_wrap=True, markup=False)
 
 
 def _print_reasons(status: str, results: Sequence[Result]) -> None:

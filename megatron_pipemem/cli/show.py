@@ -29,6 +29,7 @@ from megatron_pipemem.cli.common import (
     with_channel,
 )
 from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, apply_head
+from megatron_pipemem.files import check_writable
 from megatron_pipemem.report import check_suffix, save_comparison, terminal_timeline
 from megatron_pipemem.report.timeline import boxes
 from megatron_pipemem.schedule.simulator import Timeline
@@ -58,6 +59,7 @@ def show(
     """Draw when every action runs and what every device holds: in the terminal, or into a file."""
     if output is not None:
         check_suffix(output)
+        check_writable(output)
     prices = with_channel(parse_costs(costs, p2p), offload_ratio)
     choice = OffloadChoice(offload, host_memory)
     timelines = []
@@ -67,15 +69,15 @@ def show(
         if reason and not as_json:
             report_note(f"{name}: {reason}")
         timelines.append(run_simulator(loaded.schedule, priced))
-    if output is not None:
-        save_comparison(timelines, output)
     if as_json:
         print_json([_data(timeline, output) for timeline in timelines])
-    elif output is not None:
-        console().print(str(output), soft_wrap=True, markup=False)
-    else:
+    elif output is None:
         for timeline in timelines:
             console().print(terminal_timeline(timeline, timelines))
+    if output is not None:
+        save_comparison(timelines, output)
+        if not as_json:
+            console().print(str(output), soft_wrap=True, markup=False)
 
 
 def _data(timeline: Timeline, output: Path | None) -> dict[str, object]:

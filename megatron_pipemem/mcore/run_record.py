@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_pipemem.files import write_whole
 from megatron_pipemem.mcore.sources import Plan
 from megatron_pipemem.mcore.weight_memory import WeightBytes, predict_weights
 from megatron_pipemem.report import save_timeline
@@ -132,11 +133,9 @@ class RunRecord:
             return
         ranks = [summary for summary in gathered if summary is not None]
         if self.report is not None:
-            self.report.parent.mkdir(parents=True, exist_ok=True)
-            self.report.write_text(json.dumps(_report(ranks), indent=2) + "\n", encoding="utf-8")
+            write_whole(self.report, json.dumps(_report(ranks), indent=2) + "\n")
             logger.info("wrote %s", self.report)
         if self.trace is not None and self._program is not None:
-            self.trace.mkdir(parents=True, exist_ok=True)
             planned = self._plan.timeline
             for name, timeline in (("plan", planned), ("run", self._measured_timeline(ranks, planned))):
                 for suffix in ("png", "json"):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.files import write_whole
 from megatron_pipemem.report.terminal import TerminalTimeline
 from megatron_pipemem.schedule.simulator import Timeline
 
@@ -25,7 +26,8 @@ def save_timeline(timeline: Timeline, path: str | Path) -> Path:
     Folders are made as needed. Returns the path.
 
     Raises:
-        UnsupportedError: the suffix is none of these, the file cannot be written, or matplotlib is missing.
+        UnsupportedError: the suffix is none of these, or matplotlib is missing.
+        OutputError: the file cannot be written.
     """
     return _save([timeline], path)
 
@@ -39,22 +41,19 @@ def _save(timelines: Sequence[Timeline], path: str | Path) -> Path:
     path = Path(path)
     check_suffix(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".json":
             from megatron_pipemem.report.perfetto import to_json
 
-            path.write_text(to_json(timelines), encoding="utf-8")
+            write_whole(path, to_json(timelines))
         elif path.suffix == ".html":
             from megatron_pipemem.report.html import page
 
-            path.write_text(page(timelines), encoding="utf-8")
+            write_whole(path, page(timelines))
         else:
             from megatron_pipemem.report import figure
 
             drawn = figure.draw(timelines[0]) if len(timelines) == 1 else figure.compare(timelines)
             figure.save(drawn, path)
-    except OSError as error:
-        raise UnsupportedError(f"cannot write {path}: {error.strerror or error}") from error
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"a {path.suffix} picture needs {error.name}: pip install {error.name}, or write .html instead"

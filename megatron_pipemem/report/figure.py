@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_pipemem.files import whole_file
 from megatron_pipemem.report.timeline import (
     COPY_COLOURS,
     COPY_NAMES,
@@ -111,10 +112,15 @@ def compare(timelines: Sequence[Timeline]) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write PNG or SVG by the suffix of ``path``. The same run always gives the same bytes."""
+    """Write PNG or SVG by the suffix of ``path``. The same run always gives the same bytes.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
     with style():
         metadata = {"Date": None} if path.suffix == ".svg" else {}
-        figure.savefig(path, dpi=_DPI, metadata=metadata)
+        with whole_file(path) as beside:
+            figure.savefig(beside, format=path.suffix[1:], dpi=_DPI, metadata=metadata)
 
 
 def style() -> AbstractContextManager[None]:

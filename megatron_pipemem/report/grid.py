@@ -97,7 +97,8 @@ def save_picture(points: Sequence[RunPoint], path: str | Path, title: str = "") 
     """Draw the runs with their front; the suffix of ``path`` chooses PNG or SVG. Folders are made as needed.
 
     Raises:
-        UnsupportedError: the suffix is neither, there are no runs, the file cannot be written, or matplotlib is missing.
+        UnsupportedError: the suffix is neither, there are no runs, or matplotlib is missing.
+        OutputError: the file cannot be written.
     """
     path = Path(path)
     if path.suffix not in _SUFFIXES:
@@ -108,10 +109,7 @@ def save_picture(points: Sequence[RunPoint], path: str | Path, title: str = "") 
         from megatron_pipemem.report import figure
 
         with figure.style():
-            path.parent.mkdir(parents=True, exist_ok=True)
             figure.save(draw(points, title), path)
-    except OSError as error:
-        raise UnsupportedError(f"cannot write {path}: {error.strerror or error}") from error
     except ModuleNotFoundError as error:
         raise UnsupportedError(f"a {path.suffix} picture needs {error.name}: pip install {error.name}") from error
     return path

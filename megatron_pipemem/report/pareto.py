@@ -75,7 +75,8 @@ def save_pareto(points: Sequence[Point], path: str | Path, bounds: Sequence[Boun
     """Draw the points with their front; the suffix of ``path`` chooses PNG or SVG. Folders are made as needed.
 
     Raises:
-        UnsupportedError: the suffix is neither, there are no points, the file cannot be written, or matplotlib is missing.
+        UnsupportedError: the suffix is neither, there are no points, or matplotlib is missing.
+        OutputError: the file cannot be written.
     """
     path = Path(path)
     if path.suffix not in _SUFFIXES:
@@ -86,10 +87,7 @@ def save_pareto(points: Sequence[Point], path: str | Path, bounds: Sequence[Boun
         from megatron_pipemem.report import figure
 
         with figure.style():
-            path.parent.mkdir(parents=True, exist_ok=True)
             figure.save(draw(points, bounds, title), path)
-    except OSError as error:
-        raise UnsupportedError(f"cannot write {path}: {error.strerror or error}") from error
     except ModuleNotFoundError as error:
         raise UnsupportedError(f"a {path.suffix} picture needs {error.name}: pip install {error.name}") from error
     return path

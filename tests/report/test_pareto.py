@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 import pytest
 from rich.console import Console
 
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import OutputError, UnsupportedError
 from megatron_pipemem.report.pareto import Bound, Point, save_pareto, table
 
 POINTS = [
@@ -63,5 +63,5 @@ def test_refusals(tmp_path):
     with pytest.raises(UnsupportedError, match="no schedule is left"):
         save_pareto([], tmp_path / "front.png")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UnsupportedError, match="cannot write"):
+    with pytest.raises(OutputError, match="cannot write"):
         save_pareto(POINTS, tmp_path / "file" / "front.png")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import OutputError, UnsupportedError
 from megatron_pipemem.report import save_comparison, save_timeline
 from megatron_pipemem.report.perfetto import trace
 from megatron_pipemem.schedule.action import Kind
@@ -209,7 +209,7 @@ def test_other_suffixes_are_refused_by_naming_the_known(run, tmp_path, name):
 
 def test_unwritable_target(run, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UnsupportedError, match="cannot write"):
+    with pytest.raises(OutputError, match="cannot write"):
         save_timeline(run("1f1b", 1, 1), tmp_path / "file" / "run.html")
 
 

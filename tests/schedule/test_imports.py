@@ -53,9 +53,10 @@ def test_only_mcore_and_cpu_name_megatron(source):
     ("part", "may_import"),
     [
         ("errors", set()),
-        ("schedule", {"errors", "schedule"}),
-        ("planner", {"errors", "schedule", "planner", "report"}),
-        ("report", {"errors", "schedule", "report"}),
+        ("files", {"errors"}),
+        ("schedule", {"errors", "files", "schedule"}),
+        ("planner", {"errors", "files", "schedule", "planner", "report"}),
+        ("report", {"errors", "files", "schedule", "report"}),
         ("runtime", {"errors", "schedule", "runtime"}),
         ("cpu", {"errors", "cpu"}),
     ],

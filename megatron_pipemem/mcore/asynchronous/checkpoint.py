@@ -8,13 +8,13 @@ those into the checkpoint's folder. Without such files a run begins a new stream
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from megatron_pipemem.files import whole_file
 from megatron_pipemem.mcore.agreement import gather
 from megatron_pipemem.mcore.loop_arguments import checkpoint_folder
 from megatron_pipemem.mcore.patching import Symbol
@@ -88,11 +88,10 @@ def _file(purpose: str, iteration: int):
 
 def _write(saved: SavedVersions, iteration: int) -> None:
     path = _file("save", iteration)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
     older = {version: list(buffers.values()) for version, buffers in saved.older.items()}
-    torch.save({"schedule": saved.schedule, "batch": saved.batch, "before": saved.before, "older": older}, unfinished)
-    os.replace(unfinished, path)
+    kept = {"schedule": saved.schedule, "batch": saved.batch, "before": saved.before, "older": older}
+    with whole_file(path) as beside:
+        torch.save(kept, beside)
 
 
 def _read(iteration: int) -> SavedVersions | None:

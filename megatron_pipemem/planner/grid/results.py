@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_pipemem.files import write_whole
 from megatron_pipemem.planner.runs import Run
 
 Status = Literal["done", "failed", "infeasible"]
@@ -111,14 +111,8 @@ def step_seconds(log: str) -> float | None:
 
 
 def write_result(result: Result, path: Path) -> None:
-    """All of the file or nothing: whoever reads it meanwhile, and whatever ends this process."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        json.dump(asdict(result), file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    """Raises OutputError when it cannot be kept."""
+    write_whole(path, json.dumps(asdict(result), indent=2) + "\n")
 
 
 def read_result(path: Path) -> Result | None:

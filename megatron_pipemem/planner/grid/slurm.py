@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.files import write_whole
 from megatron_pipemem.planner.grid.results import Result
 from megatron_pipemem.planner.grid.store import Store
 from megatron_pipemem.planner.launching import min_nodes, ranks_per_node
@@ -126,7 +127,7 @@ def _remembered(store: Store) -> list[str]:
 
 
 def _remember(store: Store, job: str) -> None:
-    _jobs_file(store).write_text(json.dumps([*_remembered(store), job]) + "\n", encoding="utf-8")
+    write_whole(_jobs_file(store), json.dumps([*_remembered(store), job]) + "\n")
 
 
 def _slurm(words: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ from typing import IO, Any
 import yaml
 
 from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.files import write_whole
 from megatron_pipemem.planner.grid.config import Point, Settings, label, placed
 from megatron_pipemem.planner.grid.results import Result, collect, read_result, write_result
 from megatron_pipemem.planner.loading import load
@@ -70,9 +71,7 @@ class Store:
         for point in points:
             self._write(point)
         index = {"grid": str(source), "points": [asdict(_Entry(point.settings, point.changes)) for point in points]}
-        beside = self._index.with_suffix(".new")
-        beside.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        beside.replace(self._index)
+        write_whole(self._index, json.dumps(index, indent=2) + "\n")
 
     def resume(self, points: Sequence[Point]) -> None:
         """Take over what has become of points that were not worth starting: they are judged, and written, anew.
@@ -132,11 +131,9 @@ class Store:
             yield
 
     def _write(self, point: Point) -> None:
-        place = self.place(point.index)
-        place.mkdir(parents=True, exist_ok=True)
         if point.run is not None:
-            run = asdict(placed(point, place).run)
-            self.run_file(point.index).write_text(yaml.safe_dump(_plain(run), sort_keys=False), encoding="utf-8")
+            run = asdict(placed(point, self.place(point.index)).run)
+            write_whole(self.run_file(point.index), yaml.safe_dump(_plain(run), sort_keys=False))
         if point.reason is None:
             self.begin(point.index)
         else:

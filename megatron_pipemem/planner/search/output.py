@@ -13,25 +13,17 @@ from megatron_pipemem.planner.runs import Run
 from megatron_pipemem.planner.search.planning import Plan
 
 
-def write_run(plan: Plan, path: Path) -> list[Path]:
-    """Write a plan's run; an order that has no name goes beside it as a schedule file.
-
-    Returns:
-        What was written.
-    """
-    run, written = plan.run, [path]
+def run_files(plan: Plan, path: Path) -> dict[Path, str]:
+    """Files of a plan's run, with their texts: an order that has no name goes beside ``path`` as a schedule file."""
+    run, files = plan.run, {}
     if plan.order is not None:
         order = path.with_suffix(".csv")
-        order.parent.mkdir(parents=True, exist_ok=True)
-        order.write_text(plan.order.to_csv(), encoding="utf-8")
+        files[order] = plan.order.to_csv()
         choice = replace(run.schedule, name=str(order))
         if plan.order.offloads:  # which the file says itself, and a flag would plan afresh
             choice = replace(choice, offload="off")
         run = replace(run, schedule=choice)
-        written.append(order)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{_heading(plan)}{yaml.safe_dump(settings(run), sort_keys=False)}", encoding="utf-8")
-    return written
+    return files | {path: f"{_heading(plan)}{yaml.safe_dump(settings(run), sort_keys=False)}"}
 
 
 def settings(run: Run) -> dict[str, Any]:

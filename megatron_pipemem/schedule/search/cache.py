@@ -11,6 +11,7 @@ from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search.result import Candidate, SearchResult
@@ -62,11 +63,8 @@ class ResultCache:
         """Keep an answer."""
         try:
             path = self._path(question)
-            partial = path.with_suffix(f".{os.getpid()}.partial")
-            path.parent.mkdir(parents=True, exist_ok=True)
             kept = {"lower_bound": result.lower_bound, "candidates": [_to_json(each) for each in result.candidates]}
-            partial.write_text(json.dumps(kept), encoding="utf-8")
-            partial.replace(path)
+            write_whole(path, json.dumps(kept))
         except OSError as error:
             logger.warning("cannot keep the search: %s", error)
 
