@@ -13,8 +13,9 @@ from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParalle
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable
 from megatron_pipemem.report import pareto as picture
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.memory_cap import loosened
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search import MAX_CHUNKS
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.pareto import Choice, bound_line, choices, trades, useful_caps
@@ -51,6 +52,10 @@ def pareto(
     wanted = useful_caps(devices) if caps is None else _parse_caps(caps)
     head = Head(vocab_parallel, head_cost, layers)
     barriers = {"off": (0,), "auto": (0, 1, 2)}.get(vocab_parallel) or (BARRIERS_OF_ALGORITHM[int(vocab_parallel)],)
+
+    def priced(schedule: Schedule) -> Costs:
+        return priced_head(head, prices, schedule, schedule.vocabulary)
+
     found = choices(
         devices,
         microbatches,
@@ -59,7 +64,7 @@ def pareto(
         seconds,
         ResultCache(),
         barriers,
-        lambda schedule: priced_head(head, prices, schedule, schedule.vocabulary),
+        priced,
         MAX_CHUNKS if layers is None else max(1, min(MAX_CHUNKS, layers // devices)),
     )
     for cap in wanted:
@@ -84,9 +89,8 @@ def pareto(
         if hidden and not show_all:
             out.print(f"{hidden} dominated schedules are not listed; --all lists them", soft_wrap=True, markup=False)
     if output is not None:
-        line = picture.Bound("bound of V", bound_line(Placement.v_shape(devices), microbatches, prices, sorted(wanted)))
         title = f"p = {devices}, m = {microbatches}, costs {costs}"
-        picture.save_pareto([_point(choice) for choice in found], output, [line], title)
+        picture.save_pareto([_point(choice) for choice in found], output, bound_line(found, prices, priced), title)
         if not as_json:
             console().print(str(output), soft_wrap=True, markup=False)
 

@@ -48,7 +48,7 @@ STYLE = {
 }
 _TEXT, _QUIET = "#202124", "#5f6368"
 _HELD, _HELD_EDGE, _LIMIT = "#c9d3df", "#5b6f86", "#b3261e"
-_DPI = 150
+DPI = 150
 _NARROWEST, _WIDEST = 9.0, 24.0
 _LEFT, _RIGHT = 0.8, 0.75
 """Inches beside the time axis, for the devices' names and their peaks."""
@@ -120,7 +120,7 @@ def save(figure: Figure, path: Path) -> None:
     with style():
         metadata = {"Date": None} if path.suffix == ".svg" else {}
         with whole_file(path) as beside:
-            figure.savefig(beside, format=path.suffix[1:], dpi=_DPI, metadata=metadata)
+            figure.savefig(beside, format=path.suffix[1:], dpi=DPI, metadata=metadata)
 
 
 def style() -> AbstractContextManager[None]:

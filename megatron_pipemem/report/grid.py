@@ -119,7 +119,10 @@ def draw(points: Sequence[RunPoint], title: str = "") -> Figure:
     """Throughput (up) against peak (right). The front is filled, numbered and named; others are hollow and numbered."""
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(9.6, 5.4), facecolor="white", layout="constrained")
+    from megatron_pipemem.report.figure import DPI
+    from megatron_pipemem.report.labels import Label, add_labels
+
+    drawn = Figure(figsize=(9.6, 5.4), dpi=DPI, facecolor="white", layout="constrained")
     axes = drawn.add_subplot()
     best = front(points)
     numbers = {point.number for point in best}
@@ -142,16 +145,6 @@ def draw(points: Sequence[RunPoint], title: str = "") -> Figure:
             linewidths=1.3,
             zorder=3,
         )
-    for point in points:
-        axes.annotate(
-            str(point.number),
-            (point.peak_bytes / _MIB, point.tokens_per_second),
-            xytext=(5, 4),
-            textcoords="offset points",
-            fontsize=8.5,
-            fontweight="bold" if point.number in numbers else "normal",
-            color="#202124" if point.number in numbers else "#6f757b",
-        )
     legend = "\n".join(f"{point.number}: {_settings(point)}" for point in best)
     axes.text(1.02, 1.0, f"front\n{legend}", transform=axes.transAxes, fontsize=8.5, va="top", clip_on=False)
     axes.set_xlabel("peak activations of the fullest rank (MiB)")
@@ -163,6 +156,13 @@ def draw(points: Sequence[RunPoint], title: str = "") -> Figure:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
+    add_labels(
+        axes,
+        [
+            Label(p.peak_bytes / _MIB, p.tokens_per_second, str(p.number), is_main=p.number in numbers)
+            for p in sorted(points, key=lambda p: p.number not in numbers)
+        ],
+    )
     return drawn
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +23,10 @@ _SUFFIXES = (".png", ".svg")
 _COLOURS = ("#2662a8", "#c43c4e", "#3aa38f", "#8a5fb0", "#9a6a00", "#5f6368")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _SEARCH = "#d97706"
+_NOTE = 150
+"""Characters in a line under the picture."""
+_FARTHEST = 60
+"""Points from a dominated point to its name at most."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +50,6 @@ class Point:
     is_search: bool = False
 
 
-@dataclass(frozen=True)
-class Bound:
-    """What no schedule of a placement can beat: ``(memory cap, bubble rate)``, caps ascending."""
-
-    name: str
-    points: tuple[tuple[float, float], ...]
-
-
 def table(points: Sequence[Point]) -> Table:
     """The points by peak, a rich renderable; those on the front are marked, dominated ones dim."""
     rows = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
@@ -71,8 +70,16 @@ def table(points: Sequence[Point]) -> Table:
     return rows
 
 
-def save_pareto(points: Sequence[Point], path: str | Path, bounds: Sequence[Bound] = (), title: str = "") -> Path:
+def save_pareto(
+    points: Sequence[Point], path: str | Path, bound: Sequence[tuple[float, float]] = (), title: str = ""
+) -> Path:
     """Draw the points with their front; the suffix of ``path`` chooses PNG or SVG. Folders are made as needed.
+
+    Args:
+        points: what is drawn.
+        path: the file.
+        bound: ``(memory, bubble rate)`` by memory: what no schedule with no more than that can beat.
+        title: above the picture.
 
     Raises:
         UnsupportedError: the suffix is neither, there are no points, or matplotlib is missing.
@@ -87,41 +94,44 @@ def save_pareto(points: Sequence[Point], path: str | Path, bounds: Sequence[Boun
         from megatron_pipemem.report import figure
 
         with figure.style():
-            figure.save(draw(points, bounds, title), path)
+            figure.save(draw(points, bound, title), path)
     except ModuleNotFoundError as error:
         raise UnsupportedError(f"a {path.suffix} picture needs {error.name}: pip install {error.name}") from error
     return path
 
 
-def draw(points: Sequence[Point], bounds: Sequence[Bound] = (), title: str = "") -> Figure:
+def draw(points: Sequence[Point], bound: Sequence[tuple[float, float]] = (), title: str = "") -> Figure:
     """Bubble (up) against peak (right): the front as a staircase, dominated points hollow, searched ones as stars."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.ticker import PercentFormatter
 
-    figure = Figure(figsize=(9.6, 5.4), facecolor="white", layout="constrained")
+    from megatron_pipemem.report.figure import DPI
+    from megatron_pipemem.report.labels import Label, add_labels
+
+    figure = Figure(figsize=(11, 6.4), dpi=DPI, facecolor="white", layout="constrained")
     axes = figure.add_subplot()
     placements = list(dict.fromkeys(point.placement for point in sorted(points, key=_by_peak)))
-    for index, bound in enumerate(bounds):
-        caps, rates = zip(*bound.points, strict=True)
+    if bound:
+        # Up to each memory its own bound, which is the lower one.
         axes.step(
-            caps, rates, where="post", color="#9aa0a6", linewidth=1.1,
-            linestyle=("--", ":", "-.")[index % 3], label=f"lower bound: {bound.name}", zorder=1,
+            *zip(*bound, strict=True), where="pre", color="#9aa0a6", linewidth=1.1, linestyle="--", zorder=1,
+            label="lower bound for all\nplacements shown",
         )  # fmt: skip
     for index, placement in enumerate(placements):
         colour, marker = _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
         _scatter(axes, [p for p in points if p.placement == placement and not p.is_search], colour, marker, placement)
     _scatter(axes, [point for point in points if point.is_search], _SEARCH, "*", "searched", size=150)
-    _draw_front(axes, points)
-    xs, highest = [point.peak for point in points], _highest([point.bubble_rate for point in points])
-    axes.set_xlim(max(0.0, min(xs) - 0.08 * (max(xs) - min(xs) or 1)), max(xs) + 0.16 * (max(xs) - min(xs) or 1))
-    axes.set_ylim(-0.02 * highest, 1.1 * highest or 0.1)
-    above = [
-        f"{p.name} ({p.peak:.3g}, {p.bubble_rate:.0%})" for p in sorted(points, key=_by_peak) if p.bubble_rate > highest
-    ]
-    if above:
-        note = f"above the picture: {', '.join(above)}"
-        axes.text(0, 1.01, note, transform=axes.transAxes, fontsize=8, color="#5f6368", va="bottom")
+    front = sorted((point for point in points if not point.dominated), key=_by_peak)
+    steps = [(point.peak, point.bubble_rate) for point in front]
+    if steps:
+        axes.step(
+            *zip(*steps, strict=True), where="post", color="#202124", linewidth=1.0, alpha=0.6, zorder=3, label="front"
+        )
+    right, top = _limits(points)
+    inside = [point for point in points if point.peak <= right and point.bubble_rate <= top]
+    axes.set_xlim(max(0.0, min(point.peak for point in points) - 0.08 * right), right)
+    axes.set_ylim(-0.02 * top, top)
     axes.set_xlabel("peak memory of the fullest device (activation units, 1F1B = 1)")
     axes.set_ylabel("bubble rate")
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
@@ -129,20 +139,35 @@ def draw(points: Sequence[Point], bounds: Sequence[Bound] = (), title: str = "")
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=18)
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
     handles, labels = axes.get_legend_handles_labels()
     if any(point.dominated for point in points):
         hollow = Line2D([], [], linestyle="", marker="o", markerfacecolor="white", markeredgecolor="#5f6368")
         handles, labels = [*handles, hollow], [*labels, "hollow: dominated"]
     figure.legend(handles, labels, frameon=False, fontsize=8.5, loc="outside right upper")
-    _name(axes, points)
+    note = figure.supxlabel(_note(points, inside, 0), x=0.01, ha="left", fontsize=8, color="#5f6368")
+    named = [
+        Label(p.peak, p.bubble_rate, p.name, _FARTHEST if p.dominated else math.inf, not p.dominated)
+        for p in sorted(inside, key=lambda p: (p.dominated, _by_peak(p)))
+    ]
+    missing = add_labels(axes, named, [_corners(steps, "post"), _corners(bound, "pre")])
+    note.set_text(_note(points, inside, missing))
     return figure
 
 
-def _highest(rates: Sequence[float]) -> float:
-    """The highest rate that is drawn: the few that lie far above most would squeeze all others together."""
-    usual = sorted(rates)[3 * (len(rates) - 1) // 4]
-    return max(rate for rate in rates if rate <= max(2.5 * usual, 0.05))
+def _limits(points: Sequence[Point]) -> tuple[float, float]:
+    """Up to which memory and bubble rate is drawn: the few that lie far beyond most would squeeze all others together."""
+    rates, fronts = sorted(point.bubble_rate for point in points), [p.peak for p in points if not p.dominated]
+    usual = max(2.5 * rates[3 * (len(rates) - 1) // 4], 0.05)
+    peak = max(point.peak for point in points if point.peak <= 2 * max(fronts, default=math.inf))
+    return 1.1 * peak, 1.1 * max(rate for rate in rates if rate <= usual) or 0.1
+
+
+def _note(points: Sequence[Point], inside: Sequence[Point], unnamed: int) -> str:
+    """Under the picture: what does not stand in it. As many lines whether or not names are missing."""
+    beyond = [f"{p.name} ({p.peak:.3g}, {p.bubble_rate:.0%})" for p in sorted(points, key=_by_peak) if p not in inside]
+    lines = textwrap.wrap(f"Beyond the picture: {', '.join(beyond)}.", _NOTE) if beyond else []
+    return "\n".join([*lines, f"Dominated points without a name, for want of room: {unnamed}." if unnamed else " "])
 
 
 def _by_peak(point: Point) -> tuple[float, float, str]:
@@ -162,50 +187,7 @@ def _scatter(axes: Axes, points: Sequence[Point], colour: str, marker: str, labe
             )  # fmt: skip
 
 
-def _draw_front(axes: Axes, points: Sequence[Point]) -> None:
-    front = sorted((point for point in points if not point.dominated), key=_by_peak)
-    if front:
-        axes.step(
-            [point.peak for point in front], [point.bubble_rate for point in front],
-            where="post", color="#202124", linewidth=1.0, alpha=0.6, zorder=3, label="front",
-        )  # fmt: skip
-
-
-def _name(axes: Axes, points: Sequence[Point]) -> None:
-    """Names beside the points, each at the first of several places where it covers neither point nor name.
-
-    Points in one place share a line of names. The front is named first; a dominated point whose name finds no place keeps
-    none, the table has it.
-    """
-    axes.figure.draw_without_rendering()  # settles the scale that places are measured in
-    scale, bottom, top = axes.figure.dpi / 72, *axes.get_ylim()
-    groups: dict[tuple[float, float, bool], list[str]] = {}
-    for point in sorted(points, key=lambda point: (point.dominated, _by_peak(point))):
-        if bottom <= point.bubble_rate <= top:
-            place = (round(point.peak, 3), round(point.bubble_rate, 4), point.dominated)
-            groups.setdefault(place, []).append(point.name)
-    spots = {place: axes.transData.transform(place[:2]) for place in groups}
-    taken = [(x - 5 * scale, y - 5 * scale, x + 5 * scale, y + 5 * scale) for x, y in spots.values()]
-    for (peak, rate, dominated), names in groups.items():
-        x, y = spots[peak, rate, dominated]
-        text, size = ", ".join(names), 7.0 if dominated else 8.5
-        width, height = 0.6 * size * len(text) * scale, 1.2 * size * scale
-        for right, up in ((7, 4), (-7, 4), (7, -5 - size), (-7, -5 - size), (7, 14), (-7, 14), (7, -24), (-7, -24)):
-            left = x + right * scale - (width if right < 0 else 0)
-            spot = (left, y + up * scale, left + width, y + up * scale + height)
-            if not any(_overlap(spot, other) for other in taken):
-                break
-        else:
-            if dominated:
-                continue
-            right, up = 7, 4
-        taken.append(spot)
-        axes.annotate(
-            text, (peak, rate), xytext=(right, up), textcoords="offset points",
-            fontsize=size, ha="left" if right > 0 else "right", va="bottom",
-            color="#6f757b" if dominated else "#202124", fontweight="normal" if dominated else "bold",
-        )  # fmt: skip
-
-
-def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def _corners(points: Sequence[tuple[float, float]], where: str) -> list[tuple[float, float]]:
+    """Of matplotlib's steps."""
+    between = [(x, y) if where == "post" else (a, b) for (a, y), (x, b) in pairwise(points)]
+    return [corner for pair in zip(points, between, strict=False) for corner in pair] + list(points[-1:])

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from megatron_pipemem.errors import OutputError, UnsupportedError
-from megatron_pipemem.report.pareto import Bound, Point, save_pareto, table
+from megatron_pipemem.report.pareto import Point, draw, save_pareto, table
 
 POINTS = [
     Point("1f1b", "linear", 1.0, 0.22, dominated=True),
@@ -25,18 +25,34 @@ def texts(path) -> list[str]:
     return ["".join(text.itertext()) for text in ET.parse(path).iter("{http://www.w3.org/2000/svg}text")]
 
 
-def test_picture_names_points_placements_and_bounds(tmp_path):
-    bounds = [Bound("v", ((0.4, 0.2), (1.0, 0.01)))]
-    found = texts(save_pareto(POINTS, tmp_path / "new" / "front.svg", bounds, title="p=8, m=24"))
-    assert {"1f1b", "zb-h1", "zbv", "v-half", "cap 0.7"} <= set(found)
-    assert {"linear", "v", "searched", "front", "hollow: dominated", "lower bound: v", "p=8, m=24"} <= set(found)
-    assert "above the picture: gems (0.2, 83%)" in found  # drawn, it would squeeze all others together
+def test_picture_names_points_placements_and_the_bound(tmp_path):
+    found = texts(save_pareto(POINTS, tmp_path / "new" / "front.svg", [(0.4, 0.2), (1.0, 0.01)], title="p=8, m=24"))
+    assert {"zbv", "v-half", "cap 0.7", "1f1b", "zb-h1"} <= set(found)
+    assert {"linear", "v", "searched", "front", "hollow: dominated", "p=8, m=24"} <= set(found)
+    assert {"lower bound for all", "placements shown"} <= set(found)
+    assert "Beyond the picture: gems (0.2, 83%)." in found  # drawn, it would squeeze all others together
 
 
-def test_points_in_one_place_share_a_line(tmp_path):
+def test_between_two_memories_the_line_is_the_bound_of_the_larger():
+    """On from each memory it would lie above schedules that are possible."""
+    bound = [(0.4, 0.2), (0.8, 0.1), (1.0, 0.01)]
+    (axes,) = draw(POINTS, bound).axes
+    (line,) = [line for line in axes.lines if line.get_label().startswith("lower bound")]
+    assert line.get_drawstyle() == "steps-pre" and [tuple(corner) for corner in line.get_xydata()] == bound
+
+
+def test_points_in_one_place_share_a_name(tmp_path):
     same = [Point(name, "linear", 1.0, 0.2, dominated=name != "a") for name in ("a", "b", "c")]
-    found = texts(save_pareto(same, tmp_path / "front.svg"))
-    assert "a" in found and "b, c" in found
+    assert "a, b, c" in texts(save_pareto(same, tmp_path / "front.svg"))
+
+
+def test_points_stand_where_they_are_and_the_rest_is_said():
+    figure = draw([*POINTS, Point("gpipe", "linear", 4.0, 0.22, dominated=True)])
+    (axes,) = figure.axes
+    drawn = {tuple(offset) for points in axes.collections for offset in points.get_offsets()}
+    assert {(point.peak, point.bubble_rate) for point in POINTS} <= drawn
+    assert axes.get_xlim()[1] < 4 and axes.get_ylim()[1] < 0.83
+    assert figure.get_supxlabel().startswith("Beyond the picture: gems (0.2, 83%), gpipe (4, 22%).")
 
 
 @pytest.mark.parametrize("rates", [(0.0, 0.0), (0.0, 0.4), (0.9, 0.9)])

@@ -21,7 +21,6 @@ from megatron_pipemem.schedule.registry import build_schedule, synchronous_sched
 from megatron_pipemem.schedule.search import clock, search_schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.exact import solve
-from megatron_pipemem.schedule.search.pareto import choices, trades, useful_caps
 from megatron_pipemem.schedule.search.problem import make_problem, to_schedule
 from megatron_pipemem.schedule.search.search import MAX_CHUNKS
 from megatron_pipemem.schedule.simulator import simulate
@@ -442,26 +441,3 @@ def test_fused_where_a_split_buys_nothing() -> None:
     assert Kind.B in kinds
     split = simulate(result.schedule).makespan
     assert split == result.makespan
-
-
-def test_pareto_choices_are_not_dominated() -> None:
-    found = choices(4, 12, Costs(1, 1.5, 0.5), [0.25, 0.5, 0.625, 0.75, 1.0])
-    front = [choice for choice in found if not choice.dominated]
-    for choice in found:
-        better = [
-            other
-            for other in found
-            if other.peak <= choice.peak and other.makespan <= choice.makespan and other is not choice
-            and (other.peak, other.makespan) != (choice.peak, choice.makespan)
-        ]  # fmt: skip
-        assert choice.dominated or not better
-    assert [choice.peak for choice in front] == sorted(choice.peak for choice in front)
-    assert [choice.makespan for choice in front] == sorted((choice.makespan for choice in front), reverse=True)
-    assert all(trade.more.bubble_rate < trade.less.bubble_rate for trade in trades(front))
-    assert trades(front)
-
-
-def test_useful_caps_are_whole_stages() -> None:
-    assert useful_caps(2) == [0.5, 0.75, 1.0]
-    caps = useful_caps(64)
-    assert caps[0] == 0.25 and caps[-1] == 1.0 and all(float(cap * 128).is_integer() for cap in caps)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_pipemem.errors import PipememError
+from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.brief import brief
 from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
@@ -185,18 +184,47 @@ def trades(front: Sequence[Choice], least: float = 0.03) -> list[Trade]:
 
 
 def bound_line(
-    placement: Placement, num_microbatches: int, costs: Costs, caps: Sequence[float]
-) -> tuple[tuple[float, float], ...]:
-    """``(cap, bubble rate)`` that no schedule of the placement beats."""
-    seconds = costs.seconds(placement)
-    work = num_microbatches * max(
-        sum(seconds[kind][stage] for kind in seconds if kind != "B" for stage in stages) for stages in placement.stages
-    )
-    line = []
-    for cap in caps:
-        try:
-            bound = lower_bound(placement, num_microbatches, costs, cap)
-        except PipememError:
-            continue
-        line.append((cap, 1 - work / bound))
-    return tuple(line)
+    found: Sequence[Choice],
+    costs: Costs | None = None,
+    priced: Callable[[Schedule], Costs] | None = None,
+    levels: int = 64,
+) -> list[tuple[float, float]]:
+    """What no order beats that runs in a placement of ``found``, with as many barriers.
+
+    Args:
+        found: of ``choices``.
+        costs: as ``choices`` had them.
+        priced: likewise.
+        levels: of memory, evenly spread; the peaks of ``found`` come on top.
+
+    Returns:
+        ``(memory, bubble rate)``, ascending: what holds no more than that idles at least so much of its makespan.
+    """
+    costs = costs or Costs()
+    peaks = {choice.peak for choice in found}
+    least, most = min(peaks), max(peaks)
+    peaks |= {least + (most - least) * level / levels for level in range(levels)}
+    kinds = {(each.schedule.placement, each.schedule.vocabulary, _is_plain(each.schedule)): each for each in found}
+    prices = {kind: priced(each.schedule) if priced else costs for kind, each in kinds.items()}
+    return [
+        (peak, min(rate for kind in kinds if (rate := _least_bubble_rate(kinds[kind], prices[kind], peak)) is not None))
+        for peak in sorted(peaks)
+    ]
+
+
+def _least_bubble_rate(choice: Choice, costs: Costs, cap: float) -> float | None:
+    """What any order of a choice's placement idles at least under a cap; ``None`` where none keeps it."""
+    # What a device computes does not depend on the order, so the fastest order is the one that idles least.
+    schedule, work = choice.schedule, choice.makespan * (1 - choice.bubble_rate)
+    if not _is_plain(schedule):
+        return 0.0
+    try:
+        bound = lower_bound(schedule.placement, schedule.num_microbatches, costs, cap)
+    except UnsupportedError:
+        return None
+    return 1 - work / max(work, bound) if work else 0.0
+
+
+def _is_plain(schedule: Schedule) -> bool:
+    """Whether ``lower_bound`` knows all that the order may do."""
+    return schedule.pieces == 1 and schedule.placement.replicas == 1 and not (schedule.recomputed or schedule.offloads)
