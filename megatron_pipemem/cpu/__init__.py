@@ -58,11 +58,12 @@ def activate(*, emulate_fused_gradients: bool = True) -> None:
 
     import torch
 
-    from megatron_pipemem.cpu import process_groups, redirect, surface, upstream
+    from megatron_pipemem.cpu import process_groups, redirect, surface, transformer_engine, upstream
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     surface.install()
     redirect.install()
     process_groups.install()
+    transformer_engine.install()
     upstream.install(emulate_fused_gradients)
     _active = True

@@ -15,9 +15,9 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.mcore.placement import ChunkPlacement
 from megatron_pipemem.mcore.regions import random_numbers_again, regions_of
-from megatron_pipemem.mcore.transformer_engine import DelayedModules
+from megatron_pipemem.mcore.transformer_engine import defer
 from megatron_pipemem.runtime.selective import is_recording
-from megatron_pipemem.runtime.weight_gradients import current_queue
+from megatron_pipemem.runtime.weight_gradients import ImmediateWeightGradients, current_queue
 
 
 @dataclass
@@ -126,12 +126,7 @@ class ChunkStage:
     ) -> torch.Tensor | None:
         with self.as_chunk():
             gradient = schedules.backward_step(input, output, output_gradient, self.step.config)
-        if self.delayed:
-            work, queue = DelayedModules(self.delayed), current_queue()
-            if queue is None:
-                work.run()
-            else:
-                queue.put(work)
+        defer(self.delayed, current_queue() or ImmediateWeightGradients())
         return gradient
 
     def reduce_gradients(self) -> None:

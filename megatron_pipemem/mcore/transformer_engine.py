@@ -4,16 +4,25 @@ A TE module built with ``delay_wgrad_compute`` keeps ``(input, grad_output)`` in
 gradient per call of ``backward_dw()``, in the order of its backwards, and DDP hands it the gradient-ready hook. So the W of a
 chunk is one ``backward_dw()`` of each of its TE modules. Megatron refuses the flag for plain pipelines, so it is set after
 the configuration has been checked.
+
+``backward_dw()`` alone is right only if its microbatch is the one whose backward ran last and DDP keeps the gradients:
+
+* It replaces ``grad`` instead of adding to it, which forgets earlier microbatches where there is no ``main_grad``.
+* With fused accumulation it leaves ``grad`` alone, and DDP's hook takes a missing one for an error.
+* Before 2.20 it fails on a bias that Megatron adds itself, unless the bias has a ``grad`` already.
+
+So what a backward leaves in ``grad`` is taken away with its microbatch, and put back for its W.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from megatron_pipemem.mcore.patching import Symbol
+from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue
 
 LANGUAGE_MODULE = Symbol(
     "megatron.core.models.common.language_module.language_module", "LanguageModule.__init__", ("self", "config")
@@ -59,27 +68,87 @@ def delayed_modules(module: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
     """The submodules that wait for ``backward_dw()``, in the module's own order.
 
     Megatron's attention and MLP have a ``backward_dw`` too that only forwards the call; the modules that really wait are
-    those that told DDP not to hook their weights.
+    those that told DDP not to hook their weights. One whose weights are frozen queues nothing.
     """
     return tuple(
         part
         for part in module.modules()
         if hasattr(part, "backward_dw")
-        and any(getattr(weight, "skip_backward_post_hook", False) for weight in part.parameters(recurse=False))
+        and any("weight" in name and weight.requires_grad for name, weight in _hooked_by_module(part))
     )
 
 
+def _hooked_by_module(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Those of the module's own parameters whose gradients are ready when its ``backward_dw()`` says so."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if getattr(parameter, "skip_backward_post_hook", False):
+            yield name, parameter
+
+
+def defer(modules: tuple[torch.nn.Module, ...], queue: WeightGradientQueue) -> None:
+    """Put into ``queue`` what the backward that has just run left to its W, in Transformer Engine and in ``grad``."""
+    for module in modules:
+        queue.put(DelayedWeightGradient(module, *_left_by_backward(module)))
+
+
 @dataclass(frozen=True)
-class DelayedModules:
-    """The deferred weight gradients that the TE modules of one chunk keep for one microbatch."""
+class DelayedWeightGradient:
+    """The weight gradients of one TE module for one microbatch.
 
-    modules: tuple[torch.nn.Module, ...]
+    Args:
+        module: keeps the work, and computes the oldest it has.
+        gradients: what autograd has found already: above all of biases that Megatron adds itself.
+        tensors: what the work keeps alive.
+    """
 
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Transformer Engine does not show what it keeps."""
-        return ()
+    module: torch.nn.Module
+    gradients: dict[torch.nn.Parameter, torch.Tensor]
+    tensors: tuple[torch.Tensor, ...]
 
+    @torch.no_grad()
     def run(self) -> None:
-        for module in self.modules:
-            module.backward_dw()
+        earlier: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for name, parameter in _hooked_by_module(self.module):
+            if parameter in self.gradients:
+                parameter.grad = self.gradients[parameter]
+            if not _is_computed(self.module, name):
+                if parameter.grad is None:
+                    parameter.grad = parameter.new_zeros(()).expand_as(parameter)
+            elif parameter.grad is not None:
+                earlier[parameter], parameter.grad = parameter.grad, None
+        self.module.backward_dw()
+        for parameter, gradient in earlier.items():
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
+
+def _left_by_backward(
+    module: torch.nn.Module,
+) -> tuple[dict[torch.nn.Parameter, torch.Tensor], tuple[torch.Tensor, ...]]:
+    gradients = {}
+    for name, parameter in _hooked_by_module(module):
+        if parameter.grad is None or not hasattr(parameter, "main_grad"):
+            continue
+        # What a fused backward leaves in a weight is a dummy, as large as the weight.
+        if not ("weight" in name and module.fuse_wgrad_accumulation):
+            gradients[parameter] = parameter.grad
+        parameter.grad = None
+    queue = module.wgrad_store.context.queue
+    kept = tuple(_tensors_in(queue[-1][0])) if queue else ()
+    return gradients, (*kept, *gradients.values())
+
+
+def _is_computed(module: torch.nn.Module, name: str) -> bool:
+    """Whether ``backward_dw()`` sets this parameter's ``grad``: of weights unless it accumulates, of biases that it added."""
+    if "weight" in name:
+        return not module.fuse_wgrad_accumulation
+    return module.apply_bias and not getattr(module, "gemm_bias_unfused_add", False)
+
+
+def _tensors_in(kept: object) -> Iterator[torch.Tensor]:
+    if hasattr(kept, "get_data_tensors"):  # a quantized tensor is several
+        kept = kept.get_data_tensors()
+    if isinstance(kept, torch.Tensor):
+        yield kept
+    elif isinstance(kept, (list, tuple)):
+        for each in kept:
+            yield from _tensors_in(each)

@@ -1,0 +1,196 @@
+"""What Transformer Engine's layers and optimizers call in their compiled extension, computed by PyTorch.
+
+Arguments and results are those of the extension. Sums are made in fp32, as on GPUs.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+
+
+class DType(IntEnum):
+    """Number formats."""
+
+    kByte = 0
+    kInt32 = 2
+    kFloat32 = 4
+    kFloat16 = 5
+    kBFloat16 = 6
+    kFloat8E4M3 = 7
+    kFloat8E5M2 = 8
+    kFloat4E2M1 = 10
+
+
+_TORCH = {DType.kFloat32: torch.float32, DType.kFloat16: torch.float16, DType.kBFloat16: torch.bfloat16}
+
+
+def generic_gemm(
+    A, transa, B, transb, out, quantizer, out_dtype, bias, bias_dtype, gelu, gelu_in, grad, workspace, workspace_size,
+    accumulate, use_split_accumulator, **_,
+):  # fmt: skip
+    """cuBLAS's ``op(A) @ op(B)`` in column-major order, which is ``op(B) @ op(A)`` here.
+
+    Args:
+        A, B: (..., rows, columns), flattened to matrices. The layouts are TN (forward), NN (input gradient) and NT (weight
+            gradient).
+        out: written to, or added to with ``accumulate``; ``None`` makes a new tensor.
+        bias: added, or with ``grad`` a sign that its gradient is wanted.
+
+    Returns:
+        The product, the bias's gradient or ``None``, and two ``None`` for what nobody here asks for.
+    """
+    if gelu or quantizer is not None:
+        raise NotImplementedError("no GELU and no quantized output within a GEMM on CPU ranks")
+    if transa:
+        shape = (*B.shape[:-1], A.shape[0])
+    elif not transb:
+        shape = (*B.shape[:-1], A.shape[-1])
+    else:
+        shape = (B.shape[-1], A.shape[-1])
+    target = out.dtype if out is not None else _TORCH.get(out_dtype, A.dtype)
+    a, b = _matrix(A, target), _matrix(B, target)
+    product = (b.t() if transb else b) @ (a.t() if transa else a)
+    bias_gradient = None
+    if bias is not None and grad:
+        bias_gradient = _matrix(B, torch.float32).sum(0).to(bias.dtype)
+    elif bias is not None:
+        product = product + bias
+    product = product.to(target).reshape(shape)
+    if out is not None:
+        out = out.add_(product.view_as(out)) if accumulate else out.copy_(product.view_as(out))
+    return product if out is None else out, bias_gradient, None, None
+
+
+def te_general_grouped_gemm(
+    A, transa, B, transb, out, out_dtype, m_splits, bias, bias_dtype, single_output, gelu, grad, workspaces,
+    workspace_size, accumulate, use_split_accumulator, sm_count,
+):  # fmt: skip
+    """One ``generic_gemm`` per group; with ``single_output`` the groups are the rows of one tensor.
+
+    Returns:
+        With ``grad``, the gradients of the biases, written to where they are wanted.
+    """
+    outs = torch.split(out[0], list(m_splits)) if single_output else out
+    for group, (a, b, into) in enumerate(zip(A, B, outs, strict=True)):
+        wanted = bias[group] if bias[group].numel() else None
+        if not b.numel():
+            if not accumulate:
+                into.zero_()
+            if grad and wanted is not None:
+                wanted.zero_()
+            continue
+        _, bias_gradient, *_ = generic_gemm(
+            a, transa, b, transb, into, None, None, wanted, bias_dtype, False, None, grad, None, 0, accumulate, False
+        )
+        if bias_gradient is not None:
+            wanted.copy_(bias_gradient)
+    return bias
+
+
+def _matrix(tensor: torch.Tensor, target: torch.dtype) -> torch.Tensor:
+    """Wide where the result is: the product of 16-bit numbers is not rounded before it is added to an fp32 gradient."""
+    matrix = tensor.reshape(-1, tensor.shape[-1])
+    return matrix.to(target) if target == torch.float32 else matrix
+
+
+def layernorm_fwd(input, weight, bias, eps, out, quantizer, out_dtype, sm_margin, zero_centered_gamma):
+    """Output, mean and reciprocal of the standard deviation, of rows."""
+    rows = _matrix(input, torch.float32)
+    mean = rows.mean(1)
+    scale = (rows.var(1, unbiased=False) + eps).rsqrt()
+    normal = (rows - mean[:, None]) * scale[:, None]
+    return _written(normal * _gamma(weight, zero_centered_gamma) + bias.float(), input, out), mean, scale
+
+
+def layernorm_bwd(gradient, input, mean, scale, weight, sm_margin, zero_centered_gamma):
+    """Gradients of input, weight and bias."""
+    wide, rows = _matrix(gradient, torch.float32), _matrix(input, torch.float32)
+    normal = (rows - mean[:, None]) * scale[:, None]
+    inner = wide * _gamma(weight, zero_centered_gamma)
+    at_input = inner - inner.mean(1, keepdim=True) - normal * (inner * normal).mean(1, keepdim=True)
+    at_input = (at_input * scale[:, None]).to(input.dtype).view_as(input)
+    return at_input, (wide * normal).sum(0).to(weight.dtype), wide.sum(0).to(weight.dtype)
+
+
+def rmsnorm_fwd(input, weight, eps, out, quantizer, out_dtype, sm_margin, zero_centered_gamma):
+    """Output, ``None``, and reciprocal of the root mean square, of rows."""
+    rows = _matrix(input, torch.float32)
+    scale = (rows.square().mean(1) + eps).rsqrt()
+    return _written(rows * scale[:, None] * _gamma(weight, zero_centered_gamma), input, out), None, scale
+
+
+def rmsnorm_bwd(gradient, input, scale, weight, sm_margin, zero_centered_gamma):
+    """Gradients of input and weight."""
+    wide, rows = _matrix(gradient, torch.float32), _matrix(input, torch.float32)
+    normal = rows * scale[:, None]
+    inner = wide * _gamma(weight, zero_centered_gamma)
+    at_input = (inner - normal * (inner * normal).mean(1, keepdim=True)) * scale[:, None]
+    return at_input.to(input.dtype).view_as(input), (wide * normal).sum(0).to(weight.dtype)
+
+
+def _gamma(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+    return weight.float() + 1 if zero_centered else weight.float()
+
+
+def _written(rows: torch.Tensor, like: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    output = rows.to(like.dtype).view_as(like)
+    return output if out is None else out.copy_(output)
+
+
+def multi_tensor_scale(chunk_size, overflow, tensor_lists, scale):
+    """``tensor_lists[1] = tensor_lists[0] * scale``; infinities set ``overflow``."""
+    for source, target in zip(*tensor_lists, strict=True):
+        target.copy_(source * scale)
+        if not bool(source.isfinite().all()):
+            overflow.fill_(1)
+
+
+def multi_tensor_scale_tensor(chunk_size, overflow, tensor_lists, scale):
+    """The same with a tensor for the scale."""
+    multi_tensor_scale(chunk_size, overflow, tensor_lists, scale)
+
+
+def multi_tensor_l2norm(chunk_size, overflow, tensor_lists, per_tensor=False):
+    """The norm of everything, and of every tensor."""
+    norms = torch.stack([tensor.float().norm() for tensor in tensor_lists[0]])
+    return norms.norm().reshape(1), norms if per_tensor else torch.empty(0)
+
+
+def multi_tensor_adam(
+    chunk_size, overflow, tensor_lists, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay
+):
+    """One step of Adam (``mode`` 0) or AdamW (1).
+
+    Args:
+        tensor_lists: gradients, parameters, first and second moments, and fp32 copies of the parameters if there are any.
+    """
+    correction1, correction2 = (1 - beta**step if bias_correction else 1.0 for beta in (beta1, beta2))
+    for gradient, parameter, first, second, *master in zip(*tensor_lists, strict=True):
+        weight = master[0] if master else parameter.float()
+        wide = gradient.float()
+        if mode == 0:
+            wide = wide + weight_decay * weight
+        first.copy_(beta1 * first + (1 - beta1) * wide)
+        second.copy_(beta2 * second + (1 - beta2) * wide * wide)
+        update = (first / correction1) / ((second / correction2).sqrt() + eps)
+        if mode == 1:
+            update = update + weight_decay * weight
+        weight = weight - lr * update
+        for target in (parameter, *master):
+            target.copy_(weight)
+
+
+KERNELS = (
+    generic_gemm,
+    te_general_grouped_gemm,
+    layernorm_fwd,
+    layernorm_bwd,
+    rmsnorm_fwd,
+    rmsnorm_bwd,
+    multi_tensor_scale,
+    multi_tensor_scale_tensor,
+    multi_tensor_l2norm,
+    multi_tensor_adam,
+)

@@ -1,0 +1,179 @@
+"""Program of a process that has Transformer Engine on its path: delayed weight gradients beside immediate ones.
+
+Prints, as JSON, the version and what became of every case.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import product
+
+from megatron_pipemem.cpu import activate
+
+activate()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import transformer_engine  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
+from megatron.core.extensions.transformer_engine import (  # noqa: E402
+    TELayerNormColumnParallelLinear,
+    TERowParallelLinear,
+)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+
+from megatron_pipemem.mcore.transformer_engine import defer, delayed_modules  # noqa: E402
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
+from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue  # noqa: E402
+from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
+
+MICROBATCHES, SEQUENCE, HIDDEN, INNER = 3, 4, 8, 16
+# Each W right after its I, and a W that has no I of its own right before it.
+ORDERS = {"IWIWIW": "I0 W0 I1 W1 I2 W2", "IIWIWW": "I0 I1 W0 I2 W1 W2"}
+
+
+class Block(torch.nn.Module):
+    """Norm, linear, activation, linear, as in Megatron's MLP: Transformer Engine adds the first bias, Megatron the second."""
+
+    def __init__(self, config, bias: bool):
+        super().__init__()
+        self.config = config
+        common = {
+            "config": config,
+            "init_method": lambda weight: torch.nn.init.normal_(weight, std=0.1),
+            "bias": bias,
+            "is_expert": False,
+        }
+        self.fc1 = TELayerNormColumnParallelLinear(HIDDEN, INNER, skip_bias_add=False, gather_output=False, **common)
+        self.fc2 = TERowParallelLinear(INNER, HIDDEN, skip_bias_add=True, input_is_parallel=True, **common)
+
+    def forward(self, x):
+        inner, _ = self.fc1(x)
+        output, bias = self.fc2(torch.tanh(inner))
+        return output if bias is None else output + bias
+
+
+def build(bias: bool, delayed: bool, fusion: bool = False, overlap: bool | None = None, frozen: tuple[str, ...] = ()):
+    """The block with the same values every time, and Megatron's DDP around it unless ``overlap`` is ``None``."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HIDDEN, num_attention_heads=1, gradient_accumulation_fusion=fusion,
+        params_dtype=torch.float32, normalization="LayerNorm",
+    )  # fmt: skip
+    config.delay_wgrad_compute = delayed
+    block = Block(config, bias)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in block.named_parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+            parameter.requires_grad = name not in frozen
+    if overlap is None:
+        return block
+    ddp_config = DistributedDataParallelConfig(overlap_grad_reduce=overlap, grad_reduce_in_fp32=True)
+    ddp_config.delay_wgrad_compute = delayed
+    net = DistributedDataParallel(config, ddp_config, block)
+    net.zero_grad_buffer()
+    return net
+
+
+def gradients(
+    net: torch.nn.Module,
+    order: str | None,
+    seen: Callable[[str, WeightGradientQueue], None] = lambda action, queue: None,
+) -> dict[str, torch.Tensor]:
+    """Of three microbatches, run in this order; ``None`` runs ordinary backwards. ``seen`` is called after every action."""
+    delayed, queues = delayed_modules(net), {}
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(SEQUENCE, 2, HIDDEN, generator=generator).requires_grad_() for _ in range(MICROBATCHES)]
+    with net.no_sync() if hasattr(net, "no_sync") else nullcontext():
+        losses = [net(each).square().sum() for each in inputs]
+        if order is None:
+            for loss in losses:
+                loss.backward()
+        for action in (order or "").split():
+            kind, microbatch = action[0], int(action[1])
+            if kind == "I":
+                losses[microbatch].backward()
+                queues[microbatch] = WeightGradientQueue()
+                defer(delayed, queues[microbatch])
+            else:
+                queues[microbatch].run()
+            seen(action, queues[microbatch])
+    return {
+        name: (parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad).clone()
+        for name, parameter in net.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    wrong = [name for name in found if not torch.equal(found[name], wanted[name])]
+    assert not wrong, f"other gradients of {wrong}"
+    assert all(gradient.abs().sum() > 0 for gradient in found.values())
+
+
+def cases() -> Iterator[tuple[str, Callable[..., None], tuple]]:
+    """Of every case its name, its check, and the arguments of that."""
+    for bias, overlap, order in product((False, True), (None, False, True), ORDERS):
+        for fusion in (False,) if overlap is None else (False, True):
+            name = f"{'bias' if bias else 'no bias'}, {_ddp(overlap)}, {'fusion, ' if fusion else ''}{order}"
+            yield name, _exact, (bias, fusion, overlap, ORDERS[order])
+    yield "frozen weights", _frozen, ()
+    yield "bytes of what waits for W", _bytes, ()
+
+
+def _ddp(overlap: bool | None) -> str:
+    return "no DDP" if overlap is None else "DDP with overlap" if overlap else "DDP"
+
+
+def _exact(bias: bool, fusion: bool, overlap: bool | None, order: str) -> None:
+    wanted = gradients(build(bias, False, fusion, None if overlap is None else False), None)
+    net = build(bias, True, fusion, overlap)
+    assert len(delayed_modules(net)) == 2
+    same(gradients(net, order), wanted)
+
+
+def _frozen() -> None:
+    frozen = ("fc1.weight", "fc1.bias")
+    net = build(True, True, True, True, frozen)
+    assert [type(module).__name__ for module in delayed_modules(net)] == ["TERowParallelLinear"]
+    same(gradients(net, ORDERS["IIWIWW"]), gradients(build(True, False, True, False, frozen), None))
+
+
+def _bytes() -> None:
+    """Between I and W wait the inputs of both layers and the gradients of their outputs."""
+    net = build(False, True)
+    ledger, counted = ActivationLedger(net.parameters()), []
+
+    def count(action: str, queue: WeightGradientQueue) -> None:
+        for tensor in queue.tensors():
+            ledger.hold(tensor, "weight_gradients")
+        ledger.record(Action(Kind[action[0]], 0, int(action[1])))
+        counted.append(ledger.entries[-1].bytes)
+
+    gradients(net, ORDERS["IIWIWW"], count)
+    one = 4 * SEQUENCE * 2 * (HIDDEN + INNER + INNER + HIDDEN)
+    assert counted == [one, 2 * one, one, 2 * one, one, 0], counted
+
+
+def main() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    results = {}
+    for name, check, how in cases():
+        try:
+            check(*how)
+            results[name] = "exact"
+        except Exception:
+            results[name] = traceback.format_exc()
+    json.dump({"version": transformer_engine.__version__, "cases": results}, sys.stdout)
+
+
+main()

@@ -1,0 +1,70 @@
+"""Transformer Engine's Python in several versions, each in a folder of its own beside the virtual environment's packages.
+
+No package is imported here, and none of its dependencies is installed: the CPU lane needs none of its compiled parts.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+VERSIONS = ("2.8.0", "2.14.0", "2.20.2")
+NEWEST = VERSIONS[-1]
+# What Transformer Engine imports and Megatron-Core does not bring.
+NEEDS = ("onnxscript==0.7.2", "onnx==1.23.2", "onnx_ir==1.1.0", "ml_dtypes==0.6.0", "einops==0.8.2")
+
+_ROOT = Path(sys.prefix) / "transformer_engine"
+_UNREACHABLE = ("Retrying", "NewConnectionError", "ConnectTimeoutError", "Temporary failure in name resolution")
+
+
+def folders(version: str) -> list[str]:
+    """Where a version and what it imports lie, for the module search path; they are installed if need be.
+
+    Skips the test if the package index cannot be reached.
+    """
+    return [_installed(f"transformer_engine=={version}"), _installed(*NEEDS)]
+
+
+def environment(version: str) -> dict[str, str]:
+    """Of a process that can import this version."""
+    path = [*folders(version), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONWARNINGS": "ignore"}
+
+
+def _installed(*requirements: str) -> str:
+    folder = _ROOT / "-".join(requirements).replace("==", "-")
+    if folder.exists():
+        return str(folder)
+    half = folder.with_name(f"{folder.name}.{os.getpid()}")
+    options = (
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--retries",
+        "1",
+        "--timeout",
+        "30",
+    )
+    pip = subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, "--target", str(half), *requirements],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if pip.returncode:
+        shutil.rmtree(half, ignore_errors=True)
+        said = pip.stdout + pip.stderr
+        if any(sign in said for sign in _UNREACHABLE):
+            pytest.skip(f"the package index cannot be reached for {' '.join(requirements)}")
+        pytest.fail(f"pip could not install {' '.join(requirements)}:\n{said}")
+    try:
+        half.rename(folder)
+    except OSError:  # another process was faster
+        shutil.rmtree(half)
+    return str(folder)

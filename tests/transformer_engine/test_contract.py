@@ -1,0 +1,32 @@
+"""Delayed weight gradients on Transformer Engine's own Python, three versions of it, to the bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import packages
+import pytest
+
+pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
+
+NUMBER = 2 * (2 + 2 * 2 * 2) + 2
+
+
+@pytest.mark.parametrize("version", packages.VERSIONS)
+def test_every_case_is_exact(version):
+    process = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("contract.py"))],
+        env=packages.environment(version),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    found = json.loads(process.stdout[process.stdout.index("{") :])
+    assert found["version"] == version
+    wrong = {name: result for name, result in found["cases"].items() if result != "exact"}
+    assert not wrong, "\n".join(f"{name}: {result}" for name, result in wrong.items())
+    assert len(found["cases"]) == NUMBER
