@@ -28,7 +28,7 @@ from megatron_pipemem.planner.search.planning import Answer, Plan, plan
 from megatron_pipemem.planner.search.prices import Pace
 from megatron_pipemem.planner.search.space import KEYS, Limits
 from megatron_pipemem.planner.search.variants import PLAIN
-from megatron_pipemem.schedule.memory_cap import parse_cap
+from megatron_pipemem.schedule.memory_cap import parse_bytes
 
 _REASONS = 12
 
@@ -72,7 +72,7 @@ def plan_command(
     run = load(run_file, Run, overrides or ())
     if output is not None:
         check_writable(output)
-    limits, nbytes = _limits(only or ()), None if memory is None else _bytes(memory)
+    limits, nbytes = _limits(only or ()), None if memory is None else parse_bytes("--memory", memory)
     pace = None if profile is None else _pace(profile, run)
     with _progress() as tell:
         answer = plan(run, nbytes, limits, top, search_seconds, tell, pace)
@@ -115,13 +115,6 @@ def _pace(path: Path, run: Run) -> Pace:
         return Pace.of(profile, run.cluster)
     except ConfigError as error:
         raise ConfigError(error.message, file=path) from error
-
-
-def _bytes(text: str) -> float:
-    cap = parse_cap(text)
-    if not cap.in_bytes:
-        raise UnsupportedError(f"--memory {text!r}: give bytes, as in 60GiB")
-    return cap.amount
 
 
 @contextmanager

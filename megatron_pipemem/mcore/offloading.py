@@ -19,7 +19,7 @@ from megatron_pipemem.planner.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.runtime.offload import OffloadEngine
 from megatron_pipemem.runtime.offload.host_link import HostLink, measure_host_link
 from megatron_pipemem.runtime.offload.host_memory import available_memory
-from megatron_pipemem.schedule.memory_cap import format_bytes, parse_cap
+from megatron_pipemem.schedule.memory_cap import format_bytes, parse_bytes
 from megatron_pipemem.schedule.options import OFFLOAD, RECOMPUTE
 
 logger = logging.getLogger(__name__)
@@ -236,13 +236,7 @@ def _rank_budget(nodes: Sequence[_Node], per_node: float | None) -> int:
 
 
 def _bytes(what: str, value: object) -> float:
-    try:
-        read = parse_cap(value if isinstance(value, str) else f"{value}B")
-    except UnsupportedError:
-        read = None
-    if read is None or not read.in_bytes:
-        raise UnsupportedError(f"{what} {value!r} is no number of bytes; write 64GiB, 800MiB or 123456B")
-    return read.amount
+    return parse_bytes(what, value if isinstance(value, str) else f"{value}B")
 
 
 def _whole_bytes(what: str, value: object) -> int:

@@ -8,7 +8,6 @@ every way to cut the model. Profiles come from formulas (`from_formulas`), or fr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, Literal
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner.activations import Kept, embedding_bytes, head_bytes, layer_bytes, message_bytes
 from megatron_pipemem.planner.cluster import Cluster, Link
+from megatron_pipemem.planner.loading import typed
 from megatron_pipemem.planner.model import (
     Execution,
     Model,
@@ -27,8 +27,10 @@ from megatron_pipemem.planner.model import (
     layer_flops,
     layer_parameters,
 )
+from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.magnitudes import LARGEST, shortened
 from megatron_pipemem.schedule.placement import Placement
 
 Source = Literal["formulas", "fake tensors", "measured"]
@@ -177,26 +179,14 @@ class Profile:
         Raises:
             ConfigError: it cannot be read, or holds no profile.
         """
+        whole = read_json(path, "a profile")
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))["profile"]
-            for derived in ("layers_per_stage", "offload_ratio"):
-                data.pop(derived, None)
-            data["execution"]["recompute_modules"] = tuple(data["execution"]["recompute_modules"])
-            bandwidths = data.pop("bandwidths")
-            parts = {name: _part(data.pop(name)) for name in ("layer", "first", "middle", "last")}
-            end_layer = data.pop("end_layer")
-            return cls(
-                model=Model(**data.pop("model")),
-                execution=Execution(**data.pop("execution")),
-                bandwidths=None if bandwidths is None else Bandwidths(**bandwidths),
-                end_layer=None if end_layer is None else _part(end_layer),
-                **parts,
-                **data,
-            )
-        except OSError as error:
-            raise ConfigError(f"cannot be read: {error.strerror or error}", file=path) from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"holds no profile of `pipemem profile`: {error!r}", file=path) from error
+            return _profile(whole["profile"] if isinstance(whole, dict) else whole)
+        except KeyError as error:
+            raise ConfigError(f"holds no profile of `pipemem profile`: it lacks the key {error}", file=path) from error
+        except ConfigError as error:
+            where = "" if error.key is None else f"profile.{error.key} "
+            raise ConfigError(f"holds no profile of `pipemem profile`: {where}{error.message}", file=path) from error
 
 
 _COMPUTED = frozenset((Kind.F, Kind.I, Kind.W))  # a stage alone exchanges no messages
@@ -267,6 +257,55 @@ def _modelled(flops: Passes, kept: Kept, cluster: Cluster) -> Part:
     return Part(modelled_seconds(flops, cluster), memory)
 
 
-def _part(data: Mapping[str, Any]) -> Part:
-    memory = {Kind(kind): change for kind, change in data["memory"].items()}
-    return Part(Passes(**data["seconds"]), memory, data["parameters"])
+def _profile(data: Any) -> Profile:
+    """Raises:
+    KeyError, ConfigError: it is none.
+    """
+    if not isinstance(data, dict):
+        raise ConfigError("is no object", key="")
+    rest = {key: value for key, value in data.items() if key not in ("layers_per_stage", "offload_ratio")}
+    parts = {name: _part(name, rest.pop(name)) for name in ("layer", "first", "middle", "last")}
+    end_layer, bandwidths = rest.pop("end_layer", None), rest.pop("bandwidths", None)
+    kinds = {"model": Model, "execution": Execution}
+    shapes = {name: _typed(name, rest.pop(name), kind) for name, kind in kinds.items()}
+    numbers = {name: _number(name, rest.pop(name)) for name in ("message_bytes", "optimizer_seconds")}
+    texts = {name: rest.pop(name) for name in ("source", "device")}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise ConfigError(f"is {shortened(text)}; it should be text", key=name)
+    if rest:
+        raise ConfigError("is an unknown key", key=next(iter(rest)))
+    return Profile(
+        **shapes,
+        **texts,
+        **parts,
+        **numbers,
+        bandwidths=None if bandwidths is None else _typed("bandwidths", bandwidths, Bandwidths),
+        end_layer=None if end_layer is None else _part("end_layer", end_layer),
+    )
+
+
+def _part(name: str, data: Any) -> Part:
+    if not isinstance(data, dict) or not isinstance(data.get("memory"), dict):
+        raise ConfigError("is no object with seconds, memory and parameters", key=name)
+    for kind in data["memory"]:
+        if kind not in set(Kind):
+            raise ConfigError("is no kind of action", key=f"{name}.memory.{kind}")
+    memory = {Kind(kind): _number(f"{name}.memory.{kind}", change) for kind, change in data["memory"].items()}
+    parameters = _number(f"{name}.parameters", data["parameters"])
+    return Part(_typed(f"{name}.seconds", data["seconds"], Passes), memory, int(parameters))
+
+
+def _typed[T](name: str, data: Any, kind: type[T]) -> T:
+    if not isinstance(data, dict):
+        raise ConfigError(f"is {shortened(data)}; it should be an object", key=name)
+    try:
+        return typed(data, kind)
+    except ConfigError as error:
+        raise ConfigError(error.message, key=f"{name}.{error.key}" if error.key else name) from error
+
+
+def _number(name: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
+        raise ConfigError(f"is {shortened(value)}; it should be a number of at most {LARGEST:g}", key=name)
+    return value

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.action import VOCABULARY, Kind
 from megatron_pipemem.schedule.brief import changed_fields
+from megatron_pipemem.schedule.magnitudes import LARGEST, shortened
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts, per_device
 
@@ -321,70 +320,31 @@ class Costs:
         ``pipemem profile``.
 
         Raises:
-            CostsError: the file is missing, is not JSON, or has unknown keys or values of the wrong type.
+            CostsError: the file is missing, is not JSON, or has unknown keys or values of the wrong type; it names the key.
         """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise CostsError(f"cannot read costs from {path}: {error}") from error
-        known = (
-            "forward", "backward_input", "backward_weight", "recompute", "recompute_selective", "copy_sum", "p2p", "memory",
-            "channel", "vocabulary", "profile",
-        )  # fmt: skip
-        if not isinstance(data, dict) or set(data) - set(known):
-            raise CostsError(f"{path}: costs are one JSON object with the keys {', '.join(known)}")
-        data.pop("profile", None)
-        try:
-            memory = data.pop("memory", None)
-            if memory is not None:
-                memory = {Kind(kind): _number_or_tuple(values) for kind, values in memory.items()}
-            p2p = data.pop("p2p", 0.0)
-            if isinstance(p2p, dict):
-                p2p = {tuple(map(int, link.split("-"))): float(seconds) for link, seconds in p2p.items()}
-            channel = data.pop("channel", None)
-            vocabulary = data.pop("vocabulary", None)
-            if vocabulary is not None:
-                vocabulary = VocabularyCosts(**vocabulary)
-            prices = {key: _number_or_tuple(value) for key, value in data.items()}
-            costs = cls(**prices, p2p=p2p, memory=memory, vocabulary=vocabulary)
-            return costs if channel is None else replace(costs, channel=_channel(channel, costs))
-        except (AttributeError, TypeError, ValueError) as error:
-            raise CostsError(f"{path}: {error}") from error
+        from megatron_pipemem.schedule.costs_file import read_costs  # which needs this class
 
-
-def _channel(settings: Mapping[str, object], costs: Costs) -> Channel:
-    """Raises:
-    TypeError: a setting is unknown or missing.
-    """
-    settings = dict(settings)
-    switches = tuple(map(tuple, settings.pop("switches", ())))
-    if "ratio" in settings:
-        return Channel.of_ratio(settings.pop("ratio"), costs, switches=switches, **settings)
-    prices = {name: _number_or_tuple(settings.pop(name)) for name in ("offload", "reload") if name in settings}
-    return Channel(**prices, switches=switches, **settings)
+        return read_costs(path)
 
 
 def _checked(what: str, price: object) -> PerStage:
-    """One finite number, or a tuple of them, from numbers of any library.
+    """One number of at most ``LARGEST``, or a tuple of them, from numbers of any library.
 
     Raises:
         CostsError: it is something else.
     """
+    several = hasattr(price, "__len__") and not isinstance(price, str)
     try:
-        values = tuple(map(float, price)) if hasattr(price, "__len__") else float(price)  # type: ignore[arg-type, call-overload]
-    except (TypeError, ValueError):
-        raise CostsError(f"{what} is {price!r}; give a number, or one per stage") from None
-    if not all(map(math.isfinite, _listed(values))):
-        raise CostsError(f"{what} is {price!r}; give finite numbers")
+        values = tuple(map(float, price)) if several else float(price)  # type: ignore[arg-type, call-overload]
+    except (TypeError, ValueError, OverflowError):
+        raise CostsError(f"{what} is {shortened(price)}; give a number, or one per stage") from None
+    if not all(abs(value) <= LARGEST for value in _listed(values)):  # nor NaN
+        raise CostsError(f"{what} is {shortened(price)}; give finite numbers of at most {LARGEST:g}")
     return values
 
 
 def _listed(price: PerStage) -> Sequence[float]:
     return price if isinstance(price, Sequence) else (price,)
-
-
-def _number_or_tuple(value: object) -> PerStage:
-    return tuple(float(v) for v in value) if isinstance(value, list) else float(value)  # type: ignore[arg-type]
 
 
 def _per_stage(name: str, price: PerStage, placement: Placement) -> tuple[float, ...]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleFormatError
+from megatron_pipemem.reading import read_text
 from megatron_pipemem.schedule.action import MESSAGES, ORDERED, Action, Kind
 from megatron_pipemem.schedule.csv_header import Header, read_header
 from megatron_pipemem.schedule.placement import Placement
@@ -143,14 +144,7 @@ def read_schedule_file(path: str | Path) -> str:
     Raises:
         ScheduleFormatError: there is no such file, it cannot be read, or is no text.
     """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        not_text = isinstance(error, UnicodeDecodeError)
-        why = f"not UTF-8 text (byte {error.start})" if not_text else error.strerror or str(error)
-        raise ScheduleFormatError(
-            f"cannot read {path}: {why}; give the path of a schedule file that every process can read"
-        ) from error
+    return read_text(path, "a schedule", ScheduleFormatError)
 
 
 def read_table(text: str, dialect: str = "auto") -> Table:

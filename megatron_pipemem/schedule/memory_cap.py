@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.magnitudes import LARGEST
 
 _FACTORS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_DECIMAL = re.compile(r"([0-9.]+)\s*([KMGT])B?", re.IGNORECASE)
 _BYTES = re.compile(r"([0-9.]+(?:e[0-9]+)?)\s*(?:([KMGT])i)?B", re.IGNORECASE)
 
 
@@ -76,17 +78,45 @@ def parse_cap(value: float | str) -> MemoryCap:
         UnsupportedError: it is neither.
     """
     text = str(value).strip()
-    match = _BYTES.fullmatch(text)
+    if (number := _bytes(text)) is not None:
+        return MemoryCap(number, True)
     try:
-        amount = float(match[1]) * _FACTORS[(match[2] or "").upper()] if match else float(text)
+        amount = float(text)
     except ValueError:
         amount = math.nan
-    if not 0 < amount < math.inf:
+    if not 0 < amount <= LARGEST:
         raise UnsupportedError(
             f"memory cap {text!r} is no positive number of activation units (1.0 is what 1F1B's first rank holds) and no "
-            "number of bytes per rank; write 0.6, 6GiB, 800MiB or 123456B"
+            f"number of bytes per rank; write 0.6, 6GiB, 800MiB or 123456B{_binary(text)}"
         )
-    return MemoryCap(amount, match is not None)
+    return MemoryCap(amount, False)
+
+
+def parse_bytes(flag: str, value: str) -> float:
+    """Read ``60GiB`` and the like, after a flag that takes nothing else.
+
+    Raises:
+        UnsupportedError: it is no positive number of bytes.
+    """
+    number = _bytes(value.strip())
+    if number is None:
+        raise UnsupportedError(f"{flag} {value!r}: give a number of bytes, as in 60GiB or 800MiB{_binary(value)}")
+    return number
+
+
+def _bytes(text: str) -> float | None:
+    match = _BYTES.fullmatch(text)
+    try:
+        amount = float(match[1]) * _FACTORS[(match[2] or "").upper()] if match else 0.0
+    except ValueError:
+        return None
+    return amount if 0 < amount <= LARGEST else None
+
+
+def _binary(text: str) -> str:
+    """A hint for units of 10^3, which nobody here reads: they are often meant as those of 2^10."""
+    match = _DECIMAL.fullmatch(text.strip())
+    return f"; for {text.strip()} take {match[1]}{match[2].upper()}iB, if that was meant" if match else ""
 
 
 def loosened(limit: float) -> float:

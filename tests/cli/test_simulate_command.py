@@ -143,7 +143,7 @@ def test_memory_cap(pipemem_json, refuses):
         (("1f1b", "-p", 4, "-m", 8, "--p2p", "-1"), "--p2p -1.0"),
         (("1f1b", "-p", 4, "-m", 8, "--p2p", "nan"), "--p2p nan"),
         (("1f1b", "-p", 4, "-m", 8, "--memory-cap", 0), "no positive number"),
-        (("missing.csv",), "cannot read missing.csv: No such file"),
+        (("missing.csv",), "cannot read a schedule from missing.csv: No such file"),
     ],
 )
 def test_bad_input_ends_in_one_line(refuses, arguments, expected):

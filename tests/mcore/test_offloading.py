@@ -85,7 +85,7 @@ def test_settings_as_users_write_them():
     [
         (("most", "none", None, {}), "--pipemem-offload 'most' is none of off, half, full, auto"),
         (("full", "some", None, {}), "--pipemem-recompute 'some'"),
-        (("full", "none", "0.5", {}), "--pipemem-host-memory '0.5' is no number of bytes"),
+        (("full", "none", "0.5", {}), "--pipemem-host-memory '0.5': give a number of bytes, as in 60GiB"),
         (("full", "none", None, {"speed": 1}), "no option 'speed'; its options: bandwidth"),
         (("full", "none", None, {"ratio": 0}), "offload option ratio 0 is no positive number"),
         (("full", "none", None, {"guard": 3}), "neither 0 nor 1"),

@@ -78,9 +78,50 @@ def test_the_file_is_costs_and_profile(tmp_path: Path):
     timeline = simulate(build_schedule("v-half", num_devices=4, num_microbatches=8), costs)
     flops = 32 * layer_flops(profile.model, profile.execution).total
     assert timeline.makespan > 8 * flops / 4 / A100.flops
-    with pytest.raises(ConfigError, match="no profile"):
-        tmp_path.joinpath("other.json").write_text('{"forward": 1}')
-        Profile.from_json(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("layer", 3, "profile.layer is no object with seconds"),
+        ("layer.memory", {"X": 1}, "profile.layer.memory.X is no kind of action"),
+        ("layer.memory.F", "x", "profile.layer.memory.F is 'x'; it should be a number"),
+        ("layer.seconds.forward", "x", "profile.layer.seconds.forward"),
+        ("model.layers", "x", "profile.model.layers"),
+        ("execution", [], "profile.execution is \\[\\]; it should be an object"),
+        ("message_bytes", 1e300, "profile.message_bytes is 1e\\+300"),
+        ("device", 3, "profile.device is 3; it should be text"),
+        ("speed", 3, "profile.speed is an unknown key"),
+    ],
+)
+def test_a_file_that_holds_no_profile_is_told_by_its_key(tmp_path: Path, key, value, says):
+    path = tmp_path / "costs.json"
+    whole = from_formulas(GPT, Execution(), A100).to_json([GPT.layers])
+    *parents, last = key.split(".")
+    here = whole["profile"]
+    for parent in parents:
+        here = here[parent]
+    here[last] = value
+    path.write_text(json.dumps(whole))
+    with pytest.raises(ConfigError, match=says):
+        Profile.from_json(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"forward": 1}', "lacks the key 'profile'"),
+        ("3", "profile"),
+        ("[", "line 1, column 2 is no JSON"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_without_a_profile(tmp_path: Path, text, says):
+    path = tmp_path / "other.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        Profile.from_json(path)
 
 
 @pytest.mark.parametrize(

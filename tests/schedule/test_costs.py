@@ -11,6 +11,7 @@ from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, SELECTIVE_SECONDS, Channel, Costs
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts
 
 V = Placement.v_shape(2)
 
@@ -109,13 +110,33 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "cannot read costs from"),
+        ("{", r"cannot read costs from .*: line 1, column 2 is no JSON, expecting property name"),
         ("[1, 1, 1]", "costs are one JSON object with the keys forward, backward_input"),
         ('{"foward": 1}', "costs are one JSON object with the keys forward, backward_input"),
-        ('{"forward": "fast"}', "could not convert"),
-        ('{"forward": null}', "float"),
-        ('{"memory": {"X": 1}}', "'X' is not a valid Kind"),
-        ('{"memory": 3}', "items"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"forward": NaN}', "NaN is no number"),
+        ('{"forward": 1' + "0" * 5000 + "}", "Exceeds the limit"),
+        ('{"forward": 1' + "0" * 400 + "}", "forward is a number of 401 digits"),
+        ('{"forward": 1e308}', "forward is 1e\\+308; give numbers of at most 1e\\+30"),
+        ('{"forward": "fast"}', "forward is 'fast'; give a number, or a list of one per stage"),
+        ('{"forward": null}', "forward is None; give a number"),
+        ('{"forward": [1, "x"]}', "forward is 'x'"),
+        ('{"forward": []}', "forward is \\[\\]"),
+        ('{"forward": -1}', "cost of F is negative"),
+        ('{"memory": {"X": 1}}', "memory has the unknown key 'X'; it takes kinds of actions, F, I"),
+        ('{"memory": {"F": true}}', "memory.F is True"),
+        ('{"memory": -5}', "memory is -5; give an object"),
+        ('{"p2p": {"a-b": 1}}', "p2p has the key 'a-b'; write links as two devices, as in 0-1"),
+        ('{"p2p": {"0-1": "x"}}', "p2p.0-1 is 'x'"),
+        ('{"channel": 3}', "channel is 3; give an object"),
+        ('{"channel": {}}', "channel lacks the key offload"),
+        ('{"channel": {"ratio": "x"}}', "channel.ratio is 'x'"),
+        ('{"channel": {"offload": 1, "duplex": 3}}', "channel.duplex is 3; give true or false"),
+        ('{"channel": {"offload": 1, "switches": [0, 1]}}', "channel.switches is \\[0, 1\\]; give lists of devices"),
+        ('{"vocabulary": {"scores": 1}}', "vocabulary has the unknown key 'scores'; known are score"),
+        ('{"vocabulary": {"score": "x"}}', "vocabulary.score is 'x'"),
+        ('{"vocabulary": {"loss": [1]}}', "vocabulary.loss is \\[1\\]"),
+        ('{"vocabulary": {"collectives": {"F": 1}}}', "F is no collective"),
     ],
 )
 def test_files_that_hold_no_costs(text: str, message: str, tmp_path: Path) -> None:
@@ -129,3 +150,11 @@ def test_files_that_hold_no_costs(text: str, message: str, tmp_path: Path) -> No
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CostsError, match=r"cannot read costs from .*nowhere\.json"):
         Costs.from_json(tmp_path / "nowhere.json")
+
+
+def test_prices_are_small_enough_that_sums_stay_finite() -> None:
+    for wrong in ({"forward": 1e308}, {"p2p": 10**400}, {"memory": {Kind.F: -1e31}}, {"forward": "x"}):
+        with pytest.raises(CostsError, match="give "):
+            Costs(**wrong)
+    with pytest.raises(CostsError, match="give seconds from 0 to"):
+        VocabularyCosts(score=1e31)

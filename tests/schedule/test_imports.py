@@ -54,8 +54,9 @@ def test_only_mcore_and_cpu_name_megatron(source):
     [
         ("errors", set()),
         ("files", {"errors"}),
-        ("schedule", {"errors", "files", "schedule"}),
-        ("planner", {"errors", "files", "schedule", "planner", "report"}),
+        ("reading", {"errors"}),
+        ("schedule", {"errors", "files", "reading", "schedule"}),
+        ("planner", {"errors", "files", "reading", "schedule", "planner", "report"}),
         ("report", {"errors", "files", "schedule", "report"}),
         ("runtime", {"errors", "schedule", "runtime"}),
         ("cpu", {"errors", "cpu"}),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, parse_cap, parse_caps
+from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, parse_bytes, parse_cap, parse_caps
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,21 @@ def test_one_cap_per_device():
 def test_a_written_number_of_bytes_is_never_too_small(count):
     again = parse_cap(format_bytes(count))
     assert again.in_bytes and count <= again.amount <= 1.02 * count
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [("60gb", "for 60gb take 60GiB, if that was meant"), ("6G", "for 6G take 6GiB"), ("-1GiB", "as in 60GiB")],
+)
+def test_bytes_are_counted_in_units_of_two_to_the_ten(text: str, hint: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"--memory '{text}': give a number of bytes.*{hint}"):
+        parse_bytes("--memory", text)
+    if "for" in hint:
+        with pytest.raises(UnsupportedError, match=hint):
+            parse_cap(text)
+
+
+def test_caps_that_no_sum_stays_finite_with_are_refused() -> None:
+    for text in ("1e308", "1e308B", "inf", "nan"):
+        with pytest.raises(UnsupportedError, match="memory cap"):
+            parse_cap(text)

@@ -232,7 +232,7 @@ ASYNCHRONOUS = ("schedule.name=pipedream", "model.tied=false")
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (["schedule.name=nowhere.csv"], "cannot read nowhere.csv: No such file"),
+        (["schedule.name=nowhere.csv"], "cannot read a schedule from nowhere.csv: No such file"),
         (["schedule.costs=nowhere.json"], "cannot read costs from nowhere.json"),
         (["schedule.memory_cap=6GiB"], "needs --pipemem-schedule auto"),
         (["schedule.name=auto", "schedule.memory_cap=abc"], "memory cap 'abc'"),

@@ -7,10 +7,13 @@ import re
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.planner.runs import Run
+from megatron_pipemem.reading import read_json
+from megatron_pipemem.schedule.magnitudes import LARGEST, shortened
 
 Status = Literal["done", "failed", "infeasible"]
 
@@ -35,7 +38,7 @@ class Result:
         counted_peak_bytes: likewise, as autograd held them.
         predicted_bubble_rate: of each rank.
         measured_bubble_rate: of each rank.
-        losses: of every step since the last start.
+        losses: of every step since the last start; ``None`` where one was no finite number.
     """
 
     index: int
@@ -50,7 +53,7 @@ class Result:
     counted_peak_bytes: tuple[int | None, ...] = ()
     predicted_bubble_rate: tuple[float | None, ...] = ()
     measured_bubble_rate: tuple[float | None, ...] = ()
-    losses: tuple[float, ...] = ()
+    losses: tuple[float | None, ...] = ()
 
     @property
     def peak_bytes(self) -> int | None:
@@ -81,25 +84,36 @@ def collect(index: int, settings: dict[str, Any], run: Run, log: Path, exit_code
         exit_code: of the last one.
     """
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    report = _read_json(Path(run.output) / "report.json")
-    if exit_code or report is None:
+    path = Path(run.output) / "report.json"
+    if exit_code or not path.exists():
         reason = _why(text, exit_code)
         return Result(index, settings, "failed", reason, exit_code, run.parallelism.ranks)
     seconds = step_seconds(text)
     tokens = run.parallelism.global_batch * run.model.sequence
+    speed = None if not seconds else tokens / seconds
+    try:
+        found = _report(path)
+        result = Result(index, settings, "done", None, exit_code, run.parallelism.ranks, seconds, speed, **found)
+        _check_types(result, path)
+    except ConfigError as error:
+        return Result(index, settings, "failed", str(error), exit_code, run.parallelism.ranks)
+    return result
+
+
+def _report(path: Path) -> dict[str, tuple]:
+    """What a result takes from the report of its run.
+
+    Raises:
+        ConfigError: the file holds no report.
+    """
+    report = read_json(path, "the report of a run")
     keys = ("predicted_peak_bytes", "counted_peak_bytes", "predicted_bubble_rate", "measured_bubble_rate")
-    return Result(
-        index,
-        settings,
-        "done",
-        None,
-        exit_code,
-        run.parallelism.ranks,
-        seconds,
-        None if not seconds else tokens / seconds,
-        losses=tuple(report["losses"]),
-        **{key: tuple(rank[key] for rank in report["ranks"]) for key in keys},
-    )
+    try:
+        return {key: tuple(rank[key] for rank in report["ranks"]) for key in keys} | {"losses": tuple(report["losses"])}
+    except KeyError as error:
+        raise ConfigError(f"is no report of a run, it lacks the key {error}; train again", file=path) from error
+    except TypeError as error:
+        raise ConfigError(f"is no report of a run, {error}; train again", file=path) from error
 
 
 def step_seconds(log: str) -> float | None:
@@ -116,18 +130,66 @@ def write_result(result: Result, path: Path) -> None:
 
 
 def read_result(path: Path) -> Result | None:
-    """``None`` where there is none."""
-    raw = _read_json(path)
-    if raw is None:
+    """``None`` where there is none.
+
+    Raises:
+        ConfigError: the file holds something else.
+    """
+    if not path.exists():
         return None
-    return Result(**{key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()})
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
+    raw = read_json(path, "a result")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
+        result = Result(**{key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()})
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(f"is no result of a grid's point, {error}; delete it and --resume", file=path) from error
+    _check_types(result, path)
+    return result
+
+
+_NUMBERS = {
+    "index": int,
+    "exit_code": int,
+    "devices": int,
+    "seconds_per_step": (int, float),
+    "tokens_per_second": (int, float),
+}
+_LISTS = {
+    "predicted_peak_bytes": int,
+    "counted_peak_bytes": int,
+    "predicted_bubble_rate": (int, float),
+    "measured_bubble_rate": (int, float),
+    "losses": (int, float),
+}
+
+
+def _check_types(result: Result, path: Path) -> None:
+    """Raises:
+    ConfigError: a field of a result that was read from a file is something else.
+    """
+    wrong = [key for key, kind in _NUMBERS.items() if not _is(getattr(result, key), kind)]
+    for key, kind in _LISTS.items():
+        values = getattr(result, key)
+        if not isinstance(values, tuple) or not all(_is(each, kind) for each in values):
+            wrong.append(key)
+    if result.status not in get_args(Status):
+        wrong.append("status")
+    if not isinstance(result.reason, str | None):
+        wrong.append("reason")
+    if not isinstance(result.settings, dict):
+        wrong.append("settings")
+    if not wrong and len(result.predicted_peak_bytes) != len(result.counted_peak_bytes):
+        wrong.append("counted_peak_bytes")
+    if wrong:
+        raise ConfigError(
+            f"is {shortened(getattr(result, wrong[0]))}, which no run and no grid writes; delete the file, and train again",
+            key=wrong[0],
+            file=path,
+        )
+
+
+def _is(value: object, kind: type | tuple[type, ...]) -> bool:
+    """Whether it is ``None`` or a finite number of that kind."""
+    return value is None or (isinstance(value, kind) and not isinstance(value, bool) and abs(value) <= LARGEST)
 
 
 def _why(log: str, exit_code: int) -> str:

@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.planner.grid.results import Result
 from megatron_pipemem.planner.grid.store import Store
 from megatron_pipemem.planner.launching import min_nodes, ranks_per_node
+from megatron_pipemem.reading import read_json
 
 _POLL_SECONDS = 2.0
 _COMPLETING = "CG"
@@ -123,7 +124,10 @@ def _jobs_file(store: Store) -> Path:
 
 def _remembered(store: Store) -> list[str]:
     path = _jobs_file(store)
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    jobs = read_json(path, "the jobs of a grid") if path.exists() else []
+    if not isinstance(jobs, list):
+        raise ConfigError("is no list of Slurm jobs; delete it once none of the grid's is in the queue", file=path)
+    return jobs
 
 
 def _remember(store: Store, job: str) -> None:

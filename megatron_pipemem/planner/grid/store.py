@@ -25,6 +25,7 @@ from megatron_pipemem.planner.grid.config import Point, Settings, label, placed
 from megatron_pipemem.planner.grid.results import Result, collect, read_result, write_result
 from megatron_pipemem.planner.loading import load
 from megatron_pipemem.planner.runs import Run
+from megatron_pipemem.reading import read_json
 
 
 @dataclass(frozen=True)
@@ -157,12 +158,21 @@ class Store:
         )
 
     def _entries(self) -> list[_Entry]:
-        try:
-            return [_Entry(**entry) for entry in json.loads(self._index.read_text(encoding="utf-8"))["points"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        if not self.exists():
             raise ConfigError(
-                f"holds no grid ({error}); give the folder that pipemem grid wrote", file=self.folder
+                "holds no grid; give the folder that pipemem grid wrote",
+                file=self.folder,
+            )
+        index = read_json(self._index, "a grid")
+        try:
+            entries = [_Entry(**entry) for entry in index["points"]]
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                "is no index of a grid; give the folder that pipemem grid wrote", file=self._index
             ) from error
+        if not all(isinstance(each, dict) for entry in entries for each in (entry.settings, entry.changes)):
+            raise ConfigError("is no index of a grid; give the folder that pipemem grid wrote", file=self._index)
+        return entries
 
     def _keep(self, result: Result) -> Result:
         write_result(result, self._result_file(result.index))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.action import COLLECTIVES, Kind
 from megatron_pipemem.schedule.brief import changed_fields
+from megatron_pipemem.schedule.magnitudes import LARGEST, shortened
 
 PerDevice = float | Sequence[float]
 
@@ -118,8 +119,8 @@ def per_device(what: str, price: PerDevice, num_devices: int) -> tuple[float, ..
 def _seconds(what: str, price: object) -> float:
     try:
         seconds = float(price)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise CostsError(f"{what} of the vocabulary is {price!r}; give seconds of at least 0")
+    if not 0 <= seconds <= LARGEST:
+        raise CostsError(f"{what} of the vocabulary is {shortened(price)}; give seconds from 0 to {LARGEST:g}")
     return seconds

@@ -1,0 +1,101 @@
+"""Files of a grid that something else wrote, cut short or changed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_pipemem.cli.app import app
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.planner.grid.results import Result, collect, read_result
+from megatron_pipemem.planner.grid.slurm import queued
+from megatron_pipemem.planner.grid.store import Store
+from megatron_pipemem.planner.loading import load
+from megatron_pipemem.planner.runs import Run
+
+TINY = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
+RANK = {
+    "predicted_peak_bytes": 64,
+    "counted_peak_bytes": 64,
+    "predicted_bubble_rate": 0.25,
+    "measured_bubble_rate": None,
+}
+
+
+def in_one_line(folder: Path) -> str:
+    done = CliRunner().invoke(app, ["report", str(folder)])
+    assert done.exit_code == 2 and done.stdout == "", done.output
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [
+        (None, "holds no grid; give the folder"),
+        ("{", "grid.json: line 1, column 2 is no JSON"),
+        ("[]", "is no index of a grid"),
+        ('{"points": [3]}', "is no index of a grid"),
+        ('{"points": [{"settings": 3, "changes": {}}]}', "is no index of a grid"),
+    ],
+)
+def test_a_folder_that_holds_no_grid(tmp_path, index, says):
+    if index is not None:
+        (tmp_path / "grid.json").write_text(index)
+    line = in_one_line(tmp_path)
+    assert says in line and "Errno" not in line and str(tmp_path) in line
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"losses": 3}, "key losses: is 3"),
+        ({"losses": [1e300]}, "key losses"),
+        ({"index": "x"}, "key index: is 'x'"),
+        ({"status": "ended"}, "key status: is 'ended'"),
+        ({"settings": []}, "key settings"),
+        ({"counted_peak_bytes": [1, 2]}, "key counted_peak_bytes"),
+        ({"reason": 3}, "key reason: is 3"),
+        ({"speed": 3}, "unexpected keyword argument 'speed'"),
+    ],
+)
+def test_results_that_nobody_wrote(tmp_path, changed, says):
+    (tmp_path / "grid.json").write_text('{"points": [{"settings": {}, "changes": {}}]}')
+    path = tmp_path / "points" / "000" / "result.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(asdict(Result(0, {}, "done")) | changed))
+    line = in_one_line(tmp_path)
+    assert says in line and "result.json" in line
+    path.write_text("3")
+    with pytest.raises(ConfigError, match="is no result of a grid's point"):
+        read_result(path)
+
+
+@pytest.mark.parametrize(
+    ("report", "says"),
+    [
+        ("", "line 1, column 1 is no JSON"),
+        ('{"losses": []}', "lacks the key 'ranks'"),
+        ('{"losses": [], "ranks": [{}]}', "lacks the key 'predicted_peak_bytes'"),
+        ('{"losses": [], "ranks": 3}', "is no report of a run"),
+        (json.dumps({"losses": ["x"], "ranks": [RANK]}), "key losses: is ('x',)"),
+    ],
+)
+def test_a_run_that_left_no_whole_report_failed(tmp_path, report, says):
+    run = load(TINY, Run, [f"output={tmp_path}"])
+    (tmp_path / "report.json").write_text(report)
+    result = collect(0, {}, run, tmp_path / "log.txt", 0)
+    assert result.status == "failed" and says in result.reason and "report.json" in result.reason
+    (tmp_path / "report.json").write_text(json.dumps({"losses": [3.0, None], "ranks": [RANK]}))
+    assert collect(0, {}, run, tmp_path / "log.txt", 0).losses == (3.0, None)
+
+
+def test_jobs_that_are_no_list(tmp_path):
+    for text, says in (("3", "is no list of Slurm jobs"), ("[", "is no JSON")):
+        (tmp_path / "slurm-jobs.json").write_text(text)
+        with pytest.raises(ConfigError, match=says):
+            queued(Store(tmp_path))
