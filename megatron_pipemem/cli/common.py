@@ -361,7 +361,13 @@ def console() -> Console:
 
 
 def print_json(result: object) -> None:
-    typer.echo(json.dumps(result, indent=2))
+    """Raises:
+    CostsError: there are numbers in it that JSON has not.
+    """
+    try:
+        typer.echo(json.dumps(result, indent=2, allow_nan=False))
+    except ValueError:
+        raise CostsError("the result holds infinite numbers, which JSON has not; give costs nearer to 1") from None
 
 
 def fail(error: PipememError) -> NoReturn:

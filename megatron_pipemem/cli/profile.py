@@ -88,7 +88,7 @@ def profile(
     else:
         _print(found, layers, result["profile"]["offload_ratio"], run or model)
     if output is not None:
-        write_whole(output, json.dumps(result, indent=2) + "\n")
+        write_whole(output, json.dumps(result, indent=2, allow_nan=False) + "\n")
 
 
 def _placement(run: Run) -> Placement | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -133,7 +134,7 @@ class RunRecord:
             return
         ranks = [summary for summary in gathered if summary is not None]
         if self.report is not None:
-            write_whole(self.report, json.dumps(_report(ranks), indent=2) + "\n")
+            write_whole(self.report, json.dumps(_report(ranks), indent=2, allow_nan=False) + "\n")
             logger.info("wrote %s", self.report)
         if self.trace is not None and self._program is not None:
             planned = self._plan.timeline
@@ -294,8 +295,13 @@ def _report(ranks: list[dict]) -> dict:
     first: Mapping[str, object] = ranks[0]
     return {
         "schedule": first.get("schedule", ""),
-        "losses": known("losses", ranks[::-1], []),
-        "grad_norms": known("grad_norms", ranks[::-1], []),
+        "losses": _finite(known("losses", ranks[::-1], [])),
+        "grad_norms": _finite(known("grad_norms", ranks[::-1], [])),
         "plans": first.get("plans", []),
         "ranks": [{key: summary.get(key) for key in fields} for summary in ranks],
     }
+
+
+def _finite(values: Sequence[float]) -> list[float | None]:
+    """JSON has no number for what a step that diverged reports."""
+    return [value if math.isfinite(value) else None for value in values]

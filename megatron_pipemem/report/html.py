@@ -32,7 +32,9 @@ from megatron_pipemem.schedule.simulator import Timeline
 def page(timelines: Sequence[Timeline]) -> str:
     """The page as text. It loads nothing from elsewhere."""
     # "</" would end the script element that holds the data.
-    data = json.dumps(_data(timelines), separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")
+    data = json.dumps(_data(timelines), separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace(
+        "</", "<\\/"
+    )
     in_units = any(timeline.costs.memory is None for timeline in timelines)
     parts = {
         "@TITLE@": escape(", ".join(timeline.schedule.name for timeline in timelines)),

@@ -27,7 +27,7 @@ def trace(timelines: Sequence[Timeline]) -> dict[str, object]:
 
 
 def to_json(timelines: Sequence[Timeline]) -> str:
-    return json.dumps(trace(timelines), separators=(",", ":"))
+    return json.dumps(trace(timelines), separators=(",", ":"), allow_nan=False)
 
 
 def _process_events(process: int, timeline: Timeline, flow_ids: count[int]) -> list[dict[str, object]]:

@@ -126,7 +126,7 @@ def step_seconds(log: str) -> float | None:
 
 def write_result(result: Result, path: Path) -> None:
     """Raises OutputError when it cannot be kept."""
-    write_whole(path, json.dumps(asdict(result), indent=2) + "\n")
+    write_whole(path, json.dumps(asdict(result), indent=2, allow_nan=False) + "\n")
 
 
 def read_result(path: Path) -> Result | None:

@@ -55,7 +55,7 @@ class ResultCache:
         try:
             kept = json.loads(content)
             return SearchResult(tuple(_from_json(row) for row in kept["candidates"]), kept["lower_bound"], 0.0)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             logger.warning("cannot use the cached search %s: %s; searching again", path, error)
             return None
 
@@ -64,7 +64,7 @@ class ResultCache:
         try:
             path = self._path(question)
             kept = {"lower_bound": result.lower_bound, "candidates": [_to_json(each) for each in result.candidates]}
-            write_whole(path, json.dumps(kept))
+            write_whole(path, json.dumps(kept, allow_nan=False))
         except OSError as error:
             logger.warning("cannot keep the search: %s", error)
 
