@@ -56,9 +56,7 @@ def read_json(path: str | Path, what: str, refusal: type[PipememError] = ConfigE
         raise refusal(f"cannot read {what} from {path}: it is nested too deeply; take brackets away") from error
     except ValueError as error:  # an integer of thousands of digits, or no number
         why = str(error).partition(";")[0]
-        raise refusal(
-            f"cannot read {what} from {path}: {why[0].lower()}{why[1:]}; give a number a float can hold"
-        ) from error
+        raise refusal(f"cannot read {what} from {path}: {why}; give a finite number") from error
 
 
 def _no_number(name: str) -> NoReturn:
