@@ -28,7 +28,6 @@ app = typer.Typer(
     cls=_Group,
     help="Pipeline schedules with controllable memory for stock Megatron-Core.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,

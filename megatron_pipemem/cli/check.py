@@ -15,6 +15,7 @@ from megatron_pipemem.cli.common import (
     Json,
     MemoryCapText,
     console,
+    print_facts,
     print_json,
     read_schedule,
     report_error,
@@ -65,11 +66,15 @@ def check(
         report_note(f"{file} {CANNOT_RUN}: {_headline(obstacle)}")
     out = console()
     out.print(f"{file} is valid.", style="green", soft_wrap=True)
-    for name, fact in facts.items():
-        if name != "file":
-            value = f"{fact:.6g}" if isinstance(fact, float) else str(fact)
-            out.print(f"  {name.replace('_', ' '):<16} {value}", soft_wrap=True, markup=False)
-    out.print("  (bubble and peak with F = I = W; 1 is the peak of 1F1B)", style="dim")
+    print_facts(
+        out,
+        (
+            (name.replace("_", " "), f"{fact:.6g}" if isinstance(fact, float) else str(fact))
+            for name, fact in facts.items()
+            if name != "file"
+        ),
+    )
+    out.print("(bubble and peak with F = I = W; 1 is the peak of 1F1B)", style="dim", soft_wrap=True)
 
 
 def _cap(text: str | None) -> float | tuple[float, ...] | None:

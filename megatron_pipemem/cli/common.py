@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from textwrap import wrap
 from typing import Annotated, Literal, NamedTuple, NoReturn
 
 import typer
@@ -43,6 +44,8 @@ INVALID, UNUSABLE = 1, 2
 
 Dialect = Literal["auto", "pipemem", "torch", "torch-new", "torch-old"]
 _WIDTH_OF_FILES = 130
+_NAMES = 20
+"""Columns of what ``print_facts`` names."""
 NAME_HELP = "A schedule of `pipemem schedules`, a file of `pipemem convert` or of torch, or `auto` for a search."
 DIALECT_HELP = "Letters of the file; by default they are detected, and said."
 
@@ -358,6 +361,16 @@ def console() -> Console:
     if not out.is_terminal and "COLUMNS" not in os.environ:
         out.width = _WIDTH_OF_FILES
     return out
+
+
+def print_facts(out: Console, told: Iterable[tuple[str, str]]) -> None:
+    """A name and what is to be said of it per line; what is long goes on under its own beginning, but not in files."""
+    fits = None if out.width == _WIDTH_OF_FILES else max(20, out.width - _NAMES - 1)
+    for name, fact in told:
+        lines = [fact] if fits is None else wrap(fact, fits, break_long_words=False, break_on_hyphens=False) or [""]
+        for line in lines:
+            out.print(f"{name:<{_NAMES}} {line}".rstrip(), soft_wrap=True, markup=False)
+            name = ""
 
 
 def print_json(result: object) -> None:

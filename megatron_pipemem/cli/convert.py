@@ -21,6 +21,7 @@ from megatron_pipemem.cli.common import (
     load_schedule,
     print_json,
 )
+from megatron_pipemem.cli.completion import complete_schedules
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.schedule.csv_format import LETTERS, write_table
@@ -35,7 +36,7 @@ _Letters = Literal["pipemem", "torch", "torch-new", "torch-old"]
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="IN", help=NAME_HELP)],
+    source: Annotated[str, typer.Argument(metavar="IN", help=NAME_HELP, autocompletion=complete_schedules)],
     target: Annotated[Path, typer.Argument(metavar="OUT", help=".csv: compute actions; .txt: the whole program.")],
     from_dialect: Annotated[Dialect, typer.Option("--from", help=DIALECT_HELP)] = "auto",
     to_dialect: Annotated[

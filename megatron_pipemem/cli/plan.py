@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from megatron_pipemem.cli.common import Json, console, fail, print_json
 from megatron_pipemem.cli.launch import Set
@@ -28,6 +26,7 @@ from megatron_pipemem.planner.search.planning import Answer, Plan, plan
 from megatron_pipemem.planner.search.prices import Pace
 from megatron_pipemem.planner.search.space import KEYS, Limits
 from megatron_pipemem.planner.search.variants import PLAIN
+from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.schedule.memory_cap import parse_bytes
 
 _REASONS = 12
@@ -136,7 +135,7 @@ def _print(answer: Answer) -> None:
     out = console()
     if answer.plans:
         out.print(_table(answer.plans))
-    reasons = Table("rejected", "reason", box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    reasons = FittingTable(("rejected", "reason"), text=("rejected", "reason"))
     common = answer.rejected.most_common()
     for reason, count in common[:_REASONS]:
         reasons.add_row(str(count), reason)
@@ -146,11 +145,9 @@ def _print(answer: Answer) -> None:
     out.print(f"{answer.considered} ways considered in {answer.seconds:.1f} s", soft_wrap=True)
 
 
-def _table(plans: Sequence[Plan]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+def _table(plans: Sequence[Plan]) -> FittingTable:
     columns = ("schedule", "tp", "pp", "dp", "mb", "recompute", "s/step", "MFU", "peak GiB", "bubble", "binds")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("schedule", "recompute", "binds") else "right")
+    table = FittingTable(columns, text=("schedule", "recompute", "binds"))
     for each in plans:
         cut = each.run.parallelism
         name = each.schedule if cut.chunks is None else f"{each.schedule} v={cut.chunks}"
@@ -160,7 +157,7 @@ def _table(plans: Sequence[Plan]) -> Table:
             each.run.schedule.recompute,
             f"{each.seconds:.4g}",
             f"{each.mfu:.1%}",
-            f"{each.peak / GIB:.1f}",
+            f"{each.peak / GIB:.1f}" if each.peak > GIB else f"{each.peak / GIB:.2g}",
             f"{each.bubble_rate:.1%}",
             each.binds,
         )

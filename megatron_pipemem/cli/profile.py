@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from megatron_pipemem.cli.common import Json, console, print_json, report_note
 from megatron_pipemem.errors import UnsupportedError
@@ -19,6 +18,7 @@ from megatron_pipemem.planner.model import Execution, Model
 from megatron_pipemem.planner.offload_ratio import cheap_recompute, cluster_offload_ratio, offload_ratio
 from megatron_pipemem.planner.profile import Bandwidths, Part, Profile, even_layers, from_formulas
 from megatron_pipemem.planner.runs import Run
+from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
@@ -151,9 +151,8 @@ def _ratios(found: Profile, cluster: Cluster) -> dict[str, float]:
 
 
 def _print(found: Profile, layers: list[int], ratios: dict[str, float], name: object) -> None:
-    table = Table(title=f"{name}: per microbatch and rank, {found.source}", title_justify="left")
-    for heading in ("", "F ms", "I ms", "W ms", "saved MiB", "released at I", "parameters"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    columns = ("part", "F ms", "I ms", "W ms", "saved MiB", "MiB released at I", "parameters")
+    table = FittingTable(columns, text=("part",), title=f"{name}: per microbatch and rank, {found.source}")
     rows: list[tuple[str, Part]] = [
         ("layer", found.layer),
         ("embedding", found.first - found.middle),
@@ -165,8 +164,8 @@ def _print(found: Profile, layers: list[int], ratios: dict[str, float], name: ob
         table.add_row(
             label,
             *(f"{1e3 * seconds:.3f}" for seconds in times),
-            f"{saved / MIB:.2f}",
-            f"{part.released_at_input / MIB:.2f}",
+            f"{saved / MIB:z.2f}",
+            f"{part.released_at_input / MIB:z.2f}",
             f"{part.parameters:,}",
         )
     console().print(table)

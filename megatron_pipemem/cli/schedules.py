@@ -1,58 +1,132 @@
-"""``pipemem schedules``: the table."""
+"""``pipemem schedules``: the table, and what there is to know of one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Annotated
 
-from rich import box
-from rich.table import Table
+import typer
 
-from megatron_pipemem.cli.common import Json, console, print_json
-from megatron_pipemem.schedule.registry import Family, families
+from megatron_pipemem.cli.common import Devices, Json, Microbatches, console, print_facts, print_json, with_channel
+from megatron_pipemem.cli.completion import complete_families
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.report import terminal_timeline
+from megatron_pipemem.report.tables import FittingTable
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.registry import Family, build_schedule, families, family
+from megatron_pipemem.schedule.simulator import simulate
+
+# Arguments of every schedule; those that list them fit their order to them.
+_FLAGS = {"costs": "--costs", "memory_cap": "--memory-cap"}
+_SIZES = ((4, 8), (4, 4), (2, 4), (8, 16))
+"""Of the picture: the first that the schedule takes."""
 
 
-def schedules(as_json: Json = False) -> None:
-    """List every schedule: what it holds at its peak, how long it idles, what it needs.
+def schedules(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Explain this one.", autocompletion=complete_families)
+    ] = None,
+    devices: Devices = None,
+    microbatches: Microbatches = None,
+    as_json: Json = False,
+) -> None:
+    """List every schedule: what it holds at its peak, how long it idles, what it needs; or explain one, with a picture.
 
     Peaks are in activation units: 1 is what 1F1B's first device holds. Bubbles are for many microbatches, with F, I, W,
     B the seconds of one device's share of the model, p devices, m microbatches and v chunks. Asynchronous schedules
     update weights in the middle of a step, so they train differently from all others. What is simulated only can be
     built, simulated, drawn and converted, but not run.
     """
-    if as_json:
-        print_json([_row(family) for family in families()])
+    if name is not None:
+        _explain(family(name), devices, microbatches, as_json)
         return
-    figures = _table("name", "placement", "backward", "peak", "bubble")
-    origins = _table("name", "source", "needs and options")
-    for family in families():
-        split = "I and W" if family.splits_backward else "B"
-        figures.add_row(family.name, family.placement, split, family.peak, family.bubble)
-        least = f"p >= {family.min_devices}" if family.min_devices > 1 else ""
-        marks = ["asynchronous" if family.asynchronous else "", "simulated only" if family.simulated_only else ""]
-        copies = f"{family.replicas} copies of the weights" if family.replicas > 1 else ""
-        needs = [line for line in (family.needs or least, copies, ", ".join(filter(None, marks))) if line]
-        needs += [f"{_FLAGS.get(option, f'-o {option}')}: {text}" for option, text in family.options.items()]
-        origins.add_row(family.name, family.source, "\n".join(needs))
-    console().print(figures, origins)
+    if devices is not None or microbatches is not None:
+        raise UnsupportedError("--devices and --microbatches are those of the picture of one schedule; name it")
+    if as_json:
+        print_json([_row(each) for each in families()])
+        return
+    figures = _table("name", "placement", "peak", "bubble")
+    origins = _table("name", "backward", "source", "needs and options")
+    for each in families():
+        figures.add_row(each.name, each.placement, each.peak, each.bubble)
+        needs = [*_needs(each), *(f"{flag}: {text}" for flag, text in _options(each))]
+        origins.add_row(each.name, _backward(each), each.source, "\n".join(needs))
+    out = console()
+    out.print(figures, origins)
+    out.print("pipemem schedules NAME explains one", soft_wrap=True)
 
 
-# Arguments of every schedule; those that list them fit their order to them.
-_FLAGS = {"costs": "--costs", "memory_cap": "--memory-cap"}
+def _table(*columns: str) -> FittingTable:
+    return FittingTable(columns, text=columns)
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for column in columns:
-        table.add_column(column, no_wrap=column in ("name", "placement", "backward"))
-    return table
+def _explain(chosen: Family, devices: int | None, microbatches: int | None, as_json: bool) -> None:
+    if as_json:
+        print_json(_row(chosen))
+        return
+    sizes = (
+        _SIZES if devices is None and microbatches is None else ((devices or 4, microbatches or 2 * (devices or 4)),)
+    )
+    timeline = None
+    for p, m in sizes:
+        try:
+            schedule = build_schedule(chosen.name, num_devices=p, num_microbatches=m, **_usual(chosen))
+        except UnsupportedError:
+            if (p, m) == sizes[-1]:
+                raise
+            continue
+        timeline = simulate(schedule, with_channel(Costs(), None))
+        break
+    out = console()
+    out.print(f"{chosen.name}: {chosen.summary}", style="bold", soft_wrap=True, markup=False)
+    print_facts(out, _facts(chosen))
+    out.print()
+    out.print(terminal_timeline(timeline))
 
 
-def _row(family: Family) -> dict[str, object]:
+def _usual(chosen: Family) -> dict[str, object]:
+    """Costs for those that are fitted to them."""
+    return {"costs": with_channel(Costs(), None)} if "costs" in chosen.options else {}
+
+
+def _facts(chosen: Family) -> Iterator[tuple[str, str]]:
+    chunks = "" if chosen.chunks is None else f", {chosen.chunks} chunk{'s' if chosen.chunks > 1 else ''} per device"
+    yield "placement", f"{chosen.placement}{chunks}"
+    yield "backward", _backward(chosen)
+    yield "peak", f"{chosen.peak} (1 is what 1F1B's first device holds)"
+    yield "bubble", chosen.bubble
+    yield "source", chosen.source
+    for need in _needs(chosen):
+        yield "needs", need
+    if chosen.offloads:
+        yield "offload", "activations spend time in host memory"
+    if chosen.simulated_only:
+        yield "runs", f"no: {chosen.simulated_only}"
+    for flag, text in _options(chosen):
+        yield f"  {flag}", text
+    yield "p, m, v", "devices, microbatches, chunks per device; F, I, W, B: seconds of one device's share of the model"
+
+
+def _backward(chosen: Family) -> str:
+    return "I and W" if chosen.splits_backward else "B"
+
+
+def _needs(chosen: Family) -> list[str]:
+    least = f"p >= {chosen.min_devices}" if chosen.min_devices > 1 else ""
+    marks = ["asynchronous" if chosen.asynchronous else "", "simulated only" if chosen.simulated_only else ""]
+    copies = f"{chosen.replicas} copies of the weights" if chosen.replicas > 1 else ""
+    return [line for line in (chosen.needs or least, copies, ", ".join(filter(None, marks))) if line]
+
+
+def _options(chosen: Family) -> Iterator[tuple[str, str]]:
+    for option, text in chosen.options.items():
+        yield _FLAGS.get(option, f"-o {option}"), text
+
+
+def _row(chosen: Family) -> dict[str, object]:
+    left_out = ("build", "fewest_microbatches", "options")
     return {
-        **{
-            key: value
-            for key, value in asdict(family).items()
-            if key not in ("build", "fewest_microbatches", "options")
-        },
-        "options": dict(family.options),
+        **{key: value for key, value in asdict(chosen).items() if key not in left_out},
+        "options": dict(chosen.options),
     }

@@ -28,6 +28,7 @@ from megatron_pipemem.cli.common import (
     report_note,
     with_channel,
 )
+from megatron_pipemem.cli.completion import complete_schedules
 from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, apply_head
 from megatron_pipemem.files import check_writable
 from megatron_pipemem.report import check_suffix, save_comparison, terminal_timeline
@@ -37,7 +38,12 @@ from megatron_pipemem.schedule.simulator import simulate as run_simulator
 
 
 def show(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help=f"{NAME_HELP} Several make a comparison.")],
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME...", help=f"{NAME_HELP} Several make a comparison.", autocompletion=complete_schedules
+        ),
+    ],
     devices: Devices = None,
     microbatches: Microbatches = None,
     chunks: Chunks = None,

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
 from megatron_pipemem.cli.common import (
     NAME_HELP,
@@ -28,10 +26,13 @@ from megatron_pipemem.cli.common import (
     console,
     load_schedule,
     parse_costs,
+    print_facts,
     print_json,
     with_channel,
 )
+from megatron_pipemem.cli.completion import complete_schedules
 from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, apply_head
+from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.report.timeline import memory_text
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
@@ -43,9 +44,20 @@ from megatron_pipemem.schedule.search import Candidate
 from megatron_pipemem.schedule.simulator import Timeline, host_peaks, peaks
 from megatron_pipemem.schedule.simulator import simulate as run_simulator
 
+_USUAL = {
+    "search_seconds": 0,
+    "replicas": 1,
+    "weight_versions": 1,
+    "host_peak": 0,
+    "stall_seconds": 0,
+    "transfers": 0,
+    "recomputed": {},
+}
+"""What nobody needs to be told; of a list, for every device."""
+
 
 def simulate(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=NAME_HELP)],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=NAME_HELP, autocompletion=complete_schedules)],
     devices: Devices = None,
     microbatches: Microbatches = None,
     chunks: Chunks = None,
@@ -82,8 +94,7 @@ def simulate(
         print_json(facts)
         return
     out = console()
-    for key, fact in facts.items():
-        out.print(f"{key.replace('_', ' '):<20} {_text(key, fact)}", soft_wrap=True, markup=False)
+    print_facts(out, _told(facts))
     if loaded.search is not None:
         gap = loaded.search.gap
         verdict = (
@@ -91,26 +102,25 @@ def simulate(
             if loaded.search.is_optimal
             else f"{gap:.2%} of the makespan at most"
         )
-        out.print(f"{'gap to the bound':<20} {verdict}", soft_wrap=True, markup=False)
+        print_facts(out, [("gap to the bound", verdict)])
         out.print(_placements(loaded.search.candidates))
     if loaded.offload_search is not None:
         gap = f"{1 - facts['lower_bound'] / timeline.makespan:.2%} of the makespan at most; the bound knows no cap"
-        out.print(f"{'gap to the bound':<20} {gap}", soft_wrap=True, markup=False)
+        print_facts(out, [("gap to the bound", gap)])
         out.print(_placements(_fastest_plans(loaded.offload_search, prices)))
     if loaded.plan is not None and loaded.plan.kept:
         reasons = Counter(loaded.plan.kept.values()).most_common()
         stays = ", ".join(f"{count} ({why})" for why, count in reasons)
-        out.print(f"{'activations kept':<20} {stays}", soft_wrap=True, markup=False)
+        print_facts(out, [("activations kept", stays)])
     if prices.memory is not None:
         held = ", ".join(memory_text(peak, timeline) for peak in timeline.peaks)
-        out.print(f"{'peak memory':<20} {held}", soft_wrap=True, markup=False)
+        print_facts(out, [("peak memory", held)])
 
 
-def _placements(candidates: Iterable[Candidate]) -> Table:
+def _placements(candidates: Iterable[Candidate]) -> FittingTable:
     """The best of every placement."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("placement", "chunks", "makespan", "bound", "peak", "found by"):
-        table.add_column(heading, justify="left" if heading in ("placement", "found by") else "right", no_wrap=True)
+    columns = ("placement", "chunks", "makespan", "bound", "peak", "found by")
+    table = FittingTable(columns, text=("placement", "found by"))
     for each in candidates:
         table.add_row(
             each.schedule.placement.name,
@@ -180,6 +190,13 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
         return loaded.search.lower_bound
     cap = peak if loaded.memory_cap is None else loaded.memory_cap
     return lower_bound(schedule.placement, schedule.num_microbatches, loaded.costs, cap)
+
+
+def _told(facts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """The facts in words, without those that are what they usually are."""
+    for key, fact in facts.items():
+        if any(each != _USUAL.get(key) for each in (fact if isinstance(fact, list) else [fact])):
+            yield key.replace("_", " "), _text(key, fact)
 
 
 def _text(key: str, fact: object) -> str:

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.table import Table
-
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.report.tables import FittingTable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SUFFIXES = (".png", ".svg")
 _MIB = 1 << 20
+_FIGURES = ("tokens/s", "s/step", "predicted\npeak", "counted\npeak", "planned\nbubble", "measured\nbubble")
 _AGREEMENT = {True: "=", False: "≠", None: " "}
 
 
@@ -57,25 +56,17 @@ def front(points: Sequence[RunPoint]) -> list[RunPoint]:
     return best
 
 
-def table(points: Sequence[RunPoint]) -> Table:
+def table(points: Sequence[RunPoint]) -> FittingTable:
     """The runs, fastest first, a rich renderable; those on the front are marked."""
     chosen = {point.number for point in front(points)}
     columns = list(dict.fromkeys(key for point in points for key in point.settings))
-    rows = Table(
-        box=box.SIMPLE_HEAD,
-        header_style="bold",
-        pad_edge=False,
-        padding=0,
+    headings = [column.rpartition(".")[2].replace("_", " ") for column in columns]
+    rows = FittingTable(
+        ("#", *headings, *_FIGURES),
+        text=("#", *headings),
         caption="Peaks: activation MiB of the fullest rank, counted in the run; = where every rank held to the byte what was "
         "predicted.\nBubble: of the rank that idles least, planned and measured. *: no other run is faster with less.",
-        caption_justify="left",
     )
-    rows.add_column("#", no_wrap=True)
-    for column in columns:
-        rows.add_column(column.rpartition(".")[2].replace("_", " "), no_wrap=True)
-    headings = ("tokens/s", "s/step", "predicted\npeak", "counted\npeak", "planned\nbubble", "measured\nbubble")
-    for heading in headings:
-        rows.add_column(heading, justify="right", no_wrap=True)
     for point in sorted(points, key=lambda point: (-point.tokens_per_second, point.number)):
         rows.add_row(
             f"{point.number} *" if point.number in chosen else str(point.number),
@@ -88,7 +79,7 @@ def table(points: Sequence[RunPoint]) -> Table:
                 "-" if rate is None else f"{rate:.1%}"
                 for rate in (point.predicted_bubble_rate, point.measured_bubble_rate)
             ),
-            style=None if point.number in chosen else "dim",
+            style="" if point.number in chosen else "dim",
         )
     return rows
 

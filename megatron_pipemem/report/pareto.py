@@ -10,10 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.table import Table
-
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.report.tables import FittingTable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,14 +48,10 @@ class Point:
     is_search: bool = False
 
 
-def table(points: Sequence[Point]) -> Table:
+def table(points: Sequence[Point]) -> FittingTable:
     """The points by peak, a rich renderable; those on the front are marked, dominated ones dim."""
-    rows = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    rows.add_column("front")
-    rows.add_column("schedule", no_wrap=True)
-    rows.add_column("placement", no_wrap=True)
-    rows.add_column("peak", justify="right")
-    rows.add_column("bubble", justify="right")
+    columns = ("front", "schedule", "placement", "peak", "bubble")
+    rows = FittingTable(columns, text=("front", "schedule", "placement"))
     for point in sorted(points, key=_by_peak):
         rows.add_row(
             "" if point.dominated else "*",
@@ -65,7 +59,7 @@ def table(points: Sequence[Point]) -> Table:
             point.placement,
             f"{point.peak:.4g}",
             f"{point.bubble_rate:.2%}",
-            style="dim" if point.dominated else None,
+            style="dim" if point.dominated else "",
         )
     return rows
 

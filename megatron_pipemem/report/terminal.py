@@ -54,7 +54,7 @@ class TerminalTimeline:
         room = max(10, options.max_width - margin - max(len(header) + 1, widest) - 2)
         scale, squeezed = _columns_per_second(runs, room)
         width = min(room, max(1, round(timeline.makespan * scale)))
-        yield Text(headline(timeline), style="bold", overflow="ellipsis", no_wrap=True)
+        yield Text(headline(timeline), style="bold")
         yield Text(" " * (margin + width + 2) + f" {header}", style="dim", no_wrap=True)
         for device, (row, peak) in enumerate(zip(rows, peaks, strict=True)):
             line = Text(f"device {device}".ljust(margin) + "|", no_wrap=True, overflow="crop")
@@ -70,7 +70,7 @@ class TerminalTimeline:
             left_out = (
                 "squeezed: a letter stands for several actions; widen the terminal or write a picture with --output"
             )
-            yield Text(left_out, style="dim", no_wrap=True, overflow="ellipsis")
+            yield Text(left_out, style="dim")
 
 
 def _columns_per_second(timelines: Sequence[Timeline], room: int) -> tuple[float, bool]:

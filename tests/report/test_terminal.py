@@ -80,7 +80,8 @@ def test_compared_runs_share_one_time_axis(run):
 
 
 def test_a_squeezed_run_says_so(run):
-    assert "squeezed" in lines(run("zbv", 4, 64), width=60)[-1]
+    said = " ".join(lines(run("zbv", 4, 64), width=60)[-2:])
+    assert said.startswith("squeezed: ") and said.rstrip().endswith("with --output")
     assert "squeezed" not in lines(run("zbv", 4, 4), width=200)[-1]
 
 

@@ -144,7 +144,8 @@ register_schedule(
         source="arXiv 2107.06925, section 3",
         min_devices=2,
         options={
-            "doubling": "true: forwards in pairs, for a peak of 2 and, with units of 2p and B <= 2F, a bubble of (p/2-1)(F+B)"
+            "doubling": "true: forwards in pairs, for a peak of 2 and, with units of 2p and B <= 2F, a bubble of "
+            "(p/2-1)(F+B) (default false)"
         },
         chunks=2,
         needs="even p",

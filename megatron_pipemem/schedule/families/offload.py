@@ -107,8 +107,8 @@ _OPTIONS = {
     "chunks": "stages per device, v (default 2)",
     "k": "time of activations to the host and back over their F, I and W (default: by the costs, or 1)",
     "placement": "interleaved (default), or v",
-    "offload_chunks": "how many of a device's chunks may be offloaded",
-    "costs": "given by --costs",
+    "offload_chunks": "how many of a device's chunks may be offloaded (default: half for po-h, all for po-f)",
+    "costs": "seconds of every pass, and what copies take (default F = I = W)",
 }
 
 for _name, _build, _summary, _peak in (

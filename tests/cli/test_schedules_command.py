@@ -1,0 +1,72 @@
+"""What ``pipemem schedules NAME`` tells of a schedule, and what the shell offers for a name that is begun."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_pipemem.cli.completion import complete_families, complete_schedules
+from megatron_pipemem.schedule.registry import families, family
+
+NAMES = [each.name for each in families()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_is_explained_with_a_picture(pipemem, name):
+    chosen, shown = family(name), pipemem("schedules", name)
+    assert shown.exit_code == 0, shown.stderr
+    for fact in (chosen.summary, chosen.placement, chosen.peak, chosen.bubble, chosen.source, chosen.needs):
+        assert fact in shown.stdout
+    assert "device 0 |" in shown.stdout and " forward " in shown.stdout
+    for option, text in chosen.options.items():
+        assert option.replace("_", "-") in shown.stdout.replace("_", "-") and text in shown.stdout
+        assert "default" in text, f"{option}: say what it is by default"
+    for marked, words in ((chosen.simulated_only, "simulated only"), (chosen.asynchronous, "asynchronous")):
+        assert (words in shown.stdout) == bool(marked)
+
+
+def test_the_picture_has_the_size_that_is_asked_for(pipemem, refuses):
+    assert "p=3, m=7" in pipemem("schedules", "zbv", "-p", 3, "-m", 7).stdout
+    assert "p=6, m=12" in pipemem("schedules", "dualpipe", "-p", 6).stdout
+    assert "even" in pipemem("schedules", "dualpipe", "-p", 3).stderr
+    assert "name it" in refuses("schedules", "-p", 3)
+    assert "did you mean 'v-half'" in refuses("schedules", "v-hlaf")
+
+
+def test_one_row_of_the_json_is_that_of_the_whole_table(pipemem_json):
+    assert pipemem_json("schedules", "gis-h") in pipemem_json("schedules")
+
+
+def complete(pipemem, monkeypatch, words: str) -> list[str]:
+    """What bash is offered after these words."""
+    monkeypatch.setenv("_PIPEMEM_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split(" ")) - 1))
+    return pipemem().stdout.split()
+
+
+@pytest.mark.parametrize("command", ["simulate", "show", "convert", "schedules", "show 1f1b"])
+def test_the_shell_completes_names_of_schedules(pipemem, monkeypatch, command):
+    assert complete(pipemem, monkeypatch, f"pipemem {command} zb-") == ["zb-h1", "zb-h2", "zb-auto"]
+
+
+def test_the_shell_completes_commands_and_their_options(pipemem, monkeypatch):
+    assert complete(pipemem, monkeypatch, "pipemem s") == ["schedules", "simulate", "show"]
+    assert complete(pipemem, monkeypatch, "pipemem simulate 1f1b --vocab") == ["--vocab-parallel"]
+
+
+def test_files_and_auto_are_offered_where_they_are_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name in ("mine.csv", "mine.json", "folder/other.txt"):
+        (tmp_path / name).write_text("")
+    offered = [name for name, _ in complete_schedules("m")]
+    assert offered == ["mine.csv"]
+    assert [name for name, _ in complete_schedules("f")] == ["folder/"]
+    assert [name for name, _ in complete_schedules("folder/")] == ["folder/other.txt"]
+    assert [name for name, _ in complete_schedules("")] == [*NAMES, "auto"]
+    assert [name for name, _ in complete_families("")] == NAMES
+    assert [name for name, _ in complete_schedules(str(tmp_path / "none" / "x"))] == []
+
+
+def test_installing_completion_is_offered(pipemem):
+    assert "--install-completion" in pipemem("--help").stdout
