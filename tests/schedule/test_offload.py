@@ -22,8 +22,9 @@ from megatron_pipemem.schedule.offload.copies import plan_round_trips
 from megatron_pipemem.schedule.offload.search import search_offload
 from megatron_pipemem.schedule.offload.weights import with_prompt_weights
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate, validate_program
 
 
@@ -206,6 +207,28 @@ def test_no_more_is_worked_out_than_can_win(monkeypatch: pytest.MonkeyPatch) -> 
     assert plan.offloaded and len(planned) <= shares * speeds * timetables * 8 / 2
 
 
+@pytest.mark.parametrize(
+    ("name", "p", "m", "ratio", "switches"),
+    [
+        ("v-min", 6, 7, 0.3, ((0, 1, 2, 3, 4, 5),)),
+        ("zbv", 4, 9, 1.3, ((0, 2), (1, 3))),
+        ("interleaved", 5, 8, 2.0, ((1, 3, 4),)),
+        ("1f1b", 8, 6, 0.7, ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ("dualpipe-v", 3, 10, 1.0, ((0, 1, 2),)),
+        ("gpipe", 4, 5, 3.0, ()),
+    ],
+)
+@pytest.mark.parametrize("select", ["auto", "half"])
+def test_without_a_cap_no_step_gets_longer(name, p, m, ratio, switches, select) -> None:
+    """However devices share channels, and whatever the channel cannot carry."""
+    schedule = build_schedule(name, num_devices=p, num_microbatches=m)
+    for duplex in (False, True):
+        plan = plan_offload(schedule, costs_of(ratio, duplex, switches), select)
+        check(plan)
+        assert plan.makespan <= simulate(schedule, costs_of(ratio)).makespan * (1 + 1e-9), duplex
+        assert plan.delay <= 1e-9 * plan.makespan and max(plan.peaks) <= max(plan.base_timeline.peaks)
+
+
 def test_reasons_are_told() -> None:
     schedule = build_schedule("1f1b", num_devices=4, num_microbatches=12)
     assert set(plan_offload(schedule, costs_of(0.5), "off").kept.values()) == {"not needed"}
@@ -267,6 +290,29 @@ def test_search_keeps_the_cap_and_beats_what_keeps_it_without() -> None:
     assert max(oracle.peak(v_min)) >= 3 / 8 and found.makespan < oracle.makespan(v_min, 1, 1, 1)
     with pytest.raises(UnsupportedError, match=r"least peak found is 0\.\d+, and what is in the way is"):
         search_offload(3, 4, costs, 0.01, seconds=0.5, effort=0.02, placements=[Placement.v_shape(3)])
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "ratio", "cap", "switches"), [(5, 11, 0.3, 0.75, ()), (3, 5, 0.7, 0.6, ((0, 1, 2),))]
+)
+def test_search_is_never_slower_than_a_family_that_fits_the_cap(p, m, ratio, cap, switches) -> None:
+    costs = costs_of(ratio, switches=switches)
+    found = search_offload(p, m, costs, cap, seconds=0, effort=0)
+    compared = 0
+    for family in families():
+        if family.simulated_only or family.asynchronous or family.replicas > 1:
+            continue
+        try:
+            schedule = build_schedule(family.name, num_devices=p, num_microbatches=m, costs=costs)
+        except UnsupportedError:
+            continue
+        plan = plan_offload(schedule, costs, memory_cap=cap)
+        if plan.keeps_cap:
+            compared += 1
+            assert found.makespan <= plan.makespan * (1 + 1e-9), family.name
+        if simulate(schedule, costs).peak <= cap:
+            assert found.makespan <= simulate(schedule, costs).makespan * (1 + 1e-9), family.name
+    assert compared > 3
 
 
 def test_search_takes_a_stage_per_device_unasked() -> None:

@@ -13,7 +13,7 @@ from megatron_pipemem.schedule.action import COLLECTIVES, Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules
 from megatron_pipemem.schedule.schedule import Program, Schedule
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.validator import validate, validate_program
@@ -315,3 +315,20 @@ def test_a_searched_schedule_keeps_the_cap_with_its_passes(cap, barriers):
         assert candidate.schedule.vocabulary == barriers
     with pytest.raises(UnsupportedError):
         search_vocabulary(barriers=1, num_devices=4, num_microbatches=8, memory_cap=0.1)
+
+
+@pytest.mark.parametrize(("p", "m", "cap", "barriers"), [(5, 9, 2.0, 1), (4, 15, None, 2), (2, 12, 1.5, 1)])
+def test_a_search_is_never_slower_than_a_family_with_passes(p, m, cap, barriers):
+    """Whatever the time that it has."""
+    costs = replace(Costs(1, 1.5, 0.5), vocabulary=VocabularyCosts.of_head(2.0, p, barriers))
+    arguments = {"num_devices": p, "num_microbatches": m, "costs": costs, "memory_cap": cap}
+    result = search_vocabulary(barriers=barriers, seconds=0, effort=0, **arguments)
+    compared = 0
+    for schedule in synchronous_schedules(p, m, costs):
+        timeline = simulate(with_vocabulary(schedule, barriers, costs), costs)
+        if cap is None or timeline.peak <= cap:
+            compared += 1
+            assert result.makespan <= timeline.makespan * (1 + 1e-9), schedule.name
+    assert compared > 3
+    linear = search_vocabulary(barriers=barriers, seconds=0, effort=0, placements=[Placement.linear(p)], **arguments)
+    assert linear.schedule.placement == Placement.linear(p)

@@ -149,11 +149,16 @@ def plan_offload(
     caps = _per_device(memory_cap, base, "memory caps")
     budgets = _per_device(host_budget, base, "host budgets")
     base_timeline = simulate(base, costs)
-    from megatron_pipemem.schedule.offload.planner import Planner  # numpy takes a while to load
+    # numpy takes a while to load
+    from megatron_pipemem.schedule.offload.planner import Planner
+    from megatron_pipemem.schedule.offload.punctual import in_time
 
     planner = Planner(base_timeline, caps, budgets, pace, slow_down)
-    orders, kept = planner.run(_selected(base, base_timeline, select))
-    return OffloadPlan(replace(base, orders=orders), base, base_timeline, kept, caps)
+    plans = []
+    for orders, kept, timetable in planner.run(_selected(base, base_timeline, select)):
+        plan = OffloadPlan(replace(base, orders=orders), base, base_timeline, kept, caps)
+        plans.append(in_time(plan, timetable))
+    return min(plans, key=lambda plan: (max(plan.peaks), sum(plan.peaks), -len(plan.offloaded)))
 
 
 def _per_device(limit: float | Sequence[float] | None, schedule: Schedule, what: str) -> tuple[float, ...] | None:

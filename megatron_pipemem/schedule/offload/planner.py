@@ -60,6 +60,14 @@ class _Group:
     peak: float
 
 
+class Proposal(NamedTuple):
+    """Orders with round trips, why everything else stays, and when all of it runs at the latest."""
+
+    orders: tuple[Order, ...]
+    kept: dict[Key, str]
+    timetable: Timetable
+
+
 class Planner:
     """Which activations leave, when, and when they return; see ``plan_offload``.
 
@@ -100,20 +108,28 @@ class Planner:
         alone = set(range(base.num_devices)) - {device for devices in shared for device in devices}
         self._groups = [*shared, *((device,) for device in sorted(alone))]
 
-    def run(self, stages: frozenset[int]) -> tuple[tuple[Order, ...], dict[Key, str]]:
-        """The orders of all devices and why what stays does."""
+    def run(self, stages: frozenset[int]) -> list[Proposal]:
+        """Plans to choose from: one where no device waits for the copies of another."""
         whole = {stage for stage, kind in self._base.recomputed.items() if kind is Kind.R}
         stages -= whole
         # Devices wait for one another: only plans for one timetable hold nobody up together.
-        plan = min((self._plan_all(stages, timetable, 1.0) for timetable in self._timetables), key=self._rank)
+        plans = [self._plan_all(stages, timetable, 1.0) for timetable in self._timetables]
         slower = [(timetable, 1.0) for timetable in self._paced]
         slower += [(self._paced[-1], stretch) for stretch in self._stretches]
+        if self._caps is None and self._channel.is_shared:
+            plans += [self._plan_all(stages, timetable, stretch) for timetable, stretch in slower]
+            return [self._proposal(plan, whole) for plan in plans]
+        plan = min(plans, key=self._rank)
         for timetable, stretch in slower:
             if self._caps is not None and not any(group.over for group in plan):
                 break
             other = self._plan_all(stages, timetable, stretch)
             if self._rank(other)[:-2] < self._rank(plan)[:-2]:
                 plan = other
+        return [self._proposal(plan, whole)]
+
+    def _proposal(self, plan: Sequence[_Group], whole: set[int]) -> Proposal:
+        """The orders of a plan of all devices, and why what stays does."""
         orders = {
             device: self._order(device, group.timetable, group.trips) for group in plan for device in group.devices
         }
@@ -128,7 +144,7 @@ class Planner:
         for group in plan:
             for trip in group.trips:
                 del kept[_key(trip.item)]
-        return tuple(orders[device] for device in range(self._base.num_devices)), kept
+        return Proposal(tuple(orders[device] for device in range(self._base.num_devices)), kept, plan[0].timetable)
 
     def _rank(self, groups: Sequence[_Group]) -> tuple[float, ...]:
         peaks, trips = [group.peak for group in groups], sum(len(group.trips) for group in groups)

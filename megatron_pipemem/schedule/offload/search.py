@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -98,9 +99,10 @@ def search_offload(
 ) -> OffloadSearchResult:
     """Find the fastest order, and for every chunk whether to keep, offload or recompute its activations.
 
-    Orders are those of all families, uniform repeating, and those of searches under higher caps; the fastest ones are tried
-    first, until no other can win. ``recompute="auto"`` lets chunks be recomputed, in part or wholly, on those devices only that
-    offload alone does not bring within the cap, first what takes the fewest seconds for its memory.
+    Orders are those of all families and uniform repeating, which are all planned for, whatever the time, but for those that
+    are too slow to win; then, as long as there is time, families over a V with fewer W waiting, and those of searches under
+    higher caps. ``recompute="auto"`` lets chunks be recomputed, in part or wholly, on those devices only that offload alone
+    does not bring within the cap, first what takes the fewest seconds for its memory.
 
     Args:
         num_devices: ``p``.
@@ -112,7 +114,7 @@ def search_offload(
         placements: which to consider; default all that come up.
         offload: whether activations may leave the device.
         recompute: which forwards run again, see ``options.RECOMPUTE``.
-        seconds: stop trying after so long, once something keeps the cap.
+        seconds: stop searching after so long, once something keeps the cap.
         effort: of the searches for orders, see ``search_schedule``.
 
     Raises:
@@ -124,32 +126,13 @@ def search_offload(
     check_effort(seconds, effort)
     check_recompute(recompute)
     search = _Search(num_devices, num_microbatches, costs, memory_cap, host_budget)
-    bases: dict[tuple, tuple[float, str, Schedule]] = {}
     deadline = started + seconds
-    for name, schedule in search.orders(placements, deadline, effort):
-        makespan = simulate(schedule, costs).makespan
-        bases.setdefault((schedule.placement.devices, schedule.orders), (makespan, name, schedule))
-    if not bases:
+    attempt = _Attempt(search, offload, recompute)
+    attempt.plan_all(search.known_orders(placements), math.inf)
+    attempt.plan_all(search.searched_orders(placements, deadline, effort), deadline)
+    if not attempt.bases:
         raise UnsupportedError("no schedule of these placements is known for these costs; give other placements")
-    found: list[OffloadCandidate] = []
-    missed: list[OffloadPlan] = []
-    # Uniform repeating reaches the lowest peaks: what it takes says which of the others are worth a try.
-    ranked = sorted(bases.values(), key=lambda base: (not base[1].startswith(_UNIFORM), base[0]))
-    for slow_down in (False, True):
-        for makespan, name, schedule in ranked:
-            fastest = min((candidate.plan.makespan for candidate in found), default=float("inf"))
-            if found and time.perf_counter() > deadline:
-                break
-            # Nothing makes an order faster than it is.
-            if makespan >= fastest:
-                continue
-            for plan in search.plans(schedule, offload, recompute, slow_down):
-                if plan.keeps_cap:
-                    found.append(OffloadCandidate(with_early_recompute(plan), name))
-                else:
-                    missed.append(plan)
-        if found:
-            break
+    found, missed = attempt.found, attempt.missed
     if not found:
         raise UnsupportedError(_out_of_reach(missed, memory_cap, costs, recompute))
     found.sort(key=lambda candidate: (candidate.plan.makespan, len(candidate.plan.offloaded)))
@@ -172,6 +155,57 @@ def _out_of_reach(
     )
 
 
+class _Attempt:
+    """Plans for ever more orders.
+
+    Args:
+        search: makes the plans.
+        offload: see ``search_offload``.
+        recompute: see ``search_offload``.
+    """
+
+    def __init__(self, search: _Search, offload: bool, recompute: str) -> None:
+        self._search, self._offload, self._recompute = search, offload, recompute
+        self.bases: set[tuple] = set()
+        self.found: list[OffloadCandidate] = []
+        self.missed: list[OffloadPlan] = []
+
+    def plan_all(self, orders: Iterable[tuple[str, Schedule]], deadline: float) -> None:
+        """Plan for those of these orders, by name, that can win, until the deadline once something keeps the cap."""
+        new: list[tuple[float, str, Schedule]] = []
+        for name, schedule in orders:
+            base = (schedule.placement.devices, schedule.orders)
+            if base not in self.bases:
+                self.bases.add(base)
+                new.append((simulate(schedule, self._search.costs).makespan, name, schedule))
+        # Uniform repeating reaches the lowest peaks: what it takes says which of the others are worth a try.
+        new.sort(key=lambda base: (not base[1].startswith(_UNIFORM), base[0]))
+        for slow_down in (False, True):
+            over = []
+            for makespan, name, schedule in new:
+                if self.found and time.perf_counter() > deadline:
+                    return
+                # Nothing makes an order faster than it is.
+                if makespan < self._fastest and not self._plan(name, schedule, slow_down):
+                    over.append((makespan, name, schedule))
+            new = over
+
+    @property
+    def _fastest(self) -> float:
+        return min((candidate.plan.makespan for candidate in self.found), default=math.inf)
+
+    def _plan(self, name: str, schedule: Schedule, slow_down: bool) -> bool:
+        """Whether some plan of an order keeps the cap."""
+        keeps = False
+        for plan in self._search.plans(schedule, self._offload, self._recompute, slow_down):
+            keeps |= plan.keeps_cap
+            if plan.keeps_cap:
+                self.found.append(OffloadCandidate(with_early_recompute(plan), name))
+            else:
+                self.missed.append(plan)
+        return keeps
+
+
 class _Search(NamedTuple):
     num_devices: int
     num_microbatches: int
@@ -179,11 +213,20 @@ class _Search(NamedTuple):
     memory_cap: float | Sequence[float]
     host_budget: float | Sequence[float] | None
 
-    def orders(
+    def known_orders(self, placements: Sequence[Placement] | None) -> Iterator[tuple[str, Schedule]]:
+        """Orders to plan for that need no search, by name: those that the costs are for."""
+        return self._fitting(self._all_known_orders(placements), placements)
+
+    def searched_orders(
         self, placements: Sequence[Placement] | None, deadline: float, effort: float
     ) -> Iterator[tuple[str, Schedule]]:
-        """Orders to plan for, by name: those that the costs are for."""
-        for name, schedule in self._all_orders(placements, deadline, effort):
+        """Variants of the known ones, and orders found in half of the time that is left."""
+        return self._fitting(self._search_orders(placements, deadline, effort), placements)
+
+    def _fitting(
+        self, orders: Iterator[tuple[str, Schedule]], placements: Sequence[Placement] | None
+    ) -> Iterator[tuple[str, Schedule]]:
+        for name, schedule in orders:
             if (placements is None or schedule.placement in placements) and self._are_costs_of(schedule.placement):
                 yield name, schedule
 
@@ -196,19 +239,23 @@ class _Search(NamedTuple):
             return False
         return True
 
-    def _all_orders(
-        self, placements: Sequence[Placement] | None, deadline: float, effort: float
-    ) -> Iterator[tuple[str, Schedule]]:
+    def _all_known_orders(self, placements: Sequence[Placement] | None) -> Iterator[tuple[str, Schedule]]:
         p, m = self.num_devices, self.num_microbatches
         for schedule in synchronous_schedules(p, m, self.costs):
             yield schedule.name, schedule
-            if schedule.placement.name == "v" and self._are_costs_of(schedule.placement):
-                for most, prompt in enumerate(with_prompt_weights(schedule, self.costs)):
-                    yield f"{schedule.name}, at most {most} W waiting", prompt
         chunks = range(1, _MOST_CHUNKS + 1) if placements is None else {each.num_chunks for each in placements}
         for v in chunks:
             yield f"{_UNIFORM}, {v} chunks", uniform_repeating(p, m, v)
         yield f"{_UNIFORM} over a V", uniform_repeating(p, m, 2, "v")
+
+    def _search_orders(
+        self, placements: Sequence[Placement] | None, deadline: float, effort: float
+    ) -> Iterator[tuple[str, Schedule]]:
+        p, m = self.num_devices, self.num_microbatches
+        for schedule in synchronous_schedules(p, m, self.costs):
+            if schedule.placement.name == "v" and self._are_costs_of(schedule.placement):
+                for most, prompt in enumerate(with_prompt_weights(schedule, self.costs)):
+                    yield f"{schedule.name}, at most {most} W waiting", prompt
         caps = self.memory_cap if hasattr(self.memory_cap, "__len__") else [self.memory_cap] * p
         for number, factor in enumerate(_HIGHER):
             left = (deadline - time.perf_counter()) / 2 / (len(_HIGHER) - number)

@@ -14,8 +14,7 @@ from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.search import MAX_CHUNKS, search_schedule
 from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
-from megatron_pipemem.schedule.vocabulary.search import search_vocabulary
+from megatron_pipemem.schedule.vocabulary.search import families_with_passes, search_vocabulary
 
 _TOLERANCE = 1e-9
 
@@ -146,8 +145,12 @@ def _found(
     max_chunks: int,
 ) -> Iterator[tuple[Schedule, float | None]]:
     """Schedules with so many barriers, and the cap that a search had."""
-    for schedule in synchronous_schedules(num_devices, num_microbatches, costs, max_chunks):
-        yield with_vocabulary(schedule, barriers, costs) if barriers else schedule, None
+    if barriers:
+        known = families_with_passes(num_devices, num_microbatches, costs, barriers, max_chunks)
+    else:
+        known = synchronous_schedules(num_devices, num_microbatches, costs, max_chunks)
+    known = list(known)
+    yield from ((schedule, None) for schedule in known)
     arguments = {
         "num_devices": num_devices,
         "num_microbatches": num_microbatches,
@@ -159,7 +162,7 @@ def _found(
     for cap in caps:
         try:
             if barriers:
-                result = search_vocabulary(barriers=barriers, memory_cap=cap, **arguments)
+                result = search_vocabulary(barriers=barriers, memory_cap=cap, known=known, **arguments)
             else:
                 result = search_schedule(memory_cap=cap, **arguments)
         except PipememError:

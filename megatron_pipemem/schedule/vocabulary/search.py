@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.plain import serial_schedule
+from megatron_pipemem.schedule.registry import synchronous_schedules
+from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search import MAX_CHUNKS, Candidate, SearchResult, search_schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.simulator import simulate
@@ -32,15 +35,18 @@ def search_vocabulary(
     effort: float = 1.0,
     seed: int = 0,
     cache: ResultCache | None = None,
+    known: Sequence[Schedule] | None = None,
 ) -> SearchResult:
     """The fastest schedule with vocabulary passes under a memory cap.
 
-    The passes keep microbatches in flight for longer, so a search under the cap itself may find what breaks the cap with
-    them. Then the next one gets as much less as was too much; the last resort runs one microbatch after another.
+    Every family with its passes that keeps the cap comes first, whatever the time. The passes keep microbatches in flight for
+    longer, so a search under the cap itself may find what breaks the cap with them. Then the next one gets as much less as
+    was too much; the last resort runs one microbatch after another.
 
     Args:
         barriers: 1 or 2.
         seconds: of all searches together.
+        known: schedules with their passes to compare with; default those of all families.
         num_devices: and all others: of ``search_schedule``.
 
     Raises:
@@ -51,6 +57,22 @@ def search_vocabulary(
     costs = costs or Costs()
     caps = allowed = None if memory_cap is None else per_device(memory_cap, num_devices)
     best: dict[Placement, Candidate] = {}
+
+    def consider(candidate: Candidate) -> bool:
+        """Whether it keeps the cap."""
+        if allowed is not None and not _keeps(candidate, allowed):
+            return False
+        placement = candidate.schedule.placement
+        best[placement] = min(best.get(placement, candidate), candidate, key=lambda c: c.makespan)
+        return True
+
+    if known is None:
+        chunks = None if placements is None else max(placement.num_chunks for placement in placements)
+        known = families_with_passes(num_devices, num_microbatches, costs, barriers, chunks)
+    for schedule in known:
+        placement = schedule.placement
+        if placement.num_chunks <= max_chunks if placements is None else placement in placements:
+            consider(_candidate(schedule, costs, schedule.name))
     for attempt in range(_SEARCHES):
         try:
             result = search_schedule(
@@ -72,10 +94,7 @@ def search_vocabulary(
         excess = [0.0] * num_devices
         for found in result.candidates:
             candidate = _with_passes(found, barriers, costs)
-            if allowed is None or _keeps(candidate, allowed):
-                known = best.get(candidate.schedule.placement, candidate)
-                best[candidate.schedule.placement] = min(known, candidate, key=lambda c: c.makespan)
-            else:
+            if not consider(candidate):
                 excess = [
                     max(more, peak - cap) for more, peak, cap in zip(excess, candidate.peaks, allowed, strict=True)
                 ]
@@ -91,11 +110,25 @@ def search_vocabulary(
     return SearchResult(tuple(candidates), bound, time.perf_counter() - started)
 
 
+def families_with_passes(
+    num_devices: int, num_microbatches: int, costs: Costs, barriers: int, max_chunks: int | None = None
+) -> list[Schedule]:
+    """The schedules of all synchronous families that the costs are for, with their passes; see ``synchronous_schedules``."""
+    found = []
+    for schedule in synchronous_schedules(num_devices, num_microbatches, costs, max_chunks):
+        with suppress(CostsError):
+            found.append(with_vocabulary(schedule, barriers, costs))
+    return found
+
+
 def _with_passes(found: Candidate, barriers: int, costs: Costs) -> Candidate:
-    schedule = with_vocabulary(found.schedule, barriers, costs)
+    return _candidate(with_vocabulary(found.schedule, barriers, costs), costs, found.found_by)
+
+
+def _candidate(schedule: Schedule, costs: Costs, found_by: str) -> Candidate:
     timeline = simulate(schedule, costs)
     bound = max(lower_bound(schedule.placement, schedule.num_microbatches, costs), timeline.ideal)
-    return Candidate(schedule, timeline.makespan, timeline.peaks, bound, found.found_by)
+    return Candidate(schedule, timeline.makespan, timeline.peaks, bound, found_by)
 
 
 def _keeps(candidate: Candidate, caps: Sequence[float]) -> bool:
