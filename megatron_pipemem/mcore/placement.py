@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from megatron.core import parallel_state
@@ -42,6 +42,9 @@ BUILD_STAGES = Symbol(
     ("build_model_func", "pg_collection", "vp_size", "model_type"),
 )
 GET_MODEL = Symbol("megatron.training.training", "get_model", ("model_provider_func",))
+
+
+_REAL_RANK = nullcontext()
 
 
 class RoundRobinRank(torch.distributed.ProcessGroup):
@@ -91,12 +94,13 @@ class ChunkPlacement:
             self._found[key] = placement
         return self._found[key]
 
-    @contextmanager
-    def chunk(self, chunk: int | None) -> Iterator[None]:
+    def chunk(self, chunk: int | None) -> AbstractContextManager:
         """Within this context the rank is the one round robin would give the chunk; ``None`` changes nothing."""
-        if chunk is None or self.is_round_robin:  # a chunk dealt round robin would get its real rank below
-            yield
-            return
+        # A chunk dealt round robin would get its real rank.
+        return _REAL_RANK if chunk is None or self.is_round_robin else self._as_rank_of(chunk)
+
+    @contextmanager
+    def _as_rank_of(self, chunk: int) -> Iterator[None]:
         outer = self._rank_now
         group = parallel_state.get_pipeline_model_parallel_group()
         self._rank_now = round_robin_rank(self.placement(group.size()), group.rank(), chunk)

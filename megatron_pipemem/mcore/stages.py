@@ -19,6 +19,8 @@ from megatron_pipemem.mcore.transformer_engine import defer
 from megatron_pipemem.runtime.selective import is_recording
 from megatron_pipemem.runtime.weight_gradients import ImmediateWeightGradients, current_queue
 
+_NO_REGIONS = nullcontext()
+
 
 @dataclass
 class StepContext:
@@ -71,6 +73,10 @@ class ChunkStage:
     placement: ChunkPlacement
     delayed: tuple[torch.nn.Module, ...]
     _again: dict[int, _Again] = field(default_factory=dict)
+    _set_input_tensor: Callable[[list], None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._set_input_tensor = get_attr_wrapped_model(self.model, "set_input_tensor")
 
     def forward(self, microbatch: int, input: torch.Tensor | None, again: bool = False) -> torch.Tensor:
         step, data = self.step, self.data_iterator
@@ -96,7 +102,7 @@ class ChunkStage:
         step = self.step
         # Of its own batch: asynchronous schedules run forwards of later ones as well.
         microbatch %= step.num_microbatches
-        with self.as_chunk(), regions_of(self.model) if is_recording() else nullcontext():
+        with self.as_chunk(), regions_of(self.model) if is_recording() else _NO_REGIONS:
             result = schedules.forward_step(
                 step.forward_step_func,
                 data,
@@ -115,7 +121,7 @@ class ChunkStage:
                 is_last_stage=self.is_last,
             )
         # The module would hold its input until its next forward.
-        get_attr_wrapped_model(self.model, "set_input_tensor")([None])
+        self._set_input_tensor([None])
         return result
 
     def release_output(self, output: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.copies import CopySums
+from megatron_pipemem.runtime.instructions import Instruction, Key, settle
 from megatron_pipemem.runtime.offload import OffloadEngine
 from megatron_pipemem.runtime.selective import Recorder
 from megatron_pipemem.runtime.trace import Trace
@@ -19,6 +20,8 @@ from megatron_pipemem.runtime.vocabulary.passes import VocabularyPasses
 from megatron_pipemem.runtime.weight_gradients import ImmediateWeightGradients, WeightGradientQueue, collecting
 from megatron_pipemem.schedule.action import VOCABULARY, VOCABULARY_COMPUTE, Action, Kind
 from megatron_pipemem.schedule.schedule import Program
+
+_NOTHING = nullcontext()
 
 
 class StageRunner(Protocol):
@@ -67,8 +70,8 @@ class Weights(Protocol):
 class InFlight:
     """What one call leaves for the next one: microbatches that have run forward, keyed by stage and number, and messages."""
 
-    inputs: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
-    outputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    inputs: dict[Key, torch.Tensor | None] = field(default_factory=dict)
+    outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
     arrived: dict[Action, torch.Tensor] = field(default_factory=dict)
 
     def renumbered(self, by: int) -> InFlight:
@@ -114,7 +117,6 @@ class Executor:
         carried: InFlight | None = None,
     ):
         self._program = program
-        self._placement = program.placement
         self._device = device
         self._stages = stages
         self._transport = transport
@@ -124,23 +126,19 @@ class Executor:
         self._vocabulary = vocabulary
         self._copies = copies
         self._weights = weights
-        self._actions = program.actions[device]
-        self._split = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.I}
-        self._recomputed = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.R}
-        self._selective = {(a.stage, a.microbatch) for a in self._actions if a.kind is Kind.RS}
-        # Whole stages, because its microbatches may share tensors: those leave with the last that is offloaded.
-        self._offloaded = {a.stage for a in self._actions if a.kind is Kind.OFFLOAD}
-        self._has_backward = any(a.kind in (Kind.I, Kind.B) for a in self._actions)
+        settled = settle(program, device)
+        self._instructions = settled.instructions
+        self._has_backward = settled.has_backward
         # Keyed by (stage, microbatch) of the stage that uses the tensor next.
         carried = carried or InFlight()
-        self._inputs: dict[tuple[int, int], torch.Tensor | None] = dict(carried.inputs)
-        self._outputs: dict[tuple[int, int], torch.Tensor] = dict(carried.outputs)
+        self._inputs: dict[Key, torch.Tensor | None] = dict(carried.inputs)
+        self._outputs: dict[Key, torch.Tensor] = dict(carried.outputs)
         if carried.arrived:
             transport.arrived(carried.arrived)
-        self._local_inputs: dict[tuple[int, int], torch.Tensor] = {}
-        self._local_gradients: dict[tuple[int, int], torch.Tensor] = {}
-        self._queues: dict[tuple[int, int], WeightGradientQueue] = {}
-        self._recorders: dict[tuple[int, int], Recorder] = {}
+        self._local_inputs: dict[Key, torch.Tensor] = {}
+        self._local_gradients: dict[Key, torch.Tensor] = {}
+        self._queues: dict[Key, WeightGradientQueue] = {}
+        self._recorders: dict[Key, Recorder] = {}
         self._outbox: dict[Action, torch.Tensor] = {}
         self._perform = {
             Kind.F: self._forward,
@@ -153,12 +151,12 @@ class Executor:
             Kind.SEND_I: self._send,
             Kind.RECV_F: self._receive,
             Kind.RECV_I: self._receive,
-            Kind.SUM_COPIES: lambda action: self._copies.post(action.stage),
+            Kind.SUM_COPIES: lambda each: self._copies.post(each.action.stage),
             Kind.REDUCE_GRAD: self._reduce_gradients,
-            Kind.OFFLOAD: lambda action: self._offload.offload(_key(action)),
-            Kind.RELOAD: lambda action: self._offload.reload(_key(action)),
-            Kind.WAIT_OFFLOAD: lambda action: self._offload.wait(_key(action)),
-            Kind.WAIT_RELOAD: lambda action: self._offload.wait(_key(action)),
+            Kind.OFFLOAD: lambda each: self._offload.offload(each.key),
+            Kind.RELOAD: lambda each: self._offload.reload(each.key),
+            Kind.WAIT_OFFLOAD: lambda each: self._offload.wait(each.key),
+            Kind.WAIT_RELOAD: lambda each: self._offload.wait(each.key),
             **dict.fromkeys(VOCABULARY, self._vocabulary_pass),
         }
 
@@ -168,21 +166,24 @@ class Executor:
         Raises:
             Exception: whatever an action raises, with a note that names the rank, the position and the action.
         """
-        for position, action in enumerate(self._actions):
-            try:
-                if self._weights is not None:
-                    self._weights.before(action)
-                self._perform[action.kind](action)
-                if self._weights is not None:
-                    self._weights.after(action)
-                if self._ledger is not None:
-                    self._ledger.record(action, self._offload.host_bytes if self._offload is not None else 0)
-            except Exception as error:
-                error.add_note(
-                    f"device {self._device} failed at position {position}, action {action}, "
-                    f"of schedule {self._program.schedule.name}"
-                )
-                raise
+        perform, weights, ledger = self._perform, self._weights, self._ledger
+        position = 0
+        try:
+            for position, each in enumerate(self._instructions):  # noqa: B007 - for the note
+                action = each.action
+                if weights is not None:
+                    weights.before(action)
+                perform[action.kind](each)
+                if weights is not None:
+                    weights.after(action)
+                if ledger is not None:
+                    ledger.record(action, self._offload.host_bytes if self._offload is not None else 0)
+        except Exception as error:
+            error.add_note(
+                f"device {self._device} failed at position {position}, action {self._instructions[position].action}, "
+                f"of schedule {self._program.schedule.name}"
+            )
+            raise
         self._transport.finish()
         if self._vocabulary is not None:
             self._vocabulary.finish()
@@ -193,144 +194,141 @@ class Executor:
         self._inputs, self._outputs = {}, {}
         return left
 
-    def _forward(self, action: Action) -> None:
-        stage, key = self._stages[action.stage], _key(action)
-        before, after = self._placement.previous_stage(action.stage), self._placement.next_stage(action.stage)
+    def _forward(self, each: Instruction) -> None:
+        action, key = each.action, each.key
+        stage = self._stages[action.stage]
         input = None
-        if before is not None:
-            input = (
-                self._local_inputs.pop(key)
-                if self._is_local(before)
-                else self._transport.wait(Action(Kind.RECV_F, *key))
-            )
+        if each.receive is not None:
+            input = self._transport.wait(each.receive)
+        elif each.from_here:
+            input = self._local_inputs.pop(key)
         elif self._vocabulary is not None:
             input = self._vocabulary.embedded(action.microbatch)
         if input is not None:
             input.requires_grad_(self._has_backward and input.is_floating_point())
-        if key in self._recomputed:
+        recomputed = each.again is Kind.R
+        if recomputed:
             with self._measured(action), torch.no_grad():
                 output = stage.forward(action.microbatch, input, again=True)
             self._inputs[key] = input
         else:
-            output = self._run_stage(action, stage.forward, input)
-        if after is None and self._vocabulary is None:
+            output = self._run_stage(each, stage.forward, input)
+        is_last = each.send is None and each.to_here is None
+        if is_last and self._vocabulary is None:
             return
         passed_on = output.detach()
-        if action.stage in self._offloaded:
+        if each.offloaded:
             self._offload.stay(key, [passed_on])
-        if after is None:
+        if each.send is not None:
+            self._outbox[each.send] = passed_on
+        elif is_last:
             self._vocabulary.take_head_input(action.microbatch, passed_on)
-        elif self._is_local(after):
-            self._local_inputs[after, action.microbatch] = self._held(passed_on)
         else:
-            self._outbox[Action(Kind.SEND_F, *key)] = passed_on
-        if self._has_backward and key not in self._recomputed:
+            self._local_inputs[each.to_here] = self._held(passed_on)
+        if self._has_backward and not recomputed:
             stage.release_output(output)
 
-    def _recompute(self, action: Action) -> None:
-        stage = self._stages[action.stage]
-        output = self._run_stage(action, stage.recompute, self._inputs.pop(_key(action)))
-        if self._placement.next_stage(action.stage) is not None:
+    def _recompute(self, each: Instruction) -> None:
+        stage = self._stages[each.action.stage]
+        output = self._run_stage(each, stage.recompute, self._inputs.pop(each.key))
+        if each.send is not None or each.to_here is not None:
             stage.release_output(output)
 
-    def _recompute_selectively(self, action: Action) -> None:
-        with self._measured(action):
-            self._recorders.pop(_key(action)).run_again()
+    def _recompute_selectively(self, each: Instruction) -> None:
+        with self._measured(each.action):
+            self._recorders.pop(each.key).run_again()
 
     def _run_stage(
         self,
-        action: Action,
+        each: Instruction,
         forward: Callable[[int, torch.Tensor | None], torch.Tensor],
         input: torch.Tensor | None,
     ) -> torch.Tensor:
         """Run a stage, and keep what its backward needs if there is one."""
-        key = _key(action)
-        captured, selective = action.stage in self._offloaded, key in self._selective
+        key, selective = each.key, each.again is Kind.RS
         queue = None
-        if key in self._split:
-            queue = WeightGradientQueue()
-        elif captured or selective:
+        if each.split:
+            queue = self._queues[key] = WeightGradientQueue()
+        elif each.offloaded or selective:
             # Stock's linear layers hand their weight to autograd beside their input, and it must come back as it is.
             queue = ImmediateWeightGradients()
-        recorded = nullcontext()
+        recorded = _NOTHING
         if selective:
             self._recorders[key] = Recorder(self._made_again)
             recorded = self._recorders[key].record()
-        with self._measured(action), collecting(queue), self._watched(key), recorded:
-            output = forward(action.microbatch, input)
-        if captured and input is not None:
+        with self._measured(each.action), collecting(queue), self._watched(each), recorded:
+            output = forward(key[1], input)
+        if each.offloaded and input is not None:
             self._offload.stay(key, [input])
         if self._has_backward:
             self._inputs[key], self._outputs[key] = input, output
-        if key in self._split:
-            self._queues[key] = queue
         return output
 
-    def _backward(self, action: Action) -> None:
-        stage, key = self._stages[action.stage], _key(action)
-        before, after = self._placement.previous_stage(action.stage), self._placement.next_stage(action.stage)
+    def _backward(self, each: Instruction) -> None:
+        action, key = each.action, each.key
         output_gradient = None
-        if after is not None:
-            output_gradient = (
-                self._local_gradients.pop(key)
-                if self._is_local(after)
-                else self._transport.wait(Action(Kind.RECV_I, *key))
-            )
-            self._transport.settle(Action(Kind.SEND_F, *key))
+        if each.receive is not None:
+            output_gradient = self._transport.wait(each.receive)
+        elif each.from_here:
+            output_gradient = self._local_gradients.pop(key)
         elif self._vocabulary is not None:
             output_gradient = self._vocabulary.head_gradient(action.microbatch)
+        if each.settles is not None:
+            self._transport.settle(each.settles)
         queue = self._queues.get(key)
         with self._measured(action), collecting(queue):
-            gradient = stage.backward(self._inputs.pop(key), self._outputs.pop(key), output_gradient)
+            gradient = self._stages[action.stage].backward(
+                self._inputs.pop(key), self._outputs.pop(key), output_gradient
+            )
         if queue is not None and self._ledger is not None:
             for tensor in queue.tensors():
                 self._ledger.hold(tensor, "weight_gradients")
-        if before is None and self._vocabulary is None:
+        is_first = each.send is None and each.to_here is None
+        if is_first and self._vocabulary is None:
             return
         if gradient is None:
             raise RuntimeError(
                 f"stage {action.stage} gave no gradient for its input; a frozen stage or one that ignores its input "
                 "cannot stand behind a stage that trains"
             )
-        if before is None:
+        if each.send is not None:
+            self._outbox[each.send] = gradient
+        elif is_first:
             self._vocabulary.take_embedding_gradient(action.microbatch, gradient)
-        elif self._is_local(before):
-            self._local_gradients[before, action.microbatch] = self._held(gradient)
         else:
-            self._outbox[Action(Kind.SEND_I, *key)] = gradient
+            self._local_gradients[each.to_here] = self._held(gradient)
 
-    def _weight_gradients(self, action: Action) -> None:
-        queue = self._queues.pop(_key(action))
+    def _weight_gradients(self, each: Instruction) -> None:
+        queue = self._queues.pop(each.key)
         if self._ledger is not None:
             # Gone when this action ends, but the threads of a backend that gathers them let go a moment later.
             for tensor in queue.tensors():
                 self._ledger.release(tensor)
-        with self._measured(action):
+        with self._measured(each.action):
             queue.run()
 
-    def _send(self, action: Action) -> None:
-        tensor = self._outbox.pop(action)
-        self._transport.post_send(action, tensor)
-        if self._ledger is not None and action.kind is Kind.SEND_I:
+    def _send(self, each: Instruction) -> None:
+        tensor = self._outbox.pop(each.action)
+        self._transport.post_send(each.action, tensor)
+        if self._ledger is not None and each.action.kind is Kind.SEND_I:
             self._ledger.release(tensor)
 
-    def _receive(self, action: Action) -> None:
-        buffer = self._transport.post_receive(action)
+    def _receive(self, each: Instruction) -> None:
+        buffer = self._transport.post_receive(each.action)
         if buffer is not None:
             self._held(buffer)
 
-    def _reduce_gradients(self, action: Action) -> None:
+    def _reduce_gradients(self, each: Instruction) -> None:
+        stage = each.action.stage
         if self._copies is not None:
-            self._copies.wait(action.stage)
-        self._stages[action.stage].reduce_gradients()
+            self._copies.wait(stage)
+        self._stages[stage].reduce_gradients()
 
-    def _vocabulary_pass(self, action: Action) -> None:
+    def _vocabulary_pass(self, each: Instruction) -> None:
+        action = each.action
         self._vocabulary.wait_for(action)
-        with self._measured(action) if action.kind in VOCABULARY_COMPUTE else nullcontext():
+        with self._measured(action) if action.kind in VOCABULARY_COMPUTE else _NOTHING:
             self._vocabulary.perform(action)
-
-    def _is_local(self, stage: int) -> bool:
-        return self._placement.devices[stage] == self._device
 
     def _made_again(self, tensor: torch.Tensor) -> None:
         if self._ledger is not None:
@@ -341,23 +339,23 @@ class Executor:
             self._ledger.hold(tensor, "boundary")
         return tensor
 
-    def _watched(self, key: tuple[int, int]) -> AbstractContextManager:
+    def _watched(self, each: Instruction) -> AbstractContextManager:
         """Hooks for saved tensors do not nest: an engine tells the ledger what it captures."""
-        if key[0] in self._offloaded:
-            return self._offload.capture(key)
-        return self._ledger.watch_saved() if self._ledger is not None and self._has_backward else nullcontext()
+        if each.offloaded:
+            return self._offload.capture(each.key)
+        return self._ledger.watch_saved() if self._ledger is not None and self._has_backward else _NOTHING
 
-    @contextmanager
-    def _measured(self, action: Action) -> Iterator[None]:
+    def _measured(self, action: Action) -> AbstractContextManager:
         # torch's own pipeline runtime uses the same names, so its profiles and ours read alike.
         profiled = torch.autograd._profiler_enabled()
+        if not profiled:
+            return _NOTHING if self._trace is None else self._trace.measure(action)
+        return self._profiled(action)
+
+    @contextmanager
+    def _profiled(self, action: Action) -> Iterator[None]:
         with (
-            torch.profiler.record_function(f"PP:{action}") if profiled else nullcontext(),
-            self._trace.measure(action) if self._trace is not None else nullcontext(),
+            torch.profiler.record_function(f"PP:{action}"),
+            self._trace.measure(action) if self._trace is not None else _NOTHING,
         ):
             yield
-
-
-def _key(action: Action) -> tuple[int, int]:
-    """What belongs to one forward of one stage."""
-    return action.stage, action.microbatch

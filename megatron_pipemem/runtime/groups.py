@@ -24,7 +24,8 @@ def new_groups(wanted: Iterable[Sequence[int]], parent: dist.ProcessGroup, descr
     ours = tuple(tuple(ranks) for ranks in wanted)
     everyones: list[tuple[tuple[int, ...], ...] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, ours)
-    timeout = parent._get_backend(parent._device_types[0]).options._timeout
+    options = parent._get_backend(parent._device_types[0]).options
+    timeout = None if options is None else options._timeout  # not every backend has options
     created = {
         theirs: [dist.new_group(list(ranks), timeout=timeout, group_desc=description) for ranks in theirs]
         for theirs in sorted({*everyones})

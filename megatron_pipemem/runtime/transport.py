@@ -130,23 +130,34 @@ class Transport:
     groups: dict[Edge, dist.ProcessGroup]
     message: MessageFormat
     _sends: dict[Action, list[tuple[dist.Work, torch.Tensor]]] = field(default_factory=dict)
+    _leaving: dict[Edge, deque[Action]] = field(default_factory=dict)
     _receives: dict[Edge, deque[_Receive]] = field(default_factory=dict)
     _arrived: dict[Action, torch.Tensor] = field(default_factory=dict)
+    _edges: dict[tuple[Kind, int], Edge] = field(default_factory=dict)
+    _peers: dict[Edge, int] = field(init=False)
+    """The other end's rank within the group of each edge."""
+
+    def __post_init__(self) -> None:
+        self._peers = {
+            edge: dist.get_group_rank(group, self.ranks[edge[0] if edge[1] == self.device else edge[1]])
+            for edge, group in self.groups.items()
+        }
 
     def post_send(self, action: Action, tensor: torch.Tensor) -> None:
         """Start sending; the tensor's memory is kept until the backend is done with it."""
-        peer = self._peer(action)
-        group = self.groups[self.device, peer]
-        tensor = tensor.detach().contiguous()
+        edge = self._edge(action)
+        group, peer = self.groups[edge], self._peers[edge]
+        tensor = tensor.contiguous()
         works = []
         if self.message.shape is None:
             header = torch.zeros(_MAX_DIMS + 1, dtype=torch.int64)
             header[0] = tensor.dim()
             header[1 : 1 + tensor.dim()] = torch.tensor(tensor.shape, dtype=torch.int64)
             header = header.to(tensor.device)
-            works.append((dist.isend(header, self.ranks[peer], group=group), header))
-        works.append((dist.isend(tensor, self.ranks[peer], group=group), tensor))
+            works.append((group.send([header], peer, 0), header))
+        works.append((group.send([tensor], peer, 0), tensor))
         self._sends[action] = works
+        self._leaving.setdefault(edge, deque()).append(action)
         self._reap()  # last: the receiver is waiting
 
     def settle(self, action: Action) -> None:
@@ -156,7 +167,7 @@ class Transport:
 
     def post_receive(self, action: Action) -> torch.Tensor | None:
         """Start receiving. Returns the buffer, or ``None`` when its shape is not known yet."""
-        edge = (self._peer(action), self.device)
+        edge = self._edge(action)
         receive = _Receive(None, None, action)
         if self.message.shape is not None:
             self._start(receive, edge, self.message.shape)
@@ -165,7 +176,7 @@ class Transport:
 
     def wait(self, action: Action) -> torch.Tensor:
         """The tensor of a receive that was posted. Messages ahead of it on its edge are taken in first."""
-        edge = (self._peer(action), self.device)
+        edge = self._edge(action)
         while action not in self._arrived:
             self._take_next(edge)
         return self._arrived.pop(action)
@@ -191,25 +202,35 @@ class Transport:
         receive = self._receives[edge].popleft()
         if receive.work is None:
             header = torch.empty(_MAX_DIMS + 1, dtype=torch.int64, device=self.message.device)
-            dist.recv(header, self.ranks[edge[0]], group=self.groups[edge])
+            self.groups[edge].recv([header], self._peers[edge], 0).wait()
             sizes = header.tolist()
             self._start(receive, edge, tuple(sizes[1 : 1 + sizes[0]]))
         receive.work.wait()
         self._arrived[receive.action] = receive.tensor
 
     def _reap(self) -> None:
-        for action, works in list(self._sends.items()):
-            if all(work.is_completed() for work, _ in works):
-                del self._sends[action]
+        # Messages of one edge leave in order, a payload behind its header: what stands behind one that waits need not be asked.
+        for actions in self._leaving.values():
+            while actions:
+                works = self._sends.get(actions[0])
+                if works is not None and not works[-1][0].is_completed():
+                    break
+                self._sends.pop(actions.popleft(), None)
 
     def _start(self, receive: _Receive, edge: Edge, shape: tuple[int, ...]) -> None:
         receive.tensor = torch.empty(shape, dtype=self.message.dtype, device=self.message.device)
-        receive.work = dist.irecv(receive.tensor, self.ranks[edge[0]], group=self.groups[edge])
+        receive.work = self.groups[edge].recv([receive.tensor], self._peers[edge], 0)
 
-    def _peer(self, action: Action) -> int:
-        """The device at the other end: outputs go up and come from below, gradients the other way."""
+    def _edge(self, action: Action) -> Edge:
+        """Which way the message goes: outputs go up and come from below, gradients the other way."""
+        known = self._edges.get(action[:2])
+        if known is not None:
+            return known
         upward = action.kind in (Kind.SEND_F, Kind.RECV_I)
         neighbour = self.placement.next_stage if upward else self.placement.previous_stage
         stage = neighbour(action.stage)
         assert stage is not None, f"{action} has no neighbour"
-        return self.placement.devices[stage]
+        peer = self.placement.devices[stage]
+        sends = action.kind in (Kind.SEND_F, Kind.SEND_I)
+        edge = self._edges[action[:2]] = (self.device, peer) if sends else (peer, self.device)
+        return edge

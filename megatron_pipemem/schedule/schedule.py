@@ -152,9 +152,9 @@ def recomputed_stages(orders: Iterable[Order]) -> dict[int, Kind]:
     return {a.stage: a.kind for order in orders for a in order if a.kind in RECOMPUTE}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """A lowered schedule: what the executor interprets.
+    """A lowered schedule: what the executor interprets. Equal to itself alone.
 
     Args:
         schedule: the schedule it was lowered from.

@@ -132,11 +132,10 @@ def test_channels_open_on_the_device_of_the_messages(monkeypatch):
 def test_a_send_that_waits_keeps_no_other_edge_from_letting_go(monkeypatch):
     """An early activation that the next rank is slow to receive, and gradients that the one before has received."""
     left = {2: False, 0: True}
-    monkeypatch.setattr(
-        transport.dist, "isend", lambda tensor, peer, group: SimpleNamespace(is_completed=lambda: left[peer])
-    )
+    group = SimpleNamespace(send=lambda tensors, peer, tag: SimpleNamespace(is_completed=lambda: left[peer]))
+    monkeypatch.setattr(transport.dist, "get_group_rank", lambda group, rank: rank)
     message = MessageFormat((1,), torch.float32, torch.device("cpu"))
-    channels = {(1, 2): None, (1, 0): None}
+    channels = {(1, 2): group, (1, 0): group}
     messages = Transport(1, Placement.linear(3), range(3), channels, message)
     messages.post_send(Action(Kind.SEND_F, 1, 0), torch.zeros(1))
     messages.post_send(Action(Kind.SEND_I, 1, 0), torch.zeros(1))

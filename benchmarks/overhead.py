@@ -1,0 +1,271 @@
+"""Counts the host time of a step: what the Python of a schedule costs when the model computes next to nothing.
+
+Claim: 1F1B and interleaved 1F1B by this plugin take no more host time than stock Megatron-Core's own functions. Both run
+the same chunks through Megatron's own forward and backward steps, in one process in turn, so the ratio is what counts.
+
+    python benchmarks/overhead.py            # p = 2 and 4 on gloo ranks; p = 4, 8 and 16 played by one rank; some minutes
+    python benchmarks/overhead.py --quick    # fewer sizes, fewer steps
+
+Host time is processor time of the rank's main thread (``time.thread_time``): waiting for a neighbour does not count, nor does
+a busy machine, but for its caches. A played rank runs its real program alone; its neighbours are torch's ``fake`` backend,
+whose messages arrive at once. An action is one forward or one backward of a chunk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+ROWS, WIDTH = 2, 8
+"""Tokens and features of a message: as small as can be."""
+
+SCHEDULES = {"1f1b": 1, "interleaved": 2}
+"""The schedules that stock Megatron-Core has, and their chunks per device."""
+
+ENGINES = ("stock", "pipemem", "pipemem, recording")
+
+
+@dataclass(frozen=True)
+class Size:
+    """One comparison.
+
+    Args:
+        schedule: of ``SCHEDULES``.
+        devices: pipeline ranks.
+        microbatches: per step.
+        played: the one rank that runs, or ``None`` where all of them do.
+    """
+
+    schedule: str
+    devices: int
+    microbatches: int
+    played: int | None = None
+
+    @property
+    def actions(self) -> int:
+        """Forwards and backwards of one rank."""
+        return 2 * self.microbatches * SCHEDULES[self.schedule]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Host microseconds of one engine's step, of the rank that takes longest: the median over rounds.
+
+    ``ratio`` is the median of the same round's ratio to stock, so that a machine that changes its speed changes both.
+    """
+
+    size: Size
+    engine: str
+    microseconds: float
+    ratio: float
+
+    @property
+    def per_action(self) -> float:
+        return self.microseconds / self.size.actions
+
+
+def sizes(quick: bool) -> list[Size]:
+    """Ranks of their own up to p = 4; one rank of the middle plays larger programs, up to p = 16, v = 2, m = 128."""
+    if quick:
+        return [*(Size(name, 2, 8) for name in SCHEDULES), *(Size(name, 4, 16, played=1) for name in SCHEDULES)]
+    real = [Size(name, p, m) for p, m in ((2, 16), (4, 32)) for name in SCHEDULES]
+    played = [Size(name, p, m, played=p // 2) for p, m in ((4, 32), (8, 64), (16, 128)) for name in SCHEDULES]
+    return real + played
+
+
+def run_sizes(all_sizes: Iterable[Size], rounds: int, steps: int) -> list[Row]:
+    """Every size on fresh processes.
+
+    Args:
+        all_sizes: what to compare.
+        rounds: how often each engine's turn comes.
+        steps: per turn.
+    """
+    import torch
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # Megatron warns of every GPU package it misses, on every rank
+    rows = []
+    for size in all_sizes:
+        with tempfile.TemporaryDirectory() as folder:
+            processes = size.devices if size.played is None else 1
+            torch.multiprocessing.spawn(_rank, (size, rounds, steps, folder), nprocs=processes)
+            spent = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)]
+        rows += _rows(size, spent)
+    return rows
+
+
+def _rows(size: Size, spent: list[dict[str, list[float]]]) -> list[Row]:
+    """``spent``: per process and engine, seconds per step of every round."""
+    worst = {engine: [max(at) for at in zip(*(own[engine] for own in spent), strict=True)] for engine in ENGINES}
+    return [
+        Row(
+            size,
+            engine,
+            _median(worst[engine]) * 1e6,
+            _median([ours / stock for ours, stock in zip(worst[engine], worst["stock"], strict=True)]),
+        )
+        for engine in ENGINES
+    ]
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _rank(process: int, size: Size, rounds: int, steps: int, folder: str) -> None:
+    from megatron_pipemem.cpu import activate
+
+    activate()
+    import torch.distributed as dist
+
+    if size.played is None:
+        rendezvous = f"file://{folder}/rendezvous"
+        dist.init_process_group("gloo", init_method=rendezvous, rank=process, world_size=size.devices)
+    else:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=size.played, world_size=size.devices)
+    spent = measure(size, rounds, steps, Path(folder) / f"report-{process}")
+    (Path(folder) / f"{process}.json").write_text(json.dumps(spent))
+    if size.played is None:
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(size: Size, rounds: int, steps: int, report: Path) -> dict[str, list[float]]:
+    """Seconds of this thread's processor time per step, per engine and round."""
+    import torch.distributed as dist
+
+    import megatron_pipemem
+    from megatron_pipemem.mcore import plugin
+
+    call = prepare(size)
+    spent: dict[str, list[float]] = {engine: [] for engine in ENGINES}
+    for number, engine in itertools.product(range(rounds + 1), ENGINES):
+        if engine != "stock":
+            megatron_pipemem.enable(size.schedule, report=str(report) if engine.endswith("recording") else None)
+        call()  # compiles the program and opens its channels
+        gc.collect()
+        gc.disable()
+        if size.played is None:
+            dist.barrier()
+        begin = time.thread_time()
+        for _ in range(steps):
+            call()
+        seconds = (time.thread_time() - begin) / steps
+        gc.enable()
+        if number:  # the first round warms up
+            spent[engine].append(seconds)
+        plugin.disable()
+    return spent
+
+
+def prepare(size: Size) -> Callable[[], object]:
+    """A step of chunks that compute next to nothing, by whatever function Megatron's module holds then."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.enums import ModelType
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+    rank, chunks = dist.get_rank(), SCHEDULES[size.schedule]
+    groups = ProcessGroupCollection()
+    groups.pp = dist.group.WORLD
+    groups.tp = groups.cp = [dist.new_group([member]) for member in range(size.devices)][rank]
+    config = TransformerConfig(
+        num_layers=size.devices * chunks,
+        hidden_size=WIDTH,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=size.devices,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        microbatch_group_size_per_vp_stage=size.devices if chunks > 1 else None,
+        pipeline_dtype=torch.float32,
+        deallocate_pipeline_outputs=True,
+        # As megatron.training sets them for either schedule.
+        overlap_p2p_comm=chunks > 1,
+        batch_p2p_comm=chunks == 1,
+    )
+
+    class Chunk(torch.nn.Module):
+        def __init__(self, vp_stage: int | None):
+            super().__init__()
+            self.config, self.vp_stage, self.model_type = config, vp_stage, ModelType.encoder_or_decoder
+            self.weight = torch.nn.Parameter(torch.ones(WIDTH))
+            self.input = None
+
+        def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
+            (self.input,) = tensors
+
+        def forward(self) -> torch.Tensor:
+            return (torch.zeros(ROWS, 1, WIDTH) if self.input is None else self.input) * self.weight
+
+    def forward_step(_, chunk: Chunk):
+        return chunk(), lambda output: (output.sum(), {})
+
+    models = [Chunk(chunk if chunks > 1 else None) for chunk in range(chunks)]
+    keywords = {
+        "forward_step_func": forward_step,
+        "data_iterator": [None] * chunks,
+        "model": models,
+        "num_microbatches": size.microbatches,
+        "seq_length": ROWS,
+        "micro_batch_size": 1,
+        "p2p_communicator": P2PCommunicator(groups.pp, config),
+        "pg_collection": groups,
+    }
+    name = f"forward_backward_pipelining_with{'' if chunks > 1 else 'out'}_interleaving"
+    return lambda: getattr(schedules, name)(**keywords)
+
+
+def table(rows: list[Row]) -> Table:
+    """Every engine's host time per step and per action, and its ratio to stock's."""
+    printed = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("ranks", "schedule", "p", "m", "engine", "us/step", "us/action", "to stock"):
+        left = heading in ("ranks", "schedule", "engine")
+        printed.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    for row in rows:
+        printed.add_row(
+            "gloo" if row.size.played is None else f"rank {row.size.played}",
+            row.size.schedule,
+            str(row.size.devices),
+            str(row.size.microbatches),
+            row.engine,
+            f"{row.microseconds:.0f}",
+            f"{row.per_action:.1f}",
+            f"{row.ratio:.3f}",
+        )
+    return printed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and steps")
+    parser.add_argument("--rounds", type=int, help="turns of every engine (default: 15, quick 3)")
+    parser.add_argument("--output", type=Path, default=Path("out/benchmarks/overhead.json"), help="JSON of the rows")
+    arguments = parser.parse_args()
+    rounds = arguments.rounds or (3 if arguments.quick else 15)
+    rows = run_sizes(sizes(arguments.quick), rounds, steps=3)
+    console = Console(width=100)
+    console.print(table(rows))
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    data = [asdict(row) | {"per_action": row.per_action} for row in rows]
+    arguments.output.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What every action of a rank's program asks for, settled once per program instead of in every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.schedule import Program
+
+Key = tuple[int, int]
+"""Stage and microbatch: what belongs to one forward of one stage."""
+
+_FORWARDS = frozenset((Kind.F, Kind.R, Kind.RS))
+_BACKWARDS = frozenset((Kind.I, Kind.B))
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One action, with where its tensors come from and go to.
+
+    Args:
+        action: what to do.
+        key: its stage and microbatch.
+        receive: for a forward or backward, the message that it waits for; ``None`` if nothing is sent to it.
+        from_here: for a forward or backward, whether a stage of this device hands its tensor over.
+        send: for a forward or backward, the message that takes its result away; ``None`` if none does.
+        to_here: the key of the neighbour's forward or backward on this device that takes the result, or ``None``.
+        settles: for a backward, the message with its forward's output, which has arrived by then.
+        split: whether the backward of this forward is split.
+        again: by which action the forward runs again, ``None`` if it does not.
+        offloaded: whether activations of the stage leave the device.
+    """
+
+    action: Action
+    key: Key
+    receive: Action | None = None
+    from_here: bool = False
+    send: Action | None = None
+    to_here: Key | None = None
+    settles: Action | None = None
+    split: bool = False
+    again: Kind | None = None
+    offloaded: bool = False
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """One device's part of a program.
+
+    Args:
+        instructions: one for every action, in order.
+        has_backward: whether anything is kept for a backward.
+    """
+
+    instructions: tuple[Instruction, ...]
+    has_backward: bool
+
+
+@lru_cache(
+    maxsize=32
+)  # a run has a few programs: training, evaluation, and what they were before they were planned again
+def settle(program: Program, device: int) -> RankProgram:
+    """What this device runs. Programs are told apart by identity."""
+    actions = program.actions[device]
+    split = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.I}
+    again = {(a.stage, a.microbatch): a.kind for a in actions if a.kind in (Kind.R, Kind.RS)}
+    # Whole stages, because its microbatches may share tensors: those leave with the last that is offloaded.
+    offloaded = {a.stage for a in actions if a.kind is Kind.OFFLOAD}
+    placement = program.placement
+    instructions = []
+    for action in actions:
+        kind, stage, microbatch = action
+        key = (stage, microbatch)
+        if kind not in _FORWARDS and kind not in _BACKWARDS:
+            instructions.append(Instruction(action, key))
+            continue
+        neighbours = placement.previous_stage(stage), placement.next_stage(stage)
+        forward = kind in _FORWARDS
+        before, after = neighbours if forward else neighbours[::-1]
+        receive, send = (Kind.RECV_F, Kind.SEND_F) if forward else (Kind.RECV_I, Kind.SEND_I)
+        near = [other is not None and placement.devices[other] == device for other in (before, after)]
+        instructions.append(
+            Instruction(
+                action,
+                key,
+                receive=Action(receive, *key) if before is not None and not near[0] else None,
+                from_here=near[0],
+                send=Action(send, *key) if after is not None and not near[1] else None,
+                to_here=(after, microbatch) if near[1] else None,
+                settles=Action(Kind.SEND_F, *key) if not forward and before is not None else None,
+                split=key in split,
+                again=again.get(key),
+                offloaded=stage in offloaded,
+            )
+        )
+    return RankProgram(tuple(instructions), any(action.kind in _BACKWARDS for action in actions))

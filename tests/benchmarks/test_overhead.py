@@ -1,0 +1,31 @@
+"""The comparison of host times: every engine runs, on ranks and played by one. No times."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "overhead.py"
+
+
+def test_every_engine_has_a_time_on_ranks_and_played_by_one(tmp_path):
+    output = tmp_path / "overhead.json"
+    command = [sys.executable, str(BENCHMARK), "--quick", "--rounds", "1", "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(output.read_text())
+    engines = {(row["size"]["schedule"], row["size"]["played"], row["engine"]) for row in rows}
+    assert engines == {
+        (schedule, played, engine)
+        for schedule in ("1f1b", "interleaved")
+        for played in (None, 1)
+        for engine in ("stock", "pipemem", "pipemem, recording")
+    }
+    assert all(row["microseconds"] > 0 and row["ratio"] > 0 for row in rows)
