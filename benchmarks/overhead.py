@@ -28,6 +28,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megatron_pipemem.files import write_whole
+
 ROWS, WIDTH = 2, 8
 """Tokens and features of a message: as small as can be."""
 
@@ -262,9 +264,8 @@ def main() -> None:
     rows = run_sizes(sizes(arguments.quick), rounds, steps=3)
     console = Console(width=100)
     console.print(table(rows))
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     data = [asdict(row) | {"per_action": row.per_action} for row in rows]
-    arguments.output.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    write_whole(arguments.output, json.dumps(data, indent=1) + "\n")
 
 
 if __name__ == "__main__":
