@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.files import whole_file
+from megatron_pipemem.report.axis import GAP, LEFT, RIGHT, Window, Windows, both_ends, cut_out, page, points_per_second
 from megatron_pipemem.report.timeline import (
     COPY_COLOURS,
     COPY_NAMES,
@@ -22,6 +23,7 @@ from megatron_pipemem.report.timeline import (
     boxes,
     bubbles,
     colour,
+    common_end,
     copies,
     headline,
     held_steps,
@@ -49,17 +51,10 @@ STYLE = {
 _TEXT, _QUIET = "#202124", "#5f6368"
 _HELD, _HELD_EDGE, _LIMIT = "#c9d3df", "#5b6f86", "#b3261e"
 DPI = 150
-_NARROWEST, _WIDEST = 9.0, 24.0
-_LEFT, _RIGHT = 0.8, 0.75
-"""Inches beside the time axis, for the devices' names and their peaks."""
 _LABEL_POINTS = 4.6
 """The smallest letters that are drawn."""
-_COMFORTABLE, _CROWDED = 7.5, 2.5
-"""Points of the shortest action: enough for a two-digit label; too few to tell actions apart."""
 _MOST_NUMBERS = 5000
 """More would take matplotlib longer than anybody waits."""
-
-Window = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -107,7 +102,10 @@ def draw(timeline: Timeline) -> Figure:
 
 
 def compare(timelines: Sequence[Timeline]) -> Figure:
-    """Several runs under one another on one time axis and one scale of memory."""
+    """Several runs under one another on one scale of time and one of memory.
+
+    A run of more than twice the length of most is drawn at its start and its end, and the picture says so.
+    """
     return _draw([_Run(timeline) for timeline in timelines])
 
 
@@ -132,41 +130,28 @@ def style() -> AbstractContextManager[None]:
 
 def _draw(runs: Sequence[_Run]) -> Figure:
     with style():
-        width, windows = _page([run.end for run in runs], min(run.shortest for run in runs))
-        points = _points(width, windows)
+        shared = common_end([run.timeline for run in runs]) or 1.0
+        width, windows = page([min(run.end, shared) for run in runs], min(run.shortest for run in runs))
+        stretches = [windows if run.end <= shared else both_ends(run.end, windows) for run in runs]
+        points = points_per_second(width, windows)
         heights = [_row_inches(len(run.rows), len(runs)) * len(run.rows) for run in runs]
-        figure, panels = _panels(width, heights, windows)
+        figure, panels = _panels(width, heights, stretches)
         left_out = set()
-        for run, axes in zip(runs, panels, strict=True):
+        for run, axes, stretch in zip(runs, panels, stretches, strict=True):
             tops = [max(r.timeline.peak, 1.0 if r.in_units else 0.0) for r in runs if r.in_units == run.in_units]
-            left_out |= _draw_run(run, axes, windows, points, 1.12 * max(tops) or 1.0)
+            left_out |= _draw_run(run, axes, stretch, points, 1.12 * max(tops) or 1.0)
             axes[0].set_title(
                 _title(run, runs[0]), loc="left", fontsize=13 if len(runs) == 1 else 11, fontweight="bold", pad=7
             )
-        for axes in panels[-1]:
+        for axes in panels[-1] if len(set(stretches)) == 1 else (axes for row in panels for axes in row):
             axes.tick_params(labelbottom=True)
         _label_time(figure, runs, width)
         _add_legend(figure, runs)
-        _add_footnotes(figure, runs, _left_out(left_out, windows, runs))
+        cuts = cut_out(
+            [(run.timeline.schedule.name, run.end, stretch) for run, stretch in zip(runs, stretches, strict=True)]
+        )
+        _add_footnotes(figure, runs, [*cuts, *sorted(left_out)])
         return figure
-
-
-def _page(ends: Sequence[float], shortest: float) -> tuple[float, tuple[Window, ...]]:
-    """Inches of width, and the stretches of time that are drawn: all of it, or the two ends of a crowded run."""
-    longest = max(ends)
-    width = min(_WIDEST, max(_NARROWEST, longest / shortest * _COMFORTABLE / 72 + _LEFT + _RIGHT))
-    points = (width - _LEFT - _RIGHT) * 72
-    if longest / shortest * _CROWDED <= points:
-        return width, ((0.0, longest),)
-    length = points / 2 / _COMFORTABLE * shortest
-    last = min(longest - length, max(length, min(ends) - length / 3))  # an earlier end is seen too, if that is near
-    last = max(last, longest - 2 * length)
-    return width, ((0.0, length), (last, longest))
-
-
-def _points(width: float, windows: tuple[Window, ...]) -> float:
-    """Width of one second in points."""
-    return (width - _LEFT - _RIGHT) * 72 / sum(end - start for start, end in windows)
 
 
 def _row_inches(devices: int, runs: int) -> float:
@@ -175,7 +160,7 @@ def _row_inches(devices: int, runs: int) -> float:
 
 
 def _panels(
-    width: float, heights: Sequence[float], windows: tuple[Window, ...]
+    width: float, heights: Sequence[float], stretches: Sequence[Windows]
 ) -> tuple[Figure, list[tuple[Axes, ...]]]:
     """Per run the axes of its windows, side by side."""
     from matplotlib.figure import Figure  # a Figure without pyplot draws with Agg and leaves no global state
@@ -183,21 +168,22 @@ def _panels(
     above, below, space = 0.5, 1.2 if width > 11 else 1.4, 0.5
     height = sum(heights) + space * (len(heights) - 1) + above + below
     figure = Figure(figsize=(width, height), facecolor="white")
-    grid = figure.add_gridspec(
+    rows = figure.add_gridspec(
         len(heights),
-        len(windows),
         height_ratios=heights,
-        width_ratios=[end - start for start, end in windows],
         hspace=space / (sum(heights) / len(heights)),
-        wspace=0.02,
-        left=_LEFT / width,
-        right=1 - _RIGHT / width,
+        left=LEFT / width,
+        right=1 - RIGHT / width,
         top=1 - above / height,
         bottom=below / height,
     )
-    return figure, [
-        tuple(figure.add_subplot(grid[row, column]) for column in range(len(windows))) for row in range(len(heights))
-    ]
+    panels = []
+    for row, windows in zip(rows, stretches, strict=True):
+        lengths = [end - start for start, end in windows]
+        panels.append(
+            tuple(map(figure.add_subplot, row.subgridspec(1, len(windows), width_ratios=lengths, wspace=GAP)))
+        )
+    return figure, panels
 
 
 def _title(run: _Run, first: _Run) -> str:
@@ -205,7 +191,12 @@ def _title(run: _Run, first: _Run) -> str:
     if run is first or not first.timeline.makespan:
         return text
     change = run.timeline.makespan / first.timeline.makespan - 1
-    sooner = "as long as" if abs(change) < 5e-4 else f"{abs(change):.1%} {'longer' if change > 0 else 'shorter'} than"
+    if change >= 1:
+        sooner = f"{change + 1:.1f} times as long as"
+    else:
+        sooner = (
+            "as long as" if abs(change) < 5e-4 else f"{abs(change):.1%} {'longer' if change > 0 else 'shorter'} than"
+        )
     return f"{text}, {sooner} {first.timeline.schedule.name}"
 
 
@@ -215,7 +206,7 @@ _TOP, _MIDDLE, _UPPER, _FLOOR = 0.05, 0.60, 0.64, 0.96
 _LANE_TOP, _LANE_FLOOR, _UPPER_BELOW_LANE = 0.615, 0.675, 0.70
 
 
-def _draw_run(run: _Run, panels: Sequence[Axes], windows: tuple[Window, ...], points: float, top: float) -> set[str]:
+def _draw_run(run: _Run, panels: Sequence[Axes], windows: Windows, points: float, top: float) -> set[str]:
     """Draw one run into the panels of its windows; what was left out."""
     left_out: set[str] = set()
     row_points = panels[0].get_position().height * panels[0].figure.get_figheight() * 72 / len(run.rows)
@@ -265,7 +256,7 @@ def _draw_boxes(axes: Axes, run: _Run, rows: Sequence[Sequence[Box]], points: fl
         axes.add_collection(PolyCollection(corners, facecolors=shade, edgecolors="white", linewidths=edge))
 
 
-def _number_size(run: _Run, windows: tuple[Window, ...], points: float, row_points: float) -> float:
+def _number_size(run: _Run, windows: Windows, points: float, row_points: float) -> float:
     """The size in points at which microbatch numbers fit the shortest box; 0 when they would be too small or too many."""
     seen = [
         box.action.microbatch or 0
@@ -412,7 +403,7 @@ def _label_time(figure: Figure, runs: Sequence[_Run], width: float) -> None:
         if len(runs) > 1
         else f"time (makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g})"
     )
-    middle = (_LEFT + (width - _LEFT - _RIGHT) / 2) / width
+    middle = (LEFT + (width - LEFT - RIGHT) / 2) / width
     bottom = 0.86 if figure.get_figwidth() > 11 else 1.06
     figure.text(middle, bottom / figure.get_figheight(), text, ha="center", va="center", color="#3c4043")
 
@@ -449,14 +440,6 @@ def _add_legend(figure: Figure, runs: Sequence[_Run]) -> None:
         ncols=columns, frameon=False, fontsize=8.5, handleheight=1.0, columnspacing=1.3, handletextpad=0.6,
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
     )  # fmt: skip
-
-
-def _left_out(what: set[str], windows: tuple[Window, ...], runs: Sequence[_Run]) -> list[str]:
-    notes = sorted(what)
-    if len(windows) > 1 and windows[1][0] > windows[0][1]:
-        share = 1 - sum(end - start for start, end in windows) / max(run.end for run in runs)
-        notes.insert(0, f"time {windows[0][1]:.6g} to {windows[1][0]:.6g} ({share:.0%} of the run)")
-    return notes
 
 
 def _add_footnotes(figure: Figure, runs: Sequence[_Run], left_out: list[str]) -> None:

@@ -140,7 +140,7 @@ def draw(points: Sequence[RunPoint], title: str = "") -> Figure:
     axes.text(1.02, 1.0, f"front\n{legend}", transform=axes.transAxes, fontsize=8.5, va="top", clip_on=False)
     axes.set_xlabel("peak activations of the fullest rank (MiB)")
     axes.set_ylabel("tokens per second, all devices")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * max(point.tokens_per_second for point in points) or 1)
     axes.margins(x=0.12)
     axes.grid(color="#e8eaed", linewidth=0.7)
     axes.set_axisbelow(True)

@@ -19,6 +19,7 @@ from megatron_pipemem.report.timeline import (
     awaited,
     boxes,
     colour,
+    common_end,
     copies,
     headline,
     ink,
@@ -60,6 +61,7 @@ def _data(timelines: Sequence[Timeline]) -> dict[str, object]:
     return {
         "kinds": {kind.value: name for kind, name in KIND_NAMES.items()},
         "idle": IDLE,
+        "shared": common_end(timelines),
         "runs": [_run(timeline, 1.12 * (tops[timeline.costs.memory is not None] or 1.0)) for timeline in timelines],
     }
 

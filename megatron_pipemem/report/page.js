@@ -1,7 +1,8 @@
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 const end = Math.max(...data.runs.map(run => run.makespan)) || 1;
-const view = { start: 0, end };
+// A run much longer than the others goes on beyond the view at first.
+const view = { start: 0, end: data.shared || end };
 let cursor = 0, hovered = null;
 const LEFT = 70, RIGHT = 150, ROW = 22, HELD = 18, GAP = 6, AXIS = 22, TOP = 4;
 const PITCH = ROW + 2 + HELD + GAP;
@@ -349,6 +350,8 @@ function refresh() {
       return `${who}${busy} of ${run.rows.length} devices work, the fullest holds ${memory(Math.max(...held), run)}`;
     });
     document.getElementById("now").textContent = `t = ${number(cursor)}: ${parts.join("; ")}`;
+    const longer = runs.filter(run => run.makespan > view.end * (1 + 1e-9)).map(run => `${run.name} to ${number(run.makespan)}`);
+    document.getElementById("longer").textContent = longer.length ? `Goes on beyond the view: ${longer.join(", ")}; 0 shows all.` : "";
     document.getElementById("dense").hidden = !runs.some(run => run.dense);
   });
 }

@@ -15,6 +15,7 @@ from megatron_pipemem.report.timeline import (
     Copy,
     boxes,
     colour,
+    common_end,
     copies,
     headline,
     ink,
@@ -38,7 +39,8 @@ class TerminalTimeline:
 
     Args:
         timeline: the run.
-        beside: the runs it is compared with; all are drawn on one time axis.
+        beside: the runs it is compared with; all are drawn on one time axis, but for a run of more than twice the length
+            of most, which has its own and says so.
     """
 
     timeline: Timeline
@@ -52,7 +54,11 @@ class TerminalTimeline:
         widest = max(len(f" {memory_text(peak, run)}") for run in runs for peak in run.peaks)
         header = "peak"
         room = max(10, options.max_width - margin - max(len(header) + 1, widest) - 2)
-        scale, squeezed = _columns_per_second(runs, room)
+        shared = [run for run in runs if run.makespan <= common_end(runs)]
+        scale, squeezed = _columns_per_second(shared, room)
+        common = scale
+        if timeline not in shared:
+            scale, squeezed = _columns_per_second([timeline], room)
         width = min(room, max(1, round(timeline.makespan * scale)))
         yield Text(headline(timeline), style="bold")
         yield Text(" " * (margin + width + 2) + f" {header}", style="dim", no_wrap=True)
@@ -66,6 +72,13 @@ class TerminalTimeline:
         end = f"{timeline.makespan:.6g}"
         yield Text(" " * (margin + 1) + "0" + end.rjust(width - 1), style="dim", no_wrap=True, overflow="crop")
         yield _legend(timeline)
+        if scale != common:
+            yield Text(
+                f"own time axis: a column is as long as {common / scale:.3g} of the others",
+                style="dim",
+                no_wrap=True,
+                overflow="ellipsis",
+            )
         if squeezed:
             left_out = (
                 "squeezed: a letter stands for several actions; widen the terminal or write a picture with --output"

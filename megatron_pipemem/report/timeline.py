@@ -5,7 +5,7 @@ All backends draw a ``Timeline``. A measured run is one too: the same schedule w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_pipemem.schedule.action import VOCABULARY, Action, Kind
@@ -92,6 +92,12 @@ class Bubble(NamedTuple):
     @property
     def seconds(self) -> float:
         return self.end - self.start
+
+
+def common_end(timelines: Sequence[Timeline]) -> float:
+    """Up to when runs that are compared share a time axis: a run of more than twice the length of most would squeeze them."""
+    ends = sorted(timeline.makespan for timeline in timelines)
+    return max(end for end in ends if end <= 2 * ends[(len(ends) - 1) // 2])
 
 
 def boxes(timeline: Timeline) -> tuple[tuple[Box, ...], ...]:

@@ -52,7 +52,12 @@ def test_pictures(tmp_path):
     assert save_picture(points, tmp_path / "a" / "b.png").read_bytes().startswith(b"\x89PNG")
     written = save_picture(points, tmp_path / "b.svg", "title").read_text()
     assert "n2" in written and "title" in written
-    assert len(draw(points).axes[0].collections) == 2
+    (axes,) = draw(points).axes
+    others, best = axes.collections
+    assert [tuple(spot) for spot in best.get_offsets()] == [(1, 100), (2, 101), (3, 102)] and not len(
+        others.get_offsets()
+    )
+    assert axes.get_ylim()[1] > 105, "whole markers"
     for wrong, reason in (((points, "x.pdf"), "end it in"), (([], "x.png"), "no run")):
         with pytest.raises(UnsupportedError, match=reason):
             save_picture(*wrong)

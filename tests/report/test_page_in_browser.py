@@ -144,6 +144,16 @@ def test_pointing_at_actions_tells_all_about_them(run, open_page):
             assert holds == f"holds {max(before, box.held):.4g} while it runs, {box.held:.4g} after"
 
 
+def test_a_long_run_goes_on_beyond_the_first_view(run, open_page):
+    others, gems = [run("1f1b", 4, 8), run("zbv", 4, 8)], run("gems", 4, 8)
+    page = open_page(others[0], gems, others[1])
+    assert page.view() == (0, others[0].makespan)
+    assert page.text("longer") == f"Goes on beyond the view: gems to {gems.makespan:.6g}; 0 shows all."
+    page.script("document.getElementById('fit').click()")
+    page.settle()
+    assert page.view() == (0, gems.makespan) and not page.text("longer")
+
+
 def test_pointing_at_idle_time_and_beside(run, open_page):
     page = open_page(run("1f1b", 4, 8))
     last_forward, first_backward = page.locate("0F3"), page.locate("0B0")

@@ -87,3 +87,20 @@ def test_a_squeezed_run_says_so(run):
 
 def test_actions_that_take_no_time_do_no_harm(run):
     assert lines(run("zb-h1", 2, 2, Costs(1, 1, 0)))
+
+
+def test_a_run_much_longer_than_the_others_has_its_own_time_axis(run):
+    """On the common one it would leave them too few columns; it says how its columns compare."""
+    others, gems = [run("1f1b", 4, 8), run("zbv", 4, 8)], run("gems", 4, 8)
+    runs, pictures = [*others, gems], []
+    for timeline in (others[0], gems):
+        out = io.StringIO()
+        Console(file=out, width=100).print(terminal_timeline(timeline, runs))
+        pictures.append(out.getvalue().splitlines())
+    alone = io.StringIO()
+    Console(file=alone, width=100).print(terminal_timeline(others[0], others))
+    assert pictures[0] == alone.getvalue().splitlines()
+    columns = [len(picture[2].split("|")[1]) for picture in pictures]
+    (note,) = [line for line in pictures[1] if line.startswith("own time axis")]
+    seconds = [timeline.makespan / count for timeline, count in zip((others[0], gems), columns, strict=True)]
+    assert float(note.split()[9]) == pytest.approx(seconds[1] / seconds[0], rel=0.02)

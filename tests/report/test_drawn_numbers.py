@@ -1,0 +1,133 @@
+"""Every number and every length in a drawn timeline is the simulator's."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.colors import to_hex
+
+from megatron_pipemem.report import figure
+from megatron_pipemem.report.timeline import IDLE, colour
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.simulator import Timeline
+
+COSTS = Costs(1, 1.5, 0.5, p2p=0.25)
+HELD = "#c9d3df"
+
+
+def words(axes) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def bars(axes) -> dict[str, list[tuple[int, float, float]]]:
+    """Per colour ``(device, start, end)`` of the bars."""
+    found = {}
+    for shapes in axes.collections:
+        if isinstance(shapes, PolyCollection):
+            for path in shapes.get_paths():
+                (left, bottom), (right, _) = path.vertices.min(0), path.vertices.max(0)
+                found.setdefault(to_hex(shapes.get_facecolor()[0]), []).append(
+                    (int(bottom), round(left, 9), round(right, 9))
+                )
+    return found
+
+
+def simulated_bars(timeline: Timeline) -> dict[str, list[tuple[int, float, float]]]:
+    placement, found = timeline.schedule.placement, {}
+    for device, (order, spans) in enumerate(zip(timeline.schedule.orders, timeline.spans, strict=True)):
+        for action, span in zip(order, spans, strict=True):
+            chunk = placement.stages[device].index(action.stage)
+            shade = colour(action.kind, chunk, placement.num_chunks)
+            found.setdefault(shade, []).append((device, *(round(time, 9) for time in span)))
+    return found
+
+
+def held(timeline: Timeline, device: int, time: float) -> float:
+    """Activation units in the middle of whatever runs then: a forward takes its stage's when it starts, W or B gives it back
+    when it ends."""
+    begun = ended = 0
+    for action, (start, end) in zip(timeline.schedule.orders[device], timeline.spans[device], strict=True):
+        begun += action.kind is Kind.F and start < time
+        ended += action.kind in (Kind.W, Kind.B) and end < time
+    return (begun - ended) / timeline.schedule.placement.num_stages
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "v-half"])
+def test_a_run(run, name):
+    timeline = run(name, 4, 8, COSTS)
+    drawn = figure.draw(timeline)
+    (axes,) = drawn.axes
+    assert axes.get_title("left") == f"{name}: p=4, m=8, bubble {timeline.bubble_rate:.1%}, peak {timeline.peak:.4g}"
+    around = [text.get_text() for text in drawn.texts]
+    assert f"time (makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g})" in around
+    expected, found = simulated_bars(timeline), bars(axes)
+    assert {shade for shade in found if shade not in (IDLE, HELD)} == set(expected)
+    for shade, spans in expected.items():
+        assert sorted(found[shade]) == sorted(spans)
+    assert axes.get_xlim() == (0, timeline.makespan)
+    start = words(axes).index("device 0")
+    assert words(axes)[start:-1:2] == [f"device {device}" for device in range(4)]
+    assert words(axes)[start + 1 :: 2] == [f"{peak:.4g}" for peak in timeline.peaks]
+
+
+def test_numbers_stand_in_their_boxes(run):
+    timeline = run("v-half", 4, 8, COSTS)
+    (axes,) = figure.draw(timeline).axes
+    places = {
+        (int(text.get_position()[1]), round(text.get_position()[0], 6)): text.get_text()
+        for text in axes.texts
+        if text.get_text().isdigit()
+    }
+    for device, (order, spans) in enumerate(zip(timeline.schedule.orders, timeline.spans, strict=True)):
+        for action, (start, end) in zip(order, spans, strict=True):
+            assert places.pop((device, round((start + end) / 2, 6))) == str(action.microbatch)
+    assert not places
+
+
+@pytest.mark.parametrize("name", ["1f1b", "v-half"])
+def test_curves_of_memory(run, name):
+    timeline = run(name, 4, 8, COSTS)
+    (axes,) = figure.draw(timeline).axes
+    curves, limits = (each for each in axes.collections if isinstance(each, LineCollection))
+    for device, (curve, limit) in enumerate(zip(curves.get_segments(), limits.get_segments(), strict=True)):
+        floor, one = curve[-1][1], limit[0][1]  # a step ends empty
+        for k in range(200):
+            time = timeline.makespan * (k + 0.5) / 200 + 1e-6
+            before = [height for x, height in curve if x <= time][-1]
+            assert (floor - before) / (floor - one) == pytest.approx(held(timeline, device, time)), (device, time)
+
+
+def test_comparisons_say_by_how_much(run):
+    first, shorter, longer = runs = [run(name, 4, 8) for name in ("1f1b", "zbv", "gpipe")]
+    titles = [axes.get_title("left") for axes in figure.compare(runs).axes]
+    assert titles[1].endswith(f"{1 - shorter.makespan / first.makespan:.1%} shorter than 1f1b")
+    assert longer.makespan == first.makespan and titles[2].endswith("as long as 1f1b")
+    widths = {axes.get_xlim() for axes in figure.compare(runs).axes}
+    assert widths == {(0, first.makespan)}, "one time axis"
+
+
+def test_a_run_four_times_as_long_does_not_squeeze_the_others(run):
+    """It is drawn at both ends, on the scale of the others, and the picture says what lies between."""
+    others, gems = [run("1f1b", 4, 24), run("zbv", 4, 24)], run("gems", 4, 24)
+    assert gems.makespan > 2.5 * others[0].makespan
+    alone, drawn = figure.compare(others), figure.compare([others[0], gems, others[1]])
+    first, begin, finish, last = drawn.axes
+    assert [first.get_xlim(), last.get_xlim()] == [axes.get_xlim() for axes in alone.axes]
+    assert begin.get_xlim()[0] == 0 and finish.get_xlim()[1] == gems.makespan
+    scales = [axes.get_window_extent().width / (axes.get_xlim()[1] - axes.get_xlim()[0]) for axes in drawn.axes]
+    assert scales == pytest.approx([alone.axes[0].get_window_extent().width / others[0].makespan] * 4, rel=1e-3)
+    assert f"{gems.makespan / others[0].makespan:.1f} times as long as 1f1b" in begin.get_title("left")
+    (note,) = [text.get_text() for text in drawn.texts if text.get_text().startswith("Left out")]
+    start, end, share = re.search(r"time ([\d.]+) to ([\d.]+) \((\d+)% of gems\)", note).groups()
+    assert (float(start), float(end)) == pytest.approx((begin.get_xlim()[1], finish.get_xlim()[0]), rel=1e-3)
+    assert float(share) == pytest.approx(100 * (float(end) - float(start)) / gems.makespan, abs=0.5)
+    assert all(axes.xaxis.get_tick_params()["labelbottom"] for axes in drawn.axes), "each row has its own times"
+    expected = {
+        shade: [span for span in spans if span[1] < begin.get_xlim()[1]]
+        for shade, spans in simulated_bars(gems).items()
+    }
+    for shade, spans in expected.items():
+        assert set(spans) <= set(bars(begin).get(shade, ()))
