@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import os
+from itertools import pairwise
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.offloading import DEFAULT_HOST_SHARE
 from megatron_pipemem.mcore.plan_file import add_planned_flags
 from megatron_pipemem.mcore.plugin import Settings, source_for
+from megatron_pipemem.planner import cut_flags
 from megatron_pipemem.planner.search import layout
+from megatron_pipemem.schedule.model_cut import check_cut, placements_of
 from megatron_pipemem.schedule.options import OFF, OFFLOAD, RECOMPUTE, STOCK, VOCABULARY, parse_options
+from megatron_pipemem.schedule.request import FILE_SUFFIX
+
+logger = logging.getLogger(__name__)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -123,26 +131,19 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
     return settings, others
 
 
-_VIRTUAL_STAGES = "--num-virtual-stages-per-pipeline-rank"
-_LAYOUT = f"--{layout.FLAG}"
-_CUTS = (_VIRTUAL_STAGES, "--num-layers-per-virtual-pipeline-stage", _LAYOUT)
-# With these, Megatron takes the sizes of the model from elsewhere, and its own checks must do.
-_ELSEWHERE = ("--yaml-cfg", "--use-checkpoint-args", "--hybrid-layer-pattern")
-_UNEVEN = (
-    *(f"--{flag}" for flag in layout.FLAGS),
-    "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split",
-)
+# With these, Megatron takes the sizes of the model from elsewhere, and its own checks and those of the built model must do.
+_ELSEWHERE = ("yaml-cfg", "use-checkpoint-args")
 
 
 def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
     """Ask Megatron for the chunks the schedule needs, unless the user says how the model is cut.
 
     Raises:
-        UnsupportedError: there is no pipeline, or the layers cannot be shared out evenly and nothing says how otherwise.
+        UnsupportedError: there is no pipeline, the layers cannot be shared out evenly and nothing says how otherwise, the
+            schedule does not run a model that is cut as these arguments say, or one of them does not go with its placement.
     """
-    flags = {argument.split("=", 1)[0] for argument in arguments}
-    if settings.schedule == STOCK or flags.intersection(_ELSEWHERE):
+    flags = _values(arguments)
+    if settings.schedule == STOCK or any(cut_flags.given(flags, name) for name in _ELSEWHERE):
         return arguments
     parser = _Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
@@ -154,22 +155,43 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
             f"there is no pipeline for schedule {settings.schedule}: pass --pipeline-model-parallel-size 2 or more, or "
             f"--pipemem-schedule {STOCK} to measure Megatron's own step"
         )
-    if flags.intersection(_CUTS):
+    source = source_for(settings)[0]
+    cut = cut_flags.cut_of(flags, p, layers)
+    if settings.schedule.endswith(FILE_SUFFIX):
+        placements = (source.placement(p, None),)
+        if cut is not None:
+            check_cut(cut, settings.schedule, placements[0])
+    else:
+        placements = placements_of(settings.schedule, settings.options, p, cut)
+    cut_flags.check_placements(flags, settings.schedule, placements)
+    if os.environ.get("RANK", "0") == "0":
+        for remark in cut_flags.remarks(flags):
+            logger.warning(remark)
+    if any(cut_flags.given(flags, name) for name in cut_flags.CUTS):
         return arguments
-    chunks = source_for(settings)[0].chunks
-    stages = p * chunks
+    stages = p * source.chunks
     if layers is not None and layers < stages:
         raise UnsupportedError(
             f"{layers} layers are too few for the {stages} stages that schedule {settings.schedule} has on {p} pipeline ranks; "
             "take fewer ranks, or a schedule with fewer chunks per rank"
         )
-    if layers is not None and layers % stages and not flags.intersection(_UNEVEN):
-        inner = [layers // stages + (0 < stage <= layers % stages) for stage in range(stages)]
+    proposed = None if layers is None else cut_flags.uneven_layers(flags, layers, stages)
+    if proposed is not None:
         raise UnsupportedError(
-            f"{layers} layers cannot be shared evenly by the {stages} stages that schedule {settings.schedule} has on {p} "
-            f"pipeline ranks; say what each holds, for example {_LAYOUT} '{layout.written(inner)}'"
+            f"{cut_flags.counted_layers(flags, layers)} cannot be shared evenly by the {stages} stages that schedule "
+            f"{settings.schedule} has on {p} pipeline ranks; say what each holds, for example --{layout.FLAG} '{proposed}'"
         )
-    return arguments if chunks == 1 else [*arguments, _VIRTUAL_STAGES, str(chunks)]
+    return arguments if source.chunks == 1 else [*arguments, f"--{cut_flags.VIRTUAL_STAGES}", str(source.chunks)]
+
+
+def _values(arguments: list[str]) -> dict[str, str | bool]:
+    """Every flag with its first value, ``True`` for a bare one; the last one counts where a flag comes twice."""
+    found: dict[str, str | bool] = {}
+    for argument, follower in pairwise([*arguments, "--"]):
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            found[name] = value if equals else True if follower.startswith("--") else follower
+    return found
 
 
 def _units_or_text(cap: str) -> float | str:

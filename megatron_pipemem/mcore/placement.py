@@ -20,11 +20,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import replicas
 from megatron_pipemem.mcore.patching import Symbol
+from megatron_pipemem.mcore.refusals import check_sharing
+from megatron_pipemem.planner.cut_flags import as_built
+from megatron_pipemem.schedule.model_cut import check_cut
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.request import check_copies
 
@@ -61,6 +64,7 @@ class ChunkPlacement:
         find: ``find(num_devices, num_chunks)`` gives the placement; ``num_chunks`` is ``None`` where nobody knows it yet.
         is_round_robin: the placement can be no other than Megatron's own, and nothing has to be answered differently.
         cut: ``cut(chunks, placement, pg_collection)``, called for a rank's chunks when they have been built, or ``None``.
+        name: of the schedule, for messages.
     """
 
     def __init__(
@@ -68,20 +72,28 @@ class ChunkPlacement:
         find: Callable[[int, int | None], Placement],
         is_round_robin: bool,
         cut: Callable[[list[torch.nn.Module], Placement, ProcessGroupCollection], None] | None = None,
+        name: str = "",
     ):
         self._find = find
+        self._name = name
         self.is_round_robin = is_round_robin
         self._cut = cut
         self._found: dict[tuple[int, int | None], Placement] = {}
         self._rank_now: int | None = None
+        self._num_chunks: int | None = None
 
     def placement(self, num_devices: int, num_chunks: int | None = None) -> Placement:
         """The placement on that many devices.
 
+        Args:
+            num_devices: pipeline ranks.
+            num_chunks: model chunks per rank; by default those of the model that was built last, or, before that, of
+                Megatron's virtual pipeline.
+
         Raises:
             UnsupportedError: Megatron cannot build it.
         """
-        key = (num_devices, num_chunks)
+        key = (num_devices, num_chunks or self._num_chunks or _virtual_pipeline_size())
         if key not in self._found:
             placement = self._find(*key)
             for stages in placement.stages:
@@ -126,15 +138,33 @@ class ChunkPlacement:
             return []
         return [(BUILD_STAGES, self._wrap_build_stages), (GET_MODEL, self._wrap_get_model)]
 
-    def build_chunks(self, build: Callable[..., torch.nn.Module], pg_collection) -> list[torch.nn.Module]:
+    def for_model(self, num_devices: int, vp_size: int | None) -> Placement:
+        """The placement for a model with Megatron's number of virtual stages, and from now on the one in use.
+
+        Raises:
+            UnsupportedError: the schedule needs another number of them.
+        """
+        placement = self.placement(num_devices, vp_size or 1)
+        check_cut(as_built(vp_size or 1), self._name, placement)
+        self._num_chunks = vp_size or 1
+        return placement
+
+    def build_chunks(
+        self, build: Callable[..., torch.nn.Module], pg_collection, vp_size: int | None
+    ) -> list[torch.nn.Module]:
         """Build this rank's chunks in order, the two ends of a tied embedding and all copies of a stage equal.
 
         Args:
             build: ``build(pre_process=, post_process=, vp_stage=, pg_collection=) -> module``.
             pg_collection: Megatron's process groups; every chunk gets a copy with its own view of the pipeline.
+            vp_size: Megatron's number of virtual stages per rank, for which it counts every chunk's layers; ``None`` for one.
+
+        Raises:
+            UnsupportedError: the schedule needs another number of them, or the model's configuration shares layers out in a
+                way that this placement does not keep.
         """
         device, p = pg_collection.pp.rank(), pg_collection.pp.size()
-        placement = self.placement(p)
+        placement = self.for_model(p, vp_size)
         round_robin = _is_round_robin(placement)
         chunks = []
         for chunk, stage in enumerate(placement.stages[device]):
@@ -156,6 +186,7 @@ class ChunkPlacement:
                 )
             if not round_robin:
                 _keep_rank_for_checkpoints(chunks[-1], self, chunk)
+        check_sharing(get_model_config(chunks[0]), self._name, placement)
         if placement.replicas > 1:
             replicas.make_copies(chunks, placement, pg_collection.pp)
         if not round_robin:
@@ -205,12 +236,11 @@ class ChunkPlacement:
 
     def _wrap_build_stages(self, original: Callable) -> Callable:
         def build_virtual_pipeline_stages(build_model_func, pg_collection, vp_size, model_type=None):
-            placement = self.placement(pg_collection.pp.size(), vp_size or 1)
-            _require_chunks(vp_size, placement)
+            placement = self.for_model(pg_collection.pp.size(), vp_size)
             if _is_round_robin(placement) and self._cut is None:
                 return original(build_model_func, pg_collection, vp_size, model_type)
             chunks = self.build_chunks(
-                lambda pg_collection, **kwargs: build_model_func(pg_collection, **kwargs), pg_collection
+                lambda pg_collection, **kwargs: build_model_func(pg_collection, **kwargs), pg_collection, vp_size
             )
             for chunk in chunks:
                 chunk.model_type = model_type
@@ -224,8 +254,7 @@ class ChunkPlacement:
             vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
             groups = kwargs.get("pg_collection")
             size = parallel_state.get_pipeline_model_parallel_world_size() if groups is None else groups.pp.size()
-            placement = self.placement(size, vp_size or 1)
-            _require_chunks(vp_size, placement)
+            placement = self.for_model(size, vp_size)
             if _is_round_robin(placement) and self._cut is None:
                 return original(model_provider_func, *args, **kwargs)
 
@@ -233,7 +262,7 @@ class ChunkPlacement:
                 if not built:
                     passed_on = {k: v for k, v in ignored.items() if k not in ("pre_process", "post_process")}
                     built.extend(
-                        self.build_chunks(lambda **own: model_provider_func(**passed_on, **own), pg_collection)
+                        self.build_chunks(lambda **own: model_provider_func(**passed_on, **own), pg_collection, vp_size)
                     )
                 return built[vp_stage or 0] if placement.replicas == 1 else _Chunks(built)
 
@@ -255,19 +284,8 @@ def _is_round_robin(placement: Placement) -> bool:
     return all(device == stage % placement.num_devices for stage, device in enumerate(placement.devices))
 
 
-def _require_chunks(vp_size: int | None, placement: Placement) -> None:
-    chunks = placement.num_chunks // placement.replicas
-    if chunks == 1 and (vp_size or 1) > 1:
-        raise UnsupportedError(
-            f"placement {placement.name} cuts the model once per pipeline rank, not into {vp_size} model chunks each; drop "
-            "--num-virtual-stages-per-pipeline-rank or whatever else asks for virtual stages"
-        )
-    if (vp_size or 1) != chunks:
-        raise UnsupportedError(
-            f"placement {placement.name} needs {chunks} model chunks per pipeline rank, not {vp_size or 1}; "
-            f"pass --num-virtual-stages-per-pipeline-rank {chunks} or a "
-            "--pipeline-model-parallel-layout with that many stages per rank"
-        )
+def _virtual_pipeline_size() -> int:
+    return parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
 
 
 def _keep_rank_for_checkpoints(module: torch.nn.Module, placement: ChunkPlacement, chunk: int) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pipemem.errors import UnsupportedError
@@ -155,7 +156,9 @@ def enable(schedule: str, **settings) -> None:
     if source is None:
         replacements = observer.replacements(record, *prices_of(wanted.costs))
     else:
-        chunk_placement = ChunkPlacement(source.placement, source.is_round_robin, getattr(source, "cut", None))
+        chunk_placement = ChunkPlacement(
+            source.placement, source.is_round_robin, getattr(source, "cut", None), wanted.schedule
+        )
         profiles = wanted.costs == PROFILE or source.needs_seconds
         replanner = Replanner(source, profiles) if profiles or source.needs_bytes else None
         asynchronous = None
@@ -223,18 +226,22 @@ def write_report() -> None:
 def build_model_chunks(build: Callable, pg_collection=None) -> list:
     """Build this rank's model chunks where the schedule wants them, for training loops without ``megatron.training``.
 
+    There will be as many as ``virtual_pipeline_model_parallel_size`` of ``initialize_model_parallel()`` says; the model's
+    configuration must say the same.
+
     Args:
         build: ``build(pre_process=, post_process=, vp_stage=, pg_collection=) -> module``. It must make the layer
             specification too, because specifications depend on the chunk's layers.
         pg_collection: Megatron's process groups; the global ones by default.
 
     Raises:
-        UnsupportedError: the plugin is not enabled.
+        UnsupportedError: the plugin is not enabled, or the schedule needs another number of chunks.
     """
     if _enabled is None or _enabled.chunk_placement is None:
         raise UnsupportedError("call enable() with a schedule before building model chunks")
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    return _enabled.chunk_placement.build_chunks(build, groups)
+    vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    return _enabled.chunk_placement.build_chunks(build, groups, vp_size)
 
 
 def _recording(record: RunRecord) -> Replacements:

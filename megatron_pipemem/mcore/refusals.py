@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.planner.cut_flags import FIRST_OR_LAST, is_folded
+from megatron_pipemem.schedule.placement import Placement
 
 # Attribute of the configuration, when its value is refused, and the sentence for the user.
 _REFUSED: tuple[tuple[str, Callable[[object], bool], str], ...] = (
@@ -71,6 +73,17 @@ def check_config(config) -> None:
     for attribute, refused, sentence in _REFUSED:
         if refused(getattr(config, attribute, None)):
             raise UnsupportedError(f"{attribute} = {getattr(config, attribute)!r} is not supported: {sentence}")
+
+
+def check_sharing(config, schedule: str, placement: Placement) -> None:
+    """Raises:
+    UnsupportedError: the model's configuration gives a rank layers that this placement would put elsewhere.
+    """
+    for attribute in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        if getattr(config, attribute, None) is not None and is_folded(placement):
+            raise UnsupportedError(
+                f"{attribute} does not go with schedule {schedule} (placement {placement.name}): {FIRST_OR_LAST}"
+            )
 
 
 def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str, replicas: int = 1) -> None:

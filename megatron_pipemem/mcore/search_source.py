@@ -91,7 +91,8 @@ class SearchSource(Source):
         super().__init__(AUTO, costs, priced_by)
         check_search_options(options)
         self._kind = options.get("placement")
-        self.chunks = searched_placements(1, self._kind, options.get("chunks"))[0].num_chunks
+        self._asked_chunks = options.get("chunks")
+        self.chunks = searched_placements(1, self._kind, self._asked_chunks)[0].num_chunks
         self.seconds, self._seed = options.get("seconds", _SECONDS), options.get("seed", 0)
         self.is_round_robin = self._kind in ("interleaved", "linear") or self.chunks == 1
         self._cap = memory_cap
@@ -116,6 +117,12 @@ class SearchSource(Source):
         chosen = [placement for (devices, _), placement in self._chosen.items() if devices == num_devices]
         if chunks is None and chosen:
             return chosen[-1]
+        if None not in (chunks, self._asked_chunks) and chunks != self._asked_chunks:
+            raise UnsupportedError(
+                f"the option chunks={self._asked_chunks} of schedule {AUTO} asks for {self._asked_chunks} model chunks per "
+                f"pipeline rank, and the model has {chunks}; leave the option out, or cut the model accordingly "
+                "(--num-virtual-stages-per-pipeline-rank)"
+            )
         key = (num_devices, chunks or self.chunks)
         if key not in self._chosen:
             self._chosen[key] = self._choose(*key)

@@ -11,8 +11,10 @@ from typing import NamedTuple
 from megatron.core import num_microbatches_calculator
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.planner.cut_flags import as_built
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.model_cut import placements_of
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.plain import forward_schedule
 from megatron_pipemem.schedule.registry import build_schedule, chunks_per_device, family
@@ -230,7 +232,12 @@ class FamilySource(Source):
         )
 
     def placement(self, num_devices: int, chunks: int | None) -> Placement:
-        return self.build(num_devices, chunks, self._family.fewest_microbatches(num_devices)).placement
+        try:
+            return self.build(num_devices, chunks, self._family.fewest_microbatches(num_devices)).placement
+        except UnsupportedError:
+            if chunks is not None:  # which may be what is wrong, and the user knows them by Megatron's names
+                placements_of(self.name, self._options, num_devices, as_built(chunks))
+            raise
 
     def plan(self, shape: Shape, reason: str, before: Plan | None = None, minimum_gain: float = 0.0) -> Plan:
         return self._if_faster(Plan(self._build(shape), self.costs, self.priced_by, reason), before, minimum_gain)

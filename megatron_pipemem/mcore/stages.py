@@ -73,6 +73,8 @@ class ChunkStage:
     placement: ChunkPlacement
     delayed: tuple[torch.nn.Module, ...]
     _again: dict[int, _Again] = field(default_factory=dict)
+    _has_run: bool = False
+    """in this step: quantised weights are made in the first forward and kept, and not every stage begins with microbatch 0"""
     _set_input_tensor: Callable[[list], None] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -114,12 +116,13 @@ class ChunkStage:
                 step.cp_group_size,
                 collect_non_loss_data=step.collect_non_loss_data,
                 is_first_microbatch=schedules.check_first_val_step(
-                    step.first_val_step, step.forward_only, microbatch == 0
+                    step.first_val_step, step.forward_only, not self._has_run
                 ),
                 current_microbatch=microbatch,
                 vp_stage=self.chunk if self.num_chunks > 1 else None,
                 is_last_stage=self.is_last,
             )
+        self._has_run = True
         # The module would hold its input until its next forward.
         self._set_input_tensor([None])
         return result

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ from megatron_pipemem.mcore.stages import (
 from megatron_pipemem.mcore.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.vocabulary.step import VocabularySteps
 from megatron_pipemem.mcore.weight_memory import count_weights
+from megatron_pipemem.mcore.whole_model import check_whole_model
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.copies import Channels, CopySums, connect_copies
 from megatron_pipemem.runtime.executor import Executor
@@ -142,6 +144,7 @@ class ForwardBackward:
         self._replanner = replanner
         self._vocabulary = VocabularySteps()
         self._pipelines: dict[tuple[dist.ProcessGroup, Placement], _Pipeline] = {}
+        self._known_models: WeakSet[torch.nn.Module] = WeakSet()
         self._in_step = False
         self.hooked: list[torch.nn.Parameter] = []
         self.has_run_delayed = False
@@ -187,7 +190,12 @@ class ForwardBackward:
                 f"{known_chunks} model chunks need {known_chunks} data iterators, not {len(iterators)}; pass a list with one "
                 "iterator per chunk"
             )
-        self._chunk_placement.check_built(chunks, placement, pp_group.rank())
+        if chunks[0] not in self._known_models:
+            device = pp_group.rank()
+            check_whole_model(
+                chunks, placement, pp_group, lambda: self._chunk_placement.check_built(chunks, placement, device)
+            )
+            self._known_models.add(chunks[0])
         message = MessageFormat(
             _message_shape(seq_length, micro_batch_size, decoder_seq_length, config, groups, adjust_tensor_shapes_fn),
             config.pipeline_dtype or config.params_dtype,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
+from megatron_pipemem.planner import cut_flags
 from megatron_pipemem.planner.asynchronous_refusals import check_run
 from megatron_pipemem.planner.cluster import GIB
 from megatron_pipemem.planner.launching import min_nodes, script_flags
 from megatron_pipemem.planner.runs import Run, resolve_script
 from megatron_pipemem.planner.search import layout
 from megatron_pipemem.planner.search.memory import held, schedule_of
-from megatron_pipemem.schedule.options import AUTO, STOCK, searched_placements
+from megatron_pipemem.schedule.model_cut import check_cut, placements_of
+from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.request import (
     FILE_SUFFIX,
@@ -70,11 +72,14 @@ def _schedules(run: Run) -> None:
     options = run.schedule_options
     check_request(choice.name, choice.memory_cap, choice.costs, options, plans_offload, choice.vocab_parallel)
     prices_of(choice.costs)
+    asked = cut_flags.cut_of(run.flags, cut.pp, run.model.layers)
     if choice.name == AUTO:
-        placements = searched_placements(cut.pp, options.get("placement"), options.get("chunks"))
+        placements = placements_of(AUTO, options, cut.pp, asked)
+        cut_flags.check_placements(run.flags, AUTO, placements)
         _stages_hold_layers(run, placements[0].num_chunks)
         return
     schedule = schedule_of(run)
+    placements = (schedule.placement,)
     if choice.name.endswith(FILE_SUFFIX):
         check_devices_of_file(schedule, cut.pp)
         check_microbatches_of_file(schedule, cut.microbatches)
@@ -82,10 +87,15 @@ def _schedules(run: Run) -> None:
             raise UnsupportedError(
                 f"{choice.name} has {schedule.placement.num_chunks} chunks per rank, not {cut.chunks}"
             )
+        if asked is not None:
+            check_cut(asked, choice.name, schedule.placement)
     elif choice.name != STOCK:
         validate(schedule)
         if family(choice.name).asynchronous:
             check_run(run, choice.name)
+        placements = placements_of(choice.name, options, cut.pp, asked)
+    if choice.name != STOCK:
+        cut_flags.check_placements(run.flags, choice.name, placements)
     check_barriers(choice.name, schedule.vocabulary, choice.vocab_parallel)
     check_copies(schedule.placement)
     _stages_hold_layers(run, schedule.placement.model_stages // cut.pp)
@@ -93,10 +103,14 @@ def _schedules(run: Run) -> None:
 
 def _stages_hold_layers(run: Run, chunks: int) -> None:
     stages = run.parallelism.pp * chunks
-    if run.model.layers % stages and not set(layout.FLAGS).intersection(run.flags):
+    if any(cut_flags.given(run.flags, name) for name in cut_flags.CUTS):
+        return
+    proposed = cut_flags.uneven_layers(run.flags, run.model.layers, stages)
+    if proposed is not None:
         raise UnsupportedError(
-            f"{run.model.layers} layers cannot be split evenly over {stages} stages (pp {run.parallelism.pp} x {chunks} "
-            "chunks); say how by pipeline-model-parallel-layout under the training script's flags"
+            f"{cut_flags.counted_layers(run.flags, run.model.layers)} cannot be split evenly over {stages} stages (pp "
+            f"{run.parallelism.pp} x {chunks} chunks); say how by {layout.FLAG} under the training script's flags, for example "
+            f"{proposed!r}"
         )
 
 

@@ -23,6 +23,7 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 import megatron_pipemem
+from megatron_pipemem.errors import UnsupportedError
 
 MICROBATCHES, STEPS, SEQUENCE, VOCABULARY = 6, 2, 16, 64
 
@@ -139,8 +140,35 @@ def failing_step() -> str:
     return told
 
 
+def wrongly_cut(case: dict) -> str:
+    """What every rank is told when the model's configuration counts with other chunks than Megatron's global state."""
+    megatron_pipemem.enable(case["schedule"])
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=dist.get_world_size(), virtual_pipeline_model_parallel_size=case["chunks"]
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    try:
+        models = megatron_pipemem.build_model_chunks(partial(build_chunk, make_config(case["counted"], False), False))
+        imported_first()(
+            forward_step_func=forward_step,
+            data_iterator=[batches(0) for _ in models],
+            model=models,
+            num_microbatches=MICROBATCHES,
+            seq_length=SEQUENCE,
+            micro_batch_size=2,
+        )
+        return "nothing"
+    except UnsupportedError as error:
+        return str(error)
+    finally:
+        megatron_pipemem.disable()
+        parallel_state.destroy_model_parallel()
+
+
 def run(case: dict) -> dict:
     """Losses of every microbatch, exact, and logits after training, on the last pipeline rank; nothing elsewhere."""
+    if "counted" in case:
+        return {"told": wrongly_cut(case)}
     schedule, ddp, chunks = case["schedule"], case["ddp"], case["chunks"]
     told = failing_step() if case.get("fails_before") else None
     if schedule != "stock":

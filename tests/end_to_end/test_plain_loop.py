@@ -9,7 +9,7 @@ from ranks import Ranks
 
 pytest.importorskip("megatron.core")
 
-SCHEDULES = {"1f1b": 1, "zb-h1": 1, "v-half": 2, "1f1b-v": 2, "auto": 2}
+SCHEDULES = {"1f1b": 1, "zb-h1": 1, "v-half": 2, "hanayo": 2, "1f1b-v": 2, "auto": 2}
 STOCK = {"schedule": "stock", "chunks": 1, "import_after": False}
 CASES = [
     {**case, "ddp": ddp}
@@ -42,6 +42,20 @@ def test_trains_as_stock(losses, index):
     stock = CASES.index({**STOCK, "ddp": CASES[index]["ddp"]})
     assert len(set(losses[stock])) > 10
     assert losses[index] == losses[stock]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "counted", "words"),
+    [
+        ("v-half", 2, 1, "hold 16 layers where the model has 8"),
+        ("interleaved", 2, 1, "hold 16 layers where the model has 8"),
+        ("hanayo", 3, 2, "hanayo does not run 3 model chunks per pipeline rank"),
+        ("v-half", None, 1, "virtual_pipeline_model_parallel_size=2 to initialize_model_parallel"),
+    ],
+)
+def test_a_model_that_is_cut_wrongly_is_refused_on_every_rank(ranks, schedule, chunks, counted, words):
+    told = [result["told"] for result in ranks.run({"schedule": schedule, "chunks": chunks, "counted": counted})]
+    assert words in told[0] and set(told) == {told[0]}
 
 
 def test_a_failed_step_ends_on_every_rank_and_leaves_nothing_behind(ranks, losses):

@@ -42,7 +42,7 @@ def test_a_model_that_is_cut_otherwise_decides_too(name, chunks):
 
 
 def test_waves_that_disagree_with_the_model_are_refused():
-    with pytest.raises(UnsupportedError, match="1 waves are 2 chunks, not 4"):
+    with pytest.raises(UnsupportedError, match="hanayo runs 2 model chunks per pipeline rank, not 4"):
         FamilySource("hanayo", options={"waves": 1}).placement(4, 4)
 
 

@@ -115,7 +115,7 @@ def test_bad_flags_are_refused_in_words(flags, error, words):
         ("stock", [], []),
         ("auto", [], ["--num-virtual-stages-per-pipeline-rank", "2"]),
         ("auto", ["--pipeline-model-parallel-layout", "Et|t|t|tL"], []),
-        ("v-half", ["--pipeline-model-parallel-layout", "Et|t|t|tL"], []),
+        ("v-half", ["--pipeline-model-parallel-layout", "Et|(t|)*6tL"], []),
         ("v-half", ["--num-virtual-stages-per-pipeline-rank=2"], []),
         ("interleaved", ["--num-layers-per-virtual-pipeline-stage", "1"], []),
     ],

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 
+torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from megatron.core import parallel_state
+from megatron.core import parallel_state  # noqa: E402
 
-from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore import placement as placement_module
-from megatron_pipemem.mcore.patching import PatchSet
-from megatron_pipemem.mcore.placement import ChunkPlacement, RoundRobinRank, round_robin_rank
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.mcore.patching import PatchSet  # noqa: E402
+from megatron_pipemem.mcore.placement import ChunkPlacement, RoundRobinRank, round_robin_rank  # noqa: E402
+from megatron_pipemem.mcore.sources import FamilySource  # noqa: E402
+from megatron_pipemem.schedule.placement import Placement  # noqa: E402
 
 
 class Group:
@@ -45,7 +49,7 @@ def as_rank(monkeypatch):
         monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 4)
         monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: 2)
         monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", rank)
-        chunks = ChunkPlacement(lambda p, v: Placement.v_shape(p), is_round_robin=False)
+        chunks = ChunkPlacement(lambda p, v: Placement.v_shape(p), is_round_robin=False, name="v-half")
         patches.install(chunks.replacements())
         return chunks
 
@@ -90,7 +94,6 @@ def test_round_robin_placements_need_no_answers():
 
 
 def test_the_stand_in_group_knows_rank_and_size_and_cannot_communicate():
-    torch = pytest.importorskip("torch")
     group = RoundRobinRank(2, 4)
     assert (group.rank(), group.size()) == (2, 4)
     with pytest.raises(RuntimeError):
@@ -104,5 +107,47 @@ def test_a_placement_that_megatron_cannot_build_is_refused():
 
 
 def test_a_wrong_number_of_chunks_names_the_flag():
-    with pytest.raises(UnsupportedError, match="--num-virtual-stages-per-pipeline-rank 2"):
-        placement_module._require_chunks(None, Placement.v_shape(4))
+    chunks = ChunkPlacement(lambda p, v: Placement.v_shape(p), is_round_robin=False, name="v-half")
+    with pytest.raises(UnsupportedError, match="v-half runs 2 .*, not 1 .*--num-virtual-stages-per-pipeline-rank 2"):
+        chunks.for_model(4, None)
+
+
+@pytest.mark.parametrize(("virtual_stages", "chunks"), [(2, 2), (4, 4), (6, 6)])
+def test_a_model_is_built_with_as_many_chunks_as_megatron_counts_with(as_rank, monkeypatch, virtual_stages, chunks):
+    as_rank(1)
+    source = FamilySource("hanayo")
+    placement = ChunkPlacement(source.placement, source.is_round_robin, name="hanayo")
+    built = placement.build_chunks(Chunk, GROUPS, virtual_stages)
+    assert [chunk.vp_stage for chunk in built] == list(range(chunks))
+    group = parallel_state.get_pipeline_model_parallel_group()
+    for chunk, stage in enumerate(placement.placement(group.size()).stages[1]):
+        with placement.chunk(chunk):
+            assert placement._rank_now == stage % 4
+    with pytest.raises(UnsupportedError, match="hanayo does not run 3 .*--num-virtual-stages-per-pipeline-rank 4"):
+        placement.build_chunks(Chunk, GROUPS, 3)
+
+
+def test_layers_of_a_first_rank_are_refused_where_it_holds_late_stages(as_rank):
+    chunks = as_rank(1)
+    with pytest.raises(UnsupportedError, match="v-half .placement v.*--pipeline-model-parallel-layout"):
+        chunks.build_chunks(partial(Chunk, num_layers_in_first_pipeline_stage=2), GROUPS, 2)
+
+
+class Chunk(torch.nn.Module):
+    """What a script would build."""
+
+    def __init__(self, pre_process, post_process, vp_stage, pg_collection, **config):
+        super().__init__()
+        self.pre_process, self.post_process, self.vp_stage, self.pg_collection = (
+            pre_process,
+            post_process,
+            vp_stage,
+            pg_collection,
+        )
+        self.config = SimpleNamespace(**config)
+
+    def sharded_state_dict(self):
+        return {}
+
+
+GROUPS = SimpleNamespace(pp=Group(1, 4), embd=None)

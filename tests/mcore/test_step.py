@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,11 +12,13 @@ pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
 import torch.distributed as dist  # noqa: E402
 
+from megatron.core.pipeline_parallel import schedules  # noqa: E402
+
 from megatron_pipemem.mcore import step  # noqa: E402
 from megatron_pipemem.mcore.placement import ChunkPlacement  # noqa: E402
 from megatron_pipemem.mcore.plugin import Settings, source_for  # noqa: E402
 from megatron_pipemem.mcore.programs import ProgramCache  # noqa: E402
-from megatron_pipemem.mcore.stages import ChunkStage  # noqa: E402
+from megatron_pipemem.mcore.stages import ChunkStage, StepContext  # noqa: E402
 from megatron_pipemem.mcore.step import ForwardBackward  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.stages import FirstStage, LastStage  # noqa: E402
 from megatron_pipemem.runtime.executor import StageRunner  # noqa: E402
@@ -66,3 +69,22 @@ def test_closing_destroys_the_groups_unless_others_may_be_gone(world, function, 
 @pytest.mark.parametrize("name", ["forward", "recompute", "backward", "release_output", "reduce_gradients"])
 def test_stages_have_the_signatures_the_executor_calls(kind, name):
     assert inspect.signature(getattr(kind, name)) == inspect.signature(getattr(StageRunner, name))
+
+
+def test_every_stage_makes_its_quantised_weights_in_its_first_forward(monkeypatch):
+    """The second copy of a model never sees microbatch 0."""
+    firsts = []
+
+    def forward_step(*args, is_first_microbatch, current_microbatch, **kwargs):
+        firsts.append((current_microbatch, is_first_microbatch))
+        return torch.zeros(1), torch.zeros([], dtype=torch.int)
+
+    monkeypatch.setattr(schedules, "forward_step", forward_step)
+    model = torch.nn.Linear(1, 1)
+    model.set_input_tensor = lambda tensors: None
+    context = StepContext(SimpleNamespace(), None, 8, 1, False, False, None, False, num_tokens=torch.zeros([]))
+    round_robin = ChunkPlacement(lambda p, v: None, is_round_robin=True)
+    stage = ChunkStage(context, model, None, 0, 1, False, round_robin, ())
+    for microbatch in (1, 3, 5):
+        stage.forward(microbatch, None)
+    assert firsts == [(1, True), (3, False), (5, False)]

@@ -9,13 +9,23 @@ from itertools import groupby
 from megatron_pipemem.planner.runs import Run
 
 FLAG = "pipeline-model-parallel-layout"
-_OTHER_CUTS = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
-FLAGS = (FLAG, *_OTHER_CUTS)
+FIRST_OR_LAST = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
+FLAGS = (FLAG, *FIRST_OR_LAST)
 
 
 def even(layers: int, stages: int) -> tuple[int, ...] | None:
     """As many on every stage, which needs no flag; ``None`` where they do not divide."""
     return None if layers % stages else (layers // stages,) * stages
+
+
+def spread(layers: int, stages: int) -> tuple[int, ...]:
+    """As even as it goes: what is left over goes to the stages behind the first, which has the embedding."""
+    return tuple(layers // stages + (0 < stage <= layers % stages) for stage in range(stages))
+
+
+def stages_of(text: str) -> int:
+    """Stages of a layout in Megatron's words."""
+    return len(_read(text))
 
 
 def written(counts: Sequence[int]) -> str:
@@ -33,7 +43,7 @@ def written(counts: Sequence[int]) -> str:
 def layers_of(run: Run, stages: int) -> tuple[int, ...] | None:
     """What a run says of its cut, or an even one; ``None`` where only Megatron can tell."""
     flags = run.flags
-    if any(flags.get(key) is not None for key in _OTHER_CUTS):
+    if any(flags.get(key) is not None for key in FIRST_OR_LAST):
         return None
     if flags.get(FLAG) is None:
         return even(run.model.layers, stages)

@@ -1,0 +1,246 @@
+"""Models that are cut into another number of chunks than their schedule runs, and flags that then mean something else."""
+
+from __future__ import annotations
+
+import logging
+import re
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+import torch.distributed as dist  # noqa: E402
+
+from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags  # noqa: E402
+from megatron_pipemem.mcore.search_source import source_of  # noqa: E402
+from megatron_pipemem.mcore.whole_model import check_whole_model, look_into  # noqa: E402
+from megatron_pipemem.schedule.placement import Placement  # noqa: E402
+from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
+
+SIZES = ["--pipeline-model-parallel-size", "4", "--num-layers", "24"]
+CUTS = {
+    "virtual stages": lambda chunks: ["--num-virtual-stages-per-pipeline-rank", str(chunks)],
+    "layers per stage": lambda chunks: ["--num-layers-per-virtual-pipeline-stage", str(24 // (4 * chunks))],
+    "layout": lambda chunks: [f"--pipeline-model-parallel-layout=Et{'|t' * (4 * chunks - 1)}L"],
+    "pattern": lambda chunks: ["--hybrid-layer-pattern", "|".join(["M*"] * 4 * chunks) + "/M*/M*"],
+}
+RUN = [family.name for family in families() if not family.simulated_only]
+
+
+def accepted(schedule: str, chunks: int) -> bool:
+    if schedule == "auto":
+        return True
+    chosen = next(family for family in families() if family.name == schedule)
+    if "chunks" not in chosen.options:
+        return chunks == chosen.chunks // chosen.replicas
+    return schedule != "hanayo" or chunks % 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "cut"),
+    [
+        *((schedule, "virtual stages") for schedule in [*RUN, "auto"]),
+        *(
+            (schedule, cut)
+            for schedule in ("1f1b", "hanayo", "v-half", "chimera")
+            for cut in CUTS
+            if cut != "virtual stages"
+        ),
+    ],
+)
+def test_every_schedule_says_which_cuts_it_runs(schedule, cut):
+    for chunks in (1, 2, 3, 6):
+        flags = [*SIZES, *CUTS[cut](chunks)]
+        settings, others = take_flags([*flags, "--pipemem-schedule", schedule])
+        if accepted(schedule, chunks):
+            assert add_virtual_stages(settings, others) == flags
+            continue
+        with pytest.raises(UnsupportedError) as error:
+            add_virtual_stages(settings, others)
+        message = str(error.value)
+        assert f"schedule {schedule}" in message and CUTS[cut](chunks)[0].split("=")[0] in message
+        assert re.search(
+            r"(write \d+ (stages|segments).*|pass --num-virtual-stages-per-pipeline-rank \d.*|leave it out)$", message
+        )
+
+
+def test_the_way_out_is_one(tmp_path):
+    file = tmp_path / "own.csv"
+    file.write_text(build_schedule("v-min", num_devices=4, num_microbatches=8).to_csv())
+    for schedule in ("v-half", str(file)):
+        settings, others = take_flags([*SIZES, *CUTS["layout"](1), "--pipemem-schedule", schedule])
+        with pytest.raises(
+            UnsupportedError, match="runs 2 model chunks per pipeline rank, not 1 as by the 4 stages"
+        ) as error:
+            add_virtual_stages(settings, others)
+        layout = re.search("'(.+)'$", str(error.value))[1]
+        with_it = [*SIZES, "--pipeline-model-parallel-layout", layout]
+        assert add_virtual_stages(settings, with_it) == with_it
+
+
+@pytest.mark.parametrize(
+    ("cut", "words"),
+    [
+        (["--pipeline-model-parallel-layout", "Et*8|t*8|t*4|t*2|t*2L"], "not 1.25 as by the 5 stages"),
+        (["--num-layers-per-virtual-pipeline-stage", "5"], "not 1.2 as by"),
+        (["--hybrid-layer-pattern", "M|M|M"], "not 0.75 as by the 3 segments"),
+        (["--hybrid-layer-pattern", "M*M*"], "without |"),
+    ],
+)
+def test_what_cannot_be_shared_out_evenly_is_refused_too(cut, words):
+    settings, others = take_flags([*SIZES, *cut, "--pipemem-schedule", "v-half"])
+    with pytest.raises(UnsupportedError) as error:
+        add_virtual_stages(settings, others)
+    assert words in str(error.value)
+
+
+def test_auto_is_held_to_the_chunks_that_it_was_asked_for():
+    flags = [*SIZES, "--num-virtual-stages-per-pipeline-rank", "2"]
+    settings, others = take_flags([*flags, "--pipemem-schedule", "auto", "--pipemem-option", "chunks=4"])
+    with pytest.raises(
+        UnsupportedError, match="auto runs 4 model chunks .* pass --num-virtual-stages-per-pipeline-rank 4"
+    ):
+        add_virtual_stages(settings, others)
+    # Also where no command line was seen.
+    with pytest.raises(UnsupportedError, match="chunks=4 .*the model has 2"):
+        source_of("auto", None, "unit", {"chunks": 4}).placement(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused", "allowed", "way_out"),
+    [
+        (["--decoder-first-pipeline-num-layers", "6"], ["v-half", "hanayo", "auto"], ["zb-h1", "chimera"], "-layout"),
+        (["--decoder-last-pipeline-num-layers", "6"], ["zbv"], ["1f1b", "interleaved"], "-layout"),
+        (["--iterations-to-skip", "3", "4"], ["v-half", "interleaved", "auto"], ["zb-h1", "gems"], "zb-h1"),
+        (["--full-validation"], ["v-min", "interleaved"], ["1f1b", "dualpipe"], "--eval-iters"),
+        (["--perform-rl-step"], ["v-half", "chimera", "auto"], ["zb-h1", "interleaved"], "linear or interleaved"),
+    ],
+)
+def test_flags_that_would_mean_something_else_are_refused(flags, refused, allowed, way_out):
+    for schedule in (*refused, *allowed):
+        settings, others = take_flags([*SIZES, *flags, "--pipemem-schedule", schedule])
+        if schedule in allowed:
+            assert add_virtual_stages(settings, others)[: len(others)] == others
+            continue
+        with pytest.raises(UnsupportedError) as error:
+            add_virtual_stages(settings, others)
+        assert str(error.value).startswith(f"{flags[0]} does not go with schedule {schedule}") and way_out in str(
+            error.value
+        )
+
+
+def test_what_counts_as_a_layer_comes_with_a_layout_where_it_does_not_divide():
+    flags = ["--pipeline-model-parallel-size", "4", "--account-for-loss-in-pipeline-split", "--num-layers"]
+    settings, others = take_flags([*flags, "15", "--pipemem-schedule", "v-half"])
+    assert add_virtual_stages(settings, others)[-1] == "2"
+    settings, others = take_flags([*flags, "16", "--pipemem-schedule", "v-half"])
+    with pytest.raises(
+        UnsupportedError, match="16 layers and what --account-for-loss-in-pipeline-split adds .*-layout 'Et"
+    ):
+        add_virtual_stages(settings, others)
+
+
+def test_flags_without_effect_are_told_once(caplog, monkeypatch):
+    flags = ["--ckpt-format", "torch", "--use-ring-exchange-p2p", "--no-overlap-p2p-communication"]
+    settings, others = take_flags([*SIZES, *flags, "--pipemem-schedule", "1f1b"])
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        add_virtual_stages(settings, others)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 3
+    assert any("--ckpt-format torch_dist" in line for line in told)
+    assert sum("has no effect" in line for line in told) == 2
+
+
+def chunk(layers, embeds: bool, has_head: bool, of: int = 8, **more) -> torch.nn.Module:
+    module = torch.nn.Linear(1, 1)
+    numbered = [SimpleNamespace(layer_number=number) for number in layers]
+    module.decoder, module.config = SimpleNamespace(layers=numbered), SimpleNamespace(num_layers=of)
+    module.pre_process, module.post_process = embeds, has_head
+    for name, value in more.items():
+        setattr(module, name, value)
+    return module
+
+
+def cut(*stages: range, **more) -> list[torch.nn.Module]:
+    """The chunks of all stages."""
+    last = len(stages) - 1
+    return [chunk(layers, stage == 0, stage == last, **more) for stage, layers in enumerate(stages)]
+
+
+def check(placement: Placement, stages: list, monkeypatch, problem_of_last: str | None = None) -> None:
+    """As rank 0 of a pipeline sees it."""
+
+    def all_gather_object(gathered, own, group):
+        contents = [[look_into(stages[stage]) for stage in held] for held in placement.stages]
+        gathered[:] = [own, *((None, of_rank) for of_rank in contents[1:])]
+        if problem_of_last is not None:
+            gathered[-1] = problem_of_last, contents[-1]
+
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    group = SimpleNamespace(size=lambda: placement.num_devices)
+    check_whole_model([stages[stage] for stage in placement.stages[0]], placement, group, lambda: None)
+
+
+EVEN = (range(1, 3), range(3, 5), range(5, 7), range(7, 9))
+
+
+@pytest.mark.parametrize(
+    ("placement", "stages"),
+    [
+        (Placement.linear(4), cut(*EVEN)),
+        (Placement.v_shape(2), cut(*EVEN)),
+        (Placement.interleaved(2, 2), cut(range(1, 1), range(1, 8), range(8, 9), range(9, 9))),
+        (Placement.bidirectional(4), [*cut(*EVEN), *cut(*EVEN)]),
+        (Placement.linear(2), cut(range(1, 3), range(3, 6), of=99, hybrid_layer_pattern="M*|M*M/M*/M*")),
+    ],
+)
+def test_a_whole_model_passes(placement, stages, monkeypatch, caplog):
+    with caplog.at_level(logging.INFO):
+        check(placement, stages, monkeypatch)
+    assert f"are on {placement.model_stages} stages" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("placement", "stages", "words"),
+    [
+        (
+            Placement.wave(2, 4),
+            cut(*(range(n, n + 2) for n in range(1, 17, 2))),
+            "hold 16 layers where the model has 8",
+        ),
+        (Placement.v_shape(2), cut(*(range(n, n + 1) for n in range(1, 5))), "hold 4 layers where the model has 8"),
+        (Placement.linear(2), cut(range(1, 5), range(1, 5)), "hold 8 layers .*stage 0: 1 to 4; stage 1: 1 to 4"),
+        (Placement.linear(4), cut(EVEN[0], EVEN[2], EVEN[1], EVEN[3]), "in order"),
+        (Placement.bidirectional(2), [*cut(range(1, 5), range(5, 9)), *cut(range(5, 9), range(1, 5))], "in order"),
+        (
+            Placement.linear(2),
+            [chunk(range(1, 5), True, False), chunk(range(5, 9), True, True)],
+            r"stages \[0, 1\] .* embedding",
+        ),
+        (
+            Placement.linear(2),
+            [chunk(range(1, 5), True, False), chunk(range(5, 9), False, False)],
+            r"stages \[\] with the head",
+        ),
+    ],
+)
+def test_what_is_not_the_model_is_refused(placement, stages, words, monkeypatch):
+    with pytest.raises(UnsupportedError, match=words) as error:
+        check(placement, stages, monkeypatch)
+    assert "virtual_pipeline_model_parallel_size" in str(error.value) or "post_process" in str(error.value)
+
+
+def test_what_one_rank_finds_wrong_every_rank_hears(monkeypatch):
+    with pytest.raises(UnsupportedError, match="chunk 1 of pipeline rank 3"):
+        check(Placement.linear(4), cut(*EVEN), monkeypatch, "chunk 1 of pipeline rank 3 was not built for this")
+
+
+def test_models_of_another_kind_are_left_alone(monkeypatch, caplog):
+    for stranger in (torch.nn.Linear(1, 1), chunk([None], False, True), chunk(range(3), False, True, of=None)):
+        with caplog.at_level(logging.INFO):
+            check(Placement.linear(2), [cut(*EVEN)[0], stranger], monkeypatch)
+        assert "stages [1] have no numbered layers" in caplog.text
