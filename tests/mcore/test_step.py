@@ -11,7 +11,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
 import torch.distributed as dist  # noqa: E402
-
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 
 from megatron_pipemem.mcore import step  # noqa: E402
