@@ -6,8 +6,14 @@ from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
+MESSAGE_CTAS = 4
+"""Thread blocks that NCCL may take for one group of messages. Receives are posted ahead, and a kernel that waits for its
+message keeps its multiprocessors from the computation: NCCL's default is up to 32 of them."""
 
-def new_groups(wanted: Iterable[Sequence[int]], parent: dist.ProcessGroup, description: str) -> list[dist.ProcessGroup]:
+
+def new_groups(
+    wanted: Iterable[Sequence[int]], parent: dist.ProcessGroup, description: str, *, messages: bool = False
+) -> list[dist.ProcessGroup]:
     """Open process groups that wait as long as another one does. Every rank of the job must call this at the same time.
 
     Torch has every rank take part in the creation of every group, in one order, so the ranks first tell each other what
@@ -15,8 +21,10 @@ def new_groups(wanted: Iterable[Sequence[int]], parent: dist.ProcessGroup, descr
 
     Args:
         wanted: global ranks of every group; the same on all ranks of ``parent``.
-        parent: whose timeout the groups get, instead of torch's default.
+        parent: whose timeout the groups get, instead of torch's default. Of NCCL, ours run on streams of high priority, and
+            with the limits on thread blocks that the parent has (``--nccl-communicator-config-path``).
         description: shown in torch's logs.
+        messages: the groups carry messages; NCCL may take ``MESSAGE_CTAS`` thread blocks for them if the parent sets no limit.
 
     Returns:
         The groups in the order of ``wanted``; ``GroupMember.NON_GROUP_MEMBER`` for those without this rank.
@@ -24,13 +32,27 @@ def new_groups(wanted: Iterable[Sequence[int]], parent: dist.ProcessGroup, descr
     ours = tuple(tuple(ranks) for ranks in wanted)
     everyones: list[tuple[tuple[int, ...], ...] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, ours)
-    options = parent._get_backend(parent._device_types[0]).options
-    timeout = None if options is None else options._timeout  # not every backend has options
-    created = {
-        theirs: [dist.new_group(list(ranks), timeout=timeout, group_desc=description) for ranks in theirs]
-        for theirs in sorted({*everyones})
-    }
+    backend = parent._get_backend(parent._device_types[0])
+    timeout = None if backend.options is None else backend.options._timeout  # not every backend has options
+
+    def create(ranks: Sequence[int]) -> dist.ProcessGroup:
+        options = nccl_options(backend.options, messages) if backend.name() == dist.Backend.NCCL else None
+        return dist.new_group(list(ranks), timeout=timeout, pg_options=options, group_desc=description)
+
+    created = {theirs: [create(ranks) for ranks in theirs] for theirs in sorted({*everyones})}
     return created[ours]
+
+
+def nccl_options(parent: dist.ProcessGroupNCCL.Options, messages: bool) -> dist.ProcessGroupNCCL.Options:
+    """What a group of ours asks of NCCL; see ``new_groups``. Every group needs an object of its own."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = parent._timeout
+    unset = options.config.max_ctas
+    for name in ("min_ctas", "max_ctas", "cga_cluster_size"):
+        setattr(options.config, name, getattr(parent.config, name))
+    if messages and options.config.max_ctas == unset:
+        options.config.max_ctas = max(MESSAGE_CTAS, options.config.min_ctas)
+    return options
 
 
 def destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:

@@ -74,7 +74,9 @@ def connect(
     members: dict[int, set[int]] = defaultdict(set)
     for edge, number in colours.items():
         members[number] |= {ranks[end] for end in edge}
-    opened = new_groups([sorted(members[number]) for number in sorted(members)], group, "PIPEMEM_MESSAGES")
+    opened = new_groups(
+        [sorted(members[number]) for number in sorted(members)], group, "PIPEMEM_MESSAGES", messages=True
+    )
     own = group.rank()
     hello = torch.zeros(1, device=device)
     channels = {}

@@ -53,6 +53,28 @@ def test_every_rank_creates_what_all_want_in_one_order(world, monkeypatch):
     assert made == [[0, 1], [0], [2, 3]]
 
 
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")
+@pytest.mark.parametrize(
+    ("limits", "messages", "expected"),
+    [
+        ({}, True, groups.MESSAGE_CTAS),
+        ({}, False, None),
+        ({"max_ctas": 16}, True, 16),
+        ({"min_ctas": 8}, True, 8),
+    ],
+)
+def test_nccl_takes_few_thread_blocks_for_messages_unless_told_otherwise(limits, messages, expected):
+    parent = dist.ProcessGroupNCCL.Options()
+    parent._timeout = timedelta(seconds=77)
+    unset = parent.config.max_ctas
+    for name, value in limits.items():
+        setattr(parent.config, name, value)
+    options = groups.nccl_options(parent, messages)
+    assert options.is_high_priority_stream and options._timeout == timedelta(seconds=77)
+    assert options.config.max_ctas == (unset if expected is None else expected)
+    assert parent.config.max_ctas == limits.get("max_ctas", unset)
+
+
 def test_groups_are_destroyed_once_and_only_ours(world):
     ours, other = new_groups([[0], [0]], world, "TEST")
     destroy_groups([ours, ours])

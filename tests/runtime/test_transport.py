@@ -110,7 +110,8 @@ def test_channels_open_on_the_device_of_the_messages(monkeypatch):
     """A group over two backends takes the one of the tensor's device, and each opens at its first message."""
     opened = {}
 
-    def new_groups(wanted, parent, description):
+    def new_groups(wanted, parent, description, *, messages):
+        assert messages
         opened.update(enumerate(wanted))
         return range(len(wanted))
 
