@@ -8,7 +8,9 @@ for our ``B``. ``2F0`` is stage 2, forward, microbatch 0.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import StrEnum
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleFormatError
@@ -96,26 +98,44 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind.value}{microbatch}"
 
     @classmethod
-    def parse(cls, text: str) -> Action:
+    def parse(cls, text: str, names: Mapping[str, Kind] = MappingProxyType({})) -> Action:
         """Read the text form.
+
+        Args:
+            text: stage, kind, microbatch.
+            names: kinds that have another name in this text.
 
         Raises:
             ScheduleFormatError: when ``text`` is not an action.
         """
-        match = _PATTERN.fullmatch(text.strip())
-        if match is None:
+        text = text.strip()
+        match = _PATTERN.fullmatch(text)
+        stage, kind, microbatch = match.groups() if match else ("", "", None)
+        if kind not in names and kind not in _KINDS:
             kinds = ", ".join(kind.value for kind in Kind)
             raise ScheduleFormatError(
-                f"{text.strip()!r} is not an action; write stage, kind, microbatch, as in 2F0 (kinds: {kinds})"
+                f"{shown(text)} is not an action; write stage, kind, microbatch, as in 2F0 (kinds: {kinds})"
             )
-        stage, kind, microbatch = match.groups()
-        action = cls(Kind(kind), int(stage), None if microbatch is None else int(microbatch))
+        if max(len(stage), len(microbatch or "")) > MOST_DIGITS:
+            raise ScheduleFormatError(
+                f"{shown(text)}: stage and microbatch have {MOST_DIGITS} digits at most; renumber it"
+            )
+        action = cls(names.get(kind) or Kind(kind), int(stage), None if microbatch is None else int(microbatch))
         if (action.microbatch is None) != (action.kind in WHOLE_STAGE):
             raise ScheduleFormatError(
-                f"{text.strip()!r}: every kind but {Kind.SUM_COPIES} and {Kind.REDUCE_GRAD} needs a microbatch, and those "
+                f"{shown(text)}: every kind but {Kind.SUM_COPIES} and {Kind.REDUCE_GRAD} needs a microbatch, and those "
                 "take none"
             )
         return action
 
 
-_PATTERN = re.compile(r"(\d+)(" + "|".join(sorted((kind.value for kind in Kind), key=len, reverse=True)) + r")(\d+)?")
+def shown(text: str) -> str:
+    """Text from a file, in quotes, for a message: no more than its start."""
+    return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
+
+
+MOST_DIGITS = 9
+"""Of a number in a schedule's text."""
+_MOST_SHOWN = 40
+_KINDS = frozenset(kind.value for kind in Kind)
+_PATTERN = re.compile(r"([0-9]+)([A-Z_]+)([0-9]+)?")

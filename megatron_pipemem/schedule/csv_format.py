@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleFormatError
 from megatron_pipemem.reading import read_text
-from megatron_pipemem.schedule.action import MESSAGES, ORDERED, Action, Kind
-from megatron_pipemem.schedule.csv_header import Header, read_header
+from megatron_pipemem.schedule.action import MESSAGES, ORDERED, VOCABULARY, Action, Kind, shown
+from megatron_pipemem.schedule.csv_header import Header, read_header, split_lines
 from megatron_pipemem.schedule.placement import Placement
 
 DIALECTS = ("auto", "pipemem", "torch", "torch-new", "torch-old")
@@ -88,15 +88,26 @@ class Table:
         """Which device runs which stage, as the header says, or else as the cells do.
 
         Raises:
-            ScheduleFormatError: a stage stands on two devices or on none, there is no action at all, or the stages do not
-                make as many replicas as the header says.
+            ScheduleFormatError: a stage stands on two devices or on none, a device has no stage, there is nothing to run, or
+                the lines or stages are not as many as the header says.
         """
+        if not any(self.orders):
+            raise ScheduleFormatError(
+                "the file holds no actions; write a line per device, one action per cell, as in 0F0,0B0"
+            )
         if self.header.devices:
-            return Placement.from_devices(self.header.devices, self.header.replicas)
+            placement = Placement.from_devices(self.header.devices, self.header.replicas)
+            if len(self.rows) != placement.num_devices:
+                raise ScheduleFormatError(
+                    f"the file has actions for {len(self.rows)} devices, but the line that starts with # names "
+                    f"{placement.num_devices}; write a line for each, or name those without actions, as in idle=1"
+                )
+            return placement
         devices: dict[int, int] = {}
         for device, row in enumerate(self.rows):
             for action, line, column in row:
-                if devices.setdefault(action.stage, device) != device:
+                # Of what is cut over the vocabulary, the number says the device.
+                if action.kind not in VOCABULARY and devices.setdefault(action.stage, device) != device:
                     raise ScheduleFormatError(
                         f"stage {action.stage} is on device {device} here and on device {devices[action.stage]} above; "
                         "a stage belongs to one device",
@@ -104,11 +115,13 @@ class Table:
                         column=column,
                     )
         missing = sorted(set(range(len(devices))) - set(devices))
-        if not devices or missing:
+        if missing:
+            raise ScheduleFormatError(f"no device runs stage {missing[0]}")
+        empty = sorted(set(range(len(self.rows))) - set(devices.values()))
+        if empty:
             raise ScheduleFormatError(
-                f"no device runs stage {missing[0]}"
-                if missing
-                else "the file holds no actions; write a line per device, one action per cell, as in 0F0,0B0"
+                f"device {empty[0]} runs no stage; give it one, remove its line, or name the device of every stage in a "
+                "line that starts with #, as in # devices=0-1-1-0"
             )
         if len(devices) % self.header.replicas:
             raise ScheduleFormatError(
@@ -162,7 +175,7 @@ def read_table(text: str, dialect: str = "auto") -> Table:
     header, text = read_header(text)
     lines = [
         [(number, column, cell) for column, cell in enumerate(_cells(line), start=1) if cell]
-        for number, line in enumerate(text.removeprefix(_BYTE_ORDER_MARK).splitlines(), start=1)
+        for number, line in enumerate(split_lines(text.removeprefix(_BYTE_ORDER_MARK)), start=1)
     ]
     lines = [cells for cells in lines if cells]
     letters, reason = _letters(lines, dialect)
@@ -180,11 +193,13 @@ def read_table(text: str, dialect: str = "auto") -> Table:
                     continue
                 row.append(Cell(_action(part, letters, line, column), line, column))
         rows.append(tuple(row))
+    for device in header.idle:
+        rows.insert(device, ())
     return Table(tuple(rows), letters, reason, dict(ignored), pairs, header)
 
 
 def write_table(actions: Iterable[Sequence[Action]], letters: str = "pipemem") -> str:
-    """A line per device in the letters of a key of ``LETTERS``; ``torch`` means the current ones."""
+    """A line per device that does anything, in the letters of a key of ``LETTERS``; ``torch`` means the current ones."""
     names = _WRITTEN.get(letters, {})
     return "".join(
         ",".join(
@@ -193,6 +208,7 @@ def write_table(actions: Iterable[Sequence[Action]], letters: str = "pipemem") -
         )
         + "\n"
         for row in actions
+        if row
     )
 
 
@@ -216,6 +232,7 @@ _WRITTEN = {
     "torch-new": _GRADIENT_MESSAGES,
     "torch-old": {**_GRADIENT_MESSAGES, Kind.I: "B", Kind.B: "BW"},
 }
+_READ = {letters: {name: kind for kind, name in names.items()} for letters, names in _WRITTEN.items()}
 
 
 def _cells(line: str) -> list[str]:
@@ -243,20 +260,15 @@ def _action(text: str, letters: str, line: int, column: int) -> Action:
     text = text.strip()
     if _NEGATIVE.fullmatch(text):
         raise ScheduleFormatError(
-            f"{text!r} is not an action: microbatches count from 0, so its table was computed one step too early or "
+            f"{shown(text)} is not an action: microbatches count from 0, so its table was computed one step too early or "
             "uses -1 for 'none'; leave the cell empty if nothing runs there",
             line=line,
             column=column,
         )
-    ours = text
-    if letters == "torch-old":
-        ours = text.replace("BW", "B") if "BW" in text else text.replace("B", "I")
-    elif letters == "torch-new":
-        ours = text.replace("SEND_B", "SEND_I").replace("RECV_B", "RECV_I")
     try:
-        return Action.parse(ours)
+        return Action.parse(text, _READ.get(letters, {}))
     except ScheduleFormatError as error:
-        message = str(error).replace(repr(ours), repr(text), 1)
+        message = str(error)
         if "BW" in text and letters != "torch-old":
             message += "; BW is the full backward of torch before 2.6, which the dialect torch-old reads"
         raise ScheduleFormatError(message, line=line, column=column) from None

@@ -1,15 +1,19 @@
 """The first line of a CSV file: what a table of actions cannot say about a schedule.
 
-``# replicas=2 devices=0-1-1-0`` (the device of every stage, for stages that run nothing), ``# pieces=4``,
-``# vocabulary=1`` (barriers), or ``# update_every=4 versions_kept=2 update_delay=1``. Schedules that need none of it have
-no such line, so that other readers of the format take their files too.
+``# replicas=2 devices=0-1-1-0`` (the device of every stage, for stages that run nothing), ``idle=2`` (devices that run
+nothing, and have no line), ``# pieces=4``, ``# vocabulary=1`` (barriers), or
+``# update_every=4 versions_kept=2 update_delay=1``. Schedules that need none of it have no such line, so that other readers of
+the format take their files too.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_pipemem.errors import ScheduleFormatError
+from megatron_pipemem.schedule.action import MOST_DIGITS, VOCABULARY, Action, shown
 from megatron_pipemem.schedule.weights import WeightUpdates
 
 if TYPE_CHECKING:
@@ -22,8 +26,10 @@ _LEAST = {
     "update_delay": 0,
     "versions_kept": 1,
     "devices": 0,
+    "idle": 0,
     "vocabulary": 1,
 }
+_SEVERAL = ("devices", "idle")
 
 
 class Header(NamedTuple):
@@ -34,14 +40,31 @@ class Header(NamedTuple):
     updates: WeightUpdates | None = None
     devices: tuple[int, ...] = ()
     vocabulary: int = 0
+    idle: tuple[int, ...] = ()
 
 
-def write_header(schedule: Schedule) -> str:
-    """The line with its end, or nothing."""
+def split_lines(text: str) -> list[str]:
+    """The lines of a file, which end as files' lines do. ``str.splitlines`` knows of a dozen ends more."""
+    return _LINE_END.split(text)
+
+
+def write_header(schedule: Schedule, rows: Sequence[Sequence[Action]]) -> str:
+    """The line with its end, or nothing.
+
+    Args:
+        schedule: whose file it is.
+        rows: what the file has for every device.
+    """
     placement = schedule.placement
     settings: dict[str, object] = {}
+    idle = [device for device, row in enumerate(rows) if not row]
     if placement.replicas > 1:
-        settings |= {"replicas": placement.replicas, "devices": "-".join(map(str, placement.devices))}
+        settings["replicas"] = placement.replicas
+    told = {action.stage for row in rows for action in row if action.kind not in VOCABULARY}
+    if placement.replicas > 1 or idle or told != set(range(placement.num_stages)):
+        settings["devices"] = "-".join(map(str, placement.devices))
+    if idle:
+        settings["idle"] = "-".join(map(str, idle))
     if schedule.pieces > 1:
         settings["pieces"] = schedule.pieces
     if schedule.vocabulary:
@@ -60,7 +83,7 @@ def read_header(text: str) -> tuple[Header, str]:
         ScheduleFormatError: a line that starts with ``#`` is no header; there is a second one; settings of weight updates
             lack one another; or the devices make no placement of so many replicas.
     """
-    lines = text.split("\n")
+    lines = split_lines(text)
     marked = [number for number, line in enumerate(lines) if line.lstrip(_BLANK).startswith("#")]
     if not marked:
         return Header(), text
@@ -76,6 +99,12 @@ def read_header(text: str) -> tuple[Header, str]:
             f"for each of {replicas} replicas",
             line=first + 1,
         )
+    idle = settings.get("idle", ())
+    if list(idle) != sorted(set(idle)) or (idle and (not devices or idle[-1] > max(devices))):
+        raise ScheduleFormatError(
+            "idle names devices without actions, in order, as in devices=0-1-2 idle=0-2; devices must be there too",
+            line=first + 1,
+        )
     updates = None
     if "update_every" in settings or "versions_kept" in settings or "update_delay" in settings:
         try:
@@ -84,7 +113,7 @@ def read_header(text: str) -> tuple[Header, str]:
         except KeyError as missing:
             raise ScheduleFormatError(f"weight updates need {missing.args[0]} too; add it", line=first + 1) from None
     pieces, vocabulary = settings.get("pieces", (1,))[0], settings.get("vocabulary", (0,))[0]
-    return Header(replicas, pieces, updates, devices, vocabulary), "\n".join(lines)
+    return Header(replicas, pieces, updates, devices, vocabulary, idle), "\n".join(lines)
 
 
 def _parse(line: str, number: int) -> dict[str, tuple[int, ...]]:
@@ -94,15 +123,19 @@ def _parse(line: str, number: int) -> dict[str, tuple[int, ...]]:
         numbers = value.split("-")
         if (
             name not in _LEAST
-            or (len(numbers) > 1 and name != "devices")
-            or not all(each.isdecimal() and int(each) >= _LEAST[name] for each in numbers)
+            or (len(numbers) > 1 and name not in _SEVERAL)
+            or not all(_NUMBER.fullmatch(each) and int(each) >= _LEAST[name] for each in numbers)
         ):
             raise ScheduleFormatError(
-                f"{word!r} is no setting; write name=number, as in replicas=2 (names: {', '.join(_LEAST)})", line=number
+                f"{shown(word)} is no setting; write name=number, as in replicas=2, with {MOST_DIGITS} digits at most (names: "
+                f"{', '.join(_LEAST)})",
+                line=number,
             )
         settings[name] = tuple(map(int, numbers))
     return settings
 
 
+_LINE_END = re.compile(r"\r\n|\r|\n")
+_NUMBER = re.compile(rf"[0-9]{{1,{MOST_DIGITS}}}")
 # Spreadsheets put the first at the start of a file.
 _BLANK = "\ufeff \t"

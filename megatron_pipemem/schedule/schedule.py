@@ -111,7 +111,7 @@ class Schedule:
         What those cannot say, replicas, pieces, weight updates and vocabulary parallelism, stands in a first line that
         starts with ``#``.
         """
-        return write_header(self) + write_table(self.orders)
+        return write_header(self, self.orders) + write_table(self.orders)
 
     @classmethod
     def from_csv(cls, text: str, dialect: str = "pipemem", name: str = "csv") -> Schedule:

@@ -65,13 +65,8 @@ def test_reduce_grad_takes_no_microbatch():
 # ----------------------------------------------------------------------------------------------------------------- CSV
 
 
-def busy_everywhere(schedule: Schedule) -> bool:
-    """Of a device that runs nothing, because nothing runs through its replica, a table has no line."""
-    return all(schedule.orders)
-
-
 @settings(max_examples=200, deadline=None)
-@given(random_schedules() | random_schedules(max_replicas=2, max_pieces=3).filter(busy_everywhere) | family_schedules())
+@given(random_schedules() | random_schedules(max_replicas=2, max_pieces=3) | family_schedules())
 def test_csv_round_trip(schedule):
     for original in (schedule, schedule.forward_only()):
         read = Schedule.from_csv(original.to_csv())

@@ -317,6 +317,18 @@ def test_a_searched_schedule_keeps_the_cap_with_its_passes(cap, barriers):
         search_vocabulary(barriers=1, num_devices=4, num_microbatches=8, memory_cap=0.1)
 
 
+def test_what_takes_no_time_is_not_compared():
+    schedule = build_schedule("1f1b", num_devices=2, num_microbatches=3)
+    for costs in (Costs(0, 0, 0), Costs((0, 0), (0, 0), (0, 0))):
+        for layers in (None, 4):
+            with pytest.raises(CostsError, match="the layers take no time"):
+                choose_vocabulary(schedule, costs, 1.0, layers=layers)
+    for wrong in ({"layers": 0}, {"layout": (0, 0)}, {"layout": (-1, 1)}):
+        with pytest.raises(UnsupportedError, match="make no model"):
+            choose_vocabulary(schedule, Costs(), 1.0, **wrong)
+    assert choose_vocabulary(schedule, Costs(1, 0, 0), 0.0, layers=4).best.name == "off"
+
+
 @pytest.mark.parametrize(("p", "m", "cap", "barriers"), [(5, 9, 2.0, 1), (4, 15, None, 2), (2, 12, 1.5, 1)])
 def test_a_search_is_never_slower_than_a_family_with_passes(p, m, cap, barriers):
     """Whatever the time that it has."""

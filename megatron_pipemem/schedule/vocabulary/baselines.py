@@ -23,7 +23,7 @@ def head_on_last_stage(costs: Costs, placement: Placement, head: float, layers: 
             takes the same. In activation units their stages are held to take the same memory all the same.
 
     Raises:
-        UnsupportedError: ``layers`` are given for costs per stage, or not one number per stage.
+        UnsupportedError: ``layers`` are given for costs per stage, or not one number per stage, or there are none at all.
     """
     seconds = costs.seconds(placement)
     if layers is not None:
@@ -33,6 +33,10 @@ def head_on_last_stage(costs: Costs, placement: Placement, head: float, layers: 
             raise UnsupportedError(
                 f"{len(layers)} numbers of layers for {placement.num_stages} stages: give one per stage, and costs as "
                 "single numbers, the price of a device's whole share"
+            )
+        if min(layers) < 0 or not sum(layers):
+            raise UnsupportedError(
+                f"layers of the stages {', '.join(map(str, layers))} make no model; give 0 or more for each, at least 1 in all"
             )
         model = {kind: sum(prices) for kind, prices in seconds.items()}
         seconds = {kind: tuple(model[kind] * n / sum(layers) for n in layers) for kind in seconds}

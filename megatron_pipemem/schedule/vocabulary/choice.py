@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.brief import brief
 from megatron_pipemem.schedule.costs import Costs
@@ -86,10 +87,15 @@ def choose_vocabulary(
             schedule, both ways.
 
     Raises:
-        CostsError: the costs do not fit the schedule.
-        UnsupportedError: layers or a layout for costs per stage.
+        CostsError: the costs do not fit the schedule, or its layers take no time.
+        UnsupportedError: layers or a layout for costs per stage, or no layers at all.
     """
     placement = schedule.placement
+    whole = sum(map(sum, (costs.seconds(placement)[kind] for kind in (Kind.F, Kind.B))))
+    if not whole:
+        raise CostsError(
+            "F, I and W of the layers take no time, so there is nothing to compare the head with; give costs"
+        )
     options: dict[str, VocabularyOption] = {}
 
     def consider(name: str, timeline: Timeline, layout: Sequence[int] | None) -> None:
@@ -97,7 +103,6 @@ def choose_vocabulary(
 
     consider(OFF, simulate(schedule, head_on_last_stage(costs, placement, head, layout)), layout)
     if layers is not None:
-        whole = sum(map(sum, (costs.seconds(placement)[kind] for kind in (Kind.F, Kind.B))))
         moved = redistribute(layers, placement, head * layers / whole)
         consider(REDISTRIBUTE, simulate(schedule, head_on_last_stage(costs, placement, head, moved)), moved)
     alone = head_on_last_stage(costs, placement, 0.0, layout)
