@@ -44,6 +44,7 @@ from megatron_pipemem.schedule.request import (
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search import SearchResult, search_schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
+from megatron_pipemem.schedule.search.problem import better_full
 from megatron_pipemem.schedule.simulator import held_after, peaks
 from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.vocabulary.search import search_vocabulary
@@ -197,8 +198,9 @@ class SearchSource(Source):
                 return _found(result)._replace(seconds=seconds)
             caps = [cap - max(0, peak - most) for cap, peak, most in zip(caps, held, allowed, strict=True)]
         logger.warning("memory cap of %s: %s (%s)", self._cap, ONE_BY_ONE, why)
-        serial = serial_schedule(placement, num_microbatches)
-        bound = lower_bound(placement, num_microbatches, self._search_costs(placement))
+        costs = self._search_costs(placement)
+        serial = serial_schedule(placement, num_microbatches, full=better_full(placement, costs))
+        bound = lower_bound(placement, num_microbatches, costs)
         return _Found(serial.to_csv(), bound, seconds, ONE_BY_ONE)
 
     def _search_within(
@@ -246,7 +248,7 @@ class SearchSource(Source):
         """
         if self._cap is None:
             return
-        serial = serial_schedule(placement, 1)
+        serial = serial_schedule(placement, 1, full=better_full(placement, self._search_costs(placement)))
         held = self._program_peaks(serial) if self._in_bytes else peaks(serial.orders, placement, Costs())
         caps = self._cap.of(placement.num_devices)
         over = [device for device, cap in enumerate(caps) if held[device] > loosened(cap)]

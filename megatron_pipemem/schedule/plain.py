@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.schedule import Schedule
@@ -35,8 +37,11 @@ def forward_schedule(placement: Placement, num_microbatches: int, name: str = "f
     return Schedule(name, placement, num_microbatches, tuple(map(tuple, orders)))
 
 
-def serial_schedule(placement: Placement, num_microbatches: int, name: str = "serial") -> Schedule:
-    """One microbatch after another through all stages and back: the slowest order, and none holds less.
+def serial_schedule(
+    placement: Placement, num_microbatches: int, name: str = "serial", full: Collection[int] = ()
+) -> Schedule:
+    """One microbatch after another through all stages and back: the slowest order, and none holds less, if the stages whose
+    I takes memory run full backwards.
 
     Replicas of the model take the microbatches in turn.
 
@@ -44,6 +49,7 @@ def serial_schedule(placement: Placement, num_microbatches: int, name: str = "se
         placement: which device holds which stage.
         num_microbatches: microbatches of the step.
         name: name of the schedule.
+        full: the stages whose backwards are full ones.
     """
     orders = []
     for stages in placement.stages:
@@ -52,6 +58,7 @@ def serial_schedule(placement: Placement, num_microbatches: int, name: str = "se
             turn = [stage for stage in stages if placement.replica_of(stage) == microbatch % placement.replicas]
             order += [Action(Kind.F, stage, microbatch) for stage in turn]
             for stage in reversed(turn):
-                order += [Action(Kind.I, stage, microbatch), Action(Kind.W, stage, microbatch)]
+                kinds = (Kind.B,) if stage in full else (Kind.I, Kind.W)
+                order += [Action(kind, stage, microbatch) for kind in kinds]
         orders.append(tuple(order))
     return Schedule(name, placement, num_microbatches, tuple(orders))

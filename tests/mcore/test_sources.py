@@ -174,6 +174,20 @@ def test_bytes_that_no_schedule_keeps_are_refused_with_the_least():
         source.plan(Shape(2, 2, 6), "start")
 
 
+def test_bytes_that_full_backwards_keep_are_not_refused():
+    """I takes output gradients, which wait for W in a split backward."""
+    taken, messages = {Kind.F: (100, 100), Kind.I: (30, 30)}, {Kind.RECV_F: (0, 5), Kind.RECV_I: (5, 0)}
+    changes = {**taken, **messages, Kind.W: (-135, -135)}
+    source = auto("110B", placement="linear")
+    source.measured(None, changes)
+    plan = source.plan(Shape(2, 1, 6), "start")
+    assert {action.kind for order in plan.schedule.orders for action in order} == {Kind.F, Kind.B}
+    less = auto("104B", placement="linear")
+    less.measured(None, changes)
+    with pytest.raises(UnsupportedError, match="at least 105B"):
+        less.plan(Shape(2, 1, 6), "start")
+
+
 def test_bytes_of_a_costs_file_need_no_counting(tmp_path):
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"forward": 1, "memory": {"F": 200, "I": -50, "W": -150}}))

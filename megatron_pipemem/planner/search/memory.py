@@ -10,7 +10,7 @@ from megatron_pipemem.planner.search.offload import offload_step
 from megatron_pipemem.planner.search.step import price
 from megatron_pipemem.planner.search.vocabulary import vocabulary_step
 from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.bounds import one_microbatch
+from megatron_pipemem.schedule.bounds import least_held
 from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap
 from megatron_pipemem.schedule.offload import plan_offload
 from megatron_pipemem.schedule.options import AUTO, STOCK
@@ -107,7 +107,7 @@ def _held(run: Run, placement: Placement, schedule: Schedule | None, layers: tup
         order = (schedule.orders, placement, step.costs, schedule.pieces)
         kept, host = peaks(*order), host_peaks(*order)
     else:
-        kept, host = one_microbatch(placement, step.costs), (0.0,) * placement.num_devices
+        kept, host = least_held(placement, run.parallelism.microbatches, step.costs), (0.0,) * placement.num_devices
         if mode != "off":  # a stage's activations at a time
             kept = tuple(max(step.costs.memory[Kind.F][stage] for stage in owned) for owned in placement.stages)
     versions = (1,) * placement.num_devices if schedule is None else versions_held(schedule)

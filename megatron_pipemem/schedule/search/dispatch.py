@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from megatron_pipemem.schedule.search.improve import Timetable
-from megatron_pipemem.schedule.search.problem import FORWARD, Orders, Problem
+from megatron_pipemem.schedule.search.problem import FORWARD, INPUT, Orders, Problem
 
 
 def dispatch(problem: Problem, urgency: Sequence[float], patience: float = 0.0) -> Timetable | None:
@@ -35,12 +35,14 @@ def dispatch(problem: Problem, urgency: Sequence[float], patience: float = 0.0) 
             if shift == 0:
                 followers[other].append((c, lag))
                 needs[c] += 1
-    # A chunk's forward leaves room for one forward of every later chunk, or the microbatch could never turn round.
+    # A chunk's forward leaves room for one forward of every later chunk and for what an I may take, or the microbatch
+    # could never turn round.
     reserve = [0] * num_classes
     for classes in problem.classes:
         forwards = [c for c in classes if c % 3 == FORWARD]
+        taken = max(0, *(change[c] for c in classes if c % 3 == INPUT))
         for index, c in enumerate(forwards):
-            reserve[c] = sum(change[later] for later in forwards[index + 1 :])
+            reserve[c] = sum(change[later] for later in forwards[index + 1 :]) + taken
     ready: list[list[int]] = [[0] * m for _ in range(num_classes)]
     missing = [[count] * m for count in needs]
     upcoming = [0] * num_classes

@@ -150,14 +150,12 @@ class _Steps:
 
     def grown(self, step: _Step) -> Iterator[_Step]:
         """By one pass, of every pool that may be next."""
-        m, counts = self._problem.num_microbatches, step.counts
+        counts = step.counts
         candidates = []
         horizon = None
         for pools, free, cap in zip(self._of_device, step.free, self._problem.caps, strict=True):
             held = sum(counts[i] * self._change[i] for i in pools)
-            most = held + sum(
-                (m - counts[i]) * self._change[i] for i in pools if i < self._length and self._change[i] > 0
-            )
+            most = held + sum((self.sizes[i] - counts[i]) * self._change[i] for i in pools if self._change[i] > 0)
             for i in pools:
                 if i < self._length:
                     if not step.arrivals[i]:

@@ -6,11 +6,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import Family
@@ -25,7 +27,7 @@ from megatron_pipemem.schedule.search.portfolio import (
     random_list_schedule,
     shortened,
 )
-from megatron_pipemem.schedule.search.problem import keeps_memory_exactly, make_problem, to_schedule
+from megatron_pipemem.schedule.search.problem import better_full, keeps_memory_exactly, make_problem, to_schedule
 from megatron_pipemem.schedule.search.result import Candidate
 from megatron_pipemem.schedule.search.robust import most_robust
 from megatron_pipemem.schedule.simulator import simulate
@@ -65,6 +67,8 @@ class Exploration:
     costs: Costs
     caps: Sequence[float] | None
     seed: int
+    full: frozenset[int] = frozenset()
+    """Stages of which only full backwards are looked at."""
     _finalists: list[tuple[int, int, str, Timetable]] = field(default_factory=list)
     _starts: list[tuple[str, Timetable]] = field(default_factory=list)
     idles: bool = False
@@ -77,7 +81,7 @@ class Exploration:
     def _in_ticks(self) -> tuple[Problem, float]:
         unit = self.costs.memory_unit(self.placement)
         caps = None if self.caps is None else [cap / unit for cap in self.caps]
-        return make_problem(self.placement, self.num_microbatches, self.costs, caps)
+        return make_problem(self.placement, self.num_microbatches, self.costs, caps, self.full)
 
     @property
     def _problem(self) -> Problem:
@@ -111,14 +115,13 @@ class Exploration:
             self._add("evenly spaced", table)
 
     def take_families(self, families: Sequence[Family], clock: Clock) -> None:
-        """What every one of the families has to offer as it is, while there is time; if that is nothing, a list schedule."""
-
-        share = 1.0 if self.is_periodic else _SHARE_OF_MANY_CHUNKS
+        """What every one of the families has to offer as it is, while there is time; if that is nothing, what needs least."""
 
         def in_time() -> bool:
+            share = 1.0 if self.is_periodic else _SHARE_OF_MANY_CHUNKS
             return clock.allows(Step.FAMILY, self.num_passes, self.num_passes, share)
 
-        if not in_time():
+        if not families or not in_time():
             return
         offers = family_starts(families, self.placement, self._problem, self.costs, self.caps)
         while in_time():
@@ -132,6 +135,8 @@ class Exploration:
         if not self._starts:
             for start in itertools.islice(list_schedules(self._problem), 1):
                 self._take(*start)
+        if not self.found_any:
+            self.take_first(clock)
 
     def _take(self, name: str, table: Timetable) -> None:
         if all(table.orders != known.orders for _, known in self._starts):
@@ -169,15 +174,18 @@ class Exploration:
     def num_passes(self) -> int:
         return 3 * self.placement.num_stages * self.num_microbatches
 
-    @property
+    @cached_property
     def is_periodic(self) -> bool:
-        """Whether there are few enough cyclic orders for a search for periodic ones."""
-        return self.placement.num_chunks <= _CHUNKS_OF_A_CYCLE
+        """Whether there are few enough cyclic orders for a search for periodic ones, which go from neighbour to neighbour."""
+        hops = {frozenset(hop) for hop in pairwise(self.placement.devices)}
+        neighbours = pairwise(range(self.placement.num_devices))
+        few = self.placement.num_chunks <= _CHUNKS_OF_A_CYCLE
+        return few and all(frozenset(pair) in hops for pair in neighbours) and self._problem.is_steady
 
     def solve(self, reached: float, most_states: int) -> int:
         """Look for what is shorter than ``reached`` seconds until there is no more; the number of states that took.
 
-        What is proved raises ``bound``.
+        What is proved raises ``bound``, unless orders with some full backwards may keep a cap that these exceed.
         """
         if self.caps is not None and not keeps_memory_exactly(self.placement, self.costs):
             return 0
@@ -187,7 +195,8 @@ class Exploration:
             return most_states
         if solved.table is not None:
             self._add("exact", solved.table)
-        self.bound = max(self.bound, min(shorter_than, self._finalists[0][0]) / self._ticks_per_second)
+        if self.caps is None or not better_full(self.placement, self.costs):
+            self.bound = max(self.bound, min(shorter_than, self._finalists[0][0]) / self._ticks_per_second)
         return solved.states
 
     def explore(self, clock: Clock, effort: float, reached: float) -> None:
@@ -284,5 +293,11 @@ class Exploration:
         fused = fusable(self._problem, as_soon_as_possible(self._problem, table.orders))
         schedule = to_schedule(AUTO, self.placement, self._problem, table.orders, fused)
         timeline = simulate(schedule, self.costs)
+        caps = self.caps or timeline.peaks
+        if any(peak > loosened(cap) for peak, cap in zip(timeline.peaks, caps, strict=True)):
+            # The costs say that a full backward holds more than its I and W.
+            fused = self._problem.full_backwards
+            schedule = to_schedule(AUTO, self.placement, self._problem, table.orders, fused)
+            timeline = simulate(schedule, self.costs)
         bound = min(self.bound, timeline.makespan)  # that of an exact solution was in ticks
         return Candidate(schedule, timeline.makespan, timeline.peaks, bound, name)

@@ -138,7 +138,7 @@ def _earlier(problem: Problem, table: Timetable, frozen: Sequence[int] | set[int
                 # The level before the gap counts too: it is what the pass itself adds to.
                 while place and place >= least and level[place - 1] <= allowed:
                     place -= 1
-                first = place + 1 if place else 0
+                first = place + 1 if place or allowed < 0 else 0
             else:
                 first = 0
             found = -1

@@ -12,7 +12,7 @@ from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import Family, build_schedule
 from megatron_pipemem.schedule.search.dispatch import dispatch
 from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible
-from megatron_pipemem.schedule.search.problem import FORWARD, INPUT, WEIGHT, Problem, from_schedule
+from megatron_pipemem.schedule.search.problem import FORWARD, INPUT, WEIGHT, Orders, Problem, from_schedule
 
 # By how much the interval of the first start grows until it fits.
 _STRETCH = 1.1
@@ -43,8 +43,25 @@ def first_start(problem: Problem) -> Timetable | None:
         if problem.fits(orders):
             return as_soon_as_possible(problem, orders)
         if interval >= alone:
-            return None
+            orders = _one_by_one(problem)
+            return as_soon_as_possible(problem, orders) if problem.fits(orders) else None
         interval = min(alone, int(interval * _STRETCH) + 1)
+
+
+def _one_by_one(problem: Problem) -> Orders:
+    """One microbatch after the other, and what only takes memory last: W, where I has given back more than F has taken."""
+    orders: Orders = []
+    for classes in problem.classes:
+        forwards = [c for c in classes if c % 3 == FORWARD]
+        weights = [c for c in classes if c % 3 == WEIGHT]
+        late = {c for c in weights if problem.change[c] > 0}
+        turn = [*forwards]
+        for c in reversed(forwards):
+            turn += [each for each in (c + INPUT, c + WEIGHT) if each not in late]
+        m = problem.num_microbatches
+        passes = [c * m + k for k in range(m) for c in turn]
+        orders.append([*passes, *(c * m + k for k in range(m) for c in weights if c in late)])
+    return orders
 
 
 def family_starts(
@@ -151,7 +168,7 @@ def fusable(problem: Problem, table: Timetable) -> set[int]:
     """The I passes that may just as well run as one full backward with their W.
 
     Where W follows I at once and nobody needs the gradient sooner than W ends, splitting buys nothing; a full backward
-    spares the kernel launches and the queue of a split one.
+    spares the kernel launches and the queue of a split one. All those of the problem's full stages are among them.
     """
     m, ticks, starts = problem.num_microbatches, problem.ticks, table.starts
     consumers: dict[int, tuple[int, int]] = {}
@@ -159,7 +176,7 @@ def fusable(problem: Problem, table: Timetable) -> set[int]:
         for other, shift, lag in waits:
             if c % 3 == INPUT and other % 3 == INPUT and shift == 0:
                 consumers[other] = (c, lag)
-    fused = set()
+    fused = problem.full_backwards
     for order in table.orders:
         for each, after in zip(order, order[1:], strict=False):
             c, k = divmod(each, m)

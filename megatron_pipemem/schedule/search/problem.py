@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.action import Action, Kind
@@ -23,7 +24,11 @@ KINDS = (Kind.F, Kind.I, Kind.W)
 
 # Twelve divides by the usual numbers of chunks, ten to some power by whatever a decimal fraction has.
 _TICKS = 12 * 10**6
-_MEMORY_STEPS = 10**9
+# Fine enough for a thousand roundings to stay below what a cap is loosened by.
+_MEMORY_STEPS = 10**13
+
+# Of a memory step; sums of floats are off by less.
+_NOISE = 0.1
 
 Orders = list[list[int]]
 """Per device, its passes in the order in which they run. Pass ``c * m + k`` is of class ``c`` and microbatch ``k``."""
@@ -41,6 +46,7 @@ class Problem:
         waits: ``(class, shift, lag)`` of what a pass waits for: the pass of that class and of microbatch ``k + shift``
             ends ``lag`` ticks before it at the latest. The last one is the pass's own class, one microbatch before.
         caps: the most every device may hold.
+        full: stages whose backwards are full ones (B): class I has the length and the change of both, W is a shadow.
     """
 
     num_microbatches: int
@@ -49,6 +55,7 @@ class Problem:
     change: tuple[int, ...]
     waits: tuple[tuple[tuple[int, int, int], ...], ...]
     caps: tuple[int, ...]
+    full: frozenset[int] = frozenset()
 
     @property
     def num_devices(self) -> int:
@@ -63,6 +70,17 @@ class Problem:
     def work(self) -> tuple[int, ...]:
         """Ticks every device computes for one microbatch."""
         return tuple(sum(self.ticks[c] for c in classes) for classes in self.classes)
+
+    @cached_property
+    def left(self) -> tuple[int, ...]:
+        """What every device still holds of a microbatch when all its passes have run: usually nothing."""
+        return tuple(sum(self.change[c] for c in classes) for classes in self.classes)
+
+    @cached_property
+    def is_steady(self) -> bool:
+        """Whether a microbatch never holds less than nothing, and nothing in the end."""
+        held = (self.change[c : c + 3] for c in range(0, len(self.change), 3))
+        return all(f >= 0 and f + i >= 0 and f + i + w == 0 for f, i, w in held)
 
     @cached_property
     def reversed(self) -> Problem:
@@ -81,8 +99,15 @@ class Problem:
             self.ticks,
             tuple(-change for change in self.change),
             tuple((*waits, (c, -1, 0)) for c, waits in enumerate(followers)),
-            self.caps,
+            # What is left in the end is there from the start now, and what is held counts from there.
+            tuple(cap - self.num_microbatches * left for cap, left in zip(self.caps, self.left, strict=True)),
         )
+
+    @property
+    def full_backwards(self) -> set[int]:
+        """The I passes of the full stages."""
+        m = self.num_microbatches
+        return {(3 * stage + INPUT) * m + k for stage in self.full for k in range(m)}
 
     def held(self, order: Iterable[int]) -> int:
         """The most a device holds after any pass of its order."""
@@ -99,7 +124,11 @@ class Problem:
 
 
 def make_problem(
-    placement: Placement, num_microbatches: int, costs: Costs, caps: Sequence[float] | None
+    placement: Placement,
+    num_microbatches: int,
+    costs: Costs,
+    caps: Sequence[float] | None,
+    full: frozenset[int] = frozenset(),
 ) -> tuple[Problem, float]:
     """Put a placement with its prices in whole numbers.
 
@@ -108,6 +137,7 @@ def make_problem(
         num_microbatches: ``m``.
         costs: seconds and memory.
         caps: per device, in units of ``costs.memory_changes``, or ``None``.
+        full: stages whose backwards are full ones.
 
     Returns:
         The problem, and how many of its ticks make a second.
@@ -121,20 +151,21 @@ def make_problem(
     if longest <= 0:
         raise CostsError("all passes cost 0 seconds; give at least one of them a price")
     scale = _TICKS / longest
-    # At least one tick, so that a pass always starts after what it waits for.
-    ticks = tuple(max(1, round(seconds[kind][stage] * scale)) for stage in range(stages) for kind in KINDS)
-    changes = costs.memory_changes(placement)
+    memory = costs.memory_changes(placement)
     zero = (0.0,) * stages
-    flat = []
+    length: list[float] = []
+    held: list[float] = []
     for stage in range(stages):
-        forward, inputs, weights = (changes.get(kind, zero)[stage] for kind in KINDS)
-        # What I takes is set aside with F: a device full of forwards could not run any I otherwise.
-        aside = max(0.0, inputs)
-        flat += [forward + aside, inputs - aside, weights]
-    whole = all(float(value).is_integer() for value in flat)
-    memory_scale = 1 if whole else _MEMORY_STEPS / max(map(abs, flat))
-    # Rounded to the safe side: what is taken up, what is given back down.
-    change = tuple(_ceil(value * memory_scale) for value in flat)
+        kinds = (Kind.F, Kind.B) if stage in full else KINDS
+        length += [*(seconds[kind][stage] for kind in kinds), *(0.0,) * (3 - len(kinds))]
+        after = list(accumulate(memory.get(kind, zero)[stage] for kind in kinds))
+        held += [*after, *after[-1:] * (3 - len(kinds))]
+    # At least one tick, so that a pass always starts after what it waits for.
+    ticks = tuple(max(1, round(value * scale)) for value in length)
+    memory_scale = 1 if keeps_memory_exactly(placement, costs) else _MEMORY_STEPS / max(map(abs, held))
+    # What is held after a pass is rounded up, and not by how much the pass changes it: roundings do not add up.
+    rounded = [_ceil(value * memory_scale - _NOISE) for value in held]
+    change = tuple(after - (before if c % 3 else 0) for c, (before, after) in enumerate(pairwise([0, *rounded])))
     total = sum(max(0, value) for value in change) * num_microbatches
     allowed = (
         (total,) * placement.num_devices
@@ -157,17 +188,22 @@ def make_problem(
             ((inputs, 0, 0), (weights, -1, 0)),
         ]
     device = tuple(placement.devices[stage] for stage in range(stages) for _ in KINDS)
-    return Problem(num_microbatches, device, ticks, change, tuple(waits), allowed), scale
+    return Problem(num_microbatches, device, ticks, change, tuple(waits), allowed, full), scale
 
 
 def keeps_memory_exactly(placement: Placement, costs: Costs) -> bool:
-    """Whether ``make_problem`` allows for the orders that the caps allow for, and not for fewer.
-
-    Memory in whole numbers is not rounded; an I that takes some would have it set aside with its F.
-    """
+    """Whether memory comes in whole numbers, which ``make_problem`` does not round."""
     changes = costs.memory_changes(placement)
-    whole = all(float(value).is_integer() for kind in KINDS for value in changes.get(kind, ()))
-    return whole and all(value <= 0 for value in changes.get(Kind.I, ()))
+    return all(float(value).is_integer() for kind in (*KINDS, Kind.B) for value in changes.get(kind, ()))
+
+
+def better_full(placement: Placement, costs: Costs) -> frozenset[int]:
+    """The stages of which a full backward holds less than I alone: under a cap, some orders have only those."""
+    if costs.memory is None:
+        return frozenset()
+    changes, zero = costs.memory_changes(placement), (0.0,) * placement.num_stages
+    inputs, full = changes.get(Kind.I, zero), changes.get(Kind.B, zero)
+    return frozenset(stage for stage, taken in enumerate(inputs) if taken > 0 and full[stage] < taken)
 
 
 def _ceil(value: float) -> int:
@@ -184,7 +220,7 @@ def to_schedule(
         placement: of the problem.
         problem: tells what the numbers of passes mean.
         orders: of all devices.
-        fused: I passes that their W follows at once and that become one B with it.
+        fused: I passes that become one B with their W.
     """
     m = problem.num_microbatches
 

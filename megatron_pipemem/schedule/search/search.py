@@ -9,7 +9,7 @@ from itertools import pairwise
 from random import Random
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
-from megatron_pipemem.schedule.bounds import one_microbatch
+from megatron_pipemem.schedule.bounds import least_held
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.options import check_effort
@@ -20,7 +20,8 @@ from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.clock import Clock, Step
 from megatron_pipemem.schedule.search.exploration import Exploration
 from megatron_pipemem.schedule.search.improve import Timetable
-from megatron_pipemem.schedule.search.result import SearchResult
+from megatron_pipemem.schedule.search.problem import better_full
+from megatron_pipemem.schedule.search.result import Candidate, SearchResult
 
 logger = logging.getLogger(__name__)
 
@@ -101,20 +102,26 @@ def search_schedule(
         return known
     explorations = []
     for placement in placements:
-        needed = one_microbatch(placement, costs)
-        if caps is None or all(loosened(cap) >= need for cap, need in zip(caps, needed, strict=True)):
+        try:
             explorations.append(Exploration(placement, num_microbatches, costs, caps, seed))
+        except UnsupportedError:
+            continue  # one microbatch exceeds a cap
+        if caps is not None and (full := better_full(placement, costs)):
+            explorations.append(Exploration(placement, num_microbatches, costs, caps, seed, full))
     if not explorations:
-        raise UnsupportedError(_nothing_fits(placements, costs, memory_cap))
+        raise UnsupportedError(_nothing_fits(placements, num_microbatches, costs, caps))
     considered = explorations
     # The quickest to say something about.
-    min(explorations, key=lambda e: e.num_passes).take_first(clock)
+    for exploration in sorted(explorations, key=lambda e: e.num_passes):
+        exploration.take_first(clock)
+        if exploration.found_any:
+            break
     families = tuple(synchronous_families()) if seconds else ()
     for exploration in explorations:
         exploration.take_families(families, clock)
     explorations = [exploration for exploration in explorations if exploration.found_any]
     if not explorations:
-        raise UnsupportedError(_nothing_fits(placements, costs, memory_cap))
+        raise UnsupportedError(_nothing_fits(placements, num_microbatches, costs, caps))
     _justify_starts(explorations, clock, effort)
     _solve_small(explorations, clock, effort)
     _vary_starts(explorations, clock, effort, seed)
@@ -122,8 +129,10 @@ def search_schedule(
     if not leader.is_periodic:
         leader.polish(clock, effort * (_EFFORT_WHEN_FAR if leader.is_far_from_bound else _SHARE_OF_OTHERS))
     _explore_periodic(explorations, clock, effort)
-    candidates = []
+    candidates: list[Candidate] = []
     for exploration in sorted(explorations, key=lambda e: e.makespan):
+        if any(candidate.schedule.placement == exploration.placement for candidate in candidates):
+            continue
         if not candidates or clock.allows(Step.DESCRIBE, 0, exploration.num_passes):
             with clock.step(Step.DESCRIBE, exploration.num_passes):
                 candidates.append(exploration.candidate())
@@ -180,18 +189,26 @@ def _checked_caps(memory_cap: float | Sequence[float] | None, num_devices: int) 
     return caps
 
 
-def _nothing_fits(placements: Sequence[Placement], costs: Costs, memory_cap: object) -> str:
+def _nothing_fits(
+    placements: Sequence[Placement], num_microbatches: int, costs: Costs, caps: Sequence[float] | None
+) -> str:
     unit = "activation units" if costs.memory is None else "bytes"
-    least = min(max(one_microbatch(placement, costs)) for placement in placements)
-    caps = memory_cap if isinstance(memory_cap, Sequence) else (memory_cap,)
-    if least <= min(caps):
+    needs = [least_held(placement, num_microbatches, costs) for placement in placements]
+    limits = caps or (math.inf,) * len(needs[0])
+    # The placement that comes closest, and where it lacks most.
+    lacking = [[need - loosened(cap) for need, cap in zip(needed, limits, strict=True)] for needed in needs]
+    closest = min(range(len(needs)), key=lambda index: max(lacking[index]))
+    device = lacking[closest].index(max(lacking[closest]))
+    given = f"the memory cap of {limits[device]:.6g} {unit} on device {device}"
+    alone = f"one microbatch alone takes {needs[closest][device]:.6g}"
+    if max(lacking[closest]) <= 0:
         return (
-            f"no schedule was found that fits the memory cap of {memory_cap} {unit}, although one microbatch alone takes "
-            f"{least:.6g}; see that I and W of the costs' memory give back what F takes, or raise the cap"
+            f"no schedule was found that keeps {given}, although {alone}; see that I and W of the costs' memory give back "
+            "what F takes, or raise the cap"
         )
     return (
-        f"no schedule fits the memory cap of {memory_cap} {unit}: one microbatch alone takes {least:.6g} on some device; "
-        "raise the cap, cut the model into more stages, or use smaller microbatches"
+        f"no schedule keeps {given}: {alone} there; raise the cap, cut the model into more stages, or use smaller "
+        "microbatches"
     )
 
 
