@@ -240,14 +240,3 @@ def tensors_in(data) -> Iterator[torch.Tensor]:
     elif isinstance(data, Sequence) and not isinstance(data, str):
         for value in data:
             yield from tensors_in(value)
-
-
-def move_tensors(data, device: torch.device | int | str):
-    """The same nested data with every tensor on ``device``."""
-    if isinstance(data, torch.Tensor):
-        return data.detach().to(device)
-    if isinstance(data, dict):
-        return {key: move_tensors(value, device) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return type(data)(move_tensors(value, device) for value in data)
-    return data

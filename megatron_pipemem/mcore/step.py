@@ -20,6 +20,7 @@ from megatron_pipemem.mcore.agreement import agree
 from megatron_pipemem.mcore.asynchronous.training import AsynchronousTraining
 from megatron_pipemem.mcore.dealing import deal
 from megatron_pipemem.mcore.linear import attach_ddp_hooks
+from megatron_pipemem.mcore.losses import LossCarrier, gather_losses
 from megatron_pipemem.mcore.offloading import Offloading
 from megatron_pipemem.mcore.patching import Symbol
 from megatron_pipemem.mcore.placement import ChunkPlacement
@@ -32,7 +33,6 @@ from megatron_pipemem.mcore.sources import Shape
 from megatron_pipemem.mcore.stages import (
     ChunkStage,
     StepContext,
-    move_tensors,
     no_gradient_sync,
     watch_batches,
 )
@@ -47,9 +47,7 @@ from megatron_pipemem.runtime.groups import destroy_groups
 from megatron_pipemem.runtime.links import measure_links
 from megatron_pipemem.runtime.trace import CudaTrace, HostTrace
 from megatron_pipemem.runtime.transport import Edge, MessageFormat, Transport, connect
-from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +111,7 @@ class _Pipeline:
     ranks: Sequence[int]
     channels: dict[Edge, dist.ProcessGroup]
     copies: Channels
+    losses: LossCarrier
 
 
 class ForwardBackward:
@@ -303,7 +302,7 @@ class ForwardBackward:
             executor.run()
         if dealer is not None:
             dealer.finish()
-        _move_loss_to_last_rank(step, pp_group, program.schedule)
+        gather_losses(step, program.schedule, pipeline.losses, pp_group)
         if not forward_only and (call is None or self._asynchronous.loop_updates):
             finalize(step.num_tokens if config.calculate_per_token_loss else None)
         if config.timers is not None:
@@ -354,6 +353,7 @@ class ForwardBackward:
                 dist.get_process_group_ranks(group),
                 connect(placement, group, device),
                 connect_copies(placement, group, device),
+                LossCarrier(group),
             )
         return self._pipelines[key]
 
@@ -362,8 +362,11 @@ class ForwardBackward:
         opened = self._vocabulary.close()
         for pipeline in self._pipelines.values():
             opened += [*pipeline.channels.values(), *pipeline.copies.values()]
+        carriers = [pipeline.losses for pipeline in self._pipelines.values()]
         self._pipelines.clear()
         if not self._in_step:  # after a step that failed, others may be gone, and a backend would wait for them
+            for carrier in carriers:
+                carrier.finish()
             destroy_groups(opened)
         self._programs.clear()
         self._offloading.close()
@@ -417,33 +420,6 @@ def _start_parameter_gather(config, chunks: list[torch.nn.Module]) -> None:
         return
     for index, chunk in enumerate(chunks):
         (functions[index] if isinstance(functions, list) else functions)(chunk.parameters())
-
-
-def _move_loss_to_last_rank(step: StepContext, pp_group: dist.ProcessGroup, schedule: Schedule) -> None:
-    """Training loops read losses on the last pipeline rank, and gradients are scaled by its token count.
-
-    Every replica of the model has its losses on a device of its own; there they come in the order of their forwards.
-    """
-    last, placement = pp_group.size() - 1, schedule.placement
-    ends = {stage for stage in range(placement.num_stages) if placement.next_stage(stage) is None}
-    sources = sorted({placement.devices[stage] for stage in ends})
-    if sources == [last]:
-        return
-    rank = pp_group.rank()
-    found: list[tuple[int, object]] = []
-    num_tokens = 0
-    for source in sources:
-        payload = [(move_tensors(step.loss_data, "cpu"), int(step.num_tokens)) if rank == source else None]
-        dist.broadcast_object_list(payload, src=dist.get_global_rank(pp_group, source), group=pp_group)
-        data, tokens = payload[0]
-        order = [a.microbatch for a in schedule.orders[source] if a.kind is Kind.F and a.stage in ends]
-        found += zip(order, data, strict=True)
-        num_tokens += tokens
-    step.loss_data = []
-    if rank == last:
-        found.sort(key=lambda each: each[0])
-        step.loss_data = move_tensors([data for _, data in found], torch.cuda.current_device())
-        step.num_tokens.fill_(num_tokens)
 
 
 def permanent_tensors(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:

@@ -1,0 +1,159 @@
+"""Losses on their way to the last rank: two ends in one process, joined by a first-in-first-out channel."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from typing import NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from megatron_pipemem.mcore import losses  # noqa: E402
+from megatron_pipemem.mcore.losses import LossCarrier, gather_losses  # noqa: E402
+from megatron_pipemem.mcore.stages import StepContext  # noqa: E402
+from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
+
+
+class _Done:
+    def wait(self) -> None: ...
+
+
+class _End:
+    """One rank's view of a group whose messages wait in ``sent``."""
+
+    def __init__(self, rank: int, size: int, sent: dict[tuple[int, int], deque]):
+        self._rank, self._size, self.sent = rank, size, sent
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def send(self, tensors, peer, tag):
+        self.sent.setdefault((self._rank, peer), deque()).append(tensors[0].clone())
+        return _Done()
+
+    def recv(self, tensors, peer, tag):
+        arrived = self.sent[peer, self._rank].popleft()
+        assert arrived.shape == tensors[0].shape and arrived.dtype == tensors[0].dtype
+        tensors[0].copy_(arrived)
+        return _Done()
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """``ends(size)``: all ranks of a group. Objects travel on the same channels as tensors, and are counted."""
+    sent: dict[tuple[int, int], deque] = {}
+    objects = []
+
+    def send_objects(payload, peer, group):
+        objects.append(payload)
+        sent.setdefault((group.rank(), peer), deque()).append(copy.deepcopy(payload))
+
+    def receive_objects(payload, peer, group):
+        payload[:] = sent[peer, group.rank()].popleft()
+
+    monkeypatch.setattr(losses.dist, "get_global_rank", lambda group, rank: rank)
+    monkeypatch.setattr(losses.dist, "send_object_list", send_objects)
+    monkeypatch.setattr(losses.dist, "recv_object_list", receive_objects)
+    for name in ("Stream", "stream", "current_stream"):
+        monkeypatch.setattr(losses.torch.cuda, name, _NoStream)
+    monkeypatch.setattr(losses.torch.cuda, "current_device", lambda: "cpu")
+    made = lambda size: [_End(rank, size, sent) for rank in range(size)]  # noqa: E731
+    made.objects, made.sent = objects, sent
+    return made
+
+
+class _NoStream:
+    def __init__(self, *_): ...
+
+    def wait_stream(self, stream) -> None: ...
+
+    def __enter__(self): ...
+
+    def __exit__(self, *_): ...
+
+
+class Report(NamedTuple):
+    loss: torch.Tensor
+    name: str
+
+
+def data(step: int) -> dict:
+    return {
+        "lm loss": [torch.tensor(0.1 + step), torch.tensor([step, 7], dtype=torch.int64)],
+        "mask": (torch.tensor([True, False]), 3, "text"),
+        "half": torch.full((2, 3), step, dtype=torch.bfloat16),
+        "report": Report(torch.tensor(float(step), dtype=torch.float64), "report"),
+        "none": torch.empty(0, 4),
+    }
+
+
+def same(one, other) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def test_data_that_looks_the_same_travels_as_one_message_of_tensors(ends):
+    source, last = (LossCarrier(end) for end in ends(2))
+    for step in range(4):
+        source.send(data(step), 1, "training")
+        assert same(last.receive(0, "training"), data(step))
+        assert len(ends.objects) == 1
+        assert not any(ends.sent.values())
+
+
+def test_data_that_looks_otherwise_arrives_too_and_is_what_later_data_is_compared_with(ends):
+    source, last = (LossCarrier(end) for end in ends(2))
+    seen = [
+        data(0),
+        {"lm loss": torch.ones(3)},
+        {"lm loss": torch.zeros(3)},
+        [],
+        {"lm loss": 1.5},
+        {"lm loss": 2.5},
+        data(1),
+    ]
+    for each in seen:
+        source.send(each, 1, "training")
+        assert same(last.receive(0, "training"), each)
+        assert not any(ends.sent.values())
+    assert len(ends.objects) == len(seen) - 1
+
+
+def test_kinds_of_steps_do_not_change_each_others_form(ends):
+    source, last = (LossCarrier(end) for end in ends(2))
+    for step in range(3):
+        for kind, each in (("training", data(step)), ("evaluation", [torch.ones(2)])):
+            source.send(each, 1, kind)
+            assert same(last.receive(0, kind), each)
+    assert len(ends.objects) == 2
+
+
+@pytest.mark.parametrize("name", ["v-half", "chimera", "1f1b"])
+def test_the_last_rank_has_all_losses_in_order_and_all_tokens(ends, name):
+    schedule = build_schedule(name, num_devices=2, num_microbatches=4)
+    placement = schedule.placement
+    ranks = ends(2)
+    carriers = [LossCarrier(end) for end in ranks]
+    for step_number in range(2):
+        for rank in range(2):
+            last_stages = [s for s in placement.stages[rank] if placement.next_stage(s) is None]
+            own = [a.microbatch for a in schedule.orders[rank] if str(a.kind) == "F" and a.stage in last_stages]
+            step = StepContext(None, None, 4, 1, False, False, None, False, num_tokens=torch.tensor(10 * len(own)))
+            step.loss_data = [{"loss": torch.tensor(step_number + microbatch / 8)} for microbatch in own]
+            gather_losses(step, schedule, carriers[rank], ranks[rank])
+            if rank == 1:
+                assert [d["loss"].item() for d in step.loss_data] == [step_number + m / 8 for m in range(4)]
+                assert step.num_tokens.item() == 40
+            elif name != "1f1b":
+                assert step.loss_data == []
