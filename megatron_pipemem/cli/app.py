@@ -10,17 +10,20 @@ from typer.core import TyperGroup
 
 from megatron_pipemem import __version__
 from megatron_pipemem.cli import check, convert, grid, launch, pareto, plan, profile, report, schedules, show, simulate
-from megatron_pipemem.cli.common import fail
+from megatron_pipemem.cli.common import INTERRUPTED, fail, report_error
 from megatron_pipemem.errors import PipememError
 
 
 class _Group(TyperGroup):
     def invoke(self, ctx: typer.Context) -> object:
-        """Run the command; a user's error ends in one line on stderr, never in a traceback."""
+        """Run the command; a user's error or an interrupt, ends in one line on stderr, never in a traceback."""
         try:
             return super().invoke(ctx)
         except PipememError as error:
             fail(error)
+        except KeyboardInterrupt:
+            report_error(f"pipemem {ctx.invoked_subcommand} was interrupted and has written nothing")
+            raise typer.Exit(INTERRUPTED) from None
 
 
 app = typer.Typer(

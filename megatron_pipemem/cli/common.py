@@ -39,8 +39,8 @@ from megatron_pipemem.schedule.validator import validate
 
 CANNOT_RUN = "is valid, but cannot run here, where losses are bit-identical to stock Megatron's"
 """Of a table that other programs run."""
-INVALID, UNUSABLE = 1, 2
-"""Exit codes: a schedule that must not run; anything else that the user can mend."""
+INVALID, UNUSABLE, INTERRUPTED = 1, 2, 130
+"""Exit codes: a schedule that must not run; anything else that the user can mend; Ctrl-C."""
 
 Dialect = Literal["auto", "pipemem", "torch", "torch-new", "torch-old"]
 _WIDTH_OF_FILES = 130

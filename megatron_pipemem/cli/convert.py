@@ -22,6 +22,7 @@ from megatron_pipemem.cli.common import (
     print_json,
 )
 from megatron_pipemem.cli.completion import complete_schedules
+from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.schedule.csv_format import LETTERS, write_table
@@ -61,7 +62,8 @@ def convert(
     if target.suffix not in _SUFFIXES:
         raise UnsupportedError(f"cannot tell a format from {target.name!r}: end it in {' or '.join(_SUFFIXES)}")
     check_writable(target)
-    schedule = load_schedule(source, devices, microbatches, chunks, memory_cap, options, from_dialect).schedule
+    with showing(source):
+        schedule = load_schedule(source, devices, microbatches, chunks, memory_cap, options, from_dialect).schedule
     with_messages = target.suffix == ".txt" if lowered is None else lowered
     letters = "torch-new" if to_dialect == "torch" else to_dialect
     header = write_header(schedule, schedule.orders)

@@ -7,6 +7,8 @@ import os
 import shlex
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +16,10 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from megatron_pipemem.cli.common import Json, print_json, report_note
+from megatron_pipemem.cli.common import INTERRUPTED, Json, print_json, report_error, report_note
 from megatron_pipemem.cli.launch import Set
+from megatron_pipemem.cli.progress import duration, showing
 from megatron_pipemem.cli.report import show
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner.grid import slurm
@@ -25,6 +27,7 @@ from megatron_pipemem.planner.grid.config import Point, label, load_points
 from megatron_pipemem.planner.grid.local import LocalRunner
 from megatron_pipemem.planner.grid.results import Result
 from megatron_pipemem.planner.grid.store import Store, store_of_point
+from megatron_pipemem.schedule.progress import Listener, listening
 
 Launcher = Literal["local", "slurm", "print"]
 _ROOT = Path(__file__).parents[2]
@@ -73,10 +76,17 @@ def grid(
         for result in store.results():
             if result is not None and result.status == "infeasible":
                 progress.print(f"{label(result.settings)}: not started, {result.reason}", soft_wrap=True, markup=False)
-        missing = _train(store, launcher, max_parallel, sbatch or (), progress)
+        again = _resume_command(grid_file, launcher, max_parallel, output, overrides or (), sbatch or (), as_json)
+        try:
+            missing = _train(store, launcher, max_parallel, sbatch or (), progress)
+        except (KeyboardInterrupt, SystemExit) as stop:
+            left = len(store.open_points())
+            jobs = "; its jobs stay in Slurm's queue" if launcher == "slurm" else ""
+            report_error(f"interrupted with {left} of {len(points)} points left or failed{jobs}; go on with: {again}")
+            raise typer.Exit(stop.code if isinstance(stop, SystemExit) else INTERRUPTED) from None
     for index in missing:
         report_note(
-            f"{label(store.settings()[index])}: ended without a result, cancelled or killed; --resume starts it again"
+            f"{label(store.settings()[index])}: ended without a result, cancelled or killed; start it again with: {again}"
         )
     results = show(store, store.folder / "report.png", as_json)
     statuses = {result.status for result in results if result is not None}
@@ -104,34 +114,91 @@ def _train(store: Store, launcher: Launcher, max_parallel: int, sbatch: Sequence
 
     there = slurm.under_way(store, tell_ending) if launcher == "slurm" else set()  # first: who leaves has a result
     todo = store.open_points()
-    with _progress(console, len(settings), len(settings) - len(todo)) as bar:
-
-        def tell(index: int, result: Result | None) -> None:
-            if result is None:
-                return
-            bar.advance(bar.task_ids[0])
-            reached = f"{result.tokens_per_second:,.0f} tokens/s" if result.tokens_per_second else result.reason
-            bar.console.print(f"{label(settings[index])}: {result.status}, {reached}", soft_wrap=True, markup=False)
-
+    with showing("starting points") as show_line:
+        standing = _Standing([label(each) for each in settings], len(settings) - len(todo), show_line, console)
         if launcher == "local":
             with _terminated_as_interrupt():
-                LocalRunner(store, tell).train(todo, max_parallel)
+                LocalRunner(store, standing.take).train(todo, max_parallel, standing.stop)
             return []
         fresh = [index for index in todo if index not in there]
         if fresh:
             jobs = slurm.submit(store, fresh, max_parallel, _ROOT / "scripts" / "slurm" / "grid.sbatch", sbatch)
-            bar.console.print(
+            console.print(
                 f"submitted as job {', '.join(jobs)}; interrupting this leaves it in the queue", soft_wrap=True
             )
-        return slurm.wait(store, todo, tell)
+        with listening(standing.hear):
+            return slurm.wait(store, todo, standing.take)
 
 
-@contextmanager
-def _progress(console: Console, total: int, completed: int) -> Iterator[Progress]:
-    columns = (TextColumn("points"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as bar:
-        bar.add_task("points", total=total, completed=completed)
-        yield bar
+class _Standing:
+    """Which points run and what is left, told whenever that changes, from any thread.
+
+    Args:
+        labels: of all points.
+        done: how many had ended before.
+        show: takes the line that stands for all.
+        console: for what becomes of every point.
+    """
+
+    def __init__(self, labels: Sequence[str], done: int, show: Listener, console: Console) -> None:
+        self._labels, self._done, self._show, self._console = labels, done, show, console
+        self._running: dict[int, str] = {}
+        self._queue = ""
+        self._before, self._started = done, time.monotonic()
+        self._guard = threading.Lock()
+        self._show(self._line())
+
+    def take(self, index: int, result: Result | None) -> None:
+        """A point has started, or ended with a result."""
+        name = self._labels[index]
+        with self._guard:
+            if result is None:
+                self._running[index] = name
+            else:
+                self._running.pop(index, None)
+                self._done += 1
+            line = self._line()
+            self._show(line)
+        if result is not None:
+            reached = f"{result.tokens_per_second:,.0f} tokens/s" if result.tokens_per_second else result.reason
+            self._console.print(f"{name}: {result.status}, {reached}", soft_wrap=True, markup=False)
+        elif not self._console.is_terminal:  # there, the line says so
+            self._console.print(line, soft_wrap=True, markup=False)
+
+    def hear(self, queue: str) -> None:
+        """What Slurm says."""
+        self._queue = queue
+        self._show(self._line())
+
+    def stop(self, running: int) -> None:
+        """All is being ended."""
+        self._console.print(f"ending {running} points that run", soft_wrap=True)
+
+    def _line(self) -> str:
+        ended, left = self._done - self._before, len(self._labels) - self._done
+        now = self._queue or (f"now {'; '.join(self._running.values())}" if self._running else "")
+        pace = (time.monotonic() - self._started) / ended if ended else 0.0
+        rest = f"about {duration(pace * left)} left" if ended and left else ""
+        return ", ".join(filter(None, (f"{self._done} of {len(self._labels)} points have ended", now, rest)))
+
+
+def _resume_command(
+    grid_file: Path,
+    launcher: Launcher,
+    max_parallel: int,
+    output: Path | None,
+    overrides: Sequence[str],
+    sbatch: Sequence[str],
+    as_json: bool,
+) -> str:
+    """What goes on with a grid that was started with these arguments."""
+    words = ["pipemem", "grid", str(grid_file), "--resume"]
+    words += [] if launcher == "local" else ["--launcher", launcher]
+    words += [] if max_parallel == 1 else ["--max-parallel", str(max_parallel)]
+    words += [] if output is None else ["--output", str(output)]
+    words += [word for each in overrides for word in ("--set", each)]
+    words += [f"--sbatch={each}" for each in sbatch]
+    return shlex.join([*words, *(["--json"] if as_json else [])])
 
 
 @contextmanager

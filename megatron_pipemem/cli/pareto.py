@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from megatron_pipemem.cli.common import P2P, CostsText, Json, check_size, console, parse_costs, print_json, report_note
+from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, priced_head
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable
@@ -56,17 +57,9 @@ def pareto(
     def priced(schedule: Schedule) -> Costs:
         return priced_head(head, prices, schedule, schedule.vocabulary)
 
-    found = choices(
-        devices,
-        microbatches,
-        prices,
-        wanted,
-        seconds,
-        ResultCache(),
-        barriers,
-        priced,
-        MAX_CHUNKS if layers is None else max(1, min(MAX_CHUNKS, layers // devices)),
-    )
+    most = MAX_CHUNKS if layers is None else max(1, min(MAX_CHUNKS, layers // devices))
+    with showing("families"):
+        found = choices(devices, microbatches, prices, wanted, seconds, ResultCache(), barriers, priced, most)
     for cap in wanted:
         if all(choice.peak > loosened(cap) for choice in found):
             report_note(f"no schedule was found that fits a memory cap of {cap:.4g}")

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from megatron_pipemem.cli.common import Json, console, fail, print_json
 from megatron_pipemem.cli.launch import Set
+from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.planner.cluster import GIB
@@ -73,8 +71,8 @@ def plan_command(
         check_writable(output)
     limits, nbytes = _limits(only or ()), None if memory is None else parse_bytes("--memory", memory)
     pace = None if profile is None else _pace(profile, run)
-    with _progress() as tell:
-        answer = plan(run, nbytes, limits, top, search_seconds, tell, pace)
+    with showing("planning"):
+        answer = plan(run, nbytes, limits, top, search_seconds, pace)
     files = run_files(answer.plans[0], output) if output is not None and answer.plans else {}
     if as_json:
         print_json(
@@ -114,21 +112,6 @@ def _pace(path: Path, run: Run) -> Pace:
         return Pace.of(profile, run.cluster)
     except ConfigError as error:
         raise ConfigError(error.message, file=path) from error
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """One line on stderr, where that is a terminal."""
-    with Console(stderr=True).status("planning") as status:
-        shown = 0.0
-
-        def tell(what: str) -> None:
-            nonlocal shown
-            if time.monotonic() - shown > 0.1:
-                status.update(what)
-                shown = time.monotonic()
-
-        yield tell
 
 
 def _print(answer: Answer) -> None:

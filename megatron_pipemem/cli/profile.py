@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from megatron_pipemem.cli.common import Json, console, print_json, report_note
+from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.planner.cluster import Cluster
@@ -21,6 +22,7 @@ from megatron_pipemem.planner.runs import Run
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.progress import doing
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.request import FILE_SUFFIX
 
@@ -77,9 +79,10 @@ def profile(
     if sequence is not None:
         shape = replace(shape, sequence=sequence)
     execution.check(shape)
-    found = from_formulas(shape, execution, machine) if formulas else _run(shape, execution, machine, fake, repeats)
-    if offload:
-        found = replace(found, bandwidths=_bandwidths())
+    with showing("loading Megatron"):
+        found = from_formulas(shape, execution, machine) if formulas else _run(shape, execution, machine, fake, repeats)
+        if offload:
+            found = replace(found, bandwidths=_bandwidths())
     layers = even_layers(shape.layers, stages or 1)
     result = found.to_json(layers, machine.inter_node if machine.nodes > 1 else machine.intra_node, placement)
     result["profile"]["offload_ratio"] = _ratios(found, machine)
@@ -131,7 +134,8 @@ def _bandwidths() -> Bandwidths | None:
     from megatron_pipemem.runtime.offload.bandwidth import measure_bandwidths
     from megatron_pipemem.runtime.offload.cuda_channel import CudaChannel
 
-    measured = measure_bandwidths(CudaChannel(torch.device("cuda"), timed=False))
+    with doing("measuring the way to the host and back"):
+        measured = measure_bandwidths(CudaChannel(torch.device("cuda"), timed=False))
     return Bandwidths(**{name: rate / 1e9 for name, rate in measured.items()})
 
 

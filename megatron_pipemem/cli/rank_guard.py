@@ -57,6 +57,8 @@ def rank_guard() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print("interrupted; --load goes on from the last checkpoint that --save has written", file=sys.stderr)
         _exit(130)
     except SystemExit as stop:
         if stop.code in (None, 0):

@@ -29,6 +29,7 @@ from megatron_pipemem.cli.common import (
     with_channel,
 )
 from megatron_pipemem.cli.completion import complete_schedules
+from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, apply_head
 from megatron_pipemem.files import check_writable
 from megatron_pipemem.report import check_suffix, save_comparison, terminal_timeline
@@ -70,11 +71,14 @@ def show(
     choice = OffloadChoice(offload, host_memory)
     timelines = []
     for name in names:
-        loaded = load_schedule(name, devices, microbatches, chunks, memory_cap, options, costs=prices, offload=choice)
-        loaded, priced, reason = apply_head(loaded, prices, Head(vocab_parallel, head_cost, layers))
+        with showing(name):
+            loaded = load_schedule(
+                name, devices, microbatches, chunks, memory_cap, options, costs=prices, offload=choice
+            )
+            loaded, priced, reason = apply_head(loaded, prices, Head(vocab_parallel, head_cost, layers))
+            timelines.append(run_simulator(loaded.schedule, priced))
         if reason and not as_json:
             report_note(f"{name}: {reason}")
-        timelines.append(run_simulator(loaded.schedule, priced))
     if as_json:
         print_json([_data(timeline, output) for timeline in timelines])
     elif output is None:

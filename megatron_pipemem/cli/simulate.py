@@ -31,6 +31,7 @@ from megatron_pipemem.cli.common import (
     with_channel,
 )
 from megatron_pipemem.cli.completion import complete_schedules
+from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, apply_head
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.report.timeline import memory_text
@@ -82,10 +83,11 @@ def simulate(
     """
     prices = with_channel(parse_costs(costs, p2p), offload_ratio)
     choice = OffloadChoice(offload, host_memory)
-    loaded = load_schedule(name, devices, microbatches, chunks, memory_cap, options, costs=prices, offload=choice)
-    loaded, prices, reason = apply_head(loaded, prices, Head(vocab_parallel, head_cost, layers))
-    timeline = run_simulator(loaded.schedule, prices)
-    facts = _facts(timeline, loaded)
+    with showing(name):
+        loaded = load_schedule(name, devices, microbatches, chunks, memory_cap, options, costs=prices, offload=choice)
+        loaded, prices, reason = apply_head(loaded, prices, Head(vocab_parallel, head_cost, layers))
+        timeline = run_simulator(loaded.schedule, prices)
+        facts = _facts(timeline, loaded)
     if loaded.schedule.vocabulary or vocab_parallel != "off":
         facts["vocabulary_barriers"] = loaded.schedule.vocabulary
     if reason:

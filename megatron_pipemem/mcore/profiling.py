@@ -47,6 +47,7 @@ from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.plain import serial_schedule
+from megatron_pipemem.schedule.progress import doing
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # A pipeline of three: the stage that reads the data, one in the middle, and the one with the loss.
@@ -379,13 +380,16 @@ def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats
     fake = cluster is not None
     _check(model, execution, fake)
     with _quiet(), lone_rank(execution, fake):
-        part = partial(
-            _stage_part,
-            model,
-            execution,
-            microbatches=2 if fake else 1 + repeats,
-            gpu_norms=fake and cluster.backend == "nccl",
-        )
+        microbatches = 2 if fake else 1 + repeats
+        gpu_norms = fake and cluster.backend == "nccl"
+
+        def part(role: int, layers: int) -> Part:
+            name = ("the first", "a middle", "the last")[role]
+            with doing(
+                f"running {name} stage with {layers} layer{'s' if layers > 1 else ''}, {microbatches} microbatches"
+            ):
+                return _stage_part(model, execution, role, layers, microbatches=microbatches, gpu_norms=gpu_norms)
+
         one, two, first, last = part(MIDDLE, 1), part(MIDDLE, 2), part(FIRST, 1), part(LAST, 1)
         layer = end_layer = two - one
         if execution.attention == "unfused":

@@ -43,8 +43,16 @@ class LocalRunner:
         self._running: set[subprocess.Popen[bytes]] = set()
         self._guard = threading.Lock()
 
-    def train(self, indices: Sequence[int], max_parallel: int) -> None:
-        """Returns when all points have a result. Whatever ends it early, an interrupt for example, ends the points too."""
+    def train(
+        self, indices: Sequence[int], max_parallel: int, on_stop: Callable[[int], object] = lambda running: None
+    ) -> None:
+        """Returns when all points have a result. Whatever ends it early, an interrupt for example, ends the points too.
+
+        Args:
+            indices: of the points.
+            max_parallel: points at a time.
+            on_stop: told, before it is waited for their end, how many are ended.
+        """
         with ThreadPoolExecutor(max_parallel, "grid") as pool:
             futures = [pool.submit(self._train, index) for index in indices]
             try:
@@ -55,6 +63,7 @@ class LocalRunner:
                 with self._guard:
                     for process in self._running:
                         process.terminate()
+                    on_stop(len(self._running))
                 raise
 
     def _train(self, index: int) -> None:

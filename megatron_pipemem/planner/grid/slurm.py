@@ -7,6 +7,7 @@ import json
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron_pipemem.errors import ConfigError, UnsupportedError
@@ -15,9 +16,10 @@ from megatron_pipemem.planner.grid.results import Result
 from megatron_pipemem.planner.grid.store import Store
 from megatron_pipemem.planner.launching import min_nodes, ranks_per_node
 from megatron_pipemem.reading import read_json
+from megatron_pipemem.schedule.progress import tell
 
 _POLL_SECONDS = 2.0
-_COMPLETING = "CG"
+_COMPLETING, _RUNNING = "CG", "R"
 
 
 def submit(
@@ -90,7 +92,9 @@ def wait(store: Store, indices: Sequence[int], on_event: Callable[[int, Result],
     """Wait until no job of the grid is left in the queue. Returns the points that ended without a result."""
     open_points = set(indices)
     while open_points:
-        there = queued(store)  # before the results: an element that has just left the queue has written its own
+        elements = _elements(store)  # before the results: one that has just left the queue has written its own
+        there = {index for index, _ in elements}
+        tell(partial(_standing, elements))
         results = store.results()
         for index in sorted(open_points - there):
             result = results[index]
@@ -102,6 +106,11 @@ def wait(store: Store, indices: Sequence[int], on_event: Callable[[int, Result],
         if open_points:
             time.sleep(_POLL_SECONDS)
     return sorted(open_points)
+
+
+def _standing(elements: Sequence[tuple[int, str]]) -> str:
+    running = sum(state == _RUNNING for _, state in elements)
+    return f"in Slurm's queue {running} run and {len(elements) - running} wait"
 
 
 def _elements(store: Store) -> list[tuple[int, str]]:

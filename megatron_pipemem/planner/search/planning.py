@@ -15,8 +15,9 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.planner.runs import Run
@@ -30,6 +31,7 @@ from megatron_pipemem.planner.search.variants import PLAIN, Variant, variants
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.options import STOCK
+from megatron_pipemem.schedule.progress import doing, tell
 from megatron_pipemem.schedule.rare_collection import rare_collection
 from megatron_pipemem.schedule.registry import build_schedule, family
 from megatron_pipemem.schedule.schedule import Schedule
@@ -47,8 +49,6 @@ _LARGEST_SEARCH = 60_000  # passes of a step that is worth searching
 _SEARCHES = 3
 _EFFORT = 20_000  # passes times chunks in which copies are planned while other ways are left
 _WORTH_SEARCHING = 0.005  # of the time: what a better order could save at least
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,6 @@ def plan(
     limits: Limits | None = None,
     top: int = 10,
     search_seconds: float = 5.0,
-    progress: Progress | None = None,
     pace: Pace | None = None,
 ) -> Answer:
     """Rank the ways to run a model.
@@ -162,7 +161,6 @@ def plan(
         limits: what may be chosen.
         top: how many plans.
         search_seconds: for each search of an order, of at most three; 0 for none.
-        progress: told what is looked at.
         pace: what was measured of the model; by default all takes what the formulas say.
 
     Returns:
@@ -176,7 +174,7 @@ def plan(
     limits = limits or Limits()
     limits.check(run)
     with rare_collection():
-        planner = _Planner(run, memory, limits, progress, pace)
+        planner = _Planner(run, memory, limits, pace)
         plans = planner.best(top)
         if search_seconds > 0 and planner.limits.admits(schedule=SEARCHED):
             plans += planner.search(plans, search_seconds)
@@ -211,9 +209,9 @@ _Entry = tuple[float, int, Run | _Group | _Base | Plan]
 
 
 class _Planner:
-    def __init__(self, run: Run, memory: float, limits: Limits, progress: Progress | None, pace: Pace | None) -> None:
+    def __init__(self, run: Run, memory: float, limits: Limits, pace: Pace | None) -> None:
         self._pace = pace
-        self._memory, self.limits, self._progress = memory, limits, progress or logger.debug
+        self._memory, self.limits = memory, limits
         self.rejected: Counter[str] = Counter()
         self._groups: list[_Group] = []
         self._serial = itertools.count()
@@ -247,7 +245,7 @@ class _Planner:
             if isinstance(entry, Plan) and not entry.extended:
                 found.append(entry)
                 continue
-            self._progress(f"{len(found)} of {count} found, {len(self._queue)} waiting, {bound:.4g} s at least")
+            tell(partial(_standing, len(found), count, len(self._queue), bound))
             if isinstance(entry, _Group | _Base) and not self._affords(entry):
                 heapq.heappush(self._aside, (bound, next(self._serial), entry))
             elif isinstance(entry, _Group):
@@ -276,16 +274,16 @@ class _Planner:
         ]
         for group in hopeful[:_SEARCHES]:
             p, m = group.run.parallelism.pp, group.run.parallelism.microbatches
-            self._progress(f"searching an order for p = {p}, m = {m}, {group.step.placement.name}")
             try:
-                found = search_schedule(
-                    num_devices=p,
-                    num_microbatches=m,
-                    costs=group.step.costs,
-                    memory_cap=group.step.room(self._memory),
-                    placements=[group.step.placement],
-                    seconds=seconds,
-                )
+                with doing(f"searching an order for p = {p}, m = {m}"):
+                    found = search_schedule(
+                        num_devices=p,
+                        num_microbatches=m,
+                        costs=group.step.costs,
+                        memory_cap=group.step.room(self._memory),
+                        placements=[group.step.placement],
+                        seconds=seconds,
+                    )
             except PipememError as error:
                 logger.info("no order found: %s", error)
                 continue
@@ -460,6 +458,10 @@ class _Planner:
             capacity=self._memory,
             memory_seconds=group.memory_seconds,
         )
+
+
+def _standing(found: int, count: int, waiting: int, bound: float) -> str:
+    return f"{found} of {count} plans found, {waiting} ways left to look at, none of which takes less than {bound:.4g} s a step"
 
 
 def _short(run: Run) -> int:

@@ -19,6 +19,7 @@ from megatron_pipemem.schedule.offload.recompute import over_cap, recompute_plan
 from megatron_pipemem.schedule.offload.weights import with_prompt_weights
 from megatron_pipemem.schedule.options import AUTO, OFF, check_effort, check_recompute
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.progress import doing, tell
 from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search import search_schedule
@@ -182,13 +183,20 @@ class _Attempt:
         new.sort(key=lambda base: (not base[1].startswith(_UNIFORM), base[0]))
         for slow_down in (False, True):
             over = []
-            for makespan, name, schedule in new:
+            for number, (makespan, name, schedule) in enumerate(new):
+                tell(lambda: f"planning copies, {len(new) - number} orders left; {self._state(deadline)}")  # noqa: B023
                 if self.found and time.perf_counter() > deadline:
                     return
                 # Nothing makes an order faster than it is.
                 if makespan < self._fastest and not self._plan(name, schedule, slow_down):
                     over.append((makespan, name, schedule))
             new = over
+
+    def _state(self, deadline: float) -> str:
+        if not self.found:
+            return "no plan keeps the cap so far"
+        left = "" if deadline == math.inf else f", {max(0.0, deadline - time.perf_counter()):.0f} s left at most"
+        return f"makespan {self._fastest:.6g} so far{left}"
 
     @property
     def _fastest(self) -> float:
@@ -262,16 +270,17 @@ class _Search(NamedTuple):
             if left <= 0:
                 return
             try:
-                searched = search_schedule(
-                    num_devices=p,
-                    num_microbatches=m,
-                    costs=self.costs,
-                    memory_cap=[cap * factor for cap in caps],
-                    placements=placements,
-                    max_chunks=_MOST_CHUNKS,
-                    seconds=left,
-                    effort=effort,
-                )
+                with doing(f"orders under {factor:g} times the cap, search {number + 1} of {len(_HIGHER)}"):
+                    searched = search_schedule(
+                        num_devices=p,
+                        num_microbatches=m,
+                        costs=self.costs,
+                        memory_cap=[cap * factor for cap in caps],
+                        placements=placements,
+                        max_chunks=_MOST_CHUNKS,
+                        seconds=left,
+                        effort=effort,
+                    )
             except PipememError:
                 continue
             for candidate in searched.candidates:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+
+from megatron_pipemem.schedule.progress import tell
 
 
 class Step(Enum):
@@ -37,6 +39,8 @@ class Clock:
 
     def __init__(self, seconds: float) -> None:
         self._started, self._seconds = time.perf_counter(), seconds
+        self.state: Callable[[], str] = lambda: "searching"
+        """What is told after every step."""
         self._paces: dict[Step, float] = {}
         self.refused_any = False
         """Whether a step did not begin because it would have ended too late."""
@@ -66,6 +70,7 @@ class Clock:
         before = self.elapsed
         yield
         self._paces[step] = (self.elapsed - before) / passes
+        tell(lambda: f"{self.state()}; {max(0.0, self._seconds - self.elapsed):.0f} s left at most")
 
     def _pace(self, step: Step) -> float:
         """That of the last such step; of the first one the usual, or slower where the first start was."""

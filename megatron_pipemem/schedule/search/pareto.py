@@ -9,6 +9,7 @@ from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.brief import brief
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.progress import doing, tell
 from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
@@ -149,6 +150,7 @@ def _found(
         known = families_with_passes(num_devices, num_microbatches, costs, barriers, max_chunks)
     else:
         known = synchronous_schedules(num_devices, num_microbatches, costs, max_chunks)
+    tell(lambda: f"families; {len(caps)} searches to come")
     known = list(known)
     yield from ((schedule, None) for schedule in known)
     arguments = {
@@ -159,12 +161,14 @@ def _found(
         "seconds": seconds,
         "cache": cache,
     }
-    for cap in caps:
+    for number, cap in enumerate(caps):
+        at_most = (len(caps) - number) * seconds
         try:
-            if barriers:
-                result = search_vocabulary(barriers=barriers, memory_cap=cap, known=known, **arguments)
-            else:
-                result = search_schedule(memory_cap=cap, **arguments)
+            with doing(f"memory cap {cap:.4g}, search {number + 1} of {len(caps)}, at most {at_most:.0f} s for all"):
+                if barriers:
+                    result = search_vocabulary(barriers=barriers, memory_cap=cap, known=known, **arguments)
+                else:
+                    result = search_schedule(memory_cap=cap, **arguments)
         except PipememError:
             continue
         yield result.schedule, cap

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from random import Random
 
@@ -14,6 +15,7 @@ from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.options import check_effort
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.progress import tell
 from megatron_pipemem.schedule.rare_collection import rare_collection
 from megatron_pipemem.schedule.registry import synchronous_families
 from megatron_pipemem.schedule.search.cache import ResultCache
@@ -101,7 +103,8 @@ def search_schedule(
     if cache is not None and (known := cache.get(question)) is not None:
         return known
     explorations = []
-    for placement in placements:
+    for number, placement in enumerate(placements):
+        tell(lambda at=number: f"bounds of {len(placements)} placements, {len(placements) - at} left")
         try:
             explorations.append(Exploration(placement, num_microbatches, costs, caps, seed))
         except UnsupportedError:
@@ -117,14 +120,18 @@ def search_schedule(
         if exploration.found_any:
             break
     families = tuple(synchronous_families()) if seconds else ()
-    for exploration in explorations:
+    for number, exploration in enumerate(explorations):
+        clock.state = partial(_standing, f"families of {len(explorations) - number} placements", explorations)
         exploration.take_families(families, clock)
     explorations = [exploration for exploration in explorations if exploration.found_any]
     if not explorations:
         raise UnsupportedError(_nothing_fits(placements, num_microbatches, costs, caps))
+    clock.state = partial(_standing, "improving what the families offer", explorations)
     _justify_starts(explorations, clock, effort)
     _solve_small(explorations, clock, effort)
+    clock.state = partial(_standing, "trying random orders", explorations)
     _vary_starts(explorations, clock, effort, seed)
+    clock.state = partial(_standing, "trying periodic orders", explorations)
     leader = min(explorations, key=lambda e: e.makespan)
     if not leader.is_periodic:
         leader.polish(clock, effort * (_EFFORT_WHEN_FAR if leader.is_far_from_bound else _SHARE_OF_OTHERS))
@@ -145,6 +152,11 @@ def search_schedule(
     if cache is not None and (result.is_optimal or not clock.refused_any):
         cache.put(question, result)
     return result
+
+
+def _standing(what: str, explorations: Sequence[Exploration]) -> str:
+    reached, bound = [e.makespan for e in explorations if e.found_any], min(e.bound for e in explorations)
+    return f"{what}; makespan {min(reached):.6g} so far, at least {bound:.6g}" if reached else what
 
 
 def _usual_placements(num_devices: int, max_chunks: int, costs: Costs) -> tuple[Placement, ...]:

@@ -1,0 +1,60 @@
+"""Where a long computation stands, for whoever listens; where nobody does, telling costs next to nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+Listener = Callable[[str], None]
+
+_SECONDS_BETWEEN = 0.1
+
+
+class _Told:
+    """To whom, within what, and when last."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener, self.around, self.last = listener, "", float("-inf")
+
+
+_told: ContextVar[_Told | None] = ContextVar("told", default=None)
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Within this, ``listener`` is told, ten times a second at most."""
+    token = _told.set(_Told(listener))
+    try:
+        yield
+    finally:
+        _told.reset(token)
+
+
+def has_listener() -> bool:
+    return _told.get() is not None
+
+
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Within this, ``what`` stands before all that is told."""
+    told = _told.get()
+    if told is None:
+        yield
+        return
+    before, told.around = told.around, f"{told.around}{what}: "
+    told.listener(what if not before else f"{before}{what}")
+    try:
+        yield
+    finally:
+        told.around = before
+
+
+def tell(what: Callable[[], str]) -> None:
+    """Say where things stand; ``what`` is called only if it is time to."""
+    told = _told.get()
+    if told is None or time.monotonic() - told.last < _SECONDS_BETWEEN:
+        return
+    told.last = time.monotonic()
+    told.listener(told.around + what())

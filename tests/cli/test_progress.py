@@ -1,0 +1,190 @@
+"""Long commands tell where they stand, and interrupted ones how to go on."""
+
+from __future__ import annotations
+
+import io
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from megatron_pipemem import Costs, search_schedule
+from megatron_pipemem.cli import app, convert, pareto, plan, profile, progress, show, simulate
+from megatron_pipemem.planner.grid import local
+from megatron_pipemem.planner.launching import Command
+from megatron_pipemem.planner.loading import load
+from megatron_pipemem.planner.runs import Run
+from megatron_pipemem.planner.search.planning import plan as make_plan
+from megatron_pipemem.schedule import progress as told
+from megatron_pipemem.schedule.costs import Channel
+from megatron_pipemem.schedule.offload.search import search_offload
+from megatron_pipemem.schedule.search.pareto import choices
+
+RUN = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
+COSTS = Costs(1, 1.5, 0.5, channel=Channel(0.5))
+
+
+def what_is_told(monkeypatch, work) -> str:
+    """All that is told during ``work``, however short it is."""
+    monkeypatch.setattr(told, "_SECONDS_BETWEEN", 0.0)
+    lines: list[str] = []
+    with told.listening(lines.append):
+        work()
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (
+            lambda: search_schedule(num_devices=4, num_microbatches=6, costs=COSTS, seconds=1, memory_cap=0.75),
+            ("families of 3 placements; makespan ", "improving", "so far, at least ", " 0 s left at most"),
+        ),
+        (
+            lambda: choices(2, 4, COSTS, [0.5, 1.0], 0.2),
+            ("families; 2 searches to come", "memory cap 0.5, search 1 of 2, at most 0 s for all: ", "search 2 of 2"),
+        ),
+        (
+            lambda: search_offload(2, 4, COSTS, 0.6, seconds=3),
+            ("orders left; no plan", "orders left; makespan", " times the cap, search 1 of "),
+        ),
+        (
+            lambda: make_plan(load(RUN, Run), top=2, search_seconds=0.1),
+            ("0 of 2 plans found", "ways left to look at", "searching an order for p = "),
+        ),
+    ],
+    ids=["search", "pareto", "offload", "plan"],
+)
+def test_what_takes_long_tells_what_it_does_and_what_is_left(monkeypatch, work, words):
+    lines = what_is_told(monkeypatch, work)
+    for each in words:
+        assert each in lines
+
+
+def test_nobody_is_told_where_nobody_listens():
+    told.tell(lambda: pytest.fail("worked out for nobody"))
+    with told.doing("something"):
+        assert not told.has_listener()
+
+
+def test_a_listener_is_told_now_and_then_only():
+    lines: list[str] = []
+    with told.listening(lines.append), told.doing("outer"), told.doing("inner"):
+        for number in range(1000):
+            told.tell(lambda at=number: f"{at}")
+    assert lines[:3] == ["outer", "outer: inner", "outer: inner: 0"] and len(lines) < 100
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_shown_on_stderr(monkeypatch, is_terminal):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=is_terminal, width=80)
+    monkeypatch.setattr(progress, "Console", lambda **options: console if options["stderr"] else None)
+    monkeypatch.setattr(progress, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "_FIRST_LINE_SECONDS", 0.02)
+    monkeypatch.setattr(told, "_SECONDS_BETWEEN", 0.0)
+
+    def is_shown(words: str) -> None:
+        until = time.monotonic() + 10
+        while words not in out.getvalue() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert words in out.getvalue()
+
+    with progress.showing("first words"):
+        is_shown("first words [0 s]")
+        told.tell(lambda: "3 of 7 [done]")
+        is_shown("3 of 7 [done] [")
+        with progress.showing("inner"):
+            told.tell(lambda: "words")
+            is_shown("inner: words [")
+    assert ("\x1b" in out.getvalue()) == is_terminal
+
+
+def test_short_work_shows_nothing(capsys):
+    with progress.showing("work"):
+        told.tell(lambda: "words")
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (61, "1 min"), (3600, "1 h 0 min")])
+def test_durations(seconds, text):
+    assert progress.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "arguments"),
+    [
+        (simulate, "load_schedule", "simulate 1f1b -p 4 -m 8"),
+        (show, "load_schedule", "show 1f1b -p 4 -m 8"),
+        (convert, "load_schedule", "convert 1f1b x.csv -p 4 -m 8"),
+        (pareto, "choices", "pareto -p 4 -m 8"),
+        (plan, "plan", f"plan {RUN}"),
+        (profile, "from_formulas", "profile --model tiny-gpt --formulas"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_interrupt_is_one_sentence_and_exit_code_130(pipemem, monkeypatch, module, function, arguments):
+    def interrupted(*_, **__):
+        assert told.has_listener(), "its progress is shown"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, function, interrupted)
+    result = pipemem(*arguments.split())
+    assert result.exit_code == app.INTERRUPTED == 130 and result.stdout == ""
+    name = arguments.split()[0]
+    assert result.stderr.splitlines() == [f"error: pipemem {name} was interrupted and has written nothing"]
+
+
+def test_an_interrupt_of_a_real_process(tmp_path):
+    words = "simulate auto -p 16 -m 64 --costs 1,1.5,.5 --memory-cap .625 -o seconds=60".split()
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", f"print('up', flush=True)\nfrom megatron_pipemem.cli.app import app\napp({words})"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        process.stdout.readline()
+        time.sleep(3)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and out == ""
+    assert err == "error: pipemem simulate was interrupted and has written nothing\n"
+
+
+@pytest.fixture
+def grid_file(tmp_path) -> Path:
+    file = tmp_path / "three.yaml"
+    names = {"schedule.name": ["1f1b", "v-half", "zbv"]}
+    file.write_text(yaml.safe_dump({"run": str(RUN), "product": names}))
+    return file
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_grid_says_how_to_go_on(pipemem, monkeypatch, grid_file, tmp_path, number, code):
+    def training(store, index) -> Command:
+        """The second one ends the whole grid."""
+        script = f"import os, time; os.kill({os.getpid()}, {int(number)}); time.sleep(60)" if index == 1 else ""
+        return Command((sys.executable, "-c", script), {})
+
+    monkeypatch.setattr(local, "_on_this_node", training)
+    folder = tmp_path / "a folder"
+    options = ["--output", folder, "--set", "training.iterations=3", "--sbatch=--partition=gpu"]
+    result = pipemem("grid", grid_file, "--max-parallel", 1, *options)
+    assert result.exit_code == code and result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert "0 of 3 points have ended, now name=1f1b" in lines
+    assert any(line.startswith("1 of 3 points have ended, now name=v-half, about ") for line in lines)
+    assert "ending 1 points that run" in lines
+    first, command = lines[-1].split("; go on with: ")
+    assert first == "error: interrupted with 3 of 3 points left or failed"
+    words = shlex.split(command)
+    assert words[:4] == ["pipemem", "grid", str(grid_file), "--resume"]
+    monkeypatch.setattr(local, "_on_this_node", lambda *_: Command((sys.executable, "-c", ""), {}))
+    resumed = pipemem(*words[1:])
+    assert "points have ended, now name=v-half" in resumed.stderr and "name=zbv: " in resumed.stderr
