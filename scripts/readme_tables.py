@@ -80,8 +80,8 @@ def table_of_quickstart(output: Path) -> str:
 def written(text: str, blocks: Mapping[str, str]) -> str:
     """The text with new blocks between ``<!-- NAME -->`` and ``<!-- end of NAME -->``."""
     for name, block in blocks.items():
-        mark = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end of {name} -->)", re.DOTALL)
-        text, count = mark.subn(lambda found, block=block: found[1] + block + found[2], text)
+        mark = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+        text, count = mark.subn(lambda found, block=block: f"{found[1]}{block}\n{found[2]}", text)
         if count != 1:
             raise SystemExit(f"{README} needs one block <!-- {name} -->, it has {count}")
     return text

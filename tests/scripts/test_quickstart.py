@@ -188,13 +188,3 @@ def test_the_exit_code_and_the_kept_results(quickstart, monkeypatch, capsys, tmp
     assert ("[/red] the reason" in text) == (broken is not None)
     assert ("not the losses of stock: v-half" in text) == (losses != (4.5, 3.25))
     assert (tmp_path / "comparison.png").stat().st_size > 0
-
-
-def test_the_readme_shows_todays_table(quickstart):
-    """Its columns and its rows; the numbers are those of a run."""
-    readme = [line.split() for line in (SCRIPT.parents[1] / "README.md").read_text(encoding="utf-8").splitlines()]
-    text = printed(quickstart, quickstart.compare([row(run.schedule, run.engine) for run in quickstart.RUNS]))
-    headings, _, _ = text.partition("───")
-    assert [line for line in map(str.split, headings.splitlines()[1:]) if line and line not in readme] == []
-    for run in quickstart.RUNS:
-        assert any(line[:2] == [run.schedule, run.engine] for line in readme), run

@@ -1,19 +1,96 @@
-"""What the README shows is what the commands beside it print."""
+"""What the README shows is what the commands beside it print. Peaks of the quickstart: tests/end_to_end/test_readme.py."""
 
 from __future__ import annotations
 
 import re
-import runpy
+import sys
 from pathlib import Path
+
+import pytest
+
+from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import family
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_table_of_schedules_is_current(capsys):
-    runpy.run_path(str(ROOT / "scripts" / "schedule_table.py"), run_name="__main__")
-    printed = capsys.readouterr().out
-    assert printed.count("\n") >= 10 and printed in README
+@pytest.fixture(scope="module")
+def tables():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        import readme_tables
+
+        yield readme_tables
+    for name in ("readme_tables", "quickstart"):
+        sys.modules.pop(name, None)
+
+
+def block(name: str) -> list[str]:
+    return re.search(rf"<!-- {name} -->\n(.*?)\n<!-- end of {name} -->", README, re.DOTALL)[1].split("\n")
+
+
+def test_the_table_of_schedules_is_current(tables):
+    assert block("schedules") == tables.table_of_schedules().split("\n")
+
+
+def test_the_claims_hold_for_the_costs_beside_them(tables):
+    rows = {
+        cells[0]: cells[1:] for cells in ([c.strip() for c in line.split("|")[1:-1]] for line in block("costs")[2:])
+    }
+    rates = {name: [float(cell.rstrip("%")) / 100 for cell in cells[1:]] for name, cells in rows.items()}
+    for name in tables.COMPARED:
+        runs = [tables._family(name, costs) for costs in tables.COSTS.values()]
+        peak, *shown = rows.pop(f"`{name}`")
+        assert (peak, shown) == (f"{runs[0].peak:.3f}", [f"{run.bubble_rate:.1%}" for run in runs])
+    assert list(rows) == list(tables.SEARCHES)
+    # What a search finds is checked against the bound, which the one with two chunks is said to meet.
+    p, m = tables.DEVICES, tables.MICROBATCHES
+    two, eight = rows
+    for index, costs in enumerate(tables.COSTS.values()):
+        work = m * (costs.forward + costs.backward_input + costs.backward_weight)
+        bound = [1 - work / lower_bound(Placement.wave(p, chunks), m, costs, tables.CAP) for chunks in (2, 8)]
+        assert rates[two][index] == pytest.approx(bound[0], abs=6e-4)
+        assert bound[1] - 6e-4 <= rates[eight][index] < rates[two][index]
+    # The sentences below the table.
+    (f, equal), (h, cheap), (v, small), (z, _) = (rates[f"`{name}`"] for name in tables.COMPARED)
+    assert h < f / 2 and z == pytest.approx(f / 5, rel=0.05) and cheap > equal and small > 2 * equal
+
+
+def test_the_first_screen_says_what_was_not_run():
+    assert "**Not yet run on a GPU**" in "\n".join(README.splitlines()[:32])
+
+
+def test_the_table_of_the_quickstart_is_of_todays_runs(tables):
+    """Names, marks, plans and shares; final losses depend on the sources of the Python at hand, times on the machine."""
+    quickstart = tables.quickstart
+    rule = next(index for index, line in enumerate(block("quickstart")) if line.startswith("───"))
+    rows = [line.split() for line in block("quickstart")[rule + 1 : -1]]
+    assert [tuple(row[:2]) for row in rows] == [(run.schedule, run.engine) for run in quickstart.RUNS]
+    stock = rows[0]
+    for row, run in zip(rows, quickstart.RUNS, strict=True):
+        _, _, loss, mark, predicted, counted, share, _, bubble, _ = row
+        marks = {"emulator"} if run.is_asynchronous else {"yes", "~"} if family(run.schedule).replicas > 1 else {"yes"}
+        assert mark in marks and (mark != "yes" or loss == stock[2])
+        assert predicted == ("-" if run.engine == "stock" else counted)
+        assert share == f"{int(counted) / int(stock[5]):.2f}"
+        assert bubble == f"{quickstart.planned(run.schedule).bubble_rate:.1%}"
+
+
+def test_a_run_of_the_quickstart_becomes_its_block(tables, tmp_path):
+    row = {
+        "schedule": "1f1b", "engine": "stock", "losses": [4.5, 3.25], "predicted_peak_bytes": [None], "identical": True,
+        "counted_peak_bytes": [800], "counted_weight_bytes": [1_000_000], "seconds": 1.5, "compared_with": "stock",
+    }  # fmt: skip
+    (tmp_path / "summary.json").write_text(tables.json.dumps([row]))
+    shown = tables.table_of_quickstart(tmp_path)
+    text = tables.written("a\n<!-- x -->\nold\n<!-- end of x -->\nb\n", {"x": shown})
+    assert text == f"a\n<!-- x -->\n{shown}\n<!-- end of x -->\nb\n"
+    assert shown.splitlines()[-2].split() == "1f1b stock 3.250000 yes - 800 1.00 1.0 27.3% 1.5".split()
+    assert [line.split() for line in shown.splitlines()[:3]] == [line.split() for line in block("quickstart")[:3]]
+    with pytest.raises(SystemExit, match="one block"):
+        tables.written("no block", {"x": shown})
 
 
 def test_links_lead_somewhere():
