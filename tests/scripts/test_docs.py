@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import typer
 
+from megatron_pipemem.cli.app import app
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, SELECTIVE_SECONDS, Costs
 from megatron_pipemem.schedule.placement import Placement
@@ -118,3 +121,20 @@ def test_offload():
 def test_when_not_to_use():
     assert float(rate("1f1b", 4, 256)) == pytest.approx(100 * 3 / 259, abs=0.05)
     assert "`(p-1)/(m+p-1)`: 1 % at p = 4, m = 256" in text("docs/when-not-to-use.md")
+
+
+def test_commands_have_the_options_that_they_are_shown_with():
+    """They are parsed, not run; those with an ellipsis are no commands."""
+    commands, seen = typer.main.get_command(app).commands, 0
+    for document in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")):
+        for line in document.read_text(encoding="utf-8").splitlines():
+            shown = re.search(r"^(?:    )?(?:time )?(?:\.venv/bin/)?pipemem (.+)", line)
+            if shown is None or "..." in line or "…" in line:
+                continue
+            name, *arguments = shlex.split(shown[1], comments=True)
+            try:
+                commands[name].make_context(name, arguments)
+            except Exception as error:  # of typer's own copy of click, which has no public name
+                pytest.fail(f"{document.name}: {line.strip()}: {error}")
+            seen += 1
+    assert seen > 30
