@@ -1,4 +1,4 @@
-"""What the README shows is what the commands beside it print. Peaks of the quickstart: tests/end_to_end/test_readme.py."""
+"""What the README shows is what the commands beside it print."""
 
 from __future__ import annotations
 
