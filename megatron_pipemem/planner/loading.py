@@ -1,4 +1,4 @@
-"""YAML files into frozen dataclasses, checked by OmegaConf.
+"""YAML files into frozen dataclasses, every value checked against its annotation.
 
 A file may name others. Where a dataclass is wanted, text is the name of a file of that kind (``model: llama3-8b``), and a
 mapping with the key ``base`` is such a file with some keys changed (``model: {base: llama3-8b, layers: 16}``); a file may
@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from copy import copy
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, get_args, get_origin, get_type_hints
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.planner.values import converted
+from megatron_pipemem.planner.yaml_text import YamlError, read_yaml
+from megatron_pipemem.schedule.magnitudes import shortened
 
 BASE = "base"
 SHIPPED = Path(__file__).parents[1] / "configs"
 """The folder of the files that ship with the package."""
-
-_MISSING = "???"  # as OmegaConf writes what has neither value nor default
 
 
 class Configured(Protocol):
@@ -61,12 +60,14 @@ def read_raw(path: str | Path) -> dict[str, Any]:
         ConfigError: it cannot be read, or is no mapping.
     """
     try:
-        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        loaded = read_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror or error}", file=path) from error
-    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        raise ConfigError(f"is no YAML: {' '.join(str(error).split())}", file=path) from error
-    if not isinstance(loaded, dict) or not all(isinstance(key, str) for key in loaded):
+    except (YamlError, UnicodeDecodeError) as error:
+        raise ConfigError(f"is no YAML: {error}", file=path) from error
+    if loaded is None:  # an empty file
+        return {}
+    if not isinstance(loaded, dict):
         raise ConfigError("is no mapping of keys to values", file=path)
     return loaded
 
@@ -82,7 +83,7 @@ def typed[T](raw: Mapping[str, Any], kind: type[T], file: Path | None = None) ->
     Raises:
         ConfigError: see ``load``.
     """
-    return _build(kind, _checked(_resolve(raw, kind, file, "", ()), kind, file), file, "")
+    return _build(kind, _checked(_resolve(raw, kind, file, "", ()), kind, file, ""), file, "")
 
 
 def override(raw: dict[str, Any], key: str, value: Any) -> None:
@@ -113,10 +114,10 @@ def check_key(kind: type, key: str, user: str = "", file: Path | None = None) ->
     for part in key.split("."):
         if get_origin(here) is dict:
             return
-        known = [field.name for field in fields(here) if field.init] if is_dataclass(here) else []
+        known = list(_fields(here)) if is_dataclass(here) else []
         if part != BASE and part not in known:
             raise ConfigError(f"unknown key; {nearest(part, known)}", key=f"{user}{key}", file=file)
-        hint = str if part == BASE else get_type_hints(here)[part]
+        hint = str if part == BASE else _fields(here)[part].type
         here = _dataclass_in(hint) or hint
 
 
@@ -140,11 +141,11 @@ def parse_override(text: str) -> tuple[str, Any]:
     """
     key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
-        raise ConfigError(f"override {text!r}: write KEY=VALUE, as in model.layers=16")
+        raise ConfigError(f"override {shortened(text)}: write KEY=VALUE, as in model.layers=16")
     try:
-        return key, OmegaConf.to_container(OmegaConf.create(f"value: {value}"), resolve=False)["value"]
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"override {text!r}: the value is no YAML: {_first_line(error)}") from error
+        return key, read_yaml(value)
+    except YamlError as error:
+        raise ConfigError(f"override {shortened(text)}: the value is no YAML: {error}") from error
 
 
 def locate(name: str, kind: type, user: Path | None = None, key: str | None = None) -> Path:
@@ -168,10 +169,12 @@ def locate(name: str, kind: type, user: Path | None = None, key: str | None = No
 
 def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[Path, ...]) -> dict[str, Any]:
     """Put what files say in the place of their names, and refuse keys that ``kind`` does not have."""
-    hints = {field.name: get_type_hints(kind)[field.name] for field in fields(kind) if field.init}
+    hints = {name: field.type for name, field in _fields(kind).items()}
     own = {BASE: raw} if isinstance(raw, str) else raw
     if not isinstance(own, Mapping):
-        raise ConfigError(f"is {raw!r}; give a name, or a mapping of {', '.join(hints)}", key=prefix[:-1], file=file)
+        raise ConfigError(
+            f"is {shortened(raw)}; give a name, or a mapping of {', '.join(hints)}", key=prefix[:-1], file=file
+        )
     resolved: dict[str, Any] = {}
     if BASE in own:
         resolved = _resolve_base(own[BASE], kind, file, prefix[:-1] if isinstance(raw, str) else prefix + BASE, trail)
@@ -180,59 +183,79 @@ def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[
             continue
         if key not in hints:
             raise ConfigError(f"unknown key; {nearest(key, [*hints, BASE])}", key=f"{prefix}{key}", file=file)
-        _check_container(hints[key], value, f"{prefix}{key}", file)
         inner = _dataclass_in(hints[key])
         if inner is not None and value is not None:
             if isinstance(value, str) or (isinstance(value, Mapping) and BASE in value):
                 resolved.pop(key, None)
             value = _resolve(value, inner, file, f"{prefix}{key}.", trail)
         if isinstance(value, Mapping) and isinstance(resolved.get(key), Mapping):
-            value = OmegaConf.to_container(OmegaConf.merge(resolved[key], value), resolve=False)
+            value = _merged(resolved[key], value)
         resolved[key] = value
     return resolved
 
 
-def _check_container(hint: Any, value: Any, key: str, file: Path | None) -> None:
-    """Refuse a list for a mapping and the reverse, for which OmegaConf has no error that names the key."""
-    wanted = get_origin(hint)
-    if wanted is dict and isinstance(value, (list, tuple)):
-        raise ConfigError(f"is {value!r}; give a mapping of keys to values", key=key, file=file)
-    if wanted in (list, tuple) and isinstance(value, Mapping):
-        raise ConfigError(f"is {value!r}; give a list of values", key=key, file=file)
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The base with some keys changed, within mappings too."""
+    merged = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
 
 
 def _resolve_base(base: Any, kind: type, file: Path | None, key: str, trail: tuple[Path, ...]) -> dict[str, Any]:
     if not isinstance(base, str):
-        raise ConfigError(f"is {base!r}; give the name of a file", key=key, file=file)
+        raise ConfigError(f"is {shortened(base)}; give the name of a file", key=key, file=file)
     path = locate(base, kind, file, key)
     if path.resolve() in trail:
         raise ConfigError(f"{base!r} is based on itself", key=key, file=file)
     resolved = _resolve(read_raw(path), kind, path, "", (*trail, path.resolve()))
-    _checked(resolved, kind, path)  # so that an error names this file, and the key as it is here
+    _checked(resolved, kind, path, "")  # so that an error names this file, and the key as it is here
     return resolved
 
 
-def _checked(resolved: Mapping[str, Any], kind: type, file: Path | None) -> dict[str, Any]:
-    """Everything of the right type, defaults filled in."""
-    try:
-        return OmegaConf.to_container(OmegaConf.merge(OmegaConf.structured(kind), resolved), resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(_first_line(error), key=getattr(error, "full_key", None) or None, file=file) from error
+def _checked(resolved: Mapping[str, Any], kind: type, file: Path | None, prefix: str) -> dict[str, Any]:
+    """Every value as its annotation says; what is missing may still come, or have a default."""
+    checked = {}
+    for name, field in _fields(kind).items():
+        if name not in resolved:
+            continue
+        value, inner, key = resolved[name], _dataclass_in(field.type), f"{prefix}{name}"
+        if inner is not None and isinstance(value, Mapping):
+            checked[name] = _checked(value, inner, file, f"{key}.")
+            continue
+        try:
+            checked[name] = converted(value, field.type)
+        except ValueError as error:
+            raise ConfigError(str(error), key=key, file=file) from error
+    return checked
 
 
 def _build(kind: type, values: Mapping[str, Any], file: Path | None, prefix: str) -> Any:
-    hints, arguments = get_type_hints(kind), {}
-    for key, value in values.items():
-        if value == _MISSING:
-            raise ConfigError("is missing and has no default", key=f"{prefix}{key}", file=file)
-        inner = _dataclass_in(hints[key])
-        if inner is not None and value is not None:
-            value = _build(inner, value, file, f"{prefix}{key}.")
-        arguments[key] = _frozen(value) if get_origin(hints[key]) is tuple else value
+    arguments = {}
+    for name, field in _fields(kind).items():
+        inner = _dataclass_in(field.type)
+        if name not in values:
+            if field.default is MISSING and field.default_factory is MISSING:
+                raise ConfigError("is missing and has no default", key=f"{prefix}{name}", file=file)
+        elif inner is not None and values[name] is not None:
+            arguments[name] = _build(inner, values[name], file, f"{prefix}{name}.")
+        else:
+            arguments[name] = values[name]
     try:
         return kind(**arguments)
     except ConfigError as error:
         raise ConfigError(error.message, key=prefix + error.key if error.key else prefix[:-1], file=file) from error
+
+
+@cache
+def _fields(kind: type) -> dict[str, Field]:
+    """What a dataclass is made of, with types in the place of their names."""
+    hints = get_type_hints(kind)
+    found = {field.name: copy(field) for field in fields(kind) if field.init}
+    for name, field in found.items():
+        field.type = hints[name]
+    return found
 
 
 def _dataclass_in(hint: Any) -> type | None:
@@ -240,11 +263,3 @@ def _dataclass_in(hint: Any) -> type | None:
     if get_origin(hint) in (dict, list, tuple):
         return None
     return next((each for each in (hint, *get_args(hint)) if is_dataclass(each)), None)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

@@ -76,10 +76,10 @@ def test_a_file_changes_parts_of_its_base(write):
     ("text", "file", "key", "says"),
     [
         ("engine: smal", "trains/t.yaml", "engine", "did you mean 'small'"),
-        ("engine: broken", "engines/broken.yaml", "power", "could not be converted to Integer"),
+        ("engine: broken", "engines/broken.yaml", "power", "is 'strong'; give a whole number"),
         ("engine: {powr: 3}", "trains/t.yaml", "engine.powr", "did you mean 'power'"),
         ("engine: {power: 0}", "trains/t.yaml", "engine.power", "has to be positive"),
-        ("engine: {power: 1, fuel: oil}", "trains/t.yaml", "engine.fuel", "expected one of ['wood', 'coal']"),
+        ("engine: {power: 1, fuel: oil}", "trains/t.yaml", "engine.fuel", "give wood or coal"),
         ("engine: {power: 1}\nspare: 3", "trains/t.yaml", "spare", "give a name"),
         ("flags: {}", "trains/t.yaml", "engine", "is missing"),
         ("engine: {fuel: wood}", "trains/t.yaml", "engine.power", "is missing"),
@@ -89,6 +89,10 @@ def test_a_file_changes_parts_of_its_base(write):
         ("- engine", "trains/t.yaml", None, "no mapping"),
         ("engine: [", "trains/t.yaml", None, "is no YAML"),
         ("engine: small\nengine: small", "trains/t.yaml", None, "duplicate"),
+        ("flags: " + "[" * 3000, "trains/t.yaml", None, "is no YAML: line 1, column 57: nested more than 50 deep"),
+        ("engine: null", "trains/t.yaml", "engine", "give a name or a mapping"),
+        ("flags: [1]\nengine: small", "trains/t.yaml", "flags", "is [1]; give a mapping"),
+        ("engine: {power: 1, shape: {a: 1}}", "trains/t.yaml", "engine.shape", "give a list of values"),
     ],
 )
 def test_errors_name_file_key_and_what_would_fit(write, tmp_path, text, file, key, says):
