@@ -76,7 +76,7 @@ VALUES = st.recursive(
 @settings(max_examples=100)
 @given(VALUES)
 def test_what_is_written_is_read_as_it_was(value):
-    assert read_yaml(yaml.safe_dump(value, allow_unicode=True)) == value
+    assert read_yaml(yaml.safe_dump(value)) == value
 
 
 @settings(max_examples=300)
