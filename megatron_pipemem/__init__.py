@@ -45,6 +45,10 @@ __all__ = [
 
 def __getattr__(name: str):
     if name in _NEEDS_MEGATRON:
+        from megatron_pipemem.mcore import INSTALL, is_installed
+
+        if not is_installed():
+            raise UpstreamError(f"megatron_pipemem.{name} needs Megatron: {INSTALL}")
         from megatron_pipemem.mcore import plugin
 
         return getattr(plugin, name)

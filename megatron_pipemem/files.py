@@ -6,11 +6,11 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_pipemem.errors import OutputError
+from megatron_pipemem.errors import OutputError, UnsupportedError
 
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -65,6 +65,21 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         raise
     except OSError as error:
         raise OutputError(_sentence(path, error)) from error
+
+
+def check_suffix(path: str | Path, suffixes: Sequence[str], what: str) -> None:
+    """Ask whether a file's name says which of the formats it is to have.
+
+    Args:
+        path: of the file.
+        suffixes: of the formats.
+        what: is to be written, for the message.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
+    if Path(path).suffix not in suffixes:
+        raise UnsupportedError(f"cannot write {what} as {Path(path).name!r}: end it in {' or '.join(suffixes)}")
 
 
 def check_writable(path: str | Path) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_pipemem.cli.checks import Yes
 from megatron_pipemem.cli.common import (
     CANNOT_RUN,
     DIALECT_HELP,
@@ -38,6 +39,7 @@ def check(
         int | None, typer.Option("--microbatches", "-m", help="How many a step has, where the table leaves it open.")
     ] = None,
     memory_cap: MemoryCapText = None,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Prove that a schedule file may run: complete, ordered, free of deadlock, within memory.
@@ -46,7 +48,7 @@ def check(
     microbatches is valid, with a note that it cannot run on Megatron. Exit code 0: valid; 1: invalid, and why; 2: the file
     cannot be read as a schedule, and where.
     """
-    table, schedule = read_schedule(file, dialect, microbatches)
+    table, schedule = read_schedule(file, dialect, microbatches, yes)
     facts = _facts(file, table, schedule)
     fault = find_fault(table, schedule, _cap(memory_cap))
     if fault is not None:

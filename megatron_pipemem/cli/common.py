@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import wrap
@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from megatron_pipemem.cli.checks import check_size
 from megatron_pipemem.errors import CostsError, PipememError, ScheduleError, ScheduleFormatError, UnsupportedError
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.csv_format import LETTERS, Table, read_schedule_file, read_table
@@ -29,9 +30,9 @@ from megatron_pipemem.schedule.offload import (
     with_early_recompute,
 )
 from megatron_pipemem.schedule.offload.search import OffloadSearchResult, search_offload
-from megatron_pipemem.schedule.options import AUTO, check_recompute, parse_options, searched_placements
+from megatron_pipemem.schedule.options import AUTO, OFF, check_recompute, parse_options, searched_placements
 from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.registry import build_schedule, check_options
+from megatron_pipemem.schedule.registry import build_schedule, check_options, family
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search import SearchResult, search_schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
@@ -137,12 +138,13 @@ def load_schedule(
     dialect: Dialect = "auto",
     costs: Costs | None = None,
     offload: OffloadChoice = NO_OFFLOAD,
+    yes: bool = False,
 ) -> Loaded:
     """The schedule a user named, proved valid: built by its family, searched for, or read when ``name`` is a CSV file.
 
     Some families fit their order to the cap and to the costs. A file's own messages are left out. Letters that are not
     ours are said on stderr. With ``offload`` its activations' round trips to the host are planned; ``auto`` with
-    ``--offload auto`` searches for the order, too.
+    ``--offload auto`` searches for the order, too. What takes long is refused but for ``yes``.
 
     Raises:
         PipememError: it cannot be built, found, read or run; the message says why.
@@ -160,10 +162,14 @@ def load_schedule(
     amount = None if cap is None else cap.amount
     recompute = settings.pop("recompute", "none")
     check_recompute(recompute)
+    if offload.host_memory is not None and offload.select == OFF and recompute == "none":
+        raise UnsupportedError(f"--host-memory {offload.host_memory} bounds what --offload sends; give --offload too")
+    if not is_file(name) and devices is not None and microbatches is not None:
+        check_size(devices, microbatches, _likely_chunks(name, settings), yes)
     if offload.select != "off" or recompute != "none":
-        return _offloaded(name, devices, microbatches, costs, cap, settings, offload, dialect, recompute)
+        return _offloaded(name, devices, microbatches, costs, cap, settings, offload, dialect, recompute, yes)
     if is_file(name):
-        table, schedule = read_schedule(Path(name), dialect)
+        table, schedule = read_schedule(Path(name), dialect, yes=yes)
         if table.letters != "pipemem":
             report_note(f"{name} is read in the letters of {LETTERS[table.letters]} ({table.reason})")
         _check_counts(name, schedule, devices, microbatches, settings)
@@ -194,6 +200,7 @@ def _offloaded(
     offload: OffloadChoice,
     dialect: Dialect,
     recompute: str,
+    yes: bool,
 ) -> Loaded:
     """A schedule, built without the cap, with what is recomputed and the round trips of its activations within it."""
     budget = None if offload.host_memory is None else parse_cap(offload.host_memory)
@@ -209,7 +216,6 @@ def _offloaded(
     if name == AUTO and leaves_choice and cap is not None:
         if devices is None or microbatches is None:
             raise UnsupportedError(f"how large is {name!r} to be? give --devices and --microbatches")
-        check_size(devices, microbatches)
         seconds = settings.pop("seconds", 20.0)
         placements = _placements(devices, settings)
         if settings:
@@ -231,7 +237,9 @@ def _offloaded(
         plan = found.plan
     else:
         options = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-        base = load_schedule(name, devices, microbatches, options=options, dialect=dialect, costs=costs).schedule
+        base = load_schedule(
+            name, devices, microbatches, options=options, dialect=dialect, costs=costs, yes=yes
+        ).schedule
         select = int(offload.select) if offload.select.isdecimal() else offload.select
 
         def over(schedule: Schedule) -> list[int]:
@@ -261,7 +269,6 @@ def _search(
     settings: dict[str, object],
 ) -> Loaded:
     """The fastest schedule that a search finds; a search made before is not made again."""
-    check_size(devices, microbatches)
     unknown = sorted(set(settings) - {"chunks", "max_chunks", "placement", "seconds", "effort", "seed"})
     if unknown:
         raise UnsupportedError(
@@ -286,11 +293,14 @@ def _placements(devices: int, settings: dict[str, object]) -> tuple[Placement, .
     return None if kind is None and chunks is None else searched_placements(devices, kind, chunks)
 
 
-def read_schedule(path: Path, dialect: Dialect, microbatches: int | None = None) -> tuple[Table, Schedule]:
+def read_schedule(
+    path: Path, dialect: Dialect, microbatches: int | None = None, yes: bool = False
+) -> tuple[Table, Schedule]:
     """A file's table and the schedule in it, not yet validated; ``microbatches`` overrides what the table seems to say.
 
     Raises:
         ScheduleFormatError: the file cannot be read as a schedule.
+        UnsupportedError: as ``check_size``.
     """
     text = read_schedule_file(path)
     try:
@@ -300,13 +310,31 @@ def read_schedule(path: Path, dialect: Dialect, microbatches: int | None = None)
         raise ScheduleFormatError(f"{path}: {error}") from error
     count = table.num_microbatches() if microbatches is None else microbatches
     header = table.header
+    check_size(placement.num_devices, count * header.pieces, placement.num_chunks, yes)
     schedule = Schedule(path.stem, placement, count, table.orders, header.pieces, header.updates, header.vocabulary)
     return table, schedule
+
+
+def _likely_chunks(name: str, settings: Mapping[str, object]) -> int:
+    """Stages per device, or pieces of as many microbatches; told without building anything."""
+    said = {"chunks": 1, "max_chunks": 1, "pieces": 1, "waves": 2}
+    counts = [settings[option] * each for option, each in said.items() if isinstance(settings.get(option), int)]
+    return max([*counts, 1]) if counts else 2 if name == AUTO else family(name).chunks or 2
 
 
 def is_file(name: str) -> bool:
     """Whether a user who typed ``name`` means a file rather than a family."""
     return name.endswith((".csv", ".txt")) or Path(name).is_file()
+
+
+def check_offload_ratio(names: Sequence[str], ratio: float | None, select: str) -> None:
+    """Raises UnsupportedError when no schedule of those named sends anything to the host."""
+    if ratio is None or select != OFF:
+        return
+    if not any(is_file(name) or (name != AUTO and family(name).offloads) for name in names):
+        raise UnsupportedError(
+            f"--offload-ratio {ratio:g} says how fast activations go to the host, and nothing sends any; give --offload too"
+        )
 
 
 def with_channel(costs: Costs, ratio: float | None) -> Costs:
@@ -346,13 +374,6 @@ def parse_costs(text: str, p2p: float | None) -> Costs:
     if not all(math.isfinite(price) and price >= 0 for price in prices) or not any(prices):
         raise CostsError(f"--costs {text!r}: give three numbers of at least 0, not all of them 0")
     return Costs(*prices, p2p=p2p or 0.0)
-
-
-def check_size(devices: int, microbatches: int) -> None:
-    """Raises UnsupportedError when there is no pipeline of this size."""
-    for count, what in ((devices, "--devices"), (microbatches, "--microbatches")):
-        if count < 1:
-            raise UnsupportedError(f"{what} must be at least 1, not {count}")
 
 
 def console() -> Console:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from megatron_pipemem.cli.checks import Yes, check_output
 from megatron_pipemem.cli.common import (
     DIALECT_HELP,
     NAME_HELP,
@@ -24,7 +25,7 @@ from megatron_pipemem.cli.common import (
 from megatron_pipemem.cli.completion import complete_schedules
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.files import check_writable, write_whole
+from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.csv_format import LETTERS, write_table
 from megatron_pipemem.schedule.csv_header import write_header
 from megatron_pipemem.schedule.lowering import lower
@@ -51,6 +52,7 @@ def convert(
     chunks: Chunks = None,
     memory_cap: MemoryCapText = None,
     options: Options = None,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Write a schedule as a file: one line per device, one action per comma-separated cell.
@@ -59,11 +61,11 @@ def convert(
     program, with messages and gradient reductions, which torch loads as compute_comms. Written for torch, both ends of
     a pair of devices post its messages in one order, as torch's communicators need.
     """
-    if target.suffix not in _SUFFIXES:
-        raise UnsupportedError(f"cannot tell a format from {target.name!r}: end it in {' or '.join(_SUFFIXES)}")
-    check_writable(target)
+    check_output(target, _SUFFIXES, "a schedule")
     with showing(source):
-        schedule = load_schedule(source, devices, microbatches, chunks, memory_cap, options, from_dialect).schedule
+        schedule = load_schedule(
+            source, devices, microbatches, chunks, memory_cap, options, from_dialect, yes=yes
+        ).schedule
     with_messages = target.suffix == ".txt" if lowered is None else lowered
     letters = "torch-new" if to_dialect == "torch" else to_dialect
     header = write_header(schedule, schedule.orders)

@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from megatron_pipemem.cli.checks import Yes
 from megatron_pipemem.cli.common import INTERRUPTED, Json, print_json, report_error, report_note
 from megatron_pipemem.cli.launch import Set
 from megatron_pipemem.cli.progress import duration, showing
@@ -50,6 +51,7 @@ def grid(
         list[str] | None,
         typer.Option("--sbatch", metavar="OPTION", help="For sbatch, as in --sbatch=--partition=gpu; repeatable."),
     ] = None,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Train every point of a grid and compare them.
@@ -58,8 +60,12 @@ def grid(
     its log and its result; one that fails does not stop the others. The comparison is that of `pipemem report`. The exit
     code is 1 when some point failed, or none could run.
     """
-    points = load_points(grid_file, overrides or ())
+    if sbatch and launcher != "slurm":
+        raise UnsupportedError(f"--sbatch={sbatch[0]} is for --launcher slurm, not {launcher}; give both or neither")
     store = Store(output or Path("out") / "grids" / grid_file.stem)
+    if launcher != "print":
+        store.check_place()
+    points = load_points(grid_file, overrides or (), yes)
     if launcher == "print":
         _print_commands(points, store, as_json)
         return

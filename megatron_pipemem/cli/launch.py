@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_pipemem.cli.checks import Yes, check_port
 from megatron_pipemem.cli.common import Json, fail, print_json
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner.feasibility import feasible
@@ -46,6 +47,7 @@ def launch(
         typer.Option("--master-addr", envvar="MASTER_ADDR", help="Address of node 0; needed for several nodes."),
     ] = None,
     master_port: Annotated[int, typer.Option("--master-port", envvar="MASTER_PORT", help="Port on node 0.")] = 29500,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Start this node's ranks of a run under torchrun; start the same on every node of it.
@@ -54,8 +56,11 @@ def launch(
     checkpoints to its `output` folder.
     """
     run = load(run_file, Run, overrides or ())
-    if (reason := feasible(run)) is not None:
+    if (reason := feasible(run, yes)) is not None:
         fail(UnsupportedError(f"{run_file}: {reason}"))
+    if nodes is not None and nodes < 1:
+        raise UnsupportedError(f"--nodes {nodes}: give at least 1, or leave it out for as few as the ranks fill")
+    check_port("--master-port", master_port)
     where = Nodes(min_nodes(run) if nodes is None else nodes, node_rank, master_addr, master_port)
     if not 0 <= where.rank < where.count:
         fail(UnsupportedError(f"--node-rank {where.rank}: the run has nodes 0 to {where.count - 1}"))

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
+from megatron_pipemem.cli.checks import Yes, check_layers, check_output, check_seconds, check_size
 from megatron_pipemem.cli.common import P2P, CostsText, Json, check_size, console, parse_costs, print_json, report_note
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, priced_head
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.files import check_writable
 from megatron_pipemem.report import pareto as picture
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.memory_cap import loosened
@@ -37,6 +37,7 @@ def pareto(
     vocab_parallel: VocabParallel = "off",
     head_cost: HeadCost = None,
     layers: Layers = None,
+    yes: Yes = False,
     output: Annotated[Path | None, typer.Option("--output", help="Picture: .png or .svg.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -46,9 +47,10 @@ def pareto(
     devices by either algorithm. Asynchronous families and those with two replicas of the weights are left out: they
     train, or hold, something else.
     """
-    check_size(devices, microbatches)
-    if output is not None:
-        check_writable(output)
+    check_size(devices, microbatches, MAX_CHUNKS, yes)
+    check_output(output, picture.SUFFIXES, "bubble against peak")
+    check_seconds("--seconds", seconds)
+    check_layers(layers, devices)
     prices = replace(parse_costs(costs, p2p), memory=None)
     wanted = useful_caps(devices) if caps is None else _parse_caps(caps)
     head = Head(vocab_parallel, head_cost, layers)

@@ -10,11 +10,12 @@ from typing import Annotated
 
 import typer
 
+from megatron_pipemem.cli.checks import Yes, check_output, check_seconds
 from megatron_pipemem.cli.common import Json, console, fail, print_json
 from megatron_pipemem.cli.launch import Set
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import ConfigError, UnsupportedError
-from megatron_pipemem.files import check_writable, write_whole
+from megatron_pipemem.files import write_whole
 from megatron_pipemem.planner.cluster import GIB
 from megatron_pipemem.planner.loading import load
 from megatron_pipemem.planner.profile import Profile
@@ -26,6 +27,7 @@ from megatron_pipemem.planner.search.space import KEYS, Limits
 from megatron_pipemem.planner.search.variants import PLAIN
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.schedule.memory_cap import parse_bytes
+from megatron_pipemem.schedule.size import check_affordable
 
 _REASONS = 12
 
@@ -60,6 +62,7 @@ def plan_command(
     output: Annotated[
         Path | None, typer.Option("--output", metavar="FILE.yaml", help="Write the best as a run for `pipemem launch`.")
     ] = None,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Choose tensor, pipeline and data parallelism, microbatch, schedule and recompute for a run, and rank what fits.
@@ -67,9 +70,12 @@ def plan_command(
     Context and expert parallelism, the global batch and all flags stay as the run has them.
     """
     run = load(run_file, Run, overrides or ())
-    if output is not None:
-        check_writable(output)
+    check_output(output, (".yaml", ".yml"), "a run")
+    check_seconds("--search-seconds", search_seconds)
     limits, nbytes = _limits(only or ()), None if memory is None else parse_bytes("--memory", memory)
+    if not yes:
+        longest, batch = min(run.cluster.num_devices, run.model.layers + 2), run.parallelism.global_batch
+        check_affordable(longest, batch, 1, f"a global batch of {batch} on up to {longest} pipeline ranks makes")
     pace = None if profile is None else _pace(profile, run)
     with showing("planning"):
         answer = plan(run, nbytes, limits, top, search_seconds, pace)
@@ -100,8 +106,12 @@ def _limits(texts: Sequence[str]) -> Limits:
         key, equals, values = text.partition("=")
         if not equals or not values:
             raise ConfigError(f"--only {text!r}: write KEY=A,B as in tp=4,8")
-        allowed.setdefault(key, []).extend(int(value) if value.isdecimal() else value for value in values.split(","))
+        allowed.setdefault(key, []).extend(_whole(value) for value in values.split(","))
     return Limits(allowed)
+
+
+def _whole(text: str) -> int | str:
+    return int(text) if text.isdecimal() and len(text) < 10 else text
 
 
 def _pace(path: Path, run: Run) -> Pace:

@@ -31,6 +31,7 @@ DEFAULT_CLUSTER = "a100-80g"
 
 
 def profile(
+    context: typer.Context,
     run: Annotated[Path | None, typer.Argument(help="A run configuration; it says model, cluster and cut.")] = None,
     model: Annotated[
         str | None, typer.Option("--model", help="A model by name or YAML file, instead of a run.")
@@ -64,6 +65,7 @@ def profile(
     if output is not None:
         check_writable(output)
     if run is not None:
+        _check_runs_own(context)
         asked = load(run, Run)
         shape, execution = asked.model, asked.execution
         machine = load(cluster, Cluster) if cluster else asked.cluster
@@ -79,6 +81,10 @@ def profile(
     if sequence is not None:
         shape = replace(shape, sequence=sequence)
     execution.check(shape)
+    if stages is not None and stages > shape.layers + 2:
+        raise UnsupportedError(
+            f"{stages} stages are more than the model's {shape.layers} layers, embedding and head; give fewer"
+        )
     with showing("loading Megatron"):
         found = from_formulas(shape, execution, machine) if formulas else _run(shape, execution, machine, fake, repeats)
         if offload:
@@ -94,6 +100,14 @@ def profile(
         write_whole(output, json.dumps(result, indent=2, allow_nan=False) + "\n")
 
 
+def _check_runs_own(context: typer.Context) -> None:
+    """Refuse what would change nothing: a run says itself how it is cut and runs."""
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name)
+        if parameter.name in Execution.__dataclass_fields__ and given is not None and given.name == "COMMANDLINE":
+            raise UnsupportedError(f"{parameter.opts[0]} is said by the run; change it there, or profile with --model")
+
+
 def _placement(run: Run) -> Placement | None:
     """Which device holds which stage, where the run's configuration says so."""
     cut, name = run.parallelism, run.schedule.name
@@ -104,12 +118,10 @@ def _placement(run: Run) -> Placement | None:
 
 
 def _run(model: Model, execution: Execution, cluster: Cluster, fake: bool, repeats: int) -> Profile:
-    from megatron_pipemem.mcore import is_installed
+    from megatron_pipemem.mcore import INSTALL, is_installed
 
     if not is_installed():
-        raise UnsupportedError(
-            "Megatron-Core is not installed here; pip install 'megatron-pipemem[megatron]', or --formulas"
-        )
+        raise UnsupportedError(f"{INSTALL}, or give --formulas, which needs none")
     import torch
 
     if fake or not torch.cuda.is_available():

@@ -9,11 +9,12 @@ from typing import Annotated
 
 import typer
 
+from megatron_pipemem.cli.checks import check_output
 from megatron_pipemem.cli.common import Json, console, print_json
 from megatron_pipemem.planner.grid.config import Settings, label
 from megatron_pipemem.planner.grid.results import Result
 from megatron_pipemem.planner.grid.store import Store
-from megatron_pipemem.report.grid import RunPoint, front, save_picture, table
+from megatron_pipemem.report.grid import SUFFIXES, RunPoint, front, save_picture, table
 
 
 def report(
@@ -24,6 +25,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Compare the runs of a grid: throughput against peak memory, and those that are worth choosing."""
+    check_output(output, SUFFIXES, "a comparison of runs")
     show(Store(folder), output or folder / "report.png", as_json)
 
 

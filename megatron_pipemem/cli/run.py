@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_pipemem.cli.rank_guard import rank_guard
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore import is_installed
+from megatron_pipemem.mcore import INSTALL, is_installed
 
 
 def run(cpu: bool, script: Path, arguments: list[str]) -> None:
@@ -29,7 +29,7 @@ def run(cpu: bool, script: Path, arguments: list[str]) -> None:
             raise UnsupportedError(f"there is no script {script}; give the path of a Megatron training script")
         plugin = any(argument.startswith("--pipemem-") for argument in arguments)
         if (cpu or plugin) and not is_installed():
-            raise UnsupportedError("Megatron-Core is not installed here; pip install 'megatron-pipemem[megatron]'")
+            raise UnsupportedError(INSTALL)
         if cpu:
             from megatron_pipemem.cpu import activate
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_pipemem.cli.checks import Yes, check_layers, check_output
 from megatron_pipemem.cli.common import (
     NAME_HELP,
     P2P,
@@ -21,6 +22,7 @@ from megatron_pipemem.cli.common import (
     OffloadRatio,
     OffloadText,
     Options,
+    check_offload_ratio,
     console,
     load_schedule,
     parse_costs,
@@ -31,8 +33,7 @@ from megatron_pipemem.cli.common import (
 from megatron_pipemem.cli.completion import complete_schedules
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, apply_head
-from megatron_pipemem.files import check_writable
-from megatron_pipemem.report import check_suffix, save_comparison, terminal_timeline
+from megatron_pipemem.report import SUFFIXES, save_comparison, terminal_timeline
 from megatron_pipemem.report.timeline import boxes
 from megatron_pipemem.schedule.simulator import Timeline
 from megatron_pipemem.schedule.simulator import simulate as run_simulator
@@ -58,22 +59,23 @@ def show(
     vocab_parallel: VocabParallel = "off",
     head_cost: HeadCost = None,
     layers: Layers = None,
+    yes: Yes = False,
     output: Annotated[
         Path | None, typer.Option("--output", help=".png, .svg, .html, or .json for ui.perfetto.dev.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Draw when every action runs and what every device holds: in the terminal, or into a file."""
-    if output is not None:
-        check_suffix(output)
-        check_writable(output)
+    check_output(output, SUFFIXES, "a picture")
+    check_layers(layers, devices or 1)
+    check_offload_ratio(names, offload_ratio, offload)
     prices = with_channel(parse_costs(costs, p2p), offload_ratio)
     choice = OffloadChoice(offload, host_memory)
     timelines = []
     for name in names:
         with showing(name):
             loaded = load_schedule(
-                name, devices, microbatches, chunks, memory_cap, options, costs=prices, offload=choice
+                name, devices, microbatches, chunks, memory_cap, options, costs=prices, offload=choice, yes=yes
             )
             loaded, priced, reason = apply_head(loaded, prices, Head(vocab_parallel, head_cost, layers))
             timelines.append(run_simulator(loaded.schedule, priced))

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_pipemem.cli.checks import Yes, check_layers
 from megatron_pipemem.cli.common import (
     NAME_HELP,
     P2P,
@@ -23,6 +24,7 @@ from megatron_pipemem.cli.common import (
     OffloadRatio,
     OffloadText,
     Options,
+    check_offload_ratio,
     console,
     load_schedule,
     parse_costs,
@@ -72,6 +74,7 @@ def simulate(
     vocab_parallel: VocabParallel = "off",
     head_cost: HeadCost = None,
     layers: Layers = None,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Run a schedule in the simulator: makespan, bubble, peak memory, messages, and how fast any could be.
@@ -83,8 +86,12 @@ def simulate(
     """
     prices = with_channel(parse_costs(costs, p2p), offload_ratio)
     choice = OffloadChoice(offload, host_memory)
+    check_layers(layers, devices or 1)
+    check_offload_ratio([name], offload_ratio, offload)
     with showing(name):
-        loaded = load_schedule(name, devices, microbatches, chunks, memory_cap, options, costs=prices, offload=choice)
+        loaded = load_schedule(
+            name, devices, microbatches, chunks, memory_cap, options, costs=prices, offload=choice, yes=yes
+        )
         loaded, prices, reason = apply_head(loaded, prices, Head(vocab_parallel, head_cost, layers))
         timeline = run_simulator(loaded.schedule, prices)
         facts = _facts(timeline, loaded)

@@ -7,10 +7,12 @@ from typing import Annotated, Literal, NamedTuple
 
 import typer
 
+from megatron_pipemem.cli.checks import check_layers
 from megatron_pipemem.cli.common import Loaded
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.magnitudes import LARGEST
 from megatron_pipemem.schedule.options import OFF
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
@@ -62,8 +64,6 @@ class Head(NamedTuple):
         Raises:
             UnsupportedError: it is no number, or counts layers and nobody said how many there are.
         """
-        if self.layers is not None and self.layers < 1:
-            raise UnsupportedError(f"--layers {self.layers}: give at least 1")
         if self.cost is None:
             return None
         number, in_layers = self.cost.removesuffix("layers"), self.cost.endswith("layers")
@@ -71,8 +71,10 @@ class Head(NamedTuple):
             amount = float(number)
         except ValueError:
             amount = -1.0
-        if not 0 <= amount < float("inf"):
-            raise UnsupportedError(f"--head-cost {self.cost!r}: give a number of at least 0, as in 2.5 or 2.5layers")
+        if not 0 <= amount <= LARGEST:
+            raise UnsupportedError(
+                f"--head-cost {self.cost!r}: give a number from 0 to {LARGEST:g}, as in 2.5 or 2.5layers"
+            )
         if not in_layers:
             return amount
         if self.layers is None:
@@ -99,6 +101,7 @@ def apply_head(loaded: Loaded, prices: Costs, head: Head) -> tuple[Loaded, Costs
         PipememError: the schedule takes no passes, or not within the cap.
     """
     schedule, reason = loaded.schedule, ""
+    check_layers(head.layers, schedule.placement.model_stages)
     algorithm = head.switch
     if algorithm == "auto":
         seconds = head.seconds(prices, schedule)

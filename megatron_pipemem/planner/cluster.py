@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.planner.limits import MOST_DEVICES, check_amounts, check_counts
 
 GIB = 1 << 30
 DEFAULT_HOST_SHARE = 0.5
@@ -25,10 +26,8 @@ class Link:
     latency_us: float = 10.0
 
     def __post_init__(self) -> None:
-        if not self.gb_per_s > 0:
-            raise ConfigError(f"is {self.gb_per_s}; give more than 0", key="gb_per_s")
-        if not self.latency_us >= 0:
-            raise ConfigError(f"is {self.latency_us}; give at least 0", key="latency_us")
+        check_amounts(self, ("gb_per_s",))
+        check_amounts(self, ("latency_us",), zero=True)
 
     def seconds(self, nbytes: float) -> float:
         """Of one message."""
@@ -50,9 +49,7 @@ class HostChannel:
     duplex: float = 1.0
 
     def __post_init__(self) -> None:
-        for key in ("d2h_gb_per_s", "h2d_gb_per_s"):
-            if not getattr(self, key) > 0:
-                raise ConfigError(f"is {getattr(self, key)}; give more than 0", key=key)
+        check_amounts(self, ("d2h_gb_per_s", "h2d_gb_per_s"))
         if not 0 < self.duplex <= 1:
             raise ConfigError(f"is {self.duplex}; give more than 0 and at most 1", key="duplex")
 
@@ -108,12 +105,10 @@ class Cluster:
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for key in ("nodes", "devices_per_node"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"is {getattr(self, key)}; give at least 1", key=key)
-        for key in ("memory_gib", "tflops", "host_memory_gib", "memory_gb_per_s"):
-            if not getattr(self, key) > 0:
-                raise ConfigError(f"is {getattr(self, key)}; give more than 0", key=key)
+        check_counts(self, ("nodes", "devices_per_node"), most=MOST_DEVICES)
+        if self.num_devices > MOST_DEVICES:
+            raise ConfigError(f"makes {self.num_devices:,} devices; give at most {MOST_DEVICES:,}", key="nodes")
+        check_amounts(self, ("memory_gib", "tflops", "host_memory_gib", "memory_gb_per_s"))
         if not 0 <= self.reserved_gib < self.memory_gib:
             raise ConfigError(f"is {self.reserved_gib}; give at least 0 and less than memory_gib", key="reserved_gib")
         if not 0 < self.achieved <= 1:

@@ -22,17 +22,30 @@ from megatron_pipemem.schedule.request import (
     check_request,
     prices_of,
 )
+from megatron_pipemem.schedule.size import check_affordable
 from megatron_pipemem.schedule.validator import validate
 
 
-def feasible(run: Run) -> str | None:
-    """Why a run cannot work, in one sentence, or ``None``. Looks at everything that can be known without a device."""
+def feasible(run: Run, any_size: bool = False) -> str | None:
+    """Why a run cannot work, in one sentence, or ``None``. Looks at everything that can be known without a device.
+
+    Args:
+        run: what is asked about.
+        any_size: look also at schedules that take long to look at, which are refused otherwise.
+    """
     try:
-        for check in _CHECKS:
+        for check in _CHECKS if any_size else (_affordable, *_CHECKS):
             check(run)
     except PipememError as error:
         return str(error)
     return None
+
+
+def _affordable(run: Run) -> None:
+    cut = run.parallelism
+    if run.schedule.name != STOCK:
+        what = f"a global batch of {cut.global_batch} on {cut.pp} pipeline ranks makes"
+        check_affordable(cut.pp, cut.microbatches, cut.chunks or 2, what)
 
 
 def _divides(run: Run) -> None:

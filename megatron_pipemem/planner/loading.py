@@ -164,7 +164,10 @@ def locate(name: str, kind: type, user: Path | None = None, key: str | None = No
         if (place / f"{name}.yaml").is_file():
             return place / f"{name}.yaml"
     known = {path.stem for place in places for path in place.glob("*.yaml")}
-    raise ConfigError(f"there is no {name!r} in {folder}/; {nearest(name, known)}", key=key, file=user)
+    looked = ", ".join(dict.fromkeys(str(place) for place in places))
+    raise ConfigError(
+        f"there is no {name!r}; {nearest(name, known)} (looked in {looked}; a path ends in .yaml)", key=key, file=user
+    )
 
 
 def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[Path, ...]) -> dict[str, Any]:

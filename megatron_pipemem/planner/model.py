@@ -14,8 +14,12 @@ from math import ceil
 from typing import ClassVar, Literal
 
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.planner.limits import check_counts
 
 _VOCABULARY_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by
+
+
+_MOST_LAYERS = 100_000
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,9 @@ class Model:
     def __post_init__(self) -> None:
         positive = ("layers", "hidden", "heads", "vocabulary", "sequence", "experts_per_token", "moe_every")
         optional = ("kv_heads", "head_channels", "ffn", "expert_ffn")
-        for key in (*positive, *(key for key in optional if getattr(self, key) is not None)):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"is {getattr(self, key)}; give at least 1", key=key)
-        for key in ("experts", "shared_expert_ffn"):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"is {getattr(self, key)}; give at least 0", key=key)
+        check_counts(self, (*positive, *(key for key in optional if getattr(self, key) is not None)))
+        check_counts(self, ("layers",), most=_MOST_LAYERS)
+        check_counts(self, ("experts", "shared_expert_ffn"), least=0)
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"is {self.dropout}; give a rate of at least 0 and below 1", key="dropout")
         if self.head_channels is None and self.hidden % self.heads:
@@ -165,9 +166,7 @@ class Execution:
     fused: bool = True
 
     def __post_init__(self) -> None:
-        for key in ("micro_batch", "tp", "cp", "ep"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"is {getattr(self, key)}; give at least 1", key=key)
+        check_counts(self, ("micro_batch", "tp", "cp", "ep"))
         unknown = set(self.recompute_modules) - set(RECOMPUTABLE)
         if unknown:
             raise ConfigError(

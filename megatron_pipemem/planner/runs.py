@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner.cluster import Cluster
+from megatron_pipemem.planner.limits import MOST_DEVICES, check_counts
 from megatron_pipemem.planner.model import Execution, Model, Recompute
 from megatron_pipemem.schedule.options import OFFLOAD, STOCK, VOCABULARY
 from megatron_pipemem.schedule.request import FILE_SUFFIX
@@ -49,11 +50,10 @@ class Parallelism:
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("tp", "pp", "dp", "cp", "ep", "micro_batch", "global_batch"):
-            if getattr(self, key) < 1:
-                raise ConfigError(f"is {getattr(self, key)}; give a whole number of at least 1", key=key)
-        if self.chunks is not None and self.chunks < 1:
-            raise ConfigError(f"is {self.chunks}; give a whole number of at least 1, or leave it out", key="chunks")
+        check_counts(self, ("tp", "pp", "dp", "cp", "ep"), most=MOST_DEVICES)
+        check_counts(self, ("micro_batch", "global_batch", *(() if self.chunks is None else ("chunks",))))
+        if self.ranks > MOST_DEVICES:
+            raise ConfigError(f"makes {self.ranks:,} ranks; give at most {MOST_DEVICES:,}", key="tp")
 
     @property
     def ranks(self) -> int:
@@ -130,9 +130,8 @@ class Training:
     cache: str | None = None
 
     def __post_init__(self) -> None:
-        for key, least in (("iterations", 1), ("save_interval", 0)):
-            if getattr(self, key) < least:
-                raise ConfigError(f"is {getattr(self, key)}; give a whole number of at least {least}", key=key)
+        check_counts(self, ("iterations",))
+        check_counts(self, ("save_interval",), least=0)
 
 
 @dataclass(frozen=True)

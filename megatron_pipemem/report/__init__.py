@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.files import write_whole
+from megatron_pipemem.files import check_suffix, write_whole
 from megatron_pipemem.report.terminal import TerminalTimeline
 from megatron_pipemem.schedule.simulator import Timeline
 
 SUFFIXES = (".png", ".svg", ".html", ".json")
 
-__all__ = ["SUFFIXES", "TerminalTimeline", "check_suffix", "save_comparison", "save_timeline", "terminal_timeline"]
+__all__ = ["SUFFIXES", "TerminalTimeline", "save_comparison", "save_timeline", "terminal_timeline"]
 
 
 def terminal_timeline(timeline: Timeline, beside: Sequence[Timeline] = ()) -> TerminalTimeline:
@@ -39,7 +39,7 @@ def save_comparison(timelines: Sequence[Timeline], path: str | Path) -> Path:
 
 def _save(timelines: Sequence[Timeline], path: str | Path) -> Path:
     path = Path(path)
-    check_suffix(path)
+    check_suffix(path, SUFFIXES, "a picture")
     try:
         if path.suffix == ".json":
             from megatron_pipemem.report.perfetto import to_json
@@ -59,9 +59,3 @@ def _save(timelines: Sequence[Timeline], path: str | Path) -> Path:
             f"a {path.suffix} picture needs {error.name}: pip install {error.name}, or write .html instead"
         ) from error
     return path
-
-
-def check_suffix(path: Path) -> None:
-    """Raises UnsupportedError, naming the formats, when none goes by the suffix of ``path``."""
-    if path.suffix not in SUFFIXES:
-        raise UnsupportedError(f"cannot tell a picture format from {path.name!r}: end it in {', '.join(SUFFIXES)}")

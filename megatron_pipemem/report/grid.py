@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.files import check_suffix
 from megatron_pipemem.report.tables import FittingTable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_SUFFIXES = (".png", ".svg")
+SUFFIXES = (".png", ".svg")
 _MIB = 1 << 20
 _FIGURES = ("tokens/s", "s/step", "predicted\npeak", "counted\npeak", "planned\nbubble", "measured\nbubble")
 _AGREEMENT = {True: "=", False: "≠", None: " "}
@@ -92,8 +93,7 @@ def save_picture(points: Sequence[RunPoint], path: str | Path, title: str = "") 
         OutputError: the file cannot be written.
     """
     path = Path(path)
-    if path.suffix not in _SUFFIXES:
-        raise UnsupportedError(f"cannot draw runs as {path.name!r}: end it in {' or '.join(_SUFFIXES)}")
+    check_suffix(path, SUFFIXES, "a comparison of runs")
     if not points:
         raise UnsupportedError("no run has ended well; there is nothing to draw")
     try:

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.files import check_suffix
 from megatron_pipemem.report.tables import FittingTable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_SUFFIXES = (".png", ".svg")
+SUFFIXES = (".png", ".svg")
 _COLOURS = ("#2662a8", "#c43c4e", "#3aa38f", "#8a5fb0", "#9a6a00", "#5f6368")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _SEARCH = "#d97706"
@@ -80,8 +81,7 @@ def save_pareto(
         OutputError: the file cannot be written.
     """
     path = Path(path)
-    if path.suffix not in _SUFFIXES:
-        raise UnsupportedError(f"cannot draw bubble against peak as {path.name!r}: end it in {' or '.join(_SUFFIXES)}")
+    check_suffix(path, SUFFIXES, "bubble against peak")
     if not points:
         raise UnsupportedError("no schedule is left to draw; ask for fewer conditions")
     try:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,8 @@ from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner.feasibility import feasible
 from megatron_pipemem.planner.loading import check_key, load, locate, override, parse_override, read_raw, typed
 from megatron_pipemem.planner.runs import Run
+
+_MOST_POINTS = 10_000
 
 Settings = dict[str, Any]
 """Dotted key of a run -> value."""
@@ -92,12 +95,13 @@ def label(settings: Settings) -> str:
     return ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items()) or "the run itself"
 
 
-def load_points(path: str | Path, overrides: Sequence[str] = ()) -> list[Point]:
+def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool = False) -> list[Point]:
     """The points of a grid's file, feasible or not, filters applied.
 
     Args:
         path: the file, or the name of a grid.
         overrides: ``key=value`` for the runs of all points, as under ``set``.
+        any_size: see ``feasible``.
 
     Raises:
         ConfigError: the file, or the run it starts from, is wrong; it names a key that runs do not have; no point is a run;
@@ -109,6 +113,9 @@ def load_points(path: str | Path, overrides: Sequence[str] = ()) -> list[Point]:
     given = dict(map(parse_override, overrides))
     _check_keys(grid, given, grid_file)
     common = flat(grid.set) | given
+    count = max(1, len(grid.points)) * math.prod(map(len, grid.product.values()))
+    if count > _MOST_POINTS:
+        raise ConfigError(f"makes {count:,} points; give at most {_MOST_POINTS:,}", key="product", file=grid_file)
     rows = [dict(zip(grid.product, values, strict=True)) for values in itertools.product(*grid.product.values())]
     settings = [flat({**entry, **row}) for entry, row in itertools.product(grid.points or [{}], rows)]
     changes = [common | each for each in settings]
@@ -116,16 +123,30 @@ def load_points(path: str | Path, overrides: Sequence[str] = ()) -> list[Point]:
     able = [run for run in runs if isinstance(run, Run)]
     if not able:
         raise ConfigError(f"no point is a run: {runs[0]}", file=grid_file)
+    _check_different(settings, runs, grid_file)
     kept = _filter(grid, grid_file, base, changes, able)
     points: list[Point] = []
     for own, everything, run in zip(settings, changes, runs, strict=True):
         if isinstance(run, ConfigError):
             points.append(Point(len(points), own, everything, base.file, None, str(run)))
         elif kept(run):
-            points.append(Point(len(points), own, everything, base.file, run, feasible(run)))
+            points.append(Point(len(points), own, everything, base.file, run, feasible(run, any_size)))
     if not points:
         raise ConfigError("its filters leave no point", file=grid_file)
     return points
+
+
+def _check_different(settings: Sequence[Settings], runs: Sequence[Run | ConfigError], file: Path) -> None:
+    """Training a run twice tells nothing new."""
+    first: dict[str, int] = {}
+    for index, run in enumerate(runs):
+        twin = first.setdefault(repr(run), index) if isinstance(run, Run) else index
+        if twin != index:
+            raise ConfigError(
+                f"points {twin} ({label(settings[twin])}) and {index} ({label(settings[index])}) are the same run; leave one "
+                "out",
+                file=file,
+            )
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Settings:

@@ -20,7 +20,7 @@ from typing import IO, Any
 import yaml
 
 from megatron_pipemem.errors import ConfigError, UnsupportedError
-from megatron_pipemem.files import write_whole
+from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.planner.grid.config import Point, Settings, label, placed
 from megatron_pipemem.planner.grid.results import Result, collect, read_result, write_result
 from megatron_pipemem.planner.loading import load
@@ -63,6 +63,12 @@ class Store:
 
     def run_file(self, index: int) -> Path:
         return self.place(index) / "run.yaml"
+
+    def check_place(self) -> None:
+        """Raises:
+        OutputError: there can be no such folder.
+        """
+        check_writable(self.folder / ".lock")
 
     def create(self, source: Path, points: Sequence[Point]) -> None:
         """Write every point's run, and the result of those that are not worth starting.

@@ -1,0 +1,73 @@
+"""What a command refuses before it computes anything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.files import check_suffix, check_writable
+from megatron_pipemem.schedule.size import check_affordable
+
+Yes = Annotated[bool, typer.Option("--yes", help="Go on although it takes long, or much memory.")]
+
+
+def check_counts(devices: int, microbatches: int) -> None:
+    """Raises UnsupportedError when there is no pipeline of this size."""
+    for count, what in ((devices, "--devices"), (microbatches, "--microbatches")):
+        if count < 1:
+            raise UnsupportedError(f"{what} must be at least 1, not {count}")
+
+
+def check_size(devices: int, microbatches: int, chunks: int, yes: bool) -> None:
+    """Ask before what takes long.
+
+    Args:
+        devices: ``p``.
+        microbatches: ``m``.
+        chunks: stages per device.
+        yes: whether the user wants it all the same.
+
+    Raises:
+        UnsupportedError: there is no pipeline of this size, or it is too large; it says what it would take.
+    """
+    check_counts(devices, microbatches)
+    if not yes:
+        check_affordable(devices, microbatches, chunks, f"--devices {devices} and --microbatches {microbatches} make")
+
+
+def check_output(path: Path | None, suffixes: Sequence[str], what: str) -> None:
+    """Ask whether a file can be written, before what is to be in it is computed.
+
+    Raises:
+        UnsupportedError: its name does not say which format.
+        OutputError: it cannot be written.
+    """
+    if path is not None:
+        check_suffix(path, suffixes, what)
+        check_writable(path)
+
+
+def check_seconds(flag: str, seconds: float) -> None:
+    """Raises UnsupportedError: no search can take so long."""
+    if not 0 <= seconds < math.inf:
+        raise UnsupportedError(f"{flag} {seconds:g}: give a number of seconds, 0 or more")
+
+
+def check_layers(layers: int | None, stages: int) -> None:
+    """Raises UnsupportedError: a model of so many layers has not that many stages."""
+    if layers is not None and layers < stages:
+        raise UnsupportedError(
+            f"--layers {layers}: the schedule cuts the model into {stages} stages, which hold at least a layer each; give "
+            "more layers, or fewer --devices or --chunks"
+        )
+
+
+def check_port(flag: str, port: int) -> None:
+    """Raises UnsupportedError: it is no port."""
+    if not 0 < port < 1 << 16:
+        raise UnsupportedError(f"{flag} {port}: give a port, from 1 to {(1 << 16) - 1}")

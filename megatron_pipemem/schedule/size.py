@@ -1,0 +1,80 @@
+"""What schedules take to be built, proved and simulated, told from their size alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_pipemem.errors import UnsupportedError
+
+_ACTION_SECONDS, _ACTION_BYTES = 60e-6, 500
+"""Of one core of 2024, to build, prove and simulate."""
+_DEVICE_SECONDS = 1e-6
+"""Times the cube of the number of devices: families that fit their order to times and memory weigh all of them."""
+LARGE_SECONDS, LARGE_BYTES = 60, 2 << 30
+
+
+@dataclass(frozen=True)
+class Size:
+    """Args:
+    actions: of all devices in a step.
+    seconds: of a core.
+    nbytes: of memory.
+    """
+
+    actions: int
+    seconds: float
+    nbytes: float
+
+    @property
+    def is_large(self) -> bool:
+        """Whether somebody should be asked first."""
+        return self.seconds > LARGE_SECONDS or self.nbytes > LARGE_BYTES
+
+    def __str__(self) -> str:
+        return f"{self.actions:,} actions, about {_rounded(self.nbytes)} of memory and {_lasting(self.seconds)}"
+
+
+def estimated(devices: int, microbatches: int, chunks: int) -> Size:
+    """Within a factor of three or so. Searches keep to the time that they are given.
+
+    Args:
+        devices: ``p``.
+        microbatches: ``m``.
+        chunks: stages per device.
+    """
+    actions = 3 * devices * microbatches * chunks
+    seconds = actions * _ACTION_SECONDS + _DEVICE_SECONDS * devices**3
+    return Size(actions, seconds, actions * _ACTION_BYTES)
+
+
+def check_affordable(devices: int, microbatches: int, chunks: int, what: str) -> None:
+    """Refuse what somebody should be asked about first.
+
+    Args:
+        devices: ``p``.
+        microbatches: ``m``.
+        chunks: stages per device.
+        what: is so large, for the message: ``"--devices 9 and --microbatches 9 make"``.
+
+    Raises:
+        UnsupportedError: it takes long, or much memory; the message says how much.
+    """
+    size = estimated(devices, microbatches, chunks)
+    if size.is_large:
+        raise UnsupportedError(
+            f"{what} {size}; take fewer (a tenth of the microbatches tells nearly as much), or go on with --yes"
+        )
+
+
+def _rounded(nbytes: float) -> str:
+    for exponent, letter in ((4, "T"), (3, "G"), (2, "M")):
+        if nbytes >= 1 << 10 * exponent:
+            return f"{nbytes / (1 << 10 * exponent):,.3g} {letter}iB"
+    return "1 MiB"
+
+
+def _lasting(seconds: float) -> str:
+    for length, name in ((365 * 86400, "years"), (86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.3g} {name}"
+    return f"{seconds:.0f} seconds"

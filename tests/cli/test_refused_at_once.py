@@ -1,0 +1,124 @@
+"""What a command refuses before it computes anything, in one sentence."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_pipemem.schedule.size import estimated
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "configs" / "runs" / "tiny-cpu.yaml"
+SMALL = ("1f1b", "-p", 4, "-m", 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("simulate", *SMALL, "--offload-ratio", 1), "--offload-ratio 1 says how fast"),
+        (("simulate", "auto", "-p", 4, "-m", 8, "--offload-ratio", 1), "give --offload too"),
+        (("show", *SMALL, "--offload-ratio", 1), "give --offload too"),
+        (("simulate", *SMALL, "--host-memory", 1), "--host-memory 1 bounds what --offload sends"),
+        (("simulate", *SMALL, "--layers", 3), "--layers 3: the schedule cuts the model into 4 stages"),
+        (("simulate", "v-half", "-p", 4, "-m", 8, "--layers", 7), "into 8 stages"),
+        (("simulate", *SMALL, "--costs", "1e308,1,1"), "cost of F is 1e+308; give finite numbers of at most 1e+30"),
+        (("simulate", *SMALL, "--p2p", "1e308"), "p2p is 1e+308; give finite numbers"),
+        (("simulate", *SMALL, "--head-cost", "1e308"), "give a number from 0 to 1e+30"),
+        (("simulate", *SMALL, "--memory-cap", "1e308"), "memory cap '1e308'"),
+        (("simulate", "auto", "-p", 4, "-m", 8, "--memory-cap", "6gb"), "for 6gb take 6GiB, if that was meant"),
+        (("pareto", "-p", 2, "-m", 4, "--seconds", -1), "--seconds -1: give a number of seconds"),
+        (("pareto", "-p", 2, "-m", 4, "--seconds", "nan"), "--seconds nan"),
+        (("pareto", "-p", 4, "-m", 4, "--layers", 3), "--layers 3"),
+        (("pareto", "-p", 8, "-m", 64, "--output", "x.html"), "end it in .png or .svg"),
+        (("report", ROOT, "--output", "x.html"), "end it in .png or .svg"),
+        (("plan", TINY, "--output", "x.csv"), "end it in .yaml or .yml"),
+        (("plan", TINY, "--memory", "60gb"), "--memory '60gb': give a number of bytes, as in 60GiB"),
+        (("plan", TINY, "--search-seconds", "inf"), "--search-seconds inf"),
+        (("launch", TINY, "--nodes", 0), "--nodes 0: give at least 1"),
+        (("launch", TINY, "--master-port", 0), "--master-port 0: give a port"),
+        (("launch", TINY, "--master-port", 65536), "--master-port 65536: give a port"),
+        (("launch", TINY, "--set", "cluster.tflops=.inf"), "key cluster.tflops: is inf; give at most"),
+        (("launch", TINY, "--set", "parallelism.tp=1000000000000"), "give a whole number of at most 1,000,000"),
+        (("grid", ROOT / "configs" / "grids" / "tiny-cpu.yaml", "--sbatch=-p"), "--sbatch=-p is for --launcher slurm"),
+        (("profile", "--model", "tiny-gpt", "--formulas", "--stages", 11), "11 stages are more than the model's"),
+        (("profile", TINY, "--formulas", "--tp", 2), "--tp is said by the run"),
+        (("check", ROOT), "Is a directory"),
+    ],
+)
+def test_what_makes_no_sense(refuses, arguments, says):
+    assert says in refuses(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ("simulate", "1f1b", "-p", 4, "-m", 100_000_000),
+            "1,200,000,000 actions, about 559 GiB of memory and 20 hours",
+        ),
+        (("simulate", "1f1b", "-p", 100_000, "-m", 4), "--devices 100000 and --microbatches 4 make"),
+        (("simulate", "auto", "-p", 4, "-m", 100_000_000), "actions"),
+        (("simulate", "interleaved", "-p", 4, "-m", 8, "-v", 1_000_000), "actions"),
+        (("simulate", "seq1f1b", "-p", 4, "-m", 8, "-o", "pieces=1000000"), "actions"),
+        (("show", "1f1b", "-p", 4, "-m", 100_000_000), "actions"),
+        (("convert", "1f1b", "x.csv", "-p", 4, "-m", 100_000_000), "actions"),
+        (("pareto", "-p", 4, "-m", 100_000_000), "actions"),
+        (("check", "FILE", "-m", 100_000_000), "actions"),
+        (("plan", TINY, "--set", "parallelism.global_batch=100000000"), "a global batch of 100000000 on up to 8"),
+        (("launch", TINY, "--set", "parallelism.global_batch=100000000"), "a global batch of 100000000 on 4"),
+    ],
+)
+def test_what_takes_long_is_asked_about(refuses, tmp_path, arguments, says):
+    file = tmp_path / "two.csv"
+    file.write_text("0F0,0B0\n1F0,1B0\n")
+    began = time.monotonic()
+    line = refuses(*(file if each == "FILE" else each for each in arguments))
+    assert says in line and line.endswith("or go on with --yes"), line
+    assert time.monotonic() - began < 20  # of a busy core
+
+
+def test_with_yes_it_goes_on(pipemem, monkeypatch):
+    monkeypatch.setattr("megatron_pipemem.schedule.size.LARGE_SECONDS", 0)
+    assert pipemem("simulate", *SMALL).exit_code == 2
+    assert pipemem("simulate", *SMALL, "--yes").exit_code == 0
+
+
+def test_sizes_that_people_train_with_are_not_asked_about():
+    for p, m, v in ((16, 1024, 2), (64, 512, 2), (128, 128, 2), (8, 4096, 2)):
+        assert not estimated(p, m, v).is_large, (p, m, v)
+
+
+def test_folders_and_full_disks(refuses, tmp_path):
+    folder, file = tmp_path / "folder.yaml", tmp_path / "file"
+    folder.mkdir()
+    file.write_text("kept")
+    for arguments in (
+        ("plan", TINY, "--output", folder),
+        ("plan", TINY, "--output", "/proc/x.yaml"),
+        ("plan", TINY, "--output", file / "x.yaml"),
+        ("profile", "--model", "tiny-gpt", "--formulas", "--output", tmp_path),
+        ("profile", "--model", "tiny-gpt", "--formulas", "--output", "/proc/x.json"),
+        ("grid", ROOT / "configs" / "grids" / "tiny-cpu.yaml", "--output", file),
+        ("convert", *SMALL[:1], file / "x.csv", *SMALL[1:]),
+        ("show", *SMALL, "--output", "/proc/x.png"),
+        ("pareto", "-p", 2, "-m", 4, "--output", "/proc/x.png"),
+    ):
+        assert refuses(*arguments).startswith("error: cannot write "), arguments
+    assert file.read_text() == "kept" and not list(folder.iterdir())
+
+
+def test_json_is_json(pipemem, tmp_path):
+    """The largest prices there may be."""
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"forward": 1e30, "backward_input": 1e30, "backward_weight": 0, "p2p": 1e30}))
+    for name in ("1f1b", "v-half", "zb-auto"):
+        done = pipemem("simulate", name, "-p", 4, "-m", 8, "--costs", costs, "--json")
+        assert done.exit_code == 0, done.output
+
+        def refuse(constant: str) -> None:
+            raise AssertionError(constant)
+
+        assert json.loads(done.stdout, parse_constant=refuse)["makespan"] > 1e31
