@@ -79,7 +79,8 @@ def check_suffix(path: str | Path, suffixes: Sequence[str], what: str) -> None:
         UnsupportedError: it does not.
     """
     if Path(path).suffix not in suffixes:
-        raise UnsupportedError(f"cannot write {what} as {Path(path).name!r}: end it in {' or '.join(suffixes)}")
+        known = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
+        raise UnsupportedError(f"cannot write {what} as {Path(path).name!r}: end it in {known}")
 
 
 def check_writable(path: str | Path) -> None:

@@ -103,12 +103,12 @@ def test_pareto_refuses_sizes_that_are_none(refuses):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ('{"forward": NaN}', "finite numbers"),
-        ('{"backward_weight": [1, Infinity]}', "finite numbers"),
+        ('{"forward": NaN}', "NaN is no number of JSON"),
+        ('{"backward_weight": [1, Infinity]}', "Infinity is no number of JSON"),
         ('{"forward": 0, "backward_input": 0, "backward_weight": 0}', "all passes cost 0"),
         ('{"p2p": -1}', "one number of at least 0"),
-        ('{"p2p": [1, 2]}', "one number of at least 0"),
-        ('{"memory": {"F": NaN, "W": -1}}', "memory of F"),
+        ('{"p2p": [1, 2]}', "p2p is [1, 2]; give a number"),
+        ('{"memory": {"F": 1e300, "W": -1}}', "memory.F is 1e+300"),
     ],
 )
 def test_a_file_of_costs_that_are_no_costs_is_refused_in_one_line(refuses, tmp_path, text, why):

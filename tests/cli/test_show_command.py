@@ -66,7 +66,7 @@ def test_a_lowered_file_of_torch_is_simulated_and_drawn_like_its_schedule(pipeme
 @pytest.mark.parametrize("name", ["picture.pdf", "picture", "picture.PNGX"])
 def test_other_suffixes_name_the_known(refuses, tmp_path, name):
     message = refuses("show", "1f1b", "-p", 2, "-m", 2, "--output", tmp_path / name)
-    assert ".png, .svg, .html, .json" in message
+    assert ".png, .svg, .html or .json" in message
     assert not list(tmp_path.iterdir())
 
 

@@ -120,8 +120,8 @@ def test_memory_cap(pipemem_json, refuses):
     [
         (("v-hlaf", "-p", 4, "-m", 8), "did you mean 'v-half'"),
         (("1F1B", "-p", 4, "-m", 8), "did you mean '1f1b'"),
-        (("1f1b", "-p", 0, "-m", 8), "num_devices must be a whole number of at least 1, not 0"),
-        (("1f1b", "-p", 4, "-m", 0), "num_microbatches must be a whole number of at least 1, not 0"),
+        (("1f1b", "-p", 0, "-m", 8), "--devices must be at least 1, not 0"),
+        (("1f1b", "-p", 4, "-m", 0), "--microbatches must be at least 1, not 0"),
         (("1f1b", "-p", -3, "-m", 8), "not -3"),
         (("1f1b", "-p", 4), "--microbatches"),
         (("1f1b", "-m", 4), "--devices"),

@@ -203,7 +203,7 @@ def test_a_run_of_one_action_pair_can_be_drawn(run, tmp_path, suffix):
 
 @pytest.mark.parametrize("name", ["run.pdf", "run", "png"])
 def test_other_suffixes_are_refused_by_naming_the_known(run, tmp_path, name):
-    with pytest.raises(UnsupportedError, match=r"\.png, \.svg, \.html, \.json"):
+    with pytest.raises(UnsupportedError, match=r"\.png, \.svg, \.html or \.json"):
         save_timeline(run("1f1b", 1, 1), tmp_path / name)
 
 
