@@ -19,7 +19,7 @@ from rich.console import Console
 
 from megatron_pipemem.cli.checks import Yes
 from megatron_pipemem.cli.common import INTERRUPTED, Json, print_json, report_error, report_note
-from megatron_pipemem.cli.launch import Set
+from megatron_pipemem.cli.launch import Set, check_script_flags
 from megatron_pipemem.cli.progress import duration, showing
 from megatron_pipemem.cli.report import show
 from megatron_pipemem.errors import UnsupportedError
@@ -66,6 +66,9 @@ def grid(
     if launcher != "print":
         store.check_place()
     points = load_points(grid_file, overrides or (), yes)
+    for point in points:
+        if point.run is not None:
+            check_script_flags(point.run)
     if launcher == "print":
         _print_commands(points, store, as_json)
         return

@@ -58,6 +58,7 @@ def launch(
     run = load(run_file, Run, overrides or ())
     if (reason := feasible(run, yes)) is not None:
         fail(UnsupportedError(f"{run_file}: {reason}"))
+    check_script_flags(run)
     if nodes is not None and nodes < 1:
         raise UnsupportedError(f"--nodes {nodes}: give at least 1, or leave it out for as few as the ranks fill")
     check_port("--master-port", master_port)
@@ -73,3 +74,11 @@ def launch(
     else:
         sys.stdout.flush()
         os.execvpe(started.words[0], started.words, {**os.environ, **started.environment})
+
+
+def check_script_flags(run: Run) -> None:
+    """Raises ConfigError when Megatron would refuse a run's flags on every rank. A script of the user's own may know more."""
+    if run.script is None:
+        from megatron_pipemem.mcore.known_flags import check_flags
+
+        check_flags(run.flags)

@@ -38,16 +38,39 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         UnknownScheduleError: no such schedule.
         ScheduleError: a schedule file that must not run.
     """
-    planned = _Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
-    planned.add_argument(
-        "--pipemem-plan",
-        metavar="FILE",
-        help="add what pipemem plan --output wrote: parallelism, layout, schedule; other flags may repeat it, not contradict",
-    )
-    plan, arguments = planned.parse_known_args(arguments)
+    plan, arguments = _plan_parser().parse_known_args(arguments)
     if plan.pipemem_plan is not None:
         arguments = add_planned_flags(plan.pipemem_plan, arguments)
-    parser = _Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS, parents=[planned])
+    parser = flag_parser()
+    found, others = parser.parse_known_args(arguments)
+    unknown = [argument for argument in others if argument.startswith("--pipemem-")]
+    if unknown:
+        parser.error(f"unknown flag {unknown[0]}")
+    if len(others) == len(arguments):
+        return None, others
+    if found.pipemem_schedule is None:
+        parser.error("--pipemem-schedule is missing")
+    settings = Settings(
+        found.pipemem_schedule,
+        memory_cap=found.pipemem_memory_cap and _units_or_text(found.pipemem_memory_cap),
+        costs=found.pipemem_costs,
+        trace=found.pipemem_trace,
+        report=found.pipemem_report,
+        options=parse_options("--pipemem-option", found.pipemem_option),
+        offload=found.pipemem_offload,
+        host_memory=found.pipemem_host_memory,
+        recompute=found.pipemem_recompute,
+        offload_options=parse_options("--pipemem-offload-option", found.pipemem_offload_option),
+        vocab_parallel=found.pipemem_vocab_parallel,
+        vocab_piece_tokens=found.pipemem_vocab_piece_tokens,
+    )
+    source_for(settings)
+    return settings, others
+
+
+def flag_parser() -> argparse.ArgumentParser:
+    """What knows all flags of the plugin."""
+    parser = _Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS, parents=[_plan_parser()])
     parser.add_argument("--pipemem-schedule", metavar="NAME|FILE.csv|auto|stock", help="which schedule to run")
     parser.add_argument(
         "--pipemem-memory-cap",
@@ -105,30 +128,17 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
     parser.add_argument(
         "--pipemem-option", metavar="KEY=VALUE", action="append", default=[], help="option of the schedule"
     )
-    found, others = parser.parse_known_args(arguments)
-    unknown = [argument for argument in others if argument.startswith("--pipemem-")]
-    if unknown:
-        parser.error(f"unknown flag {unknown[0]}")
-    if len(others) == len(arguments):
-        return None, others
-    if found.pipemem_schedule is None:
-        parser.error("--pipemem-schedule is missing")
-    settings = Settings(
-        found.pipemem_schedule,
-        memory_cap=found.pipemem_memory_cap and _units_or_text(found.pipemem_memory_cap),
-        costs=found.pipemem_costs,
-        trace=found.pipemem_trace,
-        report=found.pipemem_report,
-        options=parse_options("--pipemem-option", found.pipemem_option),
-        offload=found.pipemem_offload,
-        host_memory=found.pipemem_host_memory,
-        recompute=found.pipemem_recompute,
-        offload_options=parse_options("--pipemem-offload-option", found.pipemem_offload_option),
-        vocab_parallel=found.pipemem_vocab_parallel,
-        vocab_piece_tokens=found.pipemem_vocab_piece_tokens,
+    return parser
+
+
+def _plan_parser() -> argparse.ArgumentParser:
+    planned = _Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    planned.add_argument(
+        "--pipemem-plan",
+        metavar="FILE",
+        help="add what pipemem plan --output wrote: parallelism, layout, schedule; other flags may repeat it, not contradict",
     )
-    source_for(settings)
-    return settings, others
+    return planned
 
 
 # With these, Megatron takes the sizes of the model from elsewhere, and its own checks and those of the built model must do.

@@ -1,0 +1,118 @@
+"""The flags that a run hands to Megatron, asked of Megatron's own parser before any rank starts."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.files import write_whole
+from megatron_pipemem.mcore import is_installed
+from megatron_pipemem.reading import read_json
+from megatron_pipemem.schedule.search.cache import default_folder
+
+logger = logging.getLogger(__name__)
+
+# In a process of its own: importing Megatron takes seconds and leaves much behind.
+_ASK = """
+import argparse, json, logging, warnings
+warnings.simplefilter("ignore")
+from megatron.training.arguments import add_megatron_arguments
+from megatron_pipemem.mcore.flags import flag_parser
+parser = argparse.ArgumentParser(allow_abbrev=False)
+add_megatron_arguments(parser)
+known = {}
+for action in [*parser._actions, *flag_parser()._actions]:
+    for name in action.option_strings:
+        known[name] = {
+            "choices": action.choices and [str(each) for each in action.choices],
+            "type": getattr(action.type, "__name__", None),
+            "bare": action.nargs == 0,
+        }
+print("FLAGS " + json.dumps(known))
+"""
+_SECONDS = 120
+
+
+def check_flags(flags: Mapping[str, Any]) -> None:
+    """Refuse what the training script of this repository would refuse on every rank.
+
+    Args:
+        flags: name without dashes in front -> value, as ``Run.flags``.
+
+    Raises:
+        ConfigError: Megatron has no such flag, or takes another value; it names the key.
+    """
+    known = known_flags()
+    for name, value in flags.items() if known else ():
+        flag = known.get(f"--{name}")
+        if flag is None:
+            near = difflib.get_close_matches(f"--{name}", known, n=1)
+            hint = f"did you mean {near[0][2:]!r}?" if near else "see the training script's --help"
+            raise ConfigError(f"Megatron has no flag --{name}; {hint}", key=f"megatron.{name}")
+        if value is None or isinstance(value, bool):
+            continue
+        if flag["bare"]:
+            raise ConfigError(f"is {value!r}, and --{name} takes no value; give true or false", key=f"megatron.{name}")
+        for each in map(str, value if isinstance(value, list | tuple) else [value]):
+            if flag["choices"] and each not in flag["choices"]:
+                raise ConfigError(f"is {each!r}; give {' or '.join(flag['choices'])}", key=f"megatron.{name}")
+            if not _reads(each, flag["type"]):
+                raise ConfigError(f"is {each!r}; --{name} takes numbers ({flag['type']})", key=f"megatron.{name}")
+
+
+@lru_cache(maxsize=1)
+def known_flags() -> dict[str, dict[str, Any]]:
+    """Every flag of Megatron's parser and ours, with its choices, its type and whether it takes no value.
+
+    Kept by the versions of both; nothing where there is no Megatron, or where its parser cannot be asked.
+    """
+    if not is_installed():
+        return {}
+    path = default_folder() / f"flags-{_version('megatron-core')}-{_version('megatron-pipemem')}.json"
+    try:
+        return read_json(path, "Megatron's flags")
+    except ConfigError:  # not there yet, or cut short
+        pass
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        logger.warning("Megatron's parser was not asked about flags: %s", error)
+        return {}
+    told = [line for line in done.stdout.splitlines() if line.startswith("FLAGS ")]
+    if done.returncode or not told:
+        logger.warning(
+            "Megatron's parser was not asked about flags: %s", (done.stderr.strip().splitlines() or ["?"])[-1]
+        )
+        return {}
+    known = json.loads(told[-1].removeprefix("FLAGS "))
+    with suppress(OSError):  # it is asked again
+        write_whole(path, json.dumps(known))
+    return known
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "0"
+
+
+def _reads(text: str, kind: str | None) -> bool:
+    if kind not in ("int", "float"):
+        return True
+    try:
+        {"int": int, "float": float}[kind](text)
+    except ValueError:
+        return False
+    return True

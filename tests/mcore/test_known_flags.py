@@ -1,0 +1,58 @@
+"""Flags that Megatron would refuse on every rank are refused before there is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from typer.testing import CliRunner
+
+from megatron_pipemem.cli.app import app
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.mcore.known_flags import check_flags, known_flags
+
+ROOT = Path(__file__).parents[2]
+TINY = ROOT / "configs" / "runs" / "tiny-cpu.yaml"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({"lrr": 0.1}, "Megatron has no flag --lrr; did you mean 'lr'?"),
+        ({"pipemem-reprot": "x"}, "did you mean 'pipemem-report'?"),
+        ({"lr": "fast"}, "key megatron.lr: is 'fast'; --lr takes numbers"),
+        ({"optimizer": "sdg"}, "is 'sdg'; give adam or sgd"),
+        ({"log-throughput": 3}, "is 3, and --log-throughput takes no value"),
+    ],
+)
+def test_what_megatron_would_refuse(flags, says):
+    assert len(known_flags()) > 300
+    with pytest.raises(ConfigError, match="(?s).*".join(map(str, [says.split("(")[0].replace("?", ".")]))):
+        check_flags(flags)
+
+
+def test_what_megatron_takes():
+    check_flags({"lr": 1e-4, "optimizer": "sgd", "log-throughput": True, "split": None, "data-path": [1, "a"]})
+
+
+def test_launch_and_grid_ask_but_for_a_script_of_the_users_own(tmp_path):
+    def launch(*changes: str):
+        sets = [word for change in ("megatron.my_flag=3", *changes) for word in ("--set", change)]
+        return CliRunner().invoke(app, ["launch", str(TINY), "--print", *sets])
+
+    assert "Megatron has no flag --my-flag" in launch().stderr
+    script = tmp_path / "mine.py"
+    script.write_text("")
+    assert "--my-flag 3" in launch(f"script={script}").stdout
+    grid = [
+        "grid",
+        str(ROOT / "configs" / "grids" / "tiny-cpu.yaml"),
+        "--set",
+        "megatron.my_flag=3",
+        "--launcher",
+        "print",
+    ]
+    assert "Megatron has no flag --my-flag" in CliRunner().invoke(app, grid).stderr
