@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from megatron_pipemem.errors import ConfigError
@@ -77,11 +80,14 @@ def known_flags() -> dict[str, dict[str, Any]]:
     """
     if not is_installed():
         return {}
-    path = default_folder() / f"flags-{_version('megatron-core')}-{_version('megatron-pipemem')}.json"
+    ours = hashlib.sha256(Path(__file__).with_name("flags.py").read_bytes()).hexdigest()[:12]
     try:
+        path = default_folder() / f"flags-{_version('megatron-core')}-{ours}.json"
         return read_json(path, "Megatron's flags")
     except ConfigError:  # not there yet, or cut short
         pass
+    except OSError:  # no place for it
+        path = Path(os.devnull)
     try:
         done = subprocess.run(
             [sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=_SECONDS, check=False
