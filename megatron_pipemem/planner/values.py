@@ -14,8 +14,8 @@ def converted(value: Any, hint: Any) -> Any:
 
     Args:
         value: as YAML or JSON gives it.
-        hint: ``Any``, ``bool``, ``int``, ``float``, ``str``, ``Literal``, ``tuple[T, ...]``, ``list[T]``, ``dict[str, T]``, or one of them
-            with ``| None``. For a dataclass nothing but ``None`` fits: whoever knows its fields converts them.
+        hint: ``Any``, ``bool``, ``int``, ``float``, ``str``, ``Literal``, ``tuple[T, ...]``, ``list[T]``, ``dict[str, T]``, or
+            one of them with ``| None``. For a dataclass nothing but ``None`` fits: whoever knows its fields converts them.
 
     Raises:
         ValueError: it does not fit; the message says what would.
