@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -11,12 +11,17 @@ from typer.core import TyperGroup
 from megatron_pipemem import __version__
 from megatron_pipemem.cli import check, convert, grid, launch, pareto, plan, profile, report, schedules, show, simulate
 from megatron_pipemem.cli.common import INTERRUPTED, fail, report_error
+from megatron_pipemem.cli.examples import CommandWithExamples, RunCommand, markup
 from megatron_pipemem.errors import PipememError
 
 
 class _Group(TyperGroup):
+    def format_help(self, ctx: typer.Context, formatter: Any) -> None:
+        self.rich_markup_mode = markup()
+        super().format_help(ctx, formatter)
+
     def invoke(self, ctx: typer.Context) -> object:
-        """Run the command; a user's error or an interrupt, ends in one line on stderr, never in a traceback."""
+        """Run the command; a user's error or an interrupt ends in one line on stderr, never in a traceback."""
         try:
             return super().invoke(ctx)
         except PipememError as error:
@@ -30,24 +35,28 @@ app = typer.Typer(
     name="pipemem",
     cls=_Group,
     help="Pipeline schedules with controllable memory for stock Megatron-Core.",
+    epilog="pipemem COMMAND --help shows examples; pipemem --install-completion lets the shell complete names.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-app.command("schedules")(schedules.schedules)
-app.command("simulate")(simulate.simulate)
-app.command("show")(show.show)
-app.command("pareto")(pareto.pareto)
-app.command("check")(check.check)
-app.command("convert")(convert.convert)
-app.command("plan")(plan.plan_command)
-app.command("profile")(profile.profile)
-app.command("launch")(launch.launch)
+for _name, _command in (
+    ("schedules", schedules.schedules),
+    ("simulate", simulate.simulate),
+    ("show", show.show),
+    ("pareto", pareto.pareto),
+    ("check", check.check),
+    ("convert", convert.convert),
+    ("plan", plan.plan_command),
+    ("profile", profile.profile),
+    ("launch", launch.launch),
+    ("grid", grid.grid),
+    ("report", report.report),
+):
+    app.command(_name, cls=CommandWithExamples)(_command)
 app.command("unfinished", hidden=True)(launch.unfinished)
-app.command("grid")(grid.grid)
 app.command("grid-result", hidden=True)(grid.grid_result)
-app.command("report")(report.report)
 
 
 def _print_version(wanted: bool) -> None:
@@ -66,11 +75,11 @@ def _options(
 
 
 # Whatever follows the script is the script's, whether or not it looks like a flag of ours.
-@app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command("run", cls=RunCommand, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def _run(
     script: Annotated[Path, typer.Argument(help="A Megatron training script, for example pretrain_gpt.py.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(help="Flags of the script, and our --pipemem-* flags.")
+        list[str] | None, typer.Argument(help="Flags of the script, and the --pipemem-* flags below.")
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Run CUDA-only Megatron on CPU ranks over gloo.")] = False,
 ) -> None:

@@ -8,21 +8,16 @@ import os
 from itertools import pairwise
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.offloading import DEFAULT_HOST_SHARE
 from megatron_pipemem.mcore.plan_file import add_planned_flags
 from megatron_pipemem.mcore.plugin import Settings, source_for
 from megatron_pipemem.planner import cut_flags
+from megatron_pipemem.planner.run_flags import Parser, flag_parser, plan_parser
 from megatron_pipemem.planner.search import layout
 from megatron_pipemem.schedule.model_cut import check_cut, placements_of
-from megatron_pipemem.schedule.options import OFF, OFFLOAD, RECOMPUTE, STOCK, VOCABULARY, parse_options
+from megatron_pipemem.schedule.options import STOCK, parse_options
 from megatron_pipemem.schedule.request import FILE_SUFFIX
 
 logger = logging.getLogger(__name__)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UnsupportedError(f"{message}; the flags are:\n{self.format_help()}")
 
 
 def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
@@ -38,7 +33,7 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         UnknownScheduleError: no such schedule.
         ScheduleError: a schedule file that must not run.
     """
-    plan, arguments = _plan_parser().parse_known_args(arguments)
+    plan, arguments = plan_parser().parse_known_args(arguments)
     if plan.pipemem_plan is not None:
         arguments = add_planned_flags(plan.pipemem_plan, arguments)
     parser = flag_parser()
@@ -68,79 +63,6 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
     return settings, others
 
 
-def flag_parser() -> argparse.ArgumentParser:
-    """What knows all flags of the plugin."""
-    parser = _Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS, parents=[_plan_parser()])
-    parser.add_argument("--pipemem-schedule", metavar="NAME|FILE.csv|auto|stock", help="which schedule to run")
-    parser.add_argument(
-        "--pipemem-memory-cap",
-        metavar="X|XGiB|XMiB|XB|X,X,...",
-        help="the most a rank may hold: activation units, or, with auto, bytes of activations; one for all pipeline ranks, or "
-        "one each",
-    )
-    parser.add_argument(
-        "--pipemem-costs",
-        metavar="unit|profile|FILE",
-        default="unit",
-        help="what passes take: equal, measured in the run, or as the JSON file says",
-    )
-    parser.add_argument(
-        "--pipemem-offload",
-        metavar="|".join(OFFLOAD),
-        default="off",
-        help="which activations wait on the host for their backward, beside what the schedule itself says",
-    )
-    parser.add_argument(
-        "--pipemem-host-memory",
-        metavar="XGiB",
-        help=f"host memory per node for that, shared by its ranks (default: {DEFAULT_HOST_SHARE:g} of what is available)",
-    )
-    parser.add_argument(
-        "--pipemem-recompute",
-        metavar="|".join(RECOMPUTE),
-        default="none",
-        help="what runs again before its backward: of every stage what is cheap (norms, activation functions, unfused "
-        "attention), or all; auto: whatever of these a memory cap needs, per stage",
-    )
-    parser.add_argument(
-        "--pipemem-offload-option",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="ratio, min_bytes, guard, switches, and bandwidth for CPU ranks",
-    )
-    parser.add_argument("--pipemem-trace", metavar="DIR", help="write timelines of plan and run")
-    parser.add_argument("--pipemem-report", metavar="FILE", help="write predicted and counted bytes, bubbles, losses")
-    parser.add_argument(
-        "--pipemem-vocab-parallel",
-        metavar="|".join(VOCABULARY),
-        default=OFF,
-        help="cut embedding and LM head over the pipeline's ranks, by Algorithm 1 (two barriers, two microbatches more in "
-        "flight) or Algorithm 2 (one barrier, one microbatch more) of arXiv 2411.05288; auto: whichever of the three the "
-        "model's sizes and layout, the costs and the cap call for",
-    )
-    parser.add_argument(
-        "--pipemem-vocab-piece-tokens",
-        metavar="N",
-        type=int,
-        help="compute the cut head's logits for N tokens at a time, which bounds what they take in fp32 (default: all)",
-    )
-    parser.add_argument(
-        "--pipemem-option", metavar="KEY=VALUE", action="append", default=[], help="option of the schedule"
-    )
-    return parser
-
-
-def _plan_parser() -> argparse.ArgumentParser:
-    planned = _Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
-    planned.add_argument(
-        "--pipemem-plan",
-        metavar="FILE",
-        help="add what pipemem plan --output wrote: parallelism, layout, schedule; other flags may repeat it, not contradict",
-    )
-    return planned
-
-
 # With these, Megatron takes the sizes of the model from elsewhere, and its own checks and those of the built model must do.
 _ELSEWHERE = ("yaml-cfg", "use-checkpoint-args")
 
@@ -155,7 +77,7 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
     flags = _values(arguments)
     if settings.schedule == STOCK or any(cut_flags.given(flags, name) for name in _ELSEWHERE):
         return arguments
-    parser = _Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser = Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     parser.add_argument("--num-layers", type=int)
     sizes, _ = parser.parse_known_args(arguments)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
+
+from megatron_pipemem.cli.app import app
+from megatron_pipemem.cli.examples import EXAMPLES
+from megatron_pipemem.planner import run_flags
 
 COMMANDS = ["schedules", "simulate", "show", "check", "convert", "run"]
 
@@ -83,3 +90,53 @@ def test_module_and_exit_code_of_a_real_process():
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: unknown schedule 'v-hlaf'; did you mean 'v-half'")
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_examples_of_help_are_whole_and_take_the_options_that_there_are(pipemem, monkeypatch, command):
+    commands = get_command(app).commands
+    for line, purpose in EXAMPLES[command]:
+        words = shlex.split(line)
+        assert purpose
+        if command != "run":
+            assert words[:2] == ["pipemem", command]
+            commands[command].make_context(command, words[2:])
+    for width in ("80", "60"):
+        monkeypatch.setenv("COLUMNS", width)
+        shown = pipemem(command, "--help").stdout
+        assert all(line in shown for line, _ in EXAMPLES[command]), "in one line, to be copied"
+        assert "…" not in shown and all(option in shown for option in _options(commands[command]))
+
+
+def _options(command) -> list[str]:
+    return [name for option in command.params for name in option.opts if name.startswith("--")]
+
+
+def test_every_command_has_examples(pipemem, monkeypatch):
+    shown = {name for name, command in get_command(app).commands.items() if not command.hidden}
+    assert shown == set(EXAMPLES)
+    monkeypatch.setenv("COLUMNS", "60")
+    help_text = pipemem("--help").stdout
+    assert "…" not in help_text and all(name in help_text for name in shown)
+
+
+def test_help_of_run_lists_the_flags_without_torch_or_megatron():
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'megatron', 'matplotlib', 'numpy'): sys.modules[name] = None\n"
+        "sys.argv = ['pipemem', 'run', '--help']\n"
+        "from megatron_pipemem.cli.app import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    flags = re.findall(r'"(--pipemem-[a-z-]+)"', Path(run_flags.__file__).read_text())
+    assert len(flags) > 12 and all(f"  {flag} " in done.stdout for flag in flags)
+
+
+def test_flags_of_runs_stand_in_one_place():
+    """What `run --help` shows is what a run takes."""
+    flags = pytest.importorskip("megatron_pipemem.mcore.flags")
+    assert (
+        flags.flag_parser is run_flags.flag_parser and 'add_argument("--pipemem' not in Path(flags.__file__).read_text()
+    )

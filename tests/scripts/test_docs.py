@@ -132,6 +132,8 @@ def test_commands_have_the_options_that_they_are_shown_with():
             if shown is None or "..." in line or "…" in line:
                 continue
             name, *arguments = shlex.split(shown[1], comments=True)
+            if name.startswith("-") or "--help" in arguments:  # typer's own, which end at once
+                continue
             try:
                 commands[name].make_context(name, arguments)
             except Exception as error:  # of typer's own copy of click, which has no public name
