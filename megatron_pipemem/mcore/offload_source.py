@@ -81,6 +81,7 @@ class OffloadSource(Source):
         self._answers: dict[tuple[Placement, int], OffloadSearchResult] = {}
         self.may_split = base.may_split
         self.may_offload = offloading.settings.mode != "off" or base.may_offload
+        self.may_recompute = offloading.settings.recompute != "none" or base.may_recompute
         self.is_round_robin = base.is_round_robin
         self.chunks = base.chunks
 

@@ -180,8 +180,7 @@ def enable(schedule: str, **settings) -> None:
         # Also where activations leave the device: stock's linear layers do not let their inputs go (``saved_as_is``).
         if source.may_split or source.may_offload:
             replacements.append((linear.LINEAR, linear.split_linear))
-        if source.may_split:
-            replacements += transformer_engine.replacements()
+        replacements += transformer_engine.replacements(source.may_split, source.may_recompute)
     if record is not None and linear.LINEAR not in (symbol for symbol, _ in replacements):
         replacements.append((linear.LINEAR, linear.countable_linear))
     if record is not None and is_imported("megatron.training.training"):

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from megatron.core.tensor_parallel import layers
+from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.planner import transformer_engine_refusals
 from megatron_pipemem.planner.cut_flags import FIRST_OR_LAST, is_folded
 from megatron_pipemem.schedule.placement import Placement
 
@@ -84,6 +87,35 @@ def check_sharing(config, schedule: str, placement: Placement) -> None:
             raise UnsupportedError(
                 f"{attribute} does not go with schedule {schedule} (placement {placement.name}): {FIRST_OR_LAST}"
             )
+
+
+def check_model(config, splits: bool, recomputes: bool) -> None:
+    """To be asked on every rank before the model is built.
+
+    Args:
+        config: Megatron's configuration of the model.
+        splits: whether some schedule of the run may split a backward into I and W.
+        recomputes: whether one may recompute.
+
+    Raises:
+        UnsupportedError: the model cannot be trained here, or not by such schedules.
+    """
+    if getattr(config, "gradient_accumulation_fusion", False) and not layers._grad_accum_fusion_available:
+        raise UnsupportedError(
+            "gradient accumulation fusion needs Apex's fused_weight_gradient_mlp_cuda for the LM head, beside Transformer "
+            "Engine too, and it is not installed; install Apex with --cuda_ext, or pass --no-gradient-accumulation-fusion"
+        )
+    if getattr(config, "transformer_impl", None) != "transformer_engine":
+        return
+    oldest = transformer_engine_refusals.OLDEST
+    if splits and not is_te_min_version(oldest):
+        raise UnsupportedError(
+            f"Transformer Engine {get_te_version()} does not say which weight gradients it keeps for later; install {oldest} "
+            "or newer, or pass --transformer-impl local, or take a schedule that does not split the backward, like 1f1b"
+        )
+    reason = transformer_engine_refusals.refused(lambda name: getattr(config, name, None), splits, recomputes)
+    if reason is not None:
+        raise UnsupportedError(reason)
 
 
 def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str, replicas: int = 1) -> None:

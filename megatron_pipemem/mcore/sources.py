@@ -84,6 +84,8 @@ class Source(ABC):
     """Whether a schedule may have I and W, so that layers must be able to split their backwards."""
     may_offload = False
     """Whether activations may leave the device."""
+    may_recompute = False
+    """Whether a schedule may run a forward, or part of one, again."""
     is_round_robin: bool
     """Whether Megatron's own placement is all that can come."""
     chunks: int
@@ -272,6 +274,7 @@ class FileSource(Source):
         placement = self._schedule.placement
         self.may_split = self._schedule.splits_backward
         self.may_offload = self._schedule.offloads
+        self.may_recompute = bool(self._schedule.recomputed)
         self.is_round_robin = placement.replicas == 1 and all(
             device == stage % placement.num_devices for stage, device in enumerate(placement.devices)
         )

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_pipemem.mcore.patching import Symbol
+from megatron_pipemem.mcore.refusals import check_model
 from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue
 
 LANGUAGE_MODULE = Symbol(
@@ -41,9 +42,24 @@ STAYS_DELAYED = (
 """For whoever takes the plugin off such a model."""
 
 
-def replacements() -> list[tuple[Symbol, Callable[[Callable], Callable]]]:
-    """Make models built from now on with Transformer Engine delay their weight gradients."""
-    return [(LANGUAGE_MODULE, _delay_in_model), (DDP, _delay_in_ddp)]
+def replacements(splits: bool, recomputes: bool) -> list[tuple[Symbol, Callable[[Callable], Callable]]]:
+    """Check models that are built from now on, and make those with Transformer Engine delay their weight gradients.
+
+    Args:
+        splits: whether some schedule of the run may split a backward; otherwise nothing is delayed.
+        recomputes: whether one may recompute.
+    """
+
+    def checked(original: Callable) -> Callable:
+        def __init__(self, config, *args, **kwargs):
+            check_model(config, splits, recomputes)
+            original(self, config, *args, **kwargs)
+
+        return __init__
+
+    if not splits:
+        return [(LANGUAGE_MODULE, checked)]
+    return [(LANGUAGE_MODULE, lambda original: checked(_delay_in_model(original))), (DDP, _delay_in_ddp)]
 
 
 def _delay_in_model(original: Callable) -> Callable:

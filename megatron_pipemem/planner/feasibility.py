@@ -10,6 +10,7 @@ from megatron_pipemem.planner.launching import min_nodes, script_flags
 from megatron_pipemem.planner.runs import Run, resolve_script
 from megatron_pipemem.planner.search import layout
 from megatron_pipemem.planner.search.memory import held, schedule_of
+from megatron_pipemem.planner.transformer_engine_refusals import refused_flags
 from megatron_pipemem.schedule.model_cut import check_cut, placements_of
 from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.registry import family
@@ -90,9 +91,12 @@ def _schedules(run: Run) -> None:
         placements = placements_of(AUTO, options, cut.pp, asked)
         cut_flags.check_placements(run.flags, AUTO, placements)
         _stages_hold_layers(run, placements[0].num_chunks)
+        _check_transformer_engine(run, True, recomputes)
         return
     schedule = schedule_of(run)
     placements = (schedule.placement,)
+    if choice.name != STOCK:
+        _check_transformer_engine(run, schedule.splits_backward, recomputes or bool(schedule.recomputed))
     if choice.name.endswith(FILE_SUFFIX):
         check_devices_of_file(schedule, cut.pp)
         check_microbatches_of_file(schedule, cut.microbatches)
@@ -112,6 +116,12 @@ def _schedules(run: Run) -> None:
     check_barriers(choice.name, schedule.vocabulary, choice.vocab_parallel)
     check_copies(schedule.placement)
     _stages_hold_layers(run, schedule.placement.model_stages // cut.pp)
+
+
+def _check_transformer_engine(run: Run, splits: bool, recomputes: bool) -> None:
+    reason = refused_flags(run.flags, splits, recomputes)
+    if reason is not None and run.flags.get("transformer-impl") != "local":
+        raise UnsupportedError(reason)
 
 
 def _stages_hold_layers(run: Run, chunks: int) -> None:

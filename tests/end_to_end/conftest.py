@@ -12,8 +12,9 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
+import packages
 import torch
-from ranks import Ranks
+from ranks import ConductedRanks, Ranks
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from text_to_dataset import find_documents, write_dataset
@@ -52,6 +53,7 @@ class Run:
         weights: a hash of the trained weights of every chunk, per rank.
         plans: of the report; they hold measured times, so equal runs may differ in them.
         ranks: of the report, for the same reason.
+        layers: kinds of layers of Transformer Engine, per rank.
         gradients: of the first step, whole, by the parameter's name in checkpoints and its layer; ``None`` where nobody
             asked for them.
     """
@@ -65,6 +67,7 @@ class Run:
     weights: list[list[str]] = field(compare=False)
     plans: list[dict] = field(compare=False)
     ranks: list[dict] = field(compare=False)
+    layers: list[list[str]] = field(compare=False)
     gradients: dict[tuple, torch.Tensor] | None = field(compare=False)
 
     def of_ranks(self, what: str) -> list:
@@ -81,7 +84,7 @@ class Trainer:
         text: data set to train on, as ``--data-path`` names it.
     """
 
-    ranks: Ranks
+    ranks: Ranks | ConductedRanks
     folder: Path
     text: Path
     _runs: dict[tuple, Run] = field(default_factory=dict)
@@ -165,6 +168,7 @@ class Trainer:
             [each["weights"] for each in seen],
             report["plans"],
             report["ranks"],
+            [each["layers"] for each in seen],
             _whole_gradients(noted) if gradients else None,
         )
 
@@ -196,6 +200,17 @@ def train(tmp_path_factory, text) -> Iterator[Trainer]:
     folder = tmp_path_factory.mktemp("training")
     ranks = Ranks("training", folder)
     yield Trainer(ranks, folder, text)
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def train_with_transformer_engine(tmp_path_factory, text) -> Iterator[Callable[..., Run]]:
+    """``train`` a GPT of Transformer Engine's layers, newest version."""
+    folder = tmp_path_factory.mktemp("transformer_engine")
+    ranks = ConductedRanks("training", folder, packages.folders(packages.NEWEST))
+    trainer = Trainer(ranks, folder, text)
+    layers = ("--transformer-impl", "transformer_engine", "--attention-backend", "unfused")
+    yield lambda schedule, *flags, **how: trainer(schedule, *layers, *flags, **how)
     ranks.stop()
 
 

@@ -6,9 +6,11 @@ next case gets new ones.
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
+from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -110,3 +112,47 @@ class Ranks:
 
     def _tail(self, rank: int, characters: int = 3000) -> str:
         return self._log(rank).read_text(errors="replace")[-characters:]
+
+
+class ConductedRanks:
+    """Ranks that find other packages than this process does: a process between has them forked.
+
+    Args:
+        program, logs, size: as of ``Ranks``.
+        path: folders to look for packages in before all others.
+    """
+
+    def __init__(self, program: str, logs: Path, path: list[str], size: int = 4):
+        self.size = size
+        self._connection, theirs = Pipe()
+        self._conductor = get_context("spawn").Process(target=_conduct, args=(theirs, path, program, logs, size))
+        self._conductor.start()
+        theirs.close()
+
+    def run(self, case: dict, seconds: float = CASE_SECONDS) -> list[dict]:
+        """As of ``Ranks``."""
+        self._connection.send((case, seconds))
+        reply = self._connection.recv()
+        if isinstance(reply, str):
+            raise CaseFailed(reply)
+        return reply
+
+    def stop(self) -> None:
+        """End the processes."""
+        self._connection.close()
+        self._conductor.join()
+
+
+def _conduct(connection: Connection, path: list[str], program: str, logs: Path, size: int) -> None:
+    sys.path[:0] = path
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*path, os.environ.get("PYTHONPATH")]))
+    ranks = Ranks(program, logs, size)
+    try:
+        while True:
+            case, seconds = connection.recv()
+            try:
+                connection.send(ranks.run(case, seconds))
+            except CaseFailed as failure:
+                connection.send(str(failure))
+    except EOFError:
+        ranks.stop()

@@ -71,8 +71,8 @@ def run(case: dict) -> dict:
 
     Returns:
         The plugin's ``report``, a hash of the trained ``weights`` of every chunk, the ``validation`` losses that this rank
-        knows, the ``vocabulary_rows`` of every shard that it has of embedding and head, and the symbols of Megatron that are
-        not the ``original`` ones afterwards.
+        knows, the ``vocabulary_rows`` of every shard that it has of embedding and head, the kinds of ``layers`` that are
+        Transformer Engine's, and the symbols of Megatron that are not the ``original`` ones afterwards.
     """
     _note_symbols()
     rows: list[int] = []
@@ -94,6 +94,9 @@ def run(case: dict) -> dict:
         ):
             entry.main()
         weights += map(_digest, chunks)
+        layers = {
+            type(layer).__name__ for chunk in chunks for layer in chunk.modules() if type(layer).__name__[:2] == "TE"
+        }
     finally:
         disable()
         while chunks:
@@ -108,6 +111,7 @@ def run(case: dict) -> dict:
         "validation": validation,
         "vocabulary_rows": rows,
         "weights": weights,
+        "layers": sorted(layers),
         "replaced": [name for name, (space, key, original) in _originals.items() if space.get(key) is not original],
     }
 
@@ -235,9 +239,9 @@ def _shards(entries) -> Iterator[ShardedTensor]:
 
 @torch.no_grad()
 def _initialise(entries) -> None:
-    """Fill the matrices of a sharded state dict, each shard by its name and its place in the whole matrix."""
+    """Fill what begins random in a sharded state dict, each shard by its name and its place in the whole tensor."""
     for shard in _shards(entries):
-        if shard.data.dim() > 1:
+        if shard.data.dim() > 1 or shard.key.endswith("router.bias"):
             generator = torch.Generator().manual_seed(int.from_bytes(sha256(shard.key.encode()).digest()[:8]))
             shard.data.copy_(0.05 * torch.randn(shard.global_shape, generator=generator)[shard.global_slice()])
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from packaging.version import Version
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from megatron_pipemem.mcore import transformer_engine  # noqa: E402
+from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.mcore import refusals, transformer_engine  # noqa: E402
 from megatron_pipemem.mcore.transformer_engine import delayed_modules  # noqa: E402
 
 
@@ -50,3 +52,72 @@ def test_only_the_modules_that_really_wait_are_found():
     forwarding.backward_dw = lambda: None
     assert delayed_modules(forwarding) == (forwarding[0],)
     assert delayed_modules(torch.nn.Linear(2, 2)) == ()
+
+
+def config_of(**settings) -> SimpleNamespace:
+    return SimpleNamespace(**{"transformer_impl": "transformer_engine", **settings})
+
+
+def refusal(config: SimpleNamespace, splits: bool = True, recomputes: bool = False) -> str | None:
+    """What the building of a model says, which begins only if nothing is refused."""
+    built = []
+    ((_, wrap), *_) = transformer_engine.replacements(splits, recomputes)
+    try:
+        wrap(lambda self, config: built.append(config))(None, config)
+    except UnsupportedError as error:
+        assert not built and "\n" not in str(error)
+        return str(error)
+    assert built
+    return None
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    """``installed(version)``: Transformer Engine, which is not here."""
+
+    def install(version: str) -> None:
+        monkeypatch.setattr(refusals, "get_te_version", lambda: Version(version))
+        monkeypatch.setattr(refusals, "is_te_min_version", lambda oldest: Version(version) >= Version(oldest))
+
+    install("2.20.2")
+    return install
+
+
+def test_a_transformer_engine_that_hides_what_it_keeps_is_refused(installed):
+    installed("2.7")
+    assert "2.7" in refusal(config_of()) and "2.8" in refusal(config_of())
+    assert refusal(config_of(), splits=False) is None
+    assert refusal(config_of(transformer_impl="local")) is None
+    installed("2.8")
+    assert refusal(config_of()) is None
+
+
+@pytest.mark.parametrize(
+    ("attribute", "flag"),
+    [
+        ("use_transformer_engine_op_fuser", "--use-transformer-engine-op-fuser"),
+        ("overlap_dispatch_backward_with_experts_wgrad", "--overlap-dispatch-backward-with-experts-wgrad"),
+    ],
+)
+def test_gradients_that_are_kept_elsewhere_are_refused(attribute, flag):
+    assert f"drop {flag}" in refusal(config_of(**{attribute: True}))
+    assert refusal(config_of(**{attribute: True}), splits=False) is None
+
+
+def test_delayed_scaling_is_not_recomputed():
+    delayed = config_of(fp8="hybrid", fp8_recipe="delayed")
+    for splits in (False, True):
+        assert "--fp8-recipe tensorwise" in refusal(delayed, splits, recomputes=True)
+        assert refusal(delayed, splits) is None
+        assert refusal(config_of(fp8="hybrid", fp8_recipe="tensorwise"), splits, recomputes=True) is None
+        assert refusal(config_of(fp8=None, fp8_recipe="delayed"), splits, recomputes=True) is None
+
+
+@pytest.mark.parametrize("transformer_impl", ["local", "transformer_engine"])
+def test_fusion_without_apex_is_refused_on_every_rank(monkeypatch, transformer_impl):
+    fused = config_of(transformer_impl=transformer_impl, gradient_accumulation_fusion=True)
+    monkeypatch.setattr(refusals.layers, "_grad_accum_fusion_available", False)
+    assert "--no-gradient-accumulation-fusion" in refusal(fused)
+    assert refusal(config_of(gradient_accumulation_fusion=False)) is None
+    monkeypatch.setattr(refusals.layers, "_grad_accum_fusion_available", True)
+    assert refusal(fused) is None

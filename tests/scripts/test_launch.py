@@ -211,6 +211,11 @@ def test_nodes_have_given_ranks():
         (["--set", "schedule.memory_cap=0.1"], "above the memory cap"),
         (["--set", "schedule.offload=some"], "schedule.offload"),
         (["--set", "schedul.name=x"], "did you mean 'schedule'"),
+        (["--set", "megatron.use-transformer-engine-op-fuser=true"], "drop --use-transformer-engine-op-fuser"),
+        (
+            ["--set", "megatron.fp8-format=hybrid", "--set", "megatron.pipemem-recompute=full"],
+            "--fp8-recipe tensorwise",
+        ),
         (["--set", "script=nowhere.py"], "nowhere.py"),
         (["--set", "parallelism.chunks=-1"], "parallelism.chunks: is -1"),
         (["--set", "schedule.options=[1]"], "schedule.options: is [1]; give a mapping"),

@@ -61,6 +61,7 @@ class VocabularySource(Source):
         super().__init__(inner.name, inner.costs, inner.priced_by)
         self._inner = inner
         self.may_split = inner.may_split
+        self.may_recompute = inner.may_recompute
         self.is_round_robin = inner.is_round_robin
         self.chunks = inner.chunks
         # What the inner source has planned for every shape, for it to compare with.
