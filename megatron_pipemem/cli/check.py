@@ -23,6 +23,7 @@ from megatron_pipemem.cli.common import (
     report_lines,
     report_note,
 )
+from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.action import SENDS
 from megatron_pipemem.schedule.csv_format import LETTERS, Cell, Table, in_letters
@@ -48,9 +49,13 @@ def check(
     microbatches is valid, with a note that it cannot run on Megatron. Exit code 0: valid; 1: invalid, and why; 2: the file
     cannot be read as a schedule, and where.
     """
-    table, schedule = read_schedule(file, dialect, microbatches, yes)
-    facts = _facts(file, table, schedule)
-    fault = find_fault(table, schedule, _cap(memory_cap))
+    cap = _cap(memory_cap)
+    with showing(f"proving {file}"):
+        table, schedule = read_schedule(file, dialect, microbatches, yes)
+        facts = _facts(file, table, schedule)
+        fault = find_fault(table, schedule, cap)
+        if fault is None:
+            obstacle, timeline = find_obstacle(table, schedule), simulate(schedule)
     if fault is not None:
         if as_json:
             print_json({"valid": False, **facts, **_fault_json(fault)})
@@ -58,8 +63,6 @@ def check(
         if fault.cycle and not as_json:
             report_lines(_cycle_lines(fault.cycle, table.letters))
         raise typer.Exit(INVALID)
-    obstacle = find_obstacle(table, schedule)
-    timeline = simulate(schedule)
     facts |= {"peak_activation": timeline.peak, "bubble_rate": timeline.bubble_rate}
     if as_json:
         print_json({"valid": True, "cannot_run": obstacle and _headline(obstacle), **facts})

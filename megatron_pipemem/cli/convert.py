@@ -62,7 +62,7 @@ def convert(
     a pair of devices post its messages in one order, as torch's communicators need.
     """
     check_output(target, _SUFFIXES, "a schedule")
-    with showing(source):
+    with showing(f"building and proving {source}"):
         schedule = load_schedule(
             source, devices, microbatches, chunks, memory_cap, options, from_dialect, yes=yes
         ).schedule

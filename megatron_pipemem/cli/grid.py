@@ -85,7 +85,7 @@ def grid(
         for result in store.results():
             if result is not None and result.status == "infeasible":
                 progress.print(f"{label(result.settings)}: not started, {result.reason}", soft_wrap=True, markup=False)
-        again = _resume_command(grid_file, launcher, max_parallel, output, overrides or (), sbatch or (), as_json)
+        again = _resume_command(grid_file, launcher, max_parallel, output, overrides or (), sbatch or (), yes, as_json)
         try:
             missing = _train(store, launcher, max_parallel, sbatch or (), progress)
         except (KeyboardInterrupt, SystemExit) as stop:
@@ -198,6 +198,7 @@ def _resume_command(
     output: Path | None,
     overrides: Sequence[str],
     sbatch: Sequence[str],
+    yes: bool,
     as_json: bool,
 ) -> str:
     """What goes on with a grid that was started with these arguments."""
@@ -207,7 +208,7 @@ def _resume_command(
     words += [] if output is None else ["--output", str(output)]
     words += [word for each in overrides for word in ("--set", each)]
     words += [f"--sbatch={each}" for each in sbatch]
-    return shlex.join([*words, *(["--json"] if as_json else [])])
+    return shlex.join([*words, *(["--yes"] if yes else []), *(["--json"] if as_json else [])])
 
 
 @contextmanager

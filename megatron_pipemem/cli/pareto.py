@@ -85,7 +85,9 @@ def pareto(
             out.print(f"{hidden} dominated schedules are not listed; --all lists them", soft_wrap=True, markup=False)
     if output is not None:
         title = f"p = {devices}, m = {microbatches}, costs {costs}"
-        picture.save_pareto([_point(choice) for choice in found], output, bound_line(found, prices, priced), title)
+        with showing(f"working out the bound, and drawing {output}"):
+            bound = bound_line(found, prices, priced)
+            picture.save_pareto([_point(choice) for choice in found], output, bound, title)
         if not as_json:
             console().print(str(output), soft_wrap=True, markup=False)
 

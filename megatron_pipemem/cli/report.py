@@ -11,6 +11,7 @@ import typer
 
 from megatron_pipemem.cli.checks import check_output
 from megatron_pipemem.cli.common import Json, console, print_json
+from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.planner.grid.config import Settings, label
 from megatron_pipemem.planner.grid.results import Result
 from megatron_pipemem.planner.grid.store import Store
@@ -44,7 +45,8 @@ def show(store: Store, picture: Path, as_json: bool) -> list[Result | None]:
     else:
         _print(points, results, [label(settings[index]) for index in missing])
     if drawn is not None:
-        save_picture(points, drawn, store.folder.name)
+        with showing(f"drawing {drawn}"):
+            save_picture(points, drawn, store.folder.name)
         if not as_json:
             console().print(str(drawn), soft_wrap=True, markup=False)
     return results

@@ -73,7 +73,7 @@ def show(
     choice = OffloadChoice(offload, host_memory)
     timelines = []
     for name in names:
-        with showing(name):
+        with showing(f"building, proving and simulating {name}"):
             loaded = load_schedule(
                 name, devices, microbatches, chunks, memory_cap, options, costs=prices, offload=choice, yes=yes
             )
@@ -87,7 +87,8 @@ def show(
         for timeline in timelines:
             console().print(terminal_timeline(timeline, timelines))
     if output is not None:
-        save_comparison(timelines, output)
+        with showing(f"drawing {output}"):
+            save_comparison(timelines, output)
         if not as_json:
             console().print(str(output), soft_wrap=True, markup=False)
 

@@ -88,7 +88,7 @@ def simulate(
     choice = OffloadChoice(offload, host_memory)
     check_layers(layers, devices or 1)
     check_offload_ratio([name], offload_ratio, offload)
-    with showing(name):
+    with showing(f"building, proving and simulating {name}"):
         loaded = load_schedule(
             name, devices, microbatches, chunks, memory_cap, options, costs=prices, offload=choice, yes=yes
         )

@@ -16,7 +16,7 @@ import yaml
 from rich.console import Console
 
 from megatron_pipemem import Costs, search_schedule
-from megatron_pipemem.cli import app, convert, pareto, plan, profile, progress, show, simulate
+from megatron_pipemem.cli import app, check, convert, grid, pareto, plan, profile, progress, show, simulate
 from megatron_pipemem.planner.grid import local
 from megatron_pipemem.planner.launching import Command
 from megatron_pipemem.planner.loading import load
@@ -124,6 +124,8 @@ def test_durations(seconds, text):
         (simulate, "load_schedule", "simulate 1f1b -p 4 -m 8"),
         (show, "load_schedule", "show 1f1b -p 4 -m 8"),
         (convert, "load_schedule", "convert 1f1b x.csv -p 4 -m 8"),
+        (check, "read_schedule", "check x.csv"),
+        (show, "save_comparison", "show 1f1b -p 4 -m 8 --output x.svg"),
         (pareto, "choices", "pareto -p 4 -m 8"),
         (plan, "plan", f"plan {RUN}"),
         (profile, "from_formulas", "profile --model tiny-gpt --formulas"),
@@ -174,7 +176,7 @@ def test_an_interrupted_grid_says_how_to_go_on(pipemem, monkeypatch, grid_file, 
 
     monkeypatch.setattr(local, "_on_this_node", training)
     folder = tmp_path / "a folder"
-    options = ["--output", folder, "--set", "training.iterations=3", "--sbatch=--partition=gpu"]
+    options = ["--output", folder, "--set", "training.iterations=3"]
     result = pipemem("grid", grid_file, "--max-parallel", 1, *options)
     assert result.exit_code == code and result.stdout == ""
     lines = result.stderr.splitlines()
@@ -188,3 +190,11 @@ def test_an_interrupted_grid_says_how_to_go_on(pipemem, monkeypatch, grid_file, 
     monkeypatch.setattr(local, "_on_this_node", lambda *_: Command((sys.executable, "-c", ""), {}))
     resumed = pipemem(*words[1:])
     assert "points have ended, now name=v-half" in resumed.stderr and "name=zbv: " in resumed.stderr
+
+
+def test_the_command_that_goes_on_has_all_options():
+    told = grid._resume_command(Path("a b.yaml"), "slurm", 3, Path("o"), ["x=[1, 2]"], ["--partition=gpu"], True, True)
+    assert shlex.split(told)[3:] == [
+        *("--resume", "--launcher", "slurm", "--max-parallel", "3", "--output", "o", "--set", "x=[1, 2]"),
+        *("--sbatch=--partition=gpu", "--yes", "--json"),
+    ]

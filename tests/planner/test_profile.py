@@ -32,6 +32,7 @@ from megatron_pipemem.runtime.offload.host_channel import HostChannel
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.progress import listening
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.simulator import held_after, simulate
 
@@ -156,6 +157,14 @@ def profiled(model: Model, execution: Execution, cluster: Cluster | None) -> Pro
     return profile(model, execution, cluster, 1)
 
 
+def told(model: Model, execution: Execution, cluster: Cluster) -> list[str]:
+    """What a profile tells while it is made."""
+    lines: list[str] = []
+    with listening(lines.append):
+        profiled(model, execution, cluster)
+    return lines
+
+
 def ledger_of(model: Model, execution: Execution, position: int, layers: int) -> dict[str, int]:
     """Bytes by which real passes of a real stage changed what the activation ledger counts."""
     from megatron_pipemem.mcore import profiling
@@ -172,6 +181,13 @@ def ledger_of(model: Model, execution: Execution, position: int, layers: int) ->
 
 
 CPU = load("cpu", Cluster)
+
+
+def test_it_tells_which_stage_runs(lane):
+    lines = lane(told, load("tiny-gpt", Model), Execution(), CPU)
+    stages = ("a middle stage with 1 layer", "a middle stage with 2 layers", "the first stage", "the last stage")
+    for stage in stages:
+        assert any(f"running {stage}" in line and "2 microbatches" in line for line in lines)
 
 
 @pytest.mark.parametrize("model", [SMALL_GPT, SMALL_LLAMA], ids=["gpt", "llama"])
