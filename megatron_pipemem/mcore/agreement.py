@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 
 import torch.distributed as dist
@@ -39,12 +41,23 @@ def decided_by_rank_zero[T](decide: Callable[[], T]) -> T:
     return decided
 
 
-def gather[T](contribution: T) -> list[T]:
-    """Every rank's contribution, on every rank, in the order of world ranks."""
+def is_first_rank() -> bool:
+    """Whether this process speaks for the job: world rank 0, also before there is a process group."""
+    return dist.get_rank() == 0 if dist.is_initialized() else int(os.environ.get("RANK", 0)) == 0
+
+
+def tell(logger: logging.Logger, message: str, *arguments: object) -> None:
+    """Log for the whole job, once."""
+    if is_first_rank():
+        logger.info(message, *arguments)
+
+
+def gather[T](contribution: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's contribution, on every rank, in the order of the group's ranks; by default of the world's."""
     if not dist.is_initialized():
         return [contribution]
-    gathered: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, contribution)
+    gathered: list[T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, contribution, group=group)
     return gathered
 
 

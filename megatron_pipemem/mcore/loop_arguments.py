@@ -30,6 +30,29 @@ def steps_left() -> int | None:
     return arguments.train_iters - arguments.curr_iteration - 1
 
 
+def saves_after(iteration: int) -> bool:
+    """Whether the loop, which ends after that iteration, saves a last checkpoint when it has returned."""
+    arguments = _arguments()
+    save, interval = (getattr(arguments, name, None) for name in ("save", "save_interval"))
+    if not save or not interval or getattr(arguments, "skip_train", False):
+        return False
+    return iteration != 0 and iteration % interval != 0
+
+
+def scalar_interval() -> int | None:
+    """Iterations from one of the loop's scalars to the next; ``None`` where it writes none."""
+    arguments = _arguments()
+    if not any(getattr(arguments, name, None) for name in ("tensorboard_dir", "wandb_project")):
+        return None
+    return getattr(arguments, "tensorboard_log_interval", None) or 1
+
+
+def open_writers() -> tuple[object | None, object | None]:
+    """What the loop writes scalars to on this rank: TensorBoard's writer and W&B, each if it is open here."""
+    module = sys.modules["megatron.training.global_vars"]
+    return module.get_tensorboard_writer(), module.get_wandb_writer()
+
+
 def checkpoint_folder(purpose: str, iteration: int) -> Path:
     """Where the loop keeps a checkpoint of that iteration; ``purpose`` is ``save`` or ``load``."""
     from megatron.training.checkpointing import get_checkpoint_name

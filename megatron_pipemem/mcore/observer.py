@@ -5,6 +5,7 @@ Megatron's loops run what our ``1f1b`` and ``interleaved`` plan, action by actio
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,8 +13,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.patching import Symbol
-from megatron_pipemem.mcore.run_record import RunRecord, StepRecord
+from megatron_pipemem.mcore.run_record import STEPS, RunRecord, StepRecord
 from megatron_pipemem.mcore.sources import FamilySource, Plan
 from megatron_pipemem.mcore.stages import tensors_in, watch_batches
 from megatron_pipemem.mcore.step import (
@@ -25,6 +27,7 @@ from megatron_pipemem.mcore.step import (
     permanent_tensors,
 )
 from megatron_pipemem.mcore.weight_memory import count_weights
+from megatron_pipemem.report.run import plan_line
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.options import STOCK
@@ -53,6 +56,9 @@ def replacements(
     ]
 
 
+logger = logging.getLogger(__name__)
+
+
 class _Observer:
     def __init__(self, record: RunRecord):
         self._record = record
@@ -69,6 +75,7 @@ class _Observer:
                 return original(data_iterator=data_iterator, **call)
             group = parallel_state.get_pipeline_model_parallel_group()
             chunks = model if isinstance(model, list) else [model]
+            self._record.group = group
             dist.barrier(group=group)
             self._observed = observed = observe(permanent_tensors(chunks))
             try:
@@ -76,16 +83,18 @@ class _Observer:
             finally:
                 self._observed = None
                 self._forward_of.clear()
-            group_size = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage
-            shape = (group.size(), len(chunks), num_microbatches, group_size)
-            if shape not in plans:
-                schedule = replace(source.build(*shape), name=STOCK)
-                plans[shape] = Plan(schedule, source.costs, source.priced_by, "Megatron's own")
-            schedule = plans[shape].schedule
-            # What Megatron's loop variables keep alive depends on where the loop is, so its peak is counted, not foretold.
-            program = Program(schedule, schedule.orders)
-            observed.weights = count_weights(chunks, schedule.placement.stages[group.rank()])
-            self._record.add_step(plans[shape], program, group.rank(), group, observed, foretell=False)
+            with self._record.guarded(STEPS):
+                group_size = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage
+                shape = (group.size(), len(chunks), num_microbatches, group_size)
+                if shape not in plans:
+                    schedule = replace(source.build(*shape), name=STOCK)
+                    plans[shape] = Plan(schedule, source.costs, source.priced_by, "Megatron's own")
+                    tell(logger, "step of %d microbatches: %s", num_microbatches, plan_line(plans[shape].timeline))
+                schedule = plans[shape].schedule
+                # What Megatron's loop variables keep alive depends on where the loop is, so its peak is counted, not foretold.
+                program = Program(schedule, schedule.orders)
+                observed.weights = count_weights(chunks, schedule.placement.stages[group.rank()])
+                self._record.add_step(plans[shape], program, group.rank(), observed, foretell=False)
             return result
 
         return forward_backward
@@ -93,31 +102,38 @@ class _Observer:
     def wrap_forward(self, original: Callable) -> Callable:
         def forward_step(forward_step_func, data_iterator, model, num_microbatches, input_tensor, *args, **kwargs):
             call = (forward_step_func, data_iterator, model, num_microbatches, input_tensor, *args)
-            if self._observed is None:
+            observed, action = self._observed, None
+            if observed is not None:
+                with self._record.guarded(STEPS):
+                    group = parallel_state.get_pipeline_model_parallel_group()
+                    stage = (kwargs.get("vp_stage") or 0) * group.size() + group.rank()
+                    action = Action(Kind.F, stage, kwargs["current_microbatch"])
+                    self._hold_boundary(input_tensor)
+            if action is None:
                 return original(*call, **kwargs)
-            group = parallel_state.get_pipeline_model_parallel_group()
-            stage = (kwargs.get("vp_stage") or 0) * group.size() + group.rank()
-            action = Action(Kind.F, stage, kwargs["current_microbatch"])
-            self._hold_boundary(input_tensor)
-            with self._observed.trace.measure(action), self._observed.ledger.watch_saved():
+            with observed.trace.measure(action), observed.ledger.watch_saved():
                 result = original(*call, **kwargs)
-            for output in tensors_in(result[0]):
-                self._forward_of[id(output)] = action
-            self._observed.ledger.record(action)
+            with self._record.guarded(STEPS):
+                for output in tensors_in(result[0]):
+                    self._forward_of[id(output)] = action
+                observed.ledger.record(action)
             return result
 
         return forward_step
 
     def wrap_backward(self, original: Callable) -> Callable:
         def backward_step(input_tensor, output_tensor, output_tensor_grad, config):
-            if self._observed is None:
+            observed, action = self._observed, None
+            if observed is not None:
+                with self._record.guarded(STEPS):
+                    (forward,) = {self._forward_of.pop(id(output)) for output in tensors_in(output_tensor)}
+                    action = forward._replace(kind=Kind.B)
+                    self._hold_boundary(output_tensor_grad)
+            if action is None:
                 return original(input_tensor, output_tensor, output_tensor_grad, config)
-            (forward,) = {self._forward_of.pop(id(output)) for output in tensors_in(output_tensor)}
-            action = forward._replace(kind=Kind.B)
-            self._hold_boundary(output_tensor_grad)
-            with self._observed.trace.measure(action):
+            with observed.trace.measure(action):
                 result = original(input_tensor, output_tensor, output_tensor_grad, config)
-            self._observed.ledger.record(action)
+            observed.ledger.record(action)
             return result
 
         return backward_step

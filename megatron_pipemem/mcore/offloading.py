@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.agreement import gather
+from megatron_pipemem.mcore.agreement import gather, tell
 from megatron_pipemem.planner.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.runtime.offload import OffloadEngine
 from megatron_pipemem.runtime.offload.host_link import HostLink, measure_host_link
@@ -133,7 +133,7 @@ class Offloading:
         if self._budget is None:
             nodes = gather(_Node(socket.gethostname(), available_memory()))
             self._budget = _rank_budget(nodes, self.settings.host_memory)
-            logger.info("every rank may keep %s of activations on its host", format_bytes(self._budget))
+            tell(logger, "every rank may keep %s of activations on its host", format_bytes(self._budget))
         return self._budget
 
     def engine(self) -> OffloadEngine:
@@ -154,7 +154,7 @@ class Offloading:
             self._switches = ()
             if self.settings.switches:
                 self._switches = _shared_channels(gather((socket.gethostname(), _place())), self.settings.switches)
-                logger.info("places that share a channel to the host: %s", self._switches)
+                tell(logger, "places that share a channel to the host: %s", self._switches)
         return self._switches
 
     def links(self, num_devices: int) -> tuple[HostLink, ...]:
@@ -170,7 +170,7 @@ class Offloading:
                     own = measure_host_link(engine.channel)
             seen = gather((place, own))
             self._links = tuple(_slowest([link for at, link in seen if at == device]) for device in range(num_devices))
-            logger.info("links to the host: %s", self._links)
+            tell(logger, "links to the host: %s", self._links)
         return self._links
 
     def close(self) -> None:

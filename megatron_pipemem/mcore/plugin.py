@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from megatron.core import parallel_state
@@ -13,14 +13,17 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import linear, observer, transformer_engine
+from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.asynchronous.source import AsynchronousSource
 from megatron_pipemem.mcore.asynchronous.training import AsynchronousTraining
+from megatron_pipemem.mcore.loop_arguments import saves_after
 from megatron_pipemem.mcore.offloading import Offloading, OffloadSettings
 from megatron_pipemem.mcore.patching import PatchSet, Symbol, is_imported
 from megatron_pipemem.mcore.placement import ChunkPlacement
 from megatron_pipemem.mcore.programs import ProgramCache
 from megatron_pipemem.mcore.replanning import Replanner
-from megatron_pipemem.mcore.run_record import RunRecord
+from megatron_pipemem.mcore.run_record import LOSSES, RunRecord
+from megatron_pipemem.mcore.scalars import Scalars
 from megatron_pipemem.mcore.search_source import source_of
 from megatron_pipemem.mcore.sources import Source
 from megatron_pipemem.mcore.step import USED, WITH_INTERLEAVING, WITHOUT_INTERLEAVING, ForwardBackward
@@ -31,7 +34,8 @@ from megatron_pipemem.schedule.request import PROFILE, check_request, prices_of
 logger = logging.getLogger(__name__)
 
 TRAIN = Symbol("megatron.training.training", "train")
-TRAINING_LOG = Symbol("megatron.training.training", "training_log", ("loss_dict", "grad_norm"))
+TRAINING_LOG = Symbol("megatron.training.training", "training_log", ("loss_dict", "iteration", "grad_norm"))
+SAVE_AND_TIME = Symbol("megatron.training.training", "save_checkpoint_and_time", ("iteration",))
 
 Replacements = list[tuple[Symbol, Callable[[Callable], Callable]]]
 
@@ -137,6 +141,7 @@ def enable(schedule: str, **settings) -> None:
     Raises:
         UnknownScheduleError: no such family.
         UnsupportedError: the plugin is enabled with other settings, or they cannot go together.
+        OutputError: report or trace cannot be written; found by rank 0.
         ScheduleError: a schedule file that must not run.
         UpstreamError: this Megatron-Core lacks a symbol we rely on. Nothing has been changed then.
     """
@@ -151,6 +156,7 @@ def enable(schedule: str, **settings) -> None:
     record = None
     if wanted.trace is not None or wanted.report is not None:
         record = RunRecord(Path(wanted.report) if wanted.report else None, Path(wanted.trace) if wanted.trace else None)
+        record.check_outputs()
     forward_backward = chunk_placement = None
     source, offloading = source_for(wanted)
     if source is None:
@@ -190,7 +196,7 @@ def enable(schedule: str, **settings) -> None:
         symbol.resolve()
     patches.install(replacements)
     _enabled = _Enabled(wanted, patches, forward_backward, chunk_placement, record)
-    logger.info("enabled %s", wanted)
+    tell(logger, "enabled: %s", _brief(wanted))
 
 
 def disable() -> None:
@@ -244,28 +250,63 @@ def build_model_chunks(build: Callable, pg_collection=None) -> list:
 
 
 def _recording(record: RunRecord) -> Replacements:
-    """Note what ``megatron.training`` logs, and write the report when its training loop ends."""
+    """Note what ``megatron.training`` logs, and write the report when its training loop ends: after its last checkpoint."""
+    scalars, is_due = Scalars(record), False
 
     def wrap_log(original: Callable) -> Callable:
+        signature = inspect.signature(original)
+
         def training_log(loss_dict, *args, **kwargs):
-            arguments = inspect.signature(original).bind(loss_dict, *args, **kwargs).arguments
-            record.add_losses(loss_dict, arguments["grad_norm"])
+            with record.guarded(LOSSES):
+                arguments = signature.bind(loss_dict, *args, **kwargs).arguments
+                scalars.before_log(arguments["iteration"])  # first: it is collective
+                record.add_losses(loss_dict, arguments["grad_norm"])
             return original(loss_dict, *args, **kwargs)
 
         return training_log
 
+    def write() -> None:
+        nonlocal is_due
+        is_due = False
+        record.write()
+        scalars.finish()
+
+    def wrap_save(original: Callable) -> Callable:
+        def save_checkpoint_and_time(*args, **kwargs):
+            result = original(*args, **kwargs)
+            if is_due:
+                write()
+            return result
+
+        return save_checkpoint_and_time
+
     def wrap_train(original: Callable) -> Callable:
         def train(*args, **kwargs):
+            nonlocal is_due
             try:
                 result = original(*args, **kwargs)
             except SystemExit as stop:
-                # Megatron leaves its loop this way too, on all ranks, when a time or iteration limit is reached.
+                # Megatron leaves its loop this way too, on all ranks, when a time or iteration limit is reached. It has then
+                # saved its checkpoint, and closed W&B.
                 if not stop.code:
                     record.write()
                 raise
-            record.write()
+            is_due = saves_after(result[0])
+            if not is_due:
+                write()
             return result
 
         return train
 
-    return [(TRAINING_LOG, wrap_log), (TRAIN, wrap_train)]
+    return [(TRAINING_LOG, wrap_log), (TRAIN, wrap_train), (SAVE_AND_TIME, wrap_save)]
+
+
+def _brief(settings: Settings) -> str:
+    """What differs from the defaults."""
+    others = (each for each in fields(settings) if each.name != "schedule")
+    chosen = [
+        f"{each.name} {getattr(settings, each.name)}"
+        for each in others
+        if getattr(settings, each.name) not in (each.default, {}, None)
+    ]
+    return ", ".join([f"schedule {settings.schedule}", *chosen])

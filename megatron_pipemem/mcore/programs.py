@@ -7,10 +7,13 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
+from megatron_pipemem.errors import PipememError, UnsupportedError
+from megatron_pipemem.mcore.agreement import gather, is_first_rank, tell
 from megatron_pipemem.mcore.replanning import News
 from megatron_pipemem.mcore.sources import Plan, Shape, Source
+from megatron_pipemem.report.run import plan_line
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.schedule import Program
+from megatron_pipemem.schedule.schedule import Program, Schedule
 from megatron_pipemem.schedule.validator import validate_program
 
 logger = logging.getLogger(__name__)
@@ -40,7 +43,7 @@ class ProgramCache:
         self._source = source
         self._training: dict[Shape, Compiled] = {}
         self._evaluation: dict[Shape, Compiled] = {}
-        self._outdated: dict[Shape, Plan] = {}
+        self._outdated: dict[Shape, Compiled] = {}
         self._news: News | None = None
 
     @property
@@ -61,27 +64,20 @@ class ProgramCache:
         """
         programs = self._evaluation if forward_only else self._training
         if shape not in programs:
-            plan = None if forward_only else self._plan(shape)
-            schedule = self._source.forwards(shape) if plan is None else plan.schedule
-            program = lower(schedule)
-            validate_program(program)
-            agree(digest_of(program))
-            logger.info(
-                "compiled schedule %s for %d devices, %d microbatches (%d actions)",
-                schedule.name,
-                shape.num_devices,
-                shape.num_microbatches,
-                sum(map(len, program.actions)),
-            )
-            programs[shape] = Compiled(program, plan)
+            before = None if forward_only else self._outdated.get(shape)
+            compiled = self._build(shape, forward_only) if before is None else self._build_again(shape, before)
+            agree(digest_of(compiled.program))
+            programs[shape] = compiled
             self._outdated.pop(shape, None)
+            if compiled.plan is not None and compiled is not before:
+                tell(logger, "%s: %s", compiled.plan.reason, plan_line(compiled.plan.timeline))
         return programs[shape]
 
     def renew(self, news: News) -> None:
         """Plan again, with what is known now, whatever training steps come."""
         self._source.measured(news.costs, news.changes)
         self._news = news
-        self._outdated |= {shape: compiled.plan for shape, compiled in self._training.items()}
+        self._outdated |= self._training
         self._training.clear()
 
     def clear(self) -> None:
@@ -89,11 +85,37 @@ class ProgramCache:
             memory.clear()
         self._news = None
 
-    def _plan(self, shape: Shape) -> Plan:
-        before = self._outdated.get(shape)
-        if before is None:
-            first = not self._training and self._news is None
-            return self._source.plan(shape, "start" if first else f"step of {shape.num_microbatches} microbatches")
-        plan = self._source.plan(shape, self._news.reason, before, self._news.minimum_gain)
-        logger.info("planned again (%s): %s", plan.reason, plan.schedule.name)
-        return plan
+    def _build(self, shape: Shape, forward_only: bool) -> Compiled:
+        if forward_only:
+            return _compiled(self._source.forwards(shape), None)
+        first = not self._training and self._news is None
+        plan = self._source.plan(shape, "start" if first else f"step of {shape.num_microbatches} microbatches")
+        return _compiled(plan.schedule, plan)
+
+    def _build_again(self, shape: Shape, before: Compiled) -> Compiled:
+        """By the news, or the program that has run so far: a plan that fails does not end a run that goes well.
+
+        Raises:
+            UnsupportedError: the bytes that were counted break the cap, whatever the schedule.
+        """
+        found, failure = before, None
+        try:
+            plan = self._source.plan(shape, self._news.reason, before.plan, self._news.minimum_gain)
+            found = _compiled(plan.schedule, plan)
+        except Exception as error:  # the other ranks must hear of it, whatever it is
+            failure = error
+        failures = gather(None if failure is None else (f"{failure}", isinstance(failure, PipememError)))
+        message, is_refusal = next((told for told in failures if told is not None), (None, False))
+        if message is None:
+            return found
+        if is_refusal and self._news.changes is not None:
+            raise UnsupportedError(message) from failure
+        if is_first_rank():
+            logger.warning("could not plan again (%s): %s; the schedule stays", self._news.reason, message)
+        return before
+
+
+def _compiled(schedule: Schedule, plan: Plan | None) -> Compiled:
+    program = lower(schedule)
+    validate_program(program)
+    return Compiled(program, plan)

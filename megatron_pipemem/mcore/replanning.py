@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron_pipemem.mcore.agreement import gather
+from megatron_pipemem.mcore.agreement import gather, is_first_rank
 from megatron_pipemem.mcore.sources import Changes, Shape, Source
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger, bytes_per_action
 from megatron_pipemem.runtime.measured_costs import Medians, Stopwatch, average, costs_from, drift
-from megatron_pipemem.runtime.trace import Trace
+from megatron_pipemem.runtime.trace import Trace, TracedAction
 from megatron_pipemem.runtime.transport import Edge
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
@@ -42,12 +43,13 @@ class News:
 
 @dataclass(frozen=True)
 class _Contribution:
-    """What one rank has seen."""
+    """What one rank has seen, or why it could not."""
 
     device: int
     changes: dict[Kind, tuple[int, ...]] | None
     medians: Medians
     links: dict[Edge, float]
+    failure: str | None = None
 
 
 class Replanner:
@@ -55,7 +57,7 @@ class Replanner:
 
     Bytes are counted in the first step. Seconds are taken from the steps after it, and read one step later, when the
     GPU has long passed them; after ``FIRST_STEPS`` they replace the costs that the run began with, then every ``WINDOW``
-    steps they are compared with them.
+    steps they are compared with them. A rank that cannot measure says so, and the plan stays.
 
     Args:
         source: of the run's schedules.
@@ -69,7 +71,9 @@ class Replanner:
         self._stopwatch = Stopwatch()
         self._warm = False
         self._unread: Trace | None = None
+        self._counted = False
         self._changes: dict[Kind, tuple[int, ...]] | None = None
+        self._failure: str | None = None
         self._links: dict[Edge, float] | None = None
 
     @property
@@ -84,10 +88,17 @@ class Replanner:
 
     def after_step(self, num_stages: int, ledger: ActivationLedger | None, trace: Trace | None) -> None:
         """Note a training step of this rank."""
+        # Whether something was counted or timed is alike on every rank, whatever has become of it here.
         if self._source.needs_bytes and ledger is not None:
-            self._changes = bytes_per_action(ledger.entries, num_stages)
+            self._counted = True
+            self._failure = self._failure or ledger.failure
+            with self._noting_failure():
+                self._changes = bytes_per_action(ledger.entries, num_stages)
         if self._unread is not None:
-            self._stopwatch.add(self._unread.actions())
+            actions: list[TracedAction] = []
+            with self._noting_failure():
+                actions = self._unread.actions()
+            self._stopwatch.add(actions)
         # The first step pays for lazily opened channels, kernels and allocator growth.
         self._unread = trace if self._warm and self._needs_seconds else None
         self._warm = True
@@ -100,18 +111,31 @@ class Replanner:
             device: this rank's place in the pipeline.
             measure_links: times the messages of this pipeline.
         """
-        counted = self._changes is not None
+        counted = self._counted
         timed = self._needs_seconds and self._stopwatch.steps >= (WINDOW if self._has_seconds else FIRST_STEPS)
         if not counted and not timed:
             return None
         if timed and self._links is None:
             self._links = measure_links()
-        seen = gather(_Contribution(device, self._changes, self._stopwatch.medians(), self._links or {}))
+        seen = gather(_Contribution(device, self._changes, self._stopwatch.medians(), self._links or {}, self._failure))
+        self._counted, self._changes, self._failure = False, None, None
+        if timed:
+            self._stopwatch.reset()
         placement = self._source.placement(shape.num_devices, shape.chunks)
-        changes, self._changes = (merge_bytes(seen, placement) if counted else None), None
+        failure = next((each.failure for each in seen if each.failure), None)
+        try:
+            if failure is None:
+                return self._news(seen, placement, counted, timed)
+        except Exception as error:  # of what everybody has seen, so on every rank
+            failure = f"{type(error).__name__}: {error}"
+        if is_first_rank():
+            logger.warning("what the run has shown cannot be used (%s); its plan stays", failure)
+        return None
+
+    def _news(self, seen: Sequence[_Contribution], placement: Placement, counted: bool, timed: bool) -> News | None:
+        changes = merge_bytes(seen, placement) if counted else None
         if not timed:
             return News("bytes counted", None, changes, 0.0)
-        self._stopwatch.reset()
         links = average([each.links for each in seen])
         costs = costs_from(average([each.medians for each in seen]), links, placement, self._source.costs)
         if not self._has_seconds:
@@ -119,6 +143,13 @@ class Replanner:
             return News("costs measured", costs, changes, 0.0)
         moved = drift(self._source.costs, costs, placement)
         return None if moved is None else News(moved, costs, changes, MINIMUM_GAIN)
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._failure = f"{type(error).__name__}: {error}"
 
 
 def merge_bytes(seen: Sequence[_Contribution], placement: Placement) -> dict[Kind, tuple[int, ...]]:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.agreement import decided_by_rank_zero
+from megatron_pipemem.mcore.agreement import decided_by_rank_zero, tell
 from megatron_pipemem.mcore.asynchronous.source import AsynchronousSource
 from megatron_pipemem.mcore.offload_source import OffloadSource
 from megatron_pipemem.mcore.offloading import Offloading
@@ -154,7 +154,7 @@ class SearchSource(Source):
         if len(candidates) == 1:
             return candidates[0]
         chosen = self.choose_among(candidates, microbatches_of_the_run() or 4 * num_devices)
-        logger.info("placement %s for %d pipeline ranks with %d chunks each", chosen.name, num_devices, chunks)
+        tell(logger, "placement %s for %d pipeline ranks with %d chunks each", chosen.name, num_devices, chunks)
         return chosen
 
     def _fastest(self, placements: Sequence[Placement], num_microbatches: int) -> Placement:

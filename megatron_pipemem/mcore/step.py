@@ -16,7 +16,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import replicas
-from megatron_pipemem.mcore.agreement import agree
+from megatron_pipemem.mcore.agreement import agree, tell
 from megatron_pipemem.mcore.asynchronous.training import AsynchronousTraining
 from megatron_pipemem.mcore.dealing import deal
 from megatron_pipemem.mcore.linear import attach_ddp_hooks
@@ -28,7 +28,7 @@ from megatron_pipemem.mcore.programs import ProgramCache
 from megatron_pipemem.mcore.refusals import check_chunks, check_config
 from megatron_pipemem.mcore.regions import MLP_FORWARD, RANDOM_STATE
 from megatron_pipemem.mcore.replanning import Replanner
-from megatron_pipemem.mcore.run_record import RunRecord, StepRecord
+from megatron_pipemem.mcore.run_record import STEPS, RunRecord, StepRecord
 from megatron_pipemem.mcore.sources import Shape
 from megatron_pipemem.mcore.stages import (
     ChunkStage,
@@ -310,12 +310,13 @@ class ForwardBackward:
         if not forward_only and self._replanner is not None:
             self._replanner.after_step(placement.num_stages, observed.ledger, observed.trace)
         if not forward_only and self._record is not None:
-            observed.offload = None if engine is None else engine.statistics()
-            if call is None:
-                observed.weights = count_weights(chunks, placement.stages[pipeline.device])
-            else:
-                program, observed.weights = call.plan.window.up_to_its_end, call.weight_bytes()
-            self._record.add_step(plan, program, pipeline.device, pp_group, observed)
+            with self._record.guarded(STEPS):
+                observed.offload = None if engine is None else engine.statistics()
+                if call is None:
+                    observed.weights = count_weights(chunks, placement.stages[pipeline.device])
+                else:
+                    program, observed.weights = call.plan.window.up_to_its_end, call.weight_bytes()
+                self._record.add_step(plan, program, pipeline.device, observed)
         self._in_step = False
         return step.loss_data
 
@@ -326,7 +327,7 @@ class ForwardBackward:
 
         def links() -> dict[Edge, float]:
             if message.shape is None:
-                logger.info("messages have no fixed shape, so their time is not measured and counts as 0")
+                tell(logger, "messages have no fixed shape, so their time is not measured and counts as 0")
                 return {}
             return measure_links(placement, pipeline.device, pipeline.ranks, pipeline.channels, message)
 
@@ -338,6 +339,7 @@ class ForwardBackward:
         """What must be watched in a training step."""
         replanner = self._replanner
         if self._record is not None:
+            self._record.group = group
             dist.barrier(group=group)  # one origin of time for all ranks of the pipeline
         return observe(
             permanent,

@@ -10,16 +10,20 @@ belong to the transport from the moment they are posted.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.simulator import held_after
+
+logger = logging.getLogger(__name__)
 
 CATEGORIES = ("saved", "boundary", "weight_gradients")
 
@@ -66,19 +70,40 @@ def predict_peak_bytes(actions: Sequence[Action], changes: Mapping[Kind, Sequenc
     return int(max(held_after(actions, changes), default=0))
 
 
+def _counting[**P](count: Callable[P, None]) -> Callable[P, None]:
+    """For methods of a ledger that training calls: a tensor that cannot be counted ends the count, not the training."""
+
+    @wraps(count)
+    def counted(self, *args, **kwargs) -> None:
+        if self.failure is not None:
+            return
+        try:
+            count(self, *args, **kwargs)
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            logger.warning("cannot count activations any more: %s", self.failure)
+
+    return counted
+
+
 class ActivationLedger:
     """Watches one step of one rank.
 
     Args:
         permanent: tensors that are no activations: parameters, gradient buffers, module buffers.
+
+    Attributes:
+        failure: what made it stop counting, ``None`` as long as nothing has.
     """
 
     def __init__(self, permanent: Iterable[torch.Tensor] = ()):
         self.entries: list[LedgerEntry] = []
-        self._permanent = {_key(tensor) for tensor in permanent}
+        self.failure: str | None = None
+        self._permanent: set[int] = set()
         # The batch lives as long as the data iterator keeps it; held here so that its keys stay taken.
         self._batch: dict[int, StorageWeakRef] = {}
         self._held: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        self._leave_out(permanent)
 
     def continued(self, permanent: Iterable[torch.Tensor]) -> ActivationLedger:
         """For the step after this one, which begins with what this one still holds.
@@ -89,13 +114,20 @@ class ActivationLedger:
         following = ActivationLedger(permanent)
         following._batch = {key: batch for key, batch in self._batch.items() if not batch.expired()}
         following._held = self._held
+        following.failure = following.failure or self.failure
         return following
 
+    @_counting
+    def _leave_out(self, permanent: Iterable[torch.Tensor]) -> None:
+        self._permanent = {_key(tensor) for tensor in permanent}
+
+    @_counting
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do not count these tensors: the batch, which somebody else keeps anyway."""
         for tensor in tensors:
             self._batch[_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
+    @_counting
     def hold(self, tensor: torch.Tensor, category: str) -> None:
         """Count the tensor's storage for as long as anything keeps it alive."""
         key = _key(tensor)
@@ -109,6 +141,7 @@ class ActivationLedger:
             storage = tensor.untyped_storage()
             self._held[key] = (StorageWeakRef(storage), storage.nbytes(), category)
 
+    @_counting
     def release(self, tensor: torch.Tensor) -> None:
         """Stop counting a tensor whose remaining life is a communication backend's business and depends on timing."""
         self._held.pop(_key(tensor), None)
@@ -125,6 +158,7 @@ class ActivationLedger:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
 
+    @_counting
     def record(self, action: Action, host_bytes: int = 0) -> None:
         """Note what is held now that ``action`` has ended, and what is away."""
         self._held = {key: known for key, known in self._held.items() if not known[0].expired()}

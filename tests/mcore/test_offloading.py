@@ -155,6 +155,7 @@ def test_devices_that_share_a_channel_measure_it_in_turns(monkeypatch):
     monkeypatch.setattr(Offloading, "engine", lambda self: SimpleNamespace(channel=None))
     monkeypatch.setattr(offloading, "measure_host_link", lambda channel: happened.append("measured") or LINK)
     monkeypatch.setattr(offloading.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(offloading.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(offloading.dist, "barrier", lambda: happened.append("barrier"))
     assert Offloading(OffloadSettings()).links(2) == (LINK, LINK)
     assert happened == ["barrier", "barrier", "measured"]

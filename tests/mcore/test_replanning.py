@@ -35,6 +35,7 @@ class Trace:
 
 
 class Ledger:
+    failure = None
     entries = [
         LedgerEntry(Action(kind, 0, 0), {"saved": held}) for kind, held in ((Kind.F, 100), (Kind.I, 70), (Kind.W, 0))
     ]

@@ -58,7 +58,10 @@ def wrap_save(saved_now: Callable[[], SavedVersions | None]) -> Callable[[Callab
             result = original(iteration, *args, **kwargs)
             saved = saved_now()
             if saved is not None and not kwargs.get("non_persistent_ckpt", False):
-                _write(saved, iteration)
+                try:
+                    _write(saved, iteration)
+                except (OSError, RuntimeError) as error:  # of torch; the checkpoint itself is whole, and can be resumed without them
+                    logger.warning("%s; a run resumed here begins with the newest weights alone", error)
             return result
 
         return save_checkpoint

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.options import OFF
@@ -66,8 +67,8 @@ def choose_barriers(
     choice = choose_vocabulary(schedules[0], costs, head, **moving, with_passes=schedules)
     if choice.best.name == REDISTRIBUTE:
         layers = choice.best.layers
-        logger.info("vocabulary: %s; --pipeline-model-parallel-layout for layers per stage %s", choice.reason, layers)
+        tell(logger, "vocabulary: %s; --pipeline-model-parallel-layout for layers per stage %s", choice.reason, layers)
         # Layers are where the user has put them, so this is about what is left.
         choice = choice.without(REDISTRIBUTE)
-    logger.info("vocabulary: %s", choice.reason)
+    tell(logger, "vocabulary: %s", choice.reason)
     return 0 if choice.best.name == OFF else BARRIERS_OF_ALGORITHM[int(choice.best.name)]

@@ -10,6 +10,7 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
+from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.sources import Changes, Plan, Shape, Source, microbatches_of_the_run
 from megatron_pipemem.mcore.vocabulary.build import cut_vocabulary, layout_of
 from megatron_pipemem.mcore.vocabulary.choice import choose_barriers
@@ -117,7 +118,7 @@ class VocabularySource(Source):
             except (ScheduleError, UnsupportedError) as error:
                 if not barriers:
                     raise
-                logger.info("vocabulary: not with %d barriers: %s", barriers, error)
+                tell(logger, "vocabulary: not with %d barriers: %s", barriers, error)
         return allowed
 
     def _decide(self, barriers: int) -> None:

@@ -54,8 +54,11 @@ class ResultCache:
             return None
         try:
             kept = json.loads(content)
-            return SearchResult(tuple(_from_json(row) for row in kept["candidates"]), kept["lower_bound"], 0.0)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            candidates = tuple(_from_json(row) for row in kept["candidates"])
+            if not candidates:
+                raise ValueError("it holds none")
+            return SearchResult(candidates, float(kept["lower_bound"]), 0.0)
+        except Exception as error:  # whatever another program has left there
             logger.warning("cannot use the cached search %s: %s; searching again", path, error)
             return None
 
@@ -65,7 +68,7 @@ class ResultCache:
             path = self._path(question)
             kept = {"lower_bound": result.lower_bound, "candidates": [_to_json(each) for each in result.candidates]}
             write_whole(path, json.dumps(kept, allow_nan=False))
-        except OSError as error:
+        except (OSError, ValueError) as error:
             logger.warning("cannot keep the search: %s", error)
 
     def _path(self, question: object) -> Path:

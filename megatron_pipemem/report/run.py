@@ -1,0 +1,108 @@
+"""What one run did against what was planned, in words and as a table, from its report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.simulator import Timeline, peaks
+
+_MIB = 1 << 20
+
+
+def peak_activation(schedule: Schedule) -> float:
+    """The most that a device holds in activation units: parts of the peak of 1F1B."""
+    return max(peaks(schedule.orders, schedule.placement, Costs(), schedule.pieces))
+
+
+def plan_line(timeline: Timeline) -> str:
+    """What a run is about to do, in one line."""
+    schedule = timeline.schedule
+    return (
+        f"{schedule.name}, {_size(schedule.num_devices, schedule.placement.num_chunks, schedule.num_microbatches)}: "
+        f"planned bubble {timeline.bubble_rate:.1%}, peak activations {peak_activation(schedule):.4g} of 1F1B's"
+    )
+
+
+def lines(report: Mapping[str, Any]) -> list[str]:
+    """What a run did.
+
+    Args:
+        report: as ``--pipemem-report`` writes it.
+    """
+    found = []
+    if plan := _last_plan(report):
+        size = _size(plan["devices"], plan["chunks"], plan["microbatches"])
+        times = f", planned {len(report['plans'])} times" if len(report["plans"]) > 1 else ""
+        found.append(f"{plan['schedule']}, {size}{times}: {report['steps']} steps measured")
+    ranks: Sequence[Mapping[str, Any]] = report["ranks"]
+    if (peak := _most(ranks, "counted_peak_bytes")) is not None:
+        share = f"; {plan['peak_activation']:.4g} of 1F1B's" if plan else ""
+        found.append(f"peak activations {peak / _MIB:.4g} MiB on the fullest rank, {_agreement(ranks)}{share}")
+    if (measured := _least(ranks, "measured_bubble_rate")) is not None:
+        planned = _least(ranks, "predicted_bubble_rate")
+        seconds = plan["measured_makespan"] if plan else None
+        found.append(
+            f"bubble {planned:.1%} planned, {measured:.1%} measured, of the rank that idles least"
+            + ("" if seconds is None else f"; a step takes {seconds:.4g} s from its first pass to its last")
+        )
+    found += [f"rank {rank['rank']}: {rank['failure']}" for rank in ranks if rank.get("failure")]
+    return found
+
+
+def table(report: Mapping[str, Any]) -> Table:
+    """Rank by rank."""
+    rows = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for heading in ("rank", "predicted\nMiB", "counted\nMiB", "planned\nbubble", "measured\nbubble"):
+        rows.add_column(heading, justify="right", no_wrap=True)
+    for rank in report["ranks"]:
+        rows.add_row(
+            str(rank["rank"]),
+            *(_shown(rank[key], 1 / _MIB, ".5g") for key in ("predicted_peak_bytes", "counted_peak_bytes")),
+            *(_shown(rank[key], 1, ".1%") for key in ("predicted_bubble_rate", "measured_bubble_rate")),
+        )
+    return rows
+
+
+def _size(devices: int, chunks: int, microbatches: int) -> str:
+    return (
+        f"{devices} pipeline rank{'s' * (devices != 1)} with {chunks} chunk{'s' * (chunks != 1)} each, "
+        f"{microbatches} microbatch{'es' * (microbatches != 1)}"
+    )
+
+
+def _last_plan(report: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return report["plans"][-1] if report["plans"] else None
+
+
+def _agreement(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """Of predicted and counted peaks."""
+    pairs = [(rank["predicted_peak_bytes"], rank["counted_peak_bytes"], rank["rank"]) for rank in ranks]
+    known = [pair for pair in pairs if None not in pair]
+    if not known:
+        return "counted; nothing was predicted"
+    off = [pair for pair in known if pair[0] != pair[1]]
+    if not off:
+        return "predicted = counted on every rank"
+    predicted, counted, rank = max(off, key=lambda pair: abs(pair[0] - pair[1]))
+    return (
+        f"counted; {len(off)} ranks differ from the prediction, rank {rank} most: {predicted / _MIB:.5g} MiB predicted, "
+        f"{counted / _MIB:.5g} counted"
+    )
+
+
+def _most(ranks: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    return max((rank[key] for rank in ranks if rank[key] is not None), default=None)
+
+
+def _least(ranks: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    return min((rank[key] for rank in ranks if rank[key] is not None), default=None)
+
+
+def _shown(value: float | None, scale: float, form: str) -> str:
+    return "-" if value is None else format(value * scale, form)
