@@ -12,6 +12,7 @@ import typer
 from megatron_pipemem.cli.checks import Yes, check_port
 from megatron_pipemem.cli.common import Json, fail, print_json
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.files import check_writable
 from megatron_pipemem.planner.feasibility import feasible
 from megatron_pipemem.planner.launching import Nodes, command, min_nodes, ranks_per_node
 from megatron_pipemem.planner.loading import load
@@ -72,6 +73,8 @@ def launch(
     elif print_only:
         typer.echo(started.text())
     else:
+        if where.rank == 0:  # which writes it, when everything is trained
+            check_writable(run.report)
         sys.stdout.flush()
         os.execvpe(started.words[0], started.words, {**os.environ, **started.environment})
 

@@ -1,4 +1,4 @@
-"""``pipemem report``: what came of a grid."""
+"""``pipemem report``: what came of a grid, or of one run."""
 
 from __future__ import annotations
 
@@ -12,22 +12,48 @@ import typer
 from megatron_pipemem.cli.checks import check_output
 from megatron_pipemem.cli.common import Json, console, print_json
 from megatron_pipemem.cli.progress import showing
+from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.planner.grid.config import Settings, label
 from megatron_pipemem.planner.grid.results import Result
 from megatron_pipemem.planner.grid.store import Store
+from megatron_pipemem.planner.runs import REPORT
+from megatron_pipemem.reading import read_json
 from megatron_pipemem.report.grid import SUFFIXES, RunPoint, front, save_picture, table
+from megatron_pipemem.report.run import lines
+from megatron_pipemem.report.run import table as run_table
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="The folder of a grid, as `pipemem grid` wrote it; it may still run.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER|FILE",
+            help="Of a grid, which may still run, or of one run: its `output` folder, or what --pipemem-report wrote.",
+        ),
+    ],
     output: Annotated[
-        Path | None, typer.Option("--output", help="Picture, .png or .svg; by default report.png in the folder.")
+        Path | None,
+        typer.Option("--output", help="Picture of a grid, .png or .svg; by default report.png in the folder."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare the runs of a grid: throughput against peak memory, and those that are worth choosing."""
+    """Compare the runs of a grid: throughput against peak memory, and those that are worth choosing.
+
+    Of one run: what it did against what was planned.
+    """
     check_output(output, SUFFIXES, "a comparison of runs")
-    show(Store(folder), output or folder / "report.png", as_json)
+    one = folder if folder.is_file() else folder / REPORT
+    if Store(folder).exists():
+        show(Store(folder), output or folder / "report.png", as_json)
+    elif not one.is_file():
+        raise ConfigError(
+            "holds neither a grid nor the report of a run; give a folder that pipemem grid or pipemem launch wrote",
+            file=folder,
+        )
+    elif output is not None:
+        raise UnsupportedError(f"{folder} is of one run, and --output draws grids; leave it out")
+    else:
+        _show_run(one, as_json)
 
 
 def show(store: Store, picture: Path, as_json: bool) -> list[Result | None]:
@@ -50,6 +76,26 @@ def show(store: Store, picture: Path, as_json: bool) -> list[Result | None]:
         if not as_json:
             console().print(str(drawn), soft_wrap=True, markup=False)
     return results
+
+
+def _show_run(path: Path, as_json: bool) -> None:
+    report = read_json(path, "the report of a run")
+    try:
+        told, ranks = lines(report), run_table(report)
+        page = report["timelines"] and Path(report["timelines"]) / "run.html"
+    except KeyError as error:
+        raise ConfigError(f"is no report of a run, it lacks the key {error}; train again", file=path) from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"is no report of a run, {error}; train again", file=path) from error
+    if as_json:
+        print_json(report)
+        return
+    out = console()
+    for line in told:
+        out.print(line, soft_wrap=True, markup=False)
+    out.print(ranks)
+    if page and page.is_file():
+        out.print(str(page), soft_wrap=True, markup=False)
 
 
 def _print(points: Sequence[RunPoint], results: Sequence[Result | None], missing: Sequence[str]) -> None:

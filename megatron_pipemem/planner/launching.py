@@ -249,7 +249,7 @@ def _training_flags(run: Run) -> Flags:
 
 def _output_flags(run: Run) -> Flags:
     return {
-        "pipemem-report": f"{run.output}/report.json",
+        "pipemem-report": str(run.report),
         "pipemem-trace": f"{run.output}/timelines" if run.trace else None,
     }
 

@@ -66,6 +66,9 @@ class Parallelism:
         return self.global_batch // (self.micro_batch * self.dp)
 
 
+REPORT = "report.json"
+"""What a run writes about itself into its output folder."""
+
 BY_ACTION = ("core_attn", "layernorm", "activation")
 """What ``--pipemem-recompute selective`` makes again of layers whose attention is not fused and whose norms stand alone."""
 
@@ -166,6 +169,11 @@ class Run:
     output: str = "out/runs/run"
     trace: bool = False
     script: str | None = None
+
+    @property
+    def report(self) -> Path:
+        """What it writes about itself."""
+        return Path(self.output) / REPORT
 
     @property
     def checkpoints(self) -> str:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
+from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks
@@ -51,15 +49,16 @@ def lines(report: Mapping[str, Any]) -> list[str]:
             f"bubble {planned:.1%} planned, {measured:.1%} measured, of the rank that idles least"
             + ("" if seconds is None else f"; a step takes {seconds:.4g} s from its first pass to its last")
         )
+    losses = [loss for loss in report["losses"] if loss is not None]
+    if losses:
+        found.append(f"loss {losses[0]:.5g} in the first step, {losses[-1]:.5g} in the last of {len(report['losses'])}")
     found += [f"rank {rank['rank']}: {rank['failure']}" for rank in ranks if rank.get("failure")]
     return found
 
 
-def table(report: Mapping[str, Any]) -> Table:
+def table(report: Mapping[str, Any]) -> FittingTable:
     """Rank by rank."""
-    rows = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for heading in ("rank", "predicted\nMiB", "counted\nMiB", "planned\nbubble", "measured\nbubble"):
-        rows.add_column(heading, justify="right", no_wrap=True)
+    rows = FittingTable(("rank", "predicted MiB", "counted MiB", "planned bubble", "measured bubble"))
     for rank in report["ranks"]:
         rows.add_row(
             str(rank["rank"]),

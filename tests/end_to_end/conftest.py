@@ -56,6 +56,7 @@ class Run:
         layers: kinds of layers of Transformer Engine, per rank.
         gradients: of the first step, whole, by the parameter's name in checkpoints and its layer; ``None`` where nobody
             asked for them.
+        scalars: names and iterations of what went to TensorBoard.
     """
 
     losses: list[float]
@@ -69,6 +70,7 @@ class Run:
     ranks: list[dict] = field(compare=False)
     layers: list[list[str]] = field(compare=False)
     gradients: dict[tuple, torch.Tensor] | None = field(compare=False)
+    scalars: list[tuple[str, int]] = field(compare=False)
 
     def of_ranks(self, what: str) -> list:
         return [rank[what] for rank in self.ranks]
@@ -155,7 +157,7 @@ class Trainer:
         for rank, result in enumerate(seen):
             assert result["replaced"] == [], f"rank {rank} still has replaced symbols after disable()"
         report, validation = (
-            seen[0]["report"],
+            seen[0]["report"] or {"losses": [], "grad_norms": [], "plans": [], "ranks": []},
             next((r["validation"] for r in reversed(seen) if any(r["validation"])), []),
         )
         return Run(
@@ -170,6 +172,7 @@ class Trainer:
             report["ranks"],
             [each["layers"] for each in seen],
             _whole_gradients(noted) if gradients else None,
+            seen[-1]["scalars"],
         )
 
     def _data(self) -> list[str]:

@@ -58,3 +58,26 @@ def test_checkpoints_are_interchangeable(train, resume, assert_same_training, be
     assert_same_training(resumed, resume("stock", "stock", embeddings))
     uninterrupted = train("stock", *EMBEDDINGS[embeddings], "--train-iters", "4")
     assert resumed.losses == uninterrupted.losses[2:]
+
+
+def test_a_report_that_is_lost_costs_no_checkpoint(train, tmp_path):
+    """The closing checkpoint, which Megatron writes when its loop has ended. Scalars go to TensorBoard meanwhile."""
+    flags = ("--train-iters", "2", "--save", str(tmp_path), "--save-interval", "1000", "--tensorboard-dir", "unused")
+    run = train("v-half", *EMBEDDINGS["untied"], *flags, sabotage="report is lost")
+    assert run.losses == [], "no report"
+    flags = ("--train-iters", "4", "--load", str(tmp_path), "--override-opt_param-scheduler")
+    resumed = train("stock", *EMBEDDINGS["untied"], *flags, initialise=False)
+    assert resumed.losses == train("stock", *EMBEDDINGS["untied"], "--train-iters", "4").losses[2:]
+    assert [at for name, at in run.scalars if name == "lm loss"] == [1, 2]
+    for name in ("peak-activation-bytes", "predicted-peak-activation-bytes", "bubble-rate", "makespan-seconds"):
+        assert [at for own, at in run.scalars if own == f"pipemem/{name}"] == [1, 2]
+
+
+def test_a_rank_that_cannot_measure_costs_its_numbers_alone(train, assert_same_training):
+    """Its peers gather what it has not got, and no rank plans anew without it."""
+    run = train("zb-h1", "--pipemem-costs", "profile", "--train-iters", "4", sabotage="clock is gone")
+    assert_same_training(run, train("stock", "--train-iters", "4"))
+    assert [plan["reason"] for plan in run.plans] == ["start"]
+    failures = run.of_ranks("failure")
+    assert "the clock is gone" in failures[1] and failures[:1] + failures[2:] == [None] * 3
+    assert run.counted_peaks[0] > 0 and run.of_ranks("measured_bubble_rate") == [None] * 4

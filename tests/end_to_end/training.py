@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from hashlib import sha256
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import torch
@@ -25,6 +25,7 @@ from megatron_pipemem.cpu.emulation import emulated
 from megatron_pipemem.mcore.launch import enable_from_command_line
 from megatron_pipemem.runtime.offload.channel import Direction
 from megatron_pipemem.runtime.offload.host_channel import HostChannel
+from megatron_pipemem.runtime.trace import HostTrace
 
 ENTRY = Path(__file__).parents[2] / "scripts" / "gpt_pretraining.py"
 
@@ -70,7 +71,8 @@ def run(case: dict) -> dict:
             has the arguments of ``cpu.emulation.emulated``.
 
     Returns:
-        The plugin's ``report``, a hash of the trained ``weights`` of every chunk, the ``validation`` losses that this rank
+        The plugin's ``report`` (``None`` where there is none), names and iterations of the ``scalars`` that went to
+        TensorBoard from this rank, a hash of the trained ``weights`` of every chunk, the ``validation`` losses that this rank
         knows, the ``vocabulary_rows`` of every shard that it has of embedding and head, the kinds of ``layers`` that are
         Transformer Engine's, and the symbols of Megatron that are not the ``original`` ones afterwards.
     """
@@ -88,7 +90,8 @@ def run(case: dict) -> dict:
             _noted_evaluation(validation),
             _common_start(chunks, case.get("initialise", True), rows),
             _noted_gradients(case["gradients"]) if case.get("gradients") else nullcontext(),
-            sabotage(),
+            sabotage(case),
+            mock.patch.dict(sys.modules, {"torch.utils.tensorboard": SimpleNamespace(SummaryWriter=_Writer)}),
             emulation,
             _model_by_provider() if case.get("by_provider") else nullcontext(),
         ):
@@ -107,7 +110,8 @@ def run(case: dict) -> dict:
         gc.collect()
     dist.barrier()
     return {
-        "report": json.loads(Path(case["report"]).read_text()),
+        "report": json.loads(Path(case["report"]).read_text()) if Path(case["report"]).is_file() else None,
+        "scalars": list(_Writer.scalars),
         "validation": validation,
         "vocabulary_rows": rows,
         "weights": weights,
@@ -141,13 +145,13 @@ def _digest(chunk: torch.nn.Module) -> str:
 
 
 @contextmanager
-def _copies_fail() -> Iterator[None]:
+def _copies_fail(case: dict) -> Iterator[None]:
     with mock.patch.object(HostChannel, "pace", side_effect=RuntimeError("the bus is gone")):
         yield
 
 
 @contextmanager
-def _copies_are_wrong() -> Iterator[None]:
+def _copies_are_wrong(case: dict) -> Iterator[None]:
     carry = HostChannel._carry
 
     def carry_wrongly(channel: HostChannel, ticket) -> None:
@@ -159,7 +163,45 @@ def _copies_are_wrong() -> Iterator[None]:
         yield
 
 
-SABOTAGE = {None: nullcontext, "copies fail": _copies_fail, "copies are wrong": _copies_are_wrong}
+@contextmanager
+def _report_is_lost(case: dict) -> Iterator[None]:
+    """It could be written when the run began, and cannot when it ends."""
+    Path(case["report"]).mkdir()
+    yield
+
+
+@contextmanager
+def _clock_is_gone(case: dict) -> Iterator[None]:
+    with mock.patch.object(HostTrace, "actions", side_effect=RuntimeError("the clock is gone")):
+        yield
+
+
+SABOTAGE = {
+    None: nullcontext,
+    "copies fail": _copies_fail,
+    "copies are wrong": _copies_are_wrong,
+    "report is lost": _report_is_lost,
+    "clock is gone": _clock_is_gone,
+}
+
+
+class _Writer:
+    """TensorBoard's, as far as Megatron knows it."""
+
+    scalars: list[tuple[str, int]] = []
+
+    def __init__(self, **settings: object):
+        self.scalars.clear()
+
+    def add_scalar(self, name: str, value: float, iteration: int) -> None:
+        float(value)
+        self.scalars.append((name, iteration))
+
+    def add_text(self, *text: object, **others: object) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
 
 
 @contextmanager

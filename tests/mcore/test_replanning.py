@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import replanning
 from megatron_pipemem.mcore.programs import ProgramCache
 from megatron_pipemem.mcore.replanning import FIRST_STEPS, WINDOW, News, Replanner, merge_bytes
@@ -137,3 +138,65 @@ def test_bytes_of_replicas_that_differ_are_those_of_the_fullest():
 
     merged = merge_bytes([seen(0, 5, 6), seen(1, 9, 2), seen(0, 7, 1), seen(1, 3, 4)], Placement.v_shape(2))
     assert merged == {Kind.F: (7, 9, 4, 6), Kind.W: (-7, -9, -4, -6)}
+
+
+class Broken(Trace):
+    def actions(self):
+        raise RuntimeError("the clock is gone")
+
+
+def test_a_rank_that_cannot_measure_keeps_the_plan_of_all(caplog):
+    run = Run(FamilySource("zb-h1"))
+    _, first = run.step()
+    assert steps_until_news(run, Broken()) is None
+    assert sum("its plan stays" in each.message for each in caplog.records) >= 1
+    assert run.step()[1] is first
+    step, news, _ = steps_until_news(run)
+    assert news.reason == "costs measured", "what can be measured again is"
+
+
+def test_what_another_rank_could_not_measure_is_not_planned_with(monkeypatch):
+    """Every rank gathers, also the one that has nothing to tell, and all decide alike."""
+    gathered = []
+
+    def gather(own):
+        gathered.append(own)
+        return [own, replanning._Contribution(1, None, {}, {}, failure="RuntimeError: the clock is gone")]
+
+    monkeypatch.setattr(replanning, "gather", gather)
+    run = Run(FamilySource("zb-h1"))
+    assert steps_until_news(run) is None and gathered
+
+
+def test_bytes_that_cannot_be_counted_leave_the_first_plan():
+    class Uncountable(Ledger):
+        failure = "NotImplementedError: no storage"
+        entries = []
+
+    run = Run(source_of("auto", "150B", "unit", {"seconds": 1, "placement": "linear"}), profile=False)
+    _, first = run.step()
+    run.replanner.after_step(1, Uncountable(), None)
+    assert run.step() == (None, first)
+
+
+@pytest.mark.parametrize("failure", [ZeroDivisionError("oops"), UnsupportedError("nothing was found"), None])
+def test_a_search_that_fails_in_the_middle_of_a_run_keeps_its_plan(monkeypatch, caplog, failure):
+    run = Run(FamilySource("zb-h1"))
+    _, first = run.step()
+
+    def plan(*arguments):
+        if failure is None:
+            return None
+        raise failure
+
+    monkeypatch.setattr(run.source, "plan", plan)
+    _, news, plan = steps_until_news(run)
+    assert news.reason == "costs measured" and plan is first
+    assert "could not plan again (costs measured)" in caplog.text and "the schedule stays" in caplog.text
+
+
+def test_a_cap_that_the_counted_bytes_break_is_still_refused():
+    run = Run(source_of("auto", "50B", "unit", {"seconds": 1, "placement": "linear"}), profile=False)
+    run.step()
+    with pytest.raises(UnsupportedError, match="no schedule keeps a memory cap of 50B"):
+        run.step()

@@ -36,7 +36,7 @@ def in_one_line(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("index", "says"),
     [
-        (None, "holds no grid; give the folder"),
+        (None, "holds neither a grid nor the report of a run; give a folder"),
         ("{", "grid.json: line 1, column 2 is no JSON"),
         ("[]", "is no index of a grid"),
         ('{"points": [3]}', "is no index of a grid"),

@@ -107,3 +107,18 @@ def test_the_first_microbatch_of_every_stage_foretells_the_rest():
     program = [Action.parse(text) for text in ("0F0", "1F0", "0F1", "1F1", "0F2", "1B0", "0B0")]
     assert predict_peak_bytes(program, changes) == 44
     assert predict_peak_bytes([], changes) == 0
+
+
+def test_a_tensor_that_cannot_be_counted_ends_the_count_and_nothing_else(caplog):
+    ledger = ActivationLedger()
+    ledger.record(Action(Kind.F, 0, 0))
+    with ledger.watch_saved():
+        ledger.hold(torch.eye(2).to_sparse(), "saved")
+        weight = torch.ones(2, requires_grad=True)
+        (weight * weight).sum().backward()
+    ledger.release(torch.ones(1))
+    ledger.record(Action(Kind.B, 0, 0))
+    assert weight.grad.tolist() == [2.0, 2.0] and len(ledger.entries) == 1
+    assert "NotImplementedError" in ledger.failure and ledger.continued([]).failure == ledger.failure
+    assert len(caplog.records) == 1 and "cannot count activations any more" in caplog.text
+    assert ActivationLedger([torch.eye(2).to_sparse()]).failure is not None

@@ -231,6 +231,17 @@ def test_what_cannot_work_is_refused_in_a_line(arguments, reason):
     assert line.startswith("error: ") and reason in line
 
 
+def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = pipemem("launch", TINY, "--set", f"output={tmp_path / 'file' / 'run'}")
+    assert result.exit_code == 2 and result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert (
+        line
+        == f"error: cannot write {tmp_path}/file/run/report.json: {tmp_path}/file is no folder; choose another path"
+    )
+
+
 ASYNCHRONOUS = ("schedule.name=pipedream", "model.tied=false")
 
 

@@ -452,7 +452,7 @@ def test_a_folder_is_not_overwritten(store):
     result = pipemem("grid", store.folder.parent / "grid.yaml", "--output", store.folder)
     assert result.exit_code == 2 and "--resume" in result.stderr
     result = pipemem("report", store.folder.parent)
-    assert result.exit_code == 2 and "holds no grid" in result.stderr
+    assert result.exit_code == 2 and "holds neither a grid nor" in result.stderr
 
 
 def test_names():

@@ -60,7 +60,10 @@ def wrap_save(saved_now: Callable[[], SavedVersions | None]) -> Callable[[Callab
             if saved is not None and not kwargs.get("non_persistent_ckpt", False):
                 try:
                     _write(saved, iteration)
-                except (OSError, RuntimeError) as error:  # of torch; the checkpoint itself is whole, and can be resumed without them
+                except (
+                    OSError,
+                    RuntimeError,
+                ) as error:  # of torch; the checkpoint itself is whole, and can be resumed without them
                     logger.warning("%s; a run resumed here begins with the newest weights alone", error)
             return result
 

@@ -84,7 +84,7 @@ def collect(index: int, settings: dict[str, Any], run: Run, log: Path, exit_code
         exit_code: of the last one.
     """
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    path = Path(run.output) / "report.json"
+    path = run.report
     if exit_code or not path.exists():
         reason = _why(text, exit_code)
         return Result(index, settings, "failed", reason, exit_code, run.parallelism.ranks)

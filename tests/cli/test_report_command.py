@@ -1,0 +1,113 @@
+"""``pipemem report`` of one run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_pipemem.report.run import plan_line
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.simulator import simulate
+
+PLAN = {
+    "schedule": "v-half",
+    "devices": 2,
+    "chunks": 2,
+    "microbatches": 4,
+    "peak_activation": 0.75,
+    "measured_makespan": 0.125,
+}
+RANK = {
+    "rank": 0,
+    "predicted_peak_bytes": 3 << 20,
+    "counted_peak_bytes": 3 << 20,
+    "predicted_bubble_rate": 0.1,
+    "measured_bubble_rate": 0.2,
+    "failure": None,
+}
+REPORT = {
+    "steps": 3,
+    "losses": [3.0, None, 1.5],
+    "timelines": None,
+    "plans": [PLAN],
+    "ranks": [RANK, RANK | {"rank": 1, "counted_peak_bytes": 1 << 20, "predicted_peak_bytes": 1 << 20}],
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """``run(key=value)``: the folder of a run whose report says so."""
+
+    def write(**changes):
+        (tmp_path / "report.json").write_text(json.dumps(REPORT | changes))
+        return tmp_path
+
+    return write
+
+
+def test_a_run_is_told_from_its_folder_and_from_its_report(pipemem, run, tmp_path):
+    told = pipemem("report", run())
+    assert told.exit_code == 0 and told.stdout == pipemem("report", tmp_path / "report.json").stdout
+    assert told.stdout.splitlines()[:4] == [
+        "v-half, 2 pipeline ranks with 2 chunks each, 4 microbatches: 3 steps measured",
+        "peak activations 3 MiB on the fullest rank, predicted = counted on every rank; 0.75 of 1F1B's",
+        "bubble 10.0% planned, 20.0% measured, of the rank that idles least; a step takes 0.125 s from its first pass to its "
+        "last",
+        "loss 3 in the first step, 1.5 in the last of 3",
+    ]
+    assert ["1", "1", "1", "10.0%", "20.0%"] in [line.split() for line in told.stdout.splitlines()]
+
+
+def test_what_differs_and_what_failed_is_named(pipemem, run):
+    ranks = [RANK, RANK | {"rank": 1, "counted_peak_bytes": 4 << 20, "failure": "no losses: TypeError: much"}]
+    told = pipemem("report", run(ranks=ranks)).stdout
+    assert "1 ranks differ from the prediction, rank 1 most: 3 MiB predicted, 4 counted" in told
+    assert "rank 1: no losses: TypeError: much" in told
+
+
+def test_a_run_of_stock_and_one_that_was_not_measured(pipemem, run):
+    stock = RANK | {"predicted_peak_bytes": None}
+    assert "counted; nothing was predicted" in pipemem("report", run(ranks=[stock])).stdout
+    nothing = dict.fromkeys(RANK) | {"rank": 0}
+    assert pipemem("report", run(ranks=[nothing], plans=[], losses=[])).exit_code == 0
+
+
+def test_the_page_of_its_last_step_is_named(pipemem, run, tmp_path):
+    page = tmp_path / "timelines" / "run.html"
+    page.parent.mkdir()
+    page.write_text("")
+    assert str(page) in pipemem("report", run(timelines=str(page.parent))).stdout
+
+
+def test_json_is_the_report(pipemem_json, run):
+    assert pipemem_json("report", run()) == REPORT
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "line 1, column 2 is no JSON"),
+        ("[]", "is no report of a run"),
+        ("{}", "it lacks the key"),
+        (json.dumps(REPORT | {"ranks": [{}]}), "it lacks the key"),
+        (json.dumps(REPORT | {"ranks": 3}), "is no report of a run"),
+        (json.dumps(REPORT | {"losses": ["x"]}), "is no report of a run"),
+        (json.dumps(REPORT | {"timelines": 3}), "is no report of a run"),
+    ],
+)
+def test_what_is_no_report_is_refused_in_a_line(refuses, tmp_path, content, says):
+    (tmp_path / "report.json").write_text(content)
+    assert says in refuses("report", tmp_path)
+
+
+def test_a_picture_of_one_run_is_refused(refuses, run, tmp_path):
+    assert "leave it out" in refuses("report", run(), "--output", tmp_path / "x.png")
+
+
+def test_a_plan_in_one_line():
+    timeline = simulate(build_schedule("v-half", num_devices=4, num_microbatches=8))
+    assert plan_line(timeline) == (
+        f"v-half, 4 pipeline ranks with 2 chunks each, 8 microbatches: planned bubble {timeline.bubble_rate:.1%}, peak "
+        f"activations {timeline.peak:.4g} of 1F1B's"
+    )

@@ -1,0 +1,206 @@
+"""What observes a run: it says what it has seen, and never ends the run, whatever goes wrong. With one rank."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
+
+import torch.distributed as dist  # noqa: E402
+
+from megatron_pipemem.errors import OutputError, UnsupportedError  # noqa: E402
+from megatron_pipemem.mcore import plugin, scalars  # noqa: E402
+from megatron_pipemem.mcore.run_record import RunRecord, StepRecord  # noqa: E402
+from megatron_pipemem.mcore.scalars import Scalars  # noqa: E402
+from megatron_pipemem.mcore.sources import FamilySource, Plan, Shape  # noqa: E402
+from megatron_pipemem.mcore.weight_memory import WeightBytes  # noqa: E402
+from megatron_pipemem.report.run import lines, table  # noqa: E402
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
+from megatron_pipemem.runtime.trace import TracedAction  # noqa: E402
+from megatron_pipemem.schedule.action import COMPUTE, Kind  # noqa: E402
+from megatron_pipemem.schedule.lowering import lower  # noqa: E402
+
+
+@pytest.fixture
+def world():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def record(world, tmp_path) -> RunRecord:
+    record = RunRecord(tmp_path / "out" / "report.json", tmp_path / "out" / "timelines")
+    record.check_outputs()
+    record.group = world
+    return record
+
+
+PLAN = FamilySource("zb-h1").plan(Shape(1, 1, 2), "start")
+PROGRAM = lower(PLAN.schedule)
+
+
+def observed(fails: str | None = None) -> StepRecord:
+    """A step of one stage: every forward keeps 4 kB until its W, and every action takes a second."""
+    ledger, kept, times = ActivationLedger(), {}, []
+    for action in PROGRAM.actions[0]:
+        if action.kind is Kind.F:
+            kept[action.microbatch] = torch.empty(1024)
+            ledger.hold(kept[action.microbatch], "saved")
+        elif action.kind is Kind.W:
+            del kept[action.microbatch]
+        ledger.record(action)
+        if action.kind in COMPUTE:
+            times.append(TracedAction(action, float(len(times)), len(times) + 1.0))
+    if fails == "ledger":
+        ledger.hold(torch.eye(2).to_sparse(), "saved")
+
+    def actions() -> list[TracedAction]:
+        if fails == "trace":
+            raise RuntimeError("the clock is gone")
+        return times
+
+    return StepRecord(ledger, SimpleNamespace(actions=actions), None, WeightBytes({0: 10}, 10, 1, 1))
+
+
+def train(record: RunRecord, *steps: str | None, losses=(3.0, 2.0, 1.0)) -> dict:
+    for fails, loss in zip(steps, losses, strict=False):
+        record.add_step(PLAN, PROGRAM, 0, observed(fails))
+        record.add_losses({"lm loss": loss}, 1.5)
+    record.write()
+    return json.loads(record.report.read_text())
+
+
+def test_a_run_is_told_and_written(record, caplog):
+    with caplog.at_level(logging.INFO):
+        report = train(record, None, None)
+    (rank,) = report["ranks"]
+    assert rank["predicted_peak_bytes"] == rank["counted_peak_bytes"] > 0 and rank["failure"] is None
+    assert (report["steps"], report["losses"], report["grad_norms"]) == (2, [3.0, 2.0], [1.5, 1.5])
+    assert [p["measured_makespan"] for p in report["plans"]] == [float(len(PLAN.schedule.orders[0]))]
+    names = {f"{name}.{suffix}" for name in ("plan", "run") for suffix in ("html", "png", "json")}
+    assert {path.name for path in record.trace.iterdir()} == names
+    told = [each.getMessage() for each in caplog.records]
+    assert told[: len(lines(report))] == lines(report)
+    assert lines(report)[:2] == [
+        "zb-h1, 1 pipeline rank with 1 chunk each, 2 microbatches: 2 steps measured",
+        f"peak activations {rank['counted_peak_bytes'] / 2**20:.4g} MiB on the fullest rank, predicted = counted on every "
+        "rank; 1 of 1F1B's",
+    ]
+    assert any(str(record.report) in each for each in told) and len(table(report)._rows) == 1
+
+
+@pytest.mark.parametrize("fails", ["ledger", "trace"])
+def test_a_step_that_cannot_be_measured_costs_numbers_and_nothing_else(record, caplog, fails):
+    report = train(record, None, fails, None)
+    assert report["losses"] == [3.0, 2.0, 1.0]
+    assert "no measuring of steps: " in report["ranks"][0]["failure"]
+    assert any("rank 0: no measuring of steps" in line for line in lines(report))
+    warned = [each for each in caplog.records if each.levelno >= logging.WARNING and "the run goes on" in each.message]
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("loss", [torch.ones(2), "much", None, float("nan"), float("inf")], ids=repr)
+def test_a_loss_that_is_no_number_is_null(record, loss):
+    record.trace = None
+    report = train(record, None, None, losses=(2.0, loss))
+    assert report["losses"] == [2.0, None] and report["steps"] == 2
+
+
+@pytest.mark.parametrize("what", ["report", "run.html"])
+def test_what_cannot_be_written_at_the_end_is_warned_of_and_the_rest_is_written(record, caplog, what):
+    lost = record.report if what == "report" else record.trace / what
+    lost.mkdir(parents=True)
+    record.add_step(PLAN, PROGRAM, 0, observed())
+    record.write()
+    assert any(str(lost) in each.message and "it is a folder" in each.message for each in caplog.records)
+    assert record.report.is_file() == (what != "report")
+    assert (record.trace / "run.html").is_file() == (what != "run.html") and (record.trace / "plan.png").is_file()
+
+
+def test_a_picture_that_cannot_be_drawn_leaves_the_others(record, caplog):
+    schedule = FamilySource("1f1b").plan(Shape(1, 1, 2), "another").schedule  # whose actions did not run
+    record.add_step(Plan(schedule, PLAN.costs, "unit", "start"), PROGRAM, 0, observed())
+    record.write()
+    assert {path.name for path in record.trace.iterdir()} == {"plan.html", "plan.png", "plan.json"}
+    assert record.report.is_file()
+
+
+def test_a_run_without_a_step_has_a_report(record):
+    assert train(record)["ranks"][0]["counted_peak_bytes"] is None
+
+
+@pytest.mark.parametrize("output", ["report", "trace"])
+def test_outputs_are_checked_before_anything_is_replaced(tmp_path, monkeypatch, output):
+    (tmp_path / "file").write_text("")
+    wrong = {output: str(tmp_path / "file" / "x")}
+    with pytest.raises(OutputError, match="is no folder"):
+        plugin.enable("1f1b", **wrong)
+    assert plugin._enabled is None
+    monkeypatch.setenv("RANK", "1")  # rank 0 writes, perhaps where this rank cannot
+    plugin.enable("1f1b", **wrong)
+    plugin.disable()
+
+
+def test_all_ranks_hear_of_outputs_that_cannot_be_written(world, tmp_path):
+    with pytest.raises(UnsupportedError, match="it is a folder"):
+        RunRecord(tmp_path, None).check_outputs()
+
+
+class Loop:
+    """What Megatron's own training loop would have opened."""
+
+    def __init__(self, monkeypatch, **arguments):
+        self.written, self.logged = [], []
+        self.tensorboard = SimpleNamespace(add_scalar=lambda *each: self.written.append(each), flush=lambda: None)
+        self.wandb = SimpleNamespace(log=lambda *each: self.logged.append(each))
+        module = SimpleNamespace(
+            _GLOBAL_ARGS=SimpleNamespace(**arguments),
+            get_tensorboard_writer=lambda: self.tensorboard,
+            get_wandb_writer=lambda: self.wandb,
+        )
+        monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
+        monkeypatch.setattr(scalars.parallel_state, "get_pipeline_model_parallel_group", lambda: dist.group.WORLD)
+
+
+def iterate(record: RunRecord, writer: Scalars, steps: int) -> None:
+    record.trace = None
+    for iteration in range(1, steps + 1):
+        record.add_step(PLAN, PROGRAM, 0, observed())
+        writer.before_log(iteration)
+    record.write()
+    writer.finish()
+
+
+def test_scalars_go_where_megatron_writes_its_own(record, monkeypatch):
+    loop = Loop(monkeypatch, tensorboard_dir="somewhere", tensorboard_log_interval=2)
+    iterate(record, Scalars(record), 5)
+    peak = float(record.held.counted_peak)
+    assert [(value, at) for name, value, at in loop.written if name.endswith("/peak-activation-bytes")] == [
+        (peak, 2),
+        (peak, 4),
+    ]
+    assert {name: value for name, value, at in loop.written if at == 2} == loop.logged[0][0]
+    assert [at for _, at in loop.logged] == [2, 4]
+    assert loop.logged[0][0]["pipemem/bubble-rate"] == 0 == loop.logged[0][0]["pipemem/planned-bubble-rate"]
+
+
+def test_scalars_never_fail_a_run(record, monkeypatch, caplog):
+    loop = Loop(monkeypatch, wandb_project="p")
+    loop.tensorboard = None
+    loop.wandb.log = None
+    iterate(record, Scalars(record), 3)
+    assert len([each for each in caplog.records if "without scalars" in each.message]) == 1
+    assert record.report.is_file()
+
+
+def test_without_writers_nothing_is_gathered(record, monkeypatch):
+    loop = Loop(monkeypatch, tensorboard_dir=None, wandb_project="")
+    iterate(record, Scalars(record), 2)
+    assert not loop.written and not loop.logged
