@@ -156,7 +156,6 @@ def test_nothing_of_ours_is_written_otherwise():
         )
     }
     assert written.pop("megatron_pipemem/files.py")
-    assert [line.strip() for line in written.pop("megatron_pipemem/report/figure.py")] == [
-        "figure.savefig(beside, format=path.suffix[1:], dpi=_DPI, metadata=metadata)"
-    ]
+    (picture,) = written.pop("megatron_pipemem/report/figure.py")
+    assert picture.strip().startswith("figure.savefig(beside, ")
     assert not written
