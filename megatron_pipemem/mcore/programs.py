@@ -109,7 +109,7 @@ class ProgramCache:
         if message is None:
             return found
         if is_refusal and self._news.changes is not None:
-            raise UnsupportedError(message) from failure
+            raise failure or UnsupportedError(message)
         if is_first_rank():
             logger.warning("could not plan again (%s): %s; the schedule stays", self._news.reason, message)
         return before

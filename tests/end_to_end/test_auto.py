@@ -94,7 +94,8 @@ def test_plans_anew_with_measured_costs(train, assert_same_training, tmp_path, f
     assert prices["p2p"] and all(0 < seconds < 1 for seconds in prices["p2p"].values())
     # No more can be said of times here: the ranks share cores, and the plan has one for every device.
     assert second["planned_makespan"] > 0 and second["measured_makespan"] > 0
-    assert {path.name for path in tmp_path.iterdir()} == {"plan.png", "plan.json", "run.png", "run.json"}
+    names = {f"{name}.{suffix}" for name in ("plan", "run") for suffix in ("html", "png", "json")}
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 def test_measured_costs_price_any_schedule(train, assert_same_training):
