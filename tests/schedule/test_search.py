@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -341,8 +343,23 @@ def test_finished_searches_are_found_again(tmp_path) -> None:
     assert again.candidates == fresh.candidates and again.seconds == 0 < fresh.seconds
     search(**{**question, "cap": 0.5}, cache=cache)
     assert len(list(tmp_path.glob("*.json"))) == 2
-    kept.write_text("not JSON")
-    assert search(**question, cache=cache).candidates == fresh.candidates
+    for damaged in (
+        "not JSON",
+        "3",
+        '{"candidates": [], "lower_bound": 1}',
+        '{"candidates": [{"name": "x", "orders": 3}]}',
+    ):
+        kept.write_text(damaged)
+        assert search(**question, cache=cache).candidates == fresh.candidates
+
+
+def test_a_cache_on_a_full_disk_costs_nothing(tmp_path, monkeypatch, caplog) -> None:
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    search(2, 2, Costs(), 1.0, cache=ResultCache(tmp_path))
+    assert "the disk is full" in caplog.text and not list(tmp_path.iterdir())
 
 
 def test_a_cache_that_cannot_be_written_costs_nothing(tmp_path, caplog) -> None:
