@@ -5,7 +5,6 @@ Megatron's loops run what our ``1f1b`` and ``interleaved`` plan, action by actio
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,10 +12,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.patching import Symbol
 from megatron_pipemem.mcore.run_record import STEPS, RunRecord, StepRecord
-from megatron_pipemem.mcore.sources import FamilySource, Plan
+from megatron_pipemem.mcore.sources import FamilySource, Plan, announce
 from megatron_pipemem.mcore.stages import tensors_in, watch_batches
 from megatron_pipemem.mcore.step import (
     BACKWARD_STEP,
@@ -27,7 +25,6 @@ from megatron_pipemem.mcore.step import (
     permanent_tensors,
 )
 from megatron_pipemem.mcore.weight_memory import count_weights
-from megatron_pipemem.report.run import plan_line
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.options import STOCK
@@ -54,9 +51,6 @@ def replacements(
         (FORWARD_STEP, observer.wrap_forward),
         (BACKWARD_STEP, observer.wrap_backward),
     ]
-
-
-logger = logging.getLogger(__name__)
 
 
 class _Observer:
@@ -89,7 +83,7 @@ class _Observer:
                 if shape not in plans:
                     schedule = replace(source.build(*shape), name=STOCK)
                     plans[shape] = Plan(schedule, source.costs, source.priced_by, "Megatron's own")
-                    tell(logger, "step of %d microbatches: %s", num_microbatches, plan_line(plans[shape].timeline))
+                    announce(plans[shape])
                 schedule = plans[shape].schedule
                 # What Megatron's loop variables keep alive depends on where the loop is, so its peak is counted, not foretold.
                 program = Program(schedule, schedule.orders)

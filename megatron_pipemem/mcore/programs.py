@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron_pipemem.errors import PipememError, UnsupportedError
-from megatron_pipemem.mcore.agreement import gather, is_first_rank, tell
+from megatron_pipemem.mcore.agreement import gather, is_first_rank
 from megatron_pipemem.mcore.replanning import News
-from megatron_pipemem.mcore.sources import Plan, Shape, Source
-from megatron_pipemem.report.run import plan_line
+from megatron_pipemem.mcore.sources import Plan, Shape, Source, announce
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.schedule import Program, Schedule
 from megatron_pipemem.schedule.validator import validate_program
@@ -70,7 +69,7 @@ class ProgramCache:
             programs[shape] = compiled
             self._outdated.pop(shape, None)
             if compiled.plan is not None and compiled is not before:
-                tell(logger, "%s: %s", compiled.plan.reason, plan_line(compiled.plan.timeline))
+                announce(compiled.plan)
         return programs[shape]
 
     def renew(self, news: News) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,9 @@ from typing import NamedTuple
 from megatron.core import num_microbatches_calculator
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.agreement import is_first_rank
 from megatron_pipemem.planner.cut_flags import as_built
+from megatron_pipemem.report.run import plan_line
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.model_cut import placements_of
@@ -21,6 +24,8 @@ from megatron_pipemem.schedule.registry import build_schedule, chunks_per_device
 from megatron_pipemem.schedule.request import check_devices_of_file, check_microbatches_of_file, schedule_of_file
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.simulator import Timeline, simulate
+
+logger = logging.getLogger(__name__)
 
 ONE_BY_ONE = "one microbatch at a time, because nothing else was found to keep the cap"
 
@@ -69,6 +74,17 @@ class Plan:
     @cached_property
     def timeline(self) -> Timeline:
         return simulate(self.schedule, self.costs)
+
+
+def announce(plan: Plan) -> None:
+    """Log what is about to run, once for the job."""
+    if not is_first_rank():
+        return
+    try:
+        line = plan_line(plan.timeline)
+    except Exception as error:  # a line of the log ends no run
+        line = f"{plan.schedule.name}, which cannot be simulated: {error}"
+    logger.info("%s: %s", plan.reason, line)
 
 
 class Source(ABC):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.agreement import gather, is_first_rank, tell
+from megatron_pipemem.mcore.agreement import gather, is_first_rank
 from megatron_pipemem.mcore.asynchronous.checkpoint import LOAD, SAVE, SavedVersions, wrap_load, wrap_save
 from megatron_pipemem.mcore.asynchronous.optimizer import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, StageOptimizer
 from megatron_pipemem.mcore.asynchronous.refusals import check_asynchronous
@@ -18,9 +18,8 @@ from megatron_pipemem.mcore.asynchronous.source import AsynchronousSource, Windo
 from megatron_pipemem.mcore.loop_arguments import steps_left
 from megatron_pipemem.mcore.patching import Symbol
 from megatron_pipemem.mcore.programs import digest_of
-from megatron_pipemem.mcore.sources import Shape
+from megatron_pipemem.mcore.sources import Shape, announce
 from megatron_pipemem.mcore.weight_memory import WeightBytes
-from megatron_pipemem.report.run import plan_line
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor, InFlight
 from megatron_pipemem.runtime.weight_versions import WeightSwitch, WeightVersions
@@ -282,7 +281,7 @@ class AsynchronousTraining:
             plan = self._source.window_plan(shape, moment)
             agree(digest_of(plan.window.program))
             if not self._plans:
-                tell(logger, "%s: %s", plan.reason, plan_line(plan.timeline))
+                announce(plan)
             self._plans[key] = plan
         return self._plans[key]
 
