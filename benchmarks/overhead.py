@@ -141,7 +141,7 @@ def _rank(process: int, size: Size, rounds: int, steps: int, folder: str) -> Non
 
         dist.init_process_group("fake", store=FakeStore(), rank=size.played, world_size=size.devices)
     spent = measure(size, rounds, steps, Path(folder) / f"report-{process}")
-    (Path(folder) / f"{process}.json").write_text(json.dumps(spent))
+    write_whole(Path(folder) / f"{process}.json", json.dumps(spent))
     if size.played is None:
         dist.barrier()
     dist.destroy_process_group()
