@@ -65,6 +65,9 @@ def pareto(
     for cap in wanted:
         if all(choice.peak > loosened(cap) for choice in found):
             report_note(f"no schedule was found that fits a memory cap of {cap:.4g}")
+    # With a head that some cut and others do not, the busiest devices have not the same work: one share for all of them.
+    work = min((choice.makespan * (1 - choice.bubble_rate) for choice in found), default=0.0)
+    points = [_point(choice, work) for choice in found]
     front = [choice for choice in found if not choice.dominated]
     cheap = trades(front)
     if as_json:
@@ -77,7 +80,7 @@ def pareto(
         )
     else:
         out = console()
-        out.print(picture.table([_point(choice) for choice in (found if show_all else front)]))
+        out.print(picture.table([point for point in points if show_all or not point.dominated]))
         for trade in cheap:
             out.print(str(trade), soft_wrap=True, markup=False)
         hidden = len(found) - len(front)
@@ -86,8 +89,7 @@ def pareto(
     if output is not None:
         title = f"p = {devices}, m = {microbatches}, costs {costs}"
         with showing(f"working out the bound, and drawing {output}"):
-            bound = bound_line(found, prices, priced)
-            picture.save_pareto([_point(choice) for choice in found], output, bound, title)
+            picture.save_pareto(points, output, bound_line(found, prices, priced), title)
         if not as_json:
             console().print(str(output), soft_wrap=True, markup=False)
 
@@ -110,12 +112,13 @@ def _name(choice: Choice) -> str:
     return ", ".join([*parts, *([f"{barriers} barrier{'s' if barriers > 1 else ''}"] if barriers else [])])
 
 
-def _point(choice: Choice) -> picture.Point:
+def _point(choice: Choice, work: float) -> picture.Point:
+    """With the part of its makespan beyond ``work``."""
     return picture.Point(
         _name(choice),
         choice.schedule.placement.name,
         choice.peak,
-        choice.bubble_rate,
+        1 - work / choice.makespan if choice.makespan else 0.0,
         choice.dominated,
         choice.cap is not None,
     )

@@ -36,7 +36,8 @@ class Point:
         name: its name, with the options that tell it from others of its family.
         placement: where its stages are; one colour and marker each.
         peak: the most a device holds, in activation units (1 is the peak of 1F1B).
-        bubble_rate: part of the makespan that the busiest device idles, from 0 to 1.
+        bubble_rate: part of the makespan that the busiest device idles, from 0 to 1; where points share the work among
+            devices in different ways, that of the most even way for all, so that the faster point is the lower.
         dominated: whether another one is no worse in both and better in one.
         is_search: whether it was searched for, under a cap, rather than written down.
     """

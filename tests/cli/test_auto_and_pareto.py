@@ -85,6 +85,31 @@ def test_pareto_lists_no_dominated_choice(pipemem, pipemem_json, tmp_path):
     assert "dominated schedules are not listed" in pipemem(*ask).stdout
 
 
+def test_with_heads_here_and_there_the_faster_schedule_has_the_smaller_bubble(pipemem, pipemem_json):
+    """The head on the last stage makes that device's work longer, and its idle time shorter: no merit of the schedule."""
+    ask = (
+        "pareto",
+        "-p",
+        2,
+        "-m",
+        4,
+        "--caps",
+        "1",
+        "--layers",
+        4,
+        "--vocab-parallel",
+        "auto",
+        "--head-cost",
+        3,
+        "--all",
+    )
+    makespans = [choice["makespan"] for choice in pipemem_json(*ask)["choices"]]
+    shown = [line.split()[-1] for line in pipemem(*ask).stdout.splitlines() if line.rstrip().endswith("%")]
+    assert len(shown) == len(makespans) > 10
+    rates = sorted(zip(makespans, (float(rate.rstrip("%")) for rate in shown), strict=True))
+    assert [rate for _, rate in rates] == sorted(rate for _, rate in rates)
+
+
 def test_pareto_says_what_caps_nothing_fits(pipemem):
     said = pipemem("pareto", "-p", 2, "-m", 4, "--caps", "0.01,1", "--seconds", 1)
     assert said.exit_code == 0

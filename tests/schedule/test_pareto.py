@@ -45,7 +45,8 @@ def test_no_choice_is_below_the_line_of_bounds(p, m, costs, barriers) -> None:
     assert [rate for _, rate in line] == sorted((rate for _, rate in line), reverse=True)
     assert all(0 <= rate < 1 for _, rate in line)
     levels = dict(line)
-    assert all(choice.bubble_rate >= levels[choice.peak] - 1e-9 for choice in found)
+    work = min(choice.makespan * (1 - choice.bubble_rate) for choice in found)
+    assert all(1 - work / choice.makespan >= levels[choice.peak] - 1e-9 for choice in found)
 
 
 def test_the_line_of_bounds_is_lower_bound() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -64,10 +65,11 @@ class Trade:
         return f"<Trade: {self}>"
 
     def __str__(self) -> str:
-        saved = self.less.bubble_rate - self.more.bubble_rate
+        work = min(_work(self.less), _work(self.more))
+        before, after = (1 - work / choice.makespan for choice in (self.less, self.more))
         return (
-            f"a peak of {self.more.peak:.4g} instead of {self.less.peak:.4g} saves {100 * saved:.1f} points of bubble "
-            f"({self.less.bubble_rate:.1%} -> {self.more.bubble_rate:.1%})"
+            f"a peak of {self.more.peak:.4g} instead of {self.less.peak:.4g} saves {100 * (before - after):.1f} points of "
+            f"bubble ({before:.1%} -> {after:.1%})"
         )
 
 
@@ -205,7 +207,8 @@ def bound_line(
         levels: of memory, evenly spread; the peaks of ``found`` come on top.
 
     Returns:
-        ``(memory, bubble rate)``, ascending: what holds no more than that idles at least so much of its makespan.
+        ``(memory, bubble rate)``, ascending: what holds no more than that takes so much of its makespan beyond the work of
+        the busiest device at least; of the least busy such one, where placements share the work in different ways.
     """
     costs = costs or Costs()
     peaks = {choice.peak for choice in found}
@@ -213,23 +216,28 @@ def bound_line(
     peaks |= {least + (most - least) * level / levels for level in range(levels)}
     kinds = {(each.schedule.placement, each.schedule.vocabulary, _is_plain(each.schedule)): each for each in found}
     prices = {kind: priced(each.schedule) if priced else costs for kind, each in kinds.items()}
-    return [
-        (peak, min(rate for kind in kinds if (rate := _least_bubble_rate(kinds[kind], prices[kind], peak)) is not None))
-        for peak in sorted(peaks)
-    ]
+    work = min(_work(choice) for choice in found)
+    line = []
+    for peak in sorted(peaks):
+        least = min(_least_seconds(each, prices[kind], peak) for kind, each in kinds.items())
+        line.append((peak, 1 - work / least if least else 0.0))
+    return line
 
 
-def _least_bubble_rate(choice: Choice, costs: Costs, cap: float) -> float | None:
-    """What any order of a choice's placement idles at least under a cap; ``None`` where none keeps it."""
-    # What a device computes does not depend on the order, so the fastest order is the one that idles least.
-    schedule, work = choice.schedule, choice.makespan * (1 - choice.bubble_rate)
+def _work(choice: Choice) -> float:
+    """Seconds of the busiest device, which do not depend on the order."""
+    return choice.makespan * (1 - choice.bubble_rate)
+
+
+def _least_seconds(choice: Choice, costs: Costs, cap: float) -> float:
+    """That any order of a choice's placement takes at least under a cap; infinitely many where none keeps it."""
+    schedule = choice.schedule
     if not _is_plain(schedule):
-        return 0.0
+        return _work(choice)
     try:
-        bound = lower_bound(schedule.placement, schedule.num_microbatches, costs, cap)
+        return max(_work(choice), lower_bound(schedule.placement, schedule.num_microbatches, costs, cap))
     except UnsupportedError:
-        return None
-    return 1 - work / max(work, bound) if work else 0.0
+        return math.inf
 
 
 def _is_plain(schedule: Schedule) -> bool:
