@@ -28,16 +28,15 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from megatron_pipemem.cli.run import run as run_script
 from megatron_pipemem.cpu.ranks import end_ranks, start_ranks
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.planner.launching import CPU_FLAGS, words
 from megatron_pipemem.report import save_comparison
+from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.schedule.registry import build_schedule, family
 from megatron_pipemem.schedule.simulator import Timeline, simulate
 from megatron_pipemem.schedule.windows import family_window, steady
@@ -243,12 +242,14 @@ def _equality(row: dict, stock: dict | None) -> str:
     return "~" if is_right(row, stock) else "NO"
 
 
-def table(rows: Sequence[dict]) -> Table:
-    """The rows of ``compare`` for a terminal of 100 columns."""
+def table(rows: Sequence[dict]) -> FittingTable:
+    """The rows of ``compare``; side by side from 98 columns on."""
     stock = stock_row(rows)
-    result = Table(
-        box=SIMPLE,
-        padding=(0, 1, 0, 0),
+    words = ("schedule", "engine", "final\nloss", "equal\nto stock")
+    numbers = ("peak,\npredicted", "peak,\ncounted", "of\n1f1b", "weight\nMB", "planned\nbubble", "seconds")
+    result = FittingTable(
+        (*words, *numbers),
+        text=words,
         title=f"GPT, {MODEL['--num-layers']} layers, {DEVICES} CPU ranks, {MICROBATCHES} microbatches",
         caption="Losses: fp32, no dropout, no gradient clipping. Peak: activation bytes of the rank that holds most. "
         "Weights: of all its parameters.\n~: within 1e-6, as two copies of the model add up their gradients. emulator: "
@@ -256,11 +257,6 @@ def table(rows: Sequence[dict]) -> Table:
         "W.\nSeconds: all training steps by the clock, on ranks that share cores; they "
         "say nothing about speed on GPUs.",
     )
-    for name in ("schedule", "engine", "final\nloss", "equal\nto stock"):
-        result.add_column(name, no_wrap=True)
-    numbers = ("peak,\npredicted", "peak,\ncounted", "of\n1f1b", "weight\nMB", "planned\nbubble")
-    for name in (*numbers, "seconds"):
-        result.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         predicted, counted = row["predicted_peak_bytes"], max(row["counted_peak_bytes"])
         result.add_row(

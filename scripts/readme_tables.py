@@ -71,7 +71,7 @@ def table_of_schedules() -> str:
 def table_of_quickstart(output: Path) -> str:
     """The rows of the last run, without what the README says around them."""
     text, table = io.StringIO(), quickstart.table(json.loads((output / "summary.json").read_text(encoding="utf-8")))
-    table.title = table.caption = None
+    table.title = table.caption = ""
     Console(file=text, width=100).print(table)
     lines = [line[1:].rstrip() for line in text.getvalue().splitlines()]
     return "\n".join(["```", *(line for line in lines if line), "```"])

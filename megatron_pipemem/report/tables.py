@@ -46,9 +46,7 @@ class FittingTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rows, width = [cells for cells, _ in self._rows], options.max_width
-        kept = [
-            i for i in range(len(self.columns)) if not rows or any(cells[i].strip() not in _EMPTY for cells in rows)
-        ]
+        kept = [i for i in range(len(self.columns)) if not rows or any(cells[i].strip() for cells in rows)]
         columns = [_Column(self.columns[i], self.columns[i] in self.text, [cells[i] for cells in rows]) for i in kept]
         if self.title:
             yield Text(self.title, style="italic")

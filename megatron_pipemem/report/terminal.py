@@ -76,8 +76,6 @@ class TerminalTimeline:
             yield Text(
                 f"own time axis: a column is as long as {common / scale:.3g} of the others",
                 style="dim",
-                no_wrap=True,
-                overflow="ellipsis",
             )
         if squeezed:
             left_out = (

@@ -52,6 +52,16 @@ def test_a_rounding_error_in_one_loss_is_not_identical(quickstart):
     assert other["bit_identical_to_stock"] is False
 
 
+def test_its_table_is_whole_in_a_narrow_terminal(quickstart):
+    rows = [row("1f1b", "stock", peak=123456789), row("pipedream-2bw", peak=987654321)]
+    rows = [each | {"compared_with": "stock", "identical": True} for each in quickstart.compare(rows)]
+    numbers = {"3.250000", "123456789", "987654321", "1.00", "8.00", "10.0", "20.0%", "1.5"}
+    for width in (80, 60):
+        text = io.StringIO()
+        Console(file=text, width=width).print(quickstart.table(rows))
+        assert "…" not in text.getvalue() and numbers <= {word.strip(",") for word in text.getvalue().split()}
+
+
 @pytest.mark.parametrize("losses", [(4.5,), (4.5, 3.25, 3.0), (), (4.5, math.nan)])
 def test_missing_extra_and_undefined_losses_are_not_identical(quickstart, losses):
     rows = quickstart.compare([row("1f1b", "stock"), row("v-half", losses=losses)])
