@@ -58,6 +58,7 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         offload_options=parse_options("--pipemem-offload-option", found.pipemem_offload_option),
         vocab_parallel=found.pipemem_vocab_parallel,
         vocab_piece_tokens=found.pipemem_vocab_piece_tokens,
+        single_queue=found.pipemem_single_queue,
     )
     source_for(settings)
     return settings, others

@@ -277,7 +277,8 @@ class OffloadSource(Source):
                 schedule.placement, schedule.recomputed
             ),
         }
-        return [max(held_after(actions, changes), default=0) for actions in lower(schedule).actions]
+        program = lower(schedule, single_queue=self.single_queue, costs=costs)
+        return [max(held_after(actions, changes), default=0) for actions in program.actions]
 
     def _refusal(self, plan: OffloadPlan, costs: Costs) -> str:
         held = max(self._held(plan.schedule, costs))

@@ -65,6 +65,7 @@ class Settings:
             model's sizes and layout, ``costs`` and ``memory_cap``.
         vocab_piece_tokens: compute the logits of a cut head for so many tokens at a time, which bounds what they take in fp32;
             ``None`` for all tokens of a microbatch.
+        single_queue: order what ranks launch for one hardware queue each, also where ``CUDA_DEVICE_MAX_CONNECTIONS`` is not 1.
         train_steps: training steps of the run, for asynchronous schedules: the last one reads no data of a next one.
             Megatron's own training loop tells it by itself.
     """
@@ -81,6 +82,7 @@ class Settings:
     offload_options: Mapping[str, object] = field(default_factory=dict)
     vocab_parallel: str = OFF
     vocab_piece_tokens: int | None = None
+    single_queue: bool = False
     train_steps: int | None = None
 
 
@@ -171,7 +173,7 @@ def enable(schedule: str, **settings) -> None:
         if isinstance(source, AsynchronousSource):
             asynchronous = AsynchronousTraining(source, wanted.train_steps)
         forward_backward = ForwardBackward(
-            ProgramCache(source), chunk_placement, offloading, record, replanner, asynchronous
+            ProgramCache(source), chunk_placement, offloading, record, replanner, asynchronous, wanted.single_queue
         )
         replacements = [
             (WITH_INTERLEAVING, lambda original: forward_backward),

@@ -49,6 +49,17 @@ class ProgramCache:
     def name(self) -> str:
         return self._source.name
 
+    @property
+    def single_queue(self) -> bool:
+        """Whether programs are lowered for ranks that serve everything in one queue, and proved to end there."""
+        return self._source.single_queue
+
+    @single_queue.setter
+    def single_queue(self, single: bool) -> None:
+        if single != self._source.single_queue:
+            self.clear()
+            self._source.single_queue = single
+
     def compile(self, shape: Shape, *, forward_only: bool, agree: Callable[[str], None]) -> Compiled:
         """The validated program of one step.
 
@@ -86,10 +97,10 @@ class ProgramCache:
 
     def _build(self, shape: Shape, forward_only: bool) -> Compiled:
         if forward_only:
-            return _compiled(self._source.forwards(shape), None)
+            return self._compiled(self._source.forwards(shape), None)
         first = not self._training and self._news is None
         plan = self._source.plan(shape, "start" if first else f"step of {shape.num_microbatches} microbatches")
-        return _compiled(plan.schedule, plan)
+        return self._compiled(plan.schedule, plan)
 
     def _build_again(self, shape: Shape, before: Compiled) -> Compiled:
         """By the news, or the program that has run so far: a plan that fails does not end a run that goes well.
@@ -100,7 +111,7 @@ class ProgramCache:
         found, failure = before, None
         try:
             plan = self._source.plan(shape, self._news.reason, before.plan, self._news.minimum_gain)
-            found = _compiled(plan.schedule, plan)
+            found = self._compiled(plan.schedule, plan)
         except Exception as error:  # the other ranks must hear of it, whatever it is
             failure = error
         failures = gather(None if failure is None else (f"{failure}", isinstance(failure, PipememError)))
@@ -113,8 +124,8 @@ class ProgramCache:
             logger.warning("could not plan again (%s): %s; the schedule stays", self._news.reason, message)
         return before
 
-
-def _compiled(schedule: Schedule, plan: Plan | None) -> Compiled:
-    program = lower(schedule)
-    validate_program(program)
-    return Compiled(program, plan)
+    def _compiled(self, schedule: Schedule, plan: Plan | None) -> Compiled:
+        costs = self._source.costs if plan is None else plan.costs
+        program = lower(schedule, single_queue=self.single_queue, costs=costs)
+        validate_program(program, single_queue=self.single_queue)
+        return Compiled(program, plan)

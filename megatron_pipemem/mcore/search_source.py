@@ -41,7 +41,7 @@ from megatron_pipemem.schedule.request import (
     check_search_options,
     prices_of,
 )
-from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.schedule import Order, Schedule
 from megatron_pipemem.schedule.search import SearchResult, search_schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.problem import better_full
@@ -238,7 +238,10 @@ class SearchSource(Source):
             changes = self.costs.memory_changes(schedule.placement)
         elif Kind.B not in changes:
             changes = {**changes, Kind.B: tuple(map(sum, zip(changes[Kind.I], changes[Kind.W], strict=True)))}
-        return [max(held_after(actions, changes), default=0) for actions in lower(schedule).actions]
+        return [max(held_after(actions, changes), default=0) for actions in self._lowered(schedule)]
+
+    def _lowered(self, schedule: Schedule) -> tuple[Order, ...]:
+        return lower(schedule, single_queue=self.single_queue, costs=self.costs).actions
 
     def _check_cap(self, placement: Placement) -> None:
         """Refuse a cap below what one microbatch alone holds.

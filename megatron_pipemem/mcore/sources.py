@@ -110,6 +110,8 @@ class Source(ABC):
     """Of vocabulary parallelism, to plan for; with 0, embedding and head are parts of the first and the last stage."""
     needs_bytes = False
     """Whether it cannot plan before somebody has counted what actions take and give back."""
+    single_queue = False
+    """Whether its schedules are lowered for ranks that serve everything in one queue."""
     needs_seconds = False
     """Whether it plans better when somebody has timed actions, whatever costs the user has named."""
 

@@ -29,6 +29,7 @@ from megatron_pipemem.mcore.refusals import check_chunks, check_config
 from megatron_pipemem.mcore.regions import MLP_FORWARD, RANDOM_STATE
 from megatron_pipemem.mcore.replanning import Replanner
 from megatron_pipemem.mcore.run_record import STEPS, RunRecord, StepRecord
+from megatron_pipemem.mcore.single_queue import CONNECTIONS, has_single_queue
 from megatron_pipemem.mcore.sources import Shape
 from megatron_pipemem.mcore.stages import (
     ChunkStage,
@@ -124,6 +125,7 @@ class ForwardBackward:
         record: where counted bytes and times go; ``None`` records nothing.
         replanner: measures steps and has them planned anew; ``None`` keeps the first plan.
         asynchronous: runs training steps that leave the pipeline full; ``None`` for all others.
+        single_queue: lower programs for one hardware queue per rank, whatever the device.
     """
 
     def __init__(
@@ -134,7 +136,9 @@ class ForwardBackward:
         record: RunRecord | None,
         replanner: Replanner | None = None,
         asynchronous: AsynchronousTraining | None = None,
+        single_queue: bool = False,
     ):
+        self._single_queue = single_queue
         self._asynchronous = asynchronous
         self._programs = programs
         self._chunk_placement = chunk_placement
@@ -211,6 +215,7 @@ class ForwardBackward:
         )
         permanent = permanent_tensors(chunks)
         self._offloading.device = next((tensor.device for tensor in permanent), torch.device("cpu"))
+        self._programs.single_queue = has_single_queue(self._offloading.device, self._single_queue)
         if not forward_only:
             self._plan_anew(shape, pipeline, placement, message)
 
@@ -224,6 +229,11 @@ class ForwardBackward:
             agree(digest, pp_group)
 
         call = None
+        if self._asynchronous is not None and self._programs.single_queue:
+            raise UnsupportedError(
+                f"asynchronous schedule {self._programs.name} has no order for one hardware queue per rank; set {CONNECTIONS} "
+                "to 8 or more, or take a synchronous schedule"
+            )
         if self._asynchronous is None or forward_only:
             program, plan = self._programs.compile(shape, forward_only=forward_only, agree=compare)
         else:
@@ -267,7 +277,9 @@ class ForwardBackward:
             for chunk, stage in enumerate(placement.stages[pipeline.device])
         }
         self.has_run_delayed |= any(stage.delayed for stage in stages.values())
-        transport = Transport(pipeline.device, placement, pipeline.ranks, pipeline.channels, message)
+        transport = Transport(
+            pipeline.device, placement, pipeline.ranks, pipeline.channels, message, self._programs.single_queue
+        )
         passes = None
         if program.schedule.vocabulary:
             tokens = (micro_batch_size, (decoder_seq_length or seq_length) // groups.cp.size())

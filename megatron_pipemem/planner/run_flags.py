@@ -85,6 +85,11 @@ def flag_parser() -> Parser:
         help="compute the cut head's logits for N tokens at a time, which bounds what they take in fp32 (default: all)",
     )
     parser.add_argument(
+        "--pipemem-single-queue",
+        action="store_true",
+        help="order what a rank launches for one hardware queue, as is done anyway on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1",
+    )
+    parser.add_argument(
         "--pipemem-option", metavar="KEY=VALUE", action="append", default=[], help="option of the schedule"
     )
     return parser

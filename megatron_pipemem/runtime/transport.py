@@ -124,6 +124,8 @@ class Transport:
         ranks: global rank of every device.
         groups: from ``connect``.
         message: format of all messages.
+        in_sequence: learn shapes that differ where receives are posted and not where their tensors are needed, for programs
+            whose order is one for everything.
     """
 
     device: int
@@ -131,6 +133,7 @@ class Transport:
     ranks: Sequence[int]
     groups: dict[Edge, dist.ProcessGroup]
     message: MessageFormat
+    in_sequence: bool = False
     _sends: dict[Action, list[tuple[dist.Work, torch.Tensor]]] = field(default_factory=dict)
     _leaving: dict[Edge, deque[Action]] = field(default_factory=dict)
     _receives: dict[Edge, deque[_Receive]] = field(default_factory=dict)
@@ -171,8 +174,8 @@ class Transport:
         """Start receiving. Returns the buffer, or ``None`` when its shape is not known yet."""
         edge = self._edge(action)
         receive = _Receive(None, None, action)
-        if self.message.shape is not None:
-            self._start(receive, edge, self.message.shape)
+        if self.message.shape is not None or self.in_sequence:
+            self._start(receive, edge)
         self._receives.setdefault(edge, deque()).append(receive)
         return receive.tensor
 
@@ -203,10 +206,7 @@ class Transport:
     def _take_next(self, edge: Edge) -> None:
         receive = self._receives[edge].popleft()
         if receive.work is None:
-            header = torch.empty(_MAX_DIMS + 1, dtype=torch.int64, device=self.message.device)
-            self.groups[edge].recv([header], self._peers[edge], 0).wait()
-            sizes = header.tolist()
-            self._start(receive, edge, tuple(sizes[1 : 1 + sizes[0]]))
+            self._start(receive, edge)
         receive.work.wait()
         self._arrived[receive.action] = receive.tensor
 
@@ -219,7 +219,13 @@ class Transport:
                     break
                 self._sends.pop(actions.popleft(), None)
 
-    def _start(self, receive: _Receive, edge: Edge, shape: tuple[int, ...]) -> None:
+    def _start(self, receive: _Receive, edge: Edge) -> None:
+        shape = self.message.shape
+        if shape is None:
+            header = torch.empty(_MAX_DIMS + 1, dtype=torch.int64, device=self.message.device)
+            self.groups[edge].recv([header], self._peers[edge], 0).wait()
+            sizes = header.tolist()
+            shape = tuple(sizes[1 : 1 + sizes[0]])
         receive.tensor = torch.empty(shape, dtype=self.message.dtype, device=self.message.device)
         receive.work = self.groups[edge].recv([receive.tensor], self._peers[edge], 0)
 

@@ -17,6 +17,7 @@ from megatron_pipemem.schedule.memory_actions import backward_needs, check_memor
 from megatron_pipemem.schedule.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule
 from megatron_pipemem.schedule.simulator import dependencies, held_after
+from megatron_pipemem.schedule.single_queue import run_single_queues
 from megatron_pipemem.schedule.vocabulary.checks import check_passes, check_switch
 from megatron_pipemem.schedule.vocabulary.needs import vocabulary_needs
 from megatron_pipemem.schedule.vocabulary.queues import check_queues
@@ -77,7 +78,7 @@ def validate(
         _check_memory(schedule, costs or Costs(), memory_cap, host_budget)
 
 
-def validate_program(program: Program, *, microbatch_order: bool = True) -> None:
+def validate_program(program: Program, *, microbatch_order: bool = True, single_queue: bool = False) -> None:
     """Prove that ``program`` computes its schedule and that its messages match and arrive.
 
     The rules of the transport: posts never block, a compute action waits for its own message, and every directed edge
@@ -86,6 +87,7 @@ def validate_program(program: Program, *, microbatch_order: bool = True) -> None
     Args:
         program: the program to check.
         microbatch_order: see ``validate``.
+        single_queue: prove too that it ends on devices that serve everything in one queue, see ``single_queue``.
 
     Raises:
         ScheduleError: the first violation found, in the schedule (see ``validate``) or in the program.
@@ -117,6 +119,8 @@ def validate_program(program: Program, *, microbatch_order: bool = True) -> None
     _check_progress(program.actions, places, needs)
     if program.schedule.vocabulary:
         check_queues(program, needs)
+    if single_queue:
+        run_single_queues(program)
 
 
 def _place_all(schedule: Schedule) -> Places:

@@ -41,6 +41,18 @@ def test_trains_as_stock(train, assert_same_training, variant, schedule):
     assert_same_training(train(schedule, *flags), train("stock", *flags))
 
 
+@pytest.mark.parametrize(
+    ("schedule", "flags"),
+    [("v-half", ()), ("zb-h1", EVALUATION), ("po-f", ()), ("1f1b", ("--pipemem-vocab-parallel", "2", UNTIED))],
+)
+def test_an_order_for_one_hardware_queue_computes_the_same(train, schedule, flags):
+    """And its peak is foretold to the byte."""
+    run, usual = train(schedule, "--pipemem-single-queue", *flags), train(schedule, *flags)
+    assert [loss.hex() for loss in run.losses] == [loss.hex() for loss in usual.losses] and len(set(run.losses)) > 1
+    assert (run.grad_norms, run.validation) == (usual.grad_norms, usual.validation)
+    assert run.predicted_peaks == run.counted_peaks
+
+
 def test_evaluation_is_compared(train):
     assert len(train("v-half", *EVALUATION).validation) >= 2
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.mcore.programs import ProgramCache
+from megatron_pipemem.mcore.single_queue import has_single_queue
 from megatron_pipemem.mcore.sources import FamilySource, Shape
 from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.validator import validate_program
 
 
 def compile(programs, m=8, chunks=2, forward_only=False, agree=lambda digest: None, group_size=None):
@@ -59,3 +62,26 @@ def test_megatrons_group_size_is_used_unless_the_user_set_one():
 def test_a_cap_below_what_the_schedule_needs_is_refused_with_the_minimum():
     with pytest.raises(UnsupportedError, match="0.75"):
         compile(family("v-half", memory_cap=0.5))
+
+
+def test_programs_for_a_single_queue_are_proved_for_it():
+    programs = family("v-half")
+    usual = compile(programs)
+    with pytest.raises(ScheduleError, match="where every device has one queue"):
+        validate_program(usual, single_queue=True)
+    programs.single_queue = True
+    queued = compile(programs)
+    assert queued.schedule == usual.schedule and queued.actions != usual.actions
+    validate_program(queued, single_queue=True)
+    programs.single_queue = True
+    assert compile(programs) is queued
+
+
+def test_gpus_with_one_connection_have_a_single_queue(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    assert not has_single_queue(gpu) and has_single_queue(cpu, forced=True)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert has_single_queue(gpu) and not has_single_queue(cpu)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    assert not has_single_queue(gpu)

@@ -44,7 +44,13 @@ MOVING = [
         {"offload": list(range(8)), "variable": True},
     )
 ]
-CASES += MOVING
+# 12 microbatches, with which several families hang in single queues otherwise (tests/schedule/test_single_queue.py).
+QUEUED = [
+    {"schedule": name, "microbatches": 12, "forward_only": False, "single_queue": True, "variable": variable}
+    for name in NAMES
+    for variable in (False, True)
+]
+CASES += [*MOVING, *QUEUED, *({**case, "single_queue": True} for case in MOVING[:4])]
 
 
 def launch(tmp_path: Path, cases: list[dict]) -> list[list[dict]]:
@@ -97,7 +103,8 @@ def case_id(index: int) -> str:
     case = CASES[index]
     flavour = "forward-only" if case["forward_only"] else "variable" if case["variable"] else "train"
     moving = "".join(f"-{what}{len(case[what])}" for what in ("offload", "recompute", "selective") if what in case)
-    return f"{case['schedule']}-m{case['microbatches']}-{flavour}{moving}"
+    queued = "-queued" if case.get("single_queue") else ""
+    return f"{case['schedule']}-m{case['microbatches']}-{flavour}{moving}{queued}"
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=case_id)

@@ -151,7 +151,14 @@ class Runner:
         self.reductions += 1
 
 
-def run_step(program: Program, device: int, groups, engine: OffloadEngine | None = None, **runner_options):
+def run_step(
+    program: Program,
+    device: int,
+    groups,
+    engine: OffloadEngine | None = None,
+    in_sequence: bool = False,
+    **runner_options,
+):
     """One step on this rank. Returns the runners, the ledger and the trace."""
     placement = program.placement
     variable = runner_options.get("variable", False)
@@ -159,7 +166,7 @@ def run_step(program: Program, device: int, groups, engine: OffloadEngine | None
         stage: Runner(stage, placement.num_stages, engine, **runner_options) for stage in placement.stages[device]
     }
     message = MessageFormat(None if variable else (ROWS, WIDTH), torch.float32, torch.device("cpu"))
-    transport = Transport(device, placement, range(placement.num_devices), groups, message)
+    transport = Transport(device, placement, range(placement.num_devices), groups, message, in_sequence)
     permanent = [p for runner in runners.values() for p in runner.stage.parameters()]
     ledger, trace = ActivationLedger(permanent), HostTrace()
     with engine.step(permanent, lambda tensor: ledger.hold(tensor, "saved")) if engine else nullcontext():
@@ -179,13 +186,16 @@ def make_schedule(case: dict, devices: int) -> Schedule:
 def run_case(case: dict, device: int, devices: int, connections: dict, engine: OffloadEngine) -> dict:
     schedule = make_schedule(case, devices)
     forward_only = case.get("forward_only", False)
-    program = lower(schedule.forward_only() if forward_only else schedule)
-    validate_program(program)
+    single_queue = case.get("single_queue", False)
+    program = lower(schedule.forward_only() if forward_only else schedule, single_queue=single_queue)
+    validate_program(program, single_queue=single_queue)
     groups = connections.setdefault(schedule.placement.devices, None)
     if groups is None:
         groups = connections[schedule.placement.devices] = connect(schedule.placement, dist.group.WORLD, "cpu")
     with torch.set_grad_enabled(not forward_only):
-        runners, ledger, trace = run_step(program, device, groups, engine, variable=case.get("variable", False))
+        runners, ledger, trace = run_step(
+            program, device, groups, engine, single_queue, variable=case.get("variable", False)
+        )
     moved = engine.statistics()
     seen = {
         "losses": [loss for runner in runners.values() for loss in runner.losses],

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering.collectives import add_messages_in_sequence
 from megatron_pipemem.schedule.lowering.gradients import add_copy_sums, add_gradient_reductions
 from megatron_pipemem.schedule.lowering.messages import add_messages
+from megatron_pipemem.schedule.lowering.single_queue import add_messages_to_single_queues
 from megatron_pipemem.schedule.schedule import Program, Schedule
 
 __all__ = ["lower"]
 
 
-def lower(schedule: Schedule) -> Program:
+def lower(schedule: Schedule, *, single_queue: bool = False, costs: Costs | None = None) -> Program:
     """Add messages, sums over copies and gradient reductions to a valid schedule. ``validate_program`` proves the result.
+
+    Args:
+        schedule: what to lower.
+        single_queue: for devices that serve all of their streams in one queue, see ``lowering.single_queue``.
+        costs: what the places of messages in single queues are chosen for; unit costs by default.
 
     Raises:
         ScheduleError: the schedule is incomplete; ``validate`` says what is missing.
+        CostsError: the costs do not fit the placement.
     """
-    if schedule.vocabulary:
+    if single_queue:
+        with_messages = add_messages_to_single_queues(schedule, costs or Costs())
+    elif schedule.vocabulary:
         with_messages = add_messages_in_sequence(schedule)
     else:
         with_messages = add_messages(schedule.orders, schedule.placement)
     reducing = tuple(map(add_gradient_reductions, with_messages))
-    return Program(schedule, add_copy_sums(reducing, schedule.placement))
+    return Program(schedule, add_copy_sums(reducing, schedule.placement, at_the_end=single_queue))

@@ -35,32 +35,35 @@ def add_gradient_reductions(actions: Order) -> Order:
     return tuple(lowered)
 
 
-def add_copy_sums(actions: tuple[Order, ...], placement: Placement) -> tuple[Order, ...]:
+def add_copy_sums(actions: tuple[Order, ...], placement: Placement, *, at_the_end: bool = False) -> tuple[Order, ...]:
     """Where the model stands on the devices more than once, add up the gradients of a stage's copies.
 
     Every copy of a stage that trains gets a ``SUM_COPIES``, also one that runs no microbatch of this step: as soon as its own
     gradients are complete and the sums of all deeper stages on its device have been posted. Deeper stages end their backwards
     earlier, and one order for all devices needs no more than one channel between two of them. ``REDUCE_GRAD`` waits for the
-    sum and thus for other devices; it stands behind all else, where nothing is held up by that.
+    sum and thus for other devices; it stands behind all else, where nothing is held up by that. ``at_the_end`` has the sums
+    stand there too, the deepest stages first, where nothing is held up if they wait for other devices.
     """
     if placement.replicas == 1:
         return actions
     size = placement.model_stages
     trained = {each.stage % size for order in actions for each in order if each.kind is Kind.REDUCE_GRAD}
     return tuple(
-        _with_sums(order, sorted((s for s in stages if s % size in trained), key=lambda s: (-(s % size), s)))
+        _with_sums(
+            order, sorted((s for s in stages if s % size in trained), key=lambda s: (-(s % size), s)), at_the_end
+        )
         for order, stages in zip(actions, placement.stages, strict=True)
     )
 
 
-def _with_sums(actions: Order, stages: list[int]) -> Order:
+def _with_sums(actions: Order, stages: list[int], at_the_end: bool) -> Order:
     ends = {action.stage for action in actions if action.kind is Kind.REDUCE_GRAD}
     complete = set(stages) - ends
     waiting = deque(stages)
     lowered: list[Action] = []
 
     def post() -> None:
-        while waiting and waiting[0] in complete:
+        while not at_the_end and waiting and waiting[0] in complete:
             lowered.append(Action(Kind.SUM_COPIES, waiting.popleft()))
 
     post()
@@ -70,4 +73,5 @@ def _with_sums(actions: Order, stages: list[int]) -> Order:
             post()
         else:
             lowered.append(action)
-    return (*lowered, *(Action(Kind.REDUCE_GRAD, stage) for stage in stages))
+    sums = (Action(Kind.SUM_COPIES, stage) for stage in waiting)
+    return (*lowered, *sums, *(Action(Kind.REDUCE_GRAD, stage) for stage in stages))

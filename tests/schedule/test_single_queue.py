@@ -1,0 +1,134 @@
+"""Programs for devices that serve everything in one queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import queue_oracle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from program_oracle import check as mistakes
+from random_schedules import random_schedules
+
+from megatron_pipemem.errors import PipememError, ScheduleError
+from megatron_pipemem.schedule.action import MESSAGES, Action, Kind
+from megatron_pipemem.schedule.costs import Channel, Costs
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.offload import plan_offload, with_recompute
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.schedule import Program, Schedule
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.single_queue import run_single_queues
+from megatron_pipemem.schedule.validator import validate_program
+from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
+
+UNEQUAL = Costs(1, 1.5, 0.5, p2p=0.1)
+
+
+def proved(schedule: Schedule, costs: Costs) -> Program:
+    program = lower(schedule, single_queue=True, costs=costs)
+    validate_program(program, single_queue=True, microbatch_order=False)
+    assert queue_oracle.stuck(program, strict=True) == queue_oracle.stuck(program) == []
+    if not schedule.vocabulary:
+        assert mistakes(program) == []
+    return program
+
+
+@pytest.mark.parametrize("name", [each.name for each in families() if not each.asynchronous])
+def test_every_family_gets_through_single_queues(name: str) -> None:
+    built = 0
+    for p, m, costs in ((2, 1, Costs()), (2, 4, UNEQUAL), (3, 5, UNEQUAL), (4, 9, Costs(1, 3, 0.2))):
+        try:
+            schedule = build_schedule(name, num_devices=p, num_microbatches=m, costs=costs)
+        except PipememError:
+            continue
+        built += 1
+        program = proved(schedule, costs)
+        assert run_single_queues(program, costs).makespan >= simulate(schedule, costs).makespan * (1 - 1e-9)
+    assert built
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "m", "options"),
+    [
+        ("1f1b-v", 6, 17, {}),
+        ("looped-bfs", 6, 18, {"chunks": 3}),
+        ("gis", 4, 8, {}),
+        ("gis-h", 2, 4, {"group_size": 4}),
+        ("hanayo", 5, 6, {"chunks": 2}),
+        ("interleaved", 3, 7, {"group_size": 6}),
+    ],
+)
+def test_what_hangs_there_otherwise(name: str, p: int, m: int, options: dict[str, object]) -> None:
+    """The families that docs/support-matrix.md names."""
+    schedule = build_schedule(name, num_devices=p, num_microbatches=m, **options)
+    assert queue_oracle.stuck(lower(schedule))
+    proved(schedule, Costs())
+
+
+@settings(max_examples=40, deadline=None)
+@given(random_schedules(max_replicas=2, max_pieces=2), st.sampled_from([Costs(), UNEQUAL, Costs(0, 1, 0)]))
+def test_any_schedule_gets_through_single_queues(schedule: Schedule, costs: Costs) -> None:
+    proved(schedule, costs)
+    proved(schedule.forward_only(), costs)
+
+
+def test_vocabulary_passes_offload_and_recomputation() -> None:
+    costs = replace(UNEQUAL, channel=Channel.of_ratio(0.5, UNEQUAL))
+    for name in ("1f1b", "zbv"):
+        schedule = build_schedule(name, num_devices=3, num_microbatches=6)
+        for barriers in (1, 2):
+            proved(with_vocabulary(schedule, barriers, costs), costs)
+        away = plan_offload(schedule, costs).schedule
+        assert away.offloads
+        # In a single queue a copy takes its time before what comes after it.
+        free = run_single_queues(proved(away, UNEQUAL), UNEQUAL).makespan
+        assert run_single_queues(proved(away, costs), costs).makespan > free
+        proved(with_recompute(schedule, {1: Kind.R, 2: Kind.RS}), costs)
+
+
+def test_little_is_lost_where_passes_are_alike() -> None:
+    for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "gis"):
+        schedule = build_schedule(name, num_devices=4, num_microbatches=12)
+        run = run_single_queues(lower(schedule, single_queue=True))
+        assert run.makespan == pytest.approx(simulate(schedule).makespan), name
+
+
+def test_the_time_that_it_takes() -> None:
+    """Two devices, one message each way of 2 seconds, which occupies both."""
+    schedule = Schedule(
+        "two",
+        Placement.linear(2),
+        1,
+        ((Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)), (Action(Kind.F, 1, 0), Action(Kind.B, 1, 0))),
+    )
+    costs = Costs(1, 1, 1, p2p=2)
+    run = run_single_queues(lower(schedule, single_queue=True, costs=costs), costs)
+    assert run.spans == (
+        ((0, 1), (1, 3), (6, 8), (8, 10), (10, 10)),
+        ((1, 3), (3, 4), (4, 6), (6, 8), (8, 8)),
+    )
+    assert run.makespan == 10 and run.bubble_rate == pytest.approx(0.7)
+
+
+def test_a_circle_is_named() -> None:
+    """The usual lowering posts receives ahead: fine for queues per stream, a circle in one."""
+    program = lower(build_schedule("1f1b", num_devices=2, num_microbatches=3))
+    validate_program(program)
+    with pytest.raises(ScheduleError) as caught:
+        validate_program(program, single_queue=True)
+    text = str(caught.value)
+    assert "deadlock where every device has one queue: " in text and "lower the schedule for single queues" in text
+    named = [
+        action for actions in program.actions for action in actions if action.kind in MESSAGES and str(action) in text
+    ]
+    assert len(named) >= 2 and text.count("waits for") == 2
+    assert caught.value.device in (0, 1) and program.actions[caught.value.device][caught.value.position] in named
+
+
+def test_orders_that_wait_for_ever_are_told() -> None:
+    orders = ((Action(Kind.B, 0, 0), Action(Kind.F, 0, 0)), (Action(Kind.F, 1, 0), Action(Kind.B, 1, 0)))
+    with pytest.raises(ScheduleError, match="waits for ever for its message, or for a collective"):
+        lower(Schedule("wrong", Placement.linear(2), 1, orders), single_queue=True)
