@@ -35,17 +35,22 @@ from megatron_pipemem.cli.common import (
 from megatron_pipemem.cli.completion import complete_schedules
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, apply_head
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.report.timeline import memory_text
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.offload import recomputed_by_mode
 from megatron_pipemem.schedule.offload.search import OffloadSearchResult
 from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search import Candidate
 from megatron_pipemem.schedule.simulator import Timeline, host_peaks, peaks
 from megatron_pipemem.schedule.simulator import simulate as run_simulator
+from megatron_pipemem.schedule.single_queue import run_single_queues
+from megatron_pipemem.schedule.validator import validate_program
 
 _USUAL = {
     "search_seconds": 0,
@@ -74,6 +79,10 @@ def simulate(
     vocab_parallel: VocabParallel = "off",
     head_cost: HeadCost = None,
     layers: Layers = None,
+    single_queue: Annotated[
+        bool,
+        typer.Option("--single-queue", help="Also in one hardware queue per rank (CUDA_DEVICE_MAX_CONNECTIONS=1)."),
+    ] = False,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
@@ -95,6 +104,8 @@ def simulate(
         loaded, prices, reason = apply_head(loaded, prices, Head(vocab_parallel, head_cost, layers))
         timeline = run_simulator(loaded.schedule, prices)
         facts = _facts(timeline, loaded)
+        if single_queue:
+            facts |= _in_single_queues(loaded.schedule, prices)
     if loaded.schedule.vocabulary or vocab_parallel != "off":
         facts["vocabulary_barriers"] = loaded.schedule.vocabulary
     if reason:
@@ -124,6 +135,18 @@ def simulate(
     if prices.memory is not None:
         held = ", ".join(memory_text(peak, timeline) for peak in timeline.peaks)
         print_facts(out, [("peak memory", held)])
+
+
+def _in_single_queues(schedule: Schedule, costs: Costs) -> dict[str, float]:
+    """What becomes of a schedule in the order that a run has then, which is proved first."""
+    if schedule.updates is not None:
+        raise UnsupportedError(
+            f"asynchronous schedule {schedule.name} has no order for one hardware queue per rank; leave --single-queue out"
+        )
+    program = lower(schedule, single_queue=True, costs=costs)
+    validate_program(program, microbatch_order=False)
+    run = run_single_queues(program, costs)
+    return {"single_queue_makespan": run.makespan, "single_queue_bubble_rate": run.bubble_rate}
 
 
 def _placements(candidates: Iterable[Candidate]) -> FittingTable:

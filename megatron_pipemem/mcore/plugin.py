@@ -25,6 +25,7 @@ from megatron_pipemem.mcore.replanning import Replanner
 from megatron_pipemem.mcore.run_record import LOSSES, RunRecord
 from megatron_pipemem.mcore.scalars import Scalars
 from megatron_pipemem.mcore.search_source import source_of
+from megatron_pipemem.mcore.single_queue import no_single_queue
 from megatron_pipemem.mcore.sources import Source
 from megatron_pipemem.mcore.step import USED, WITH_INTERLEAVING, WITHOUT_INTERLEAVING, ForwardBackward
 from megatron_pipemem.mcore.vocabulary.source import check_vocab_parallel
@@ -96,6 +97,10 @@ def source_for(settings: Settings) -> tuple[Source | None, Offloading]:
         OffloadSettings.of(settings.offload, settings.recompute, settings.host_memory, settings.offload_options)
     )
     check_vocab_parallel(settings.vocab_parallel, settings.vocab_piece_tokens)
+    if settings.schedule == STOCK and settings.single_queue:
+        raise UnsupportedError(
+            f"--pipemem-single-queue orders schedules of this package, and {STOCK} is Megatron's own; leave one of them out"
+        )
     if settings.schedule == STOCK:
         check_request(
             STOCK,
@@ -115,6 +120,8 @@ def source_for(settings: Settings) -> tuple[Source | None, Offloading]:
         settings.vocab_parallel,
         settings.vocab_piece_tokens,
     )
+    if settings.single_queue and isinstance(source, AsynchronousSource):
+        raise UnsupportedError(no_single_queue(settings.schedule))
     return source, offloading
 
 

@@ -7,8 +7,10 @@ import json
 import pytest
 
 from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.single_queue import run_single_queues
 
 KEYS = [
     "schedule", "devices", "microbatches", "chunks", "makespan", "ideal", "bubble_rate", "device_bubble_rate",
@@ -71,6 +73,18 @@ def test_costs_p2p_chunks_and_options(pipemem_json):
     by_flag = pipemem_json("simulate", "interleaved", "-p", 4, "-m", 8, "--chunks", 4)
     by_option = pipemem_json("simulate", "interleaved", "-p", 4, "-m", 8, "-o", "chunks=4")
     assert by_flag == by_option and by_flag["chunks"] == 4
+
+
+def test_in_one_hardware_queue_per_rank(pipemem, pipemem_json, refuses):
+    arguments = ("simulate", "interleaved", "-p", 4, "-m", 8, "--costs", "1,1.5,.5", "--p2p", 0.05)
+    usual, queued = pipemem_json(*arguments), pipemem_json(*arguments, "--single-queue")
+    costs = Costs(1, 1.5, 0.5, p2p=0.05)
+    program = lower(build_schedule("interleaved", num_devices=4, num_microbatches=8), single_queue=True, costs=costs)
+    assert queued.pop("single_queue_makespan") == run_single_queues(program, costs).makespan > usual["makespan"]
+    assert 0 < queued.pop("single_queue_bubble_rate") < 1 and queued == usual
+    told = pipemem(*arguments, "--single-queue").output
+    assert "single queue makespan" in told and "single queue bubble" in told
+    assert "no order for one hardware queue" in refuses("simulate", "pipedream", "-p", 2, "-m", 4, "--single-queue")
 
 
 def test_costs_from_a_file(pipemem_json, tmp_path):

@@ -12,9 +12,11 @@ import typer
 from megatron_pipemem.cli.app import app
 from megatron_pipemem.schedule.bounds import lower_bound
 from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, SELECTIVE_SECONDS, Costs
+from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules
 from megatron_pipemem.schedule.simulator import Timeline, simulate
+from megatron_pipemem.schedule.single_queue import run_single_queues
 from megatron_pipemem.schedule.windows import family_window, steady
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +48,16 @@ def test_readme_on_searching():
         f"on 8 devices and 24 microbatches V-Half idles {rate('v-half', 8, 24, UNEQUAL)}% and V-Min "
         f"{rate('v-min', 8, 24, UNEQUAL)}% of a step. With two chunks per device as they, the search finds {optimal}%"
     ) in text("README.md")
+
+
+def test_single_queues():
+    said = text("docs/how-it-works.md")
+    for arguments, costs in (("", Costs()), ("--costs 1,1.5,.5 --p2p .05 ", Costs(1, 1.5, 0.5, p2p=0.05))):
+        schedule = build_schedule("v-half", num_devices=8, num_microbatches=32, costs=costs)
+        queued = run_single_queues(lower(schedule, single_queue=True, costs=costs), costs).makespan
+        usual = simulate(schedule, costs).makespan
+        command = f"pipemem simulate v-half -p 8 -m 32 {arguments}--single-queue # "
+        assert f"{command}{usual:.1f} as usual, {queued:.1f} in single queues" in said
 
 
 def test_asynchronous():
