@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_pipemem.planner.model import Execution, Model, padded_vocabulary, tokens
+from megatron_pipemem.planner.model import Execution, Model, groups_per_rank, padded_vocabulary, tokens
 
 _SUM = 4  # bytes of a statistic, a softmax's sum, or a logit's exponential: always fp32
 
@@ -82,10 +82,15 @@ def layer_tensors(model: Model, execution: Execution, experts: bool | None = Non
 
 
 def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """Of attention's core. Queries, keys and values are views of the projection's output, which any of them keeps whole."""
+    """Of attention's core. Queries, keys and values are views of the projection's output, which any of them keeps whole.
+
+    Where there are fewer key heads than tensor-parallel ranks, every rank gathers the output of all of them to find its own.
+    """
     n, e, tp = tokens(model, execution), execution.element, execution.tp
-    heads, keys = (n * count * model.channels / tp * e for count in (model.heads, model.key_heads))
-    grouped, rotated = model.key_heads < model.heads, model.position == "rope"
+    groups = groups_per_rank(model, execution)
+    heads, keys = (n * count * model.channels * e for count in (model.heads / tp, groups))
+    output = n * model.qkv_width * e / (1 if model.key_heads < tp else tp)
+    rotated = model.position == "rope"
     if rotated:
         tables = 4 * n / execution.micro_batch * model.channels * e
         yield Saved("tables of rotations", tables, "I")
@@ -97,15 +102,18 @@ def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
         yield Saved("causal mask", model.sequence**2, "I", "core_attn")  # a layer's own, but where the batch brings one
         if model.dropout:
             yield Saved("attention's dropout", scores * (1 + e), "I", "core_attn")
-        if grouped and not execution.recomputes("core_attn"):
-            yield Saved("queries, repeated keys and values", 3 * heads, "I")
+        if model.heads / tp > groups and not execution.recomputes("core_attn"):
+            yield Saved("repeated keys and values", 2 * heads, "I")
+            # Of a single group they are a view of the projection's output.
+            views = groups == 1 and not rotated
+            yield Saved("queries", output if views else heads, "I")
             return
     else:
         yield Saved("softmax's sums", n * model.heads / tp * _SUM, "I", "core_attn", statistic=True)
-    yield Saved("queries, keys and values", n * model.qkv_width / tp * e, "I")
+    yield Saved("queries, keys and values", output, "I")
     if rotated:
         yield Saved("rotated queries and keys", heads + keys, "I")
-    elif grouped and model.key_heads > tp:  # of a single group they are a view
+    elif model.heads / tp > groups > 1:  # of a single group they are a view
         yield Saved("queries of all groups", heads, "I")
 
 

@@ -241,6 +241,11 @@ def padded_vocabulary(model: Model, tp: int) -> int:
     return ceil(model.vocabulary / multiple) * multiple
 
 
+def groups_per_rank(model: Model, execution: Execution) -> int:
+    """Key heads that a tensor-parallel rank attends with. Where they are fewer than ranks, several ranks share one."""
+    return max(1, model.key_heads // execution.tp)
+
+
 def tokens(model: Model, execution: Execution) -> float:
     """Of a microbatch, on one context-parallel rank."""
     return execution.micro_batch * model.sequence / execution.cp

@@ -226,6 +226,8 @@ EXECUTIONS = {
     "plain": Execution(),
     "tp2": Execution(micro_batch=3, tp=2),
     "tp2-sp": Execution(tp=2, sequence_parallel=True),
+    "tp4": Execution(tp=4),
+    "tp4-scores": Execution(tp=4, attention="unfused"),
     "cp2": Execution(cp=2),
     "unfused": Execution(fused=False),
     "scores": Execution(attention="unfused"),
@@ -234,9 +236,15 @@ EXECUTIONS = {
 }
 MIXED = replace(GPT, kv_heads=2, position="rope", activation="geglu")
 CROSSED = {
-    **{f"gpt {name}": (GPT, execution) for name, execution in EXECUTIONS.items()},
+    **{f"gpt {name}": (GPT, execution) for name, execution in EXECUTIONS.items() if "tp4" not in name},
     **{f"llama {name}": (LLAMA, EXECUTIONS[name]) for name in ("tp2-sp", "unfused", "scores")},
     **{f"mixed {name}": (MIXED, EXECUTIONS[name]) for name in ("tp2", "scores")},
+    # Fewer key heads than tensor-parallel ranks, and one key head per rank.
+    **{
+        f"{position} {name}": (replace(MIXED, position=position, kv_heads=heads), EXECUTIONS[name])
+        for position in ("rope", "learned")
+        for name, heads in (("tp4", 2), ("tp4-scores", 2), ("tp2", 1), ("scores", 1))
+    },
 }
 
 

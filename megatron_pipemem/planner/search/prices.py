@@ -37,6 +37,7 @@ from megatron_pipemem.planner.model import (
     Model,
     Passes,
     embedding_parameters,
+    groups_per_rank,
     head_flops,
     head_parameters,
     layer_flops,
@@ -200,8 +201,10 @@ def _layer_messages(model: Model, execution: Execution, cluster: Cluster, expert
     """Seconds in F, and as many in I."""
     n, e, tp = tokens(model, execution), execution.element, execution.tp
     seconds = 2 * all_reduce(n * model.hidden * e, tp, cluster.link(tp))
+    if model.key_heads < tp:  # every rank gathers queries, keys and values of all heads, and scatters their gradients
+        seconds += gather(n * model.qkv_width * e, tp, cluster.link(tp))
     if execution.cp > 1:
-        keys = 2 * n * model.key_heads * model.channels / tp * e
+        keys = 2 * n * groups_per_rank(model, execution) * model.channels * e
         ring = cluster.link(execution.cp, tp).seconds(keys) * (execution.cp - 1)
         core = 4 * n * model.sequence * model.query_width / tp / cluster.flops
         seconds += max(0.0, ring - core)
