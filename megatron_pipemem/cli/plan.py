@@ -16,11 +16,10 @@ from megatron_pipemem.cli.launch import Set
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.planner.cluster import GIB
 from megatron_pipemem.planner.loading import load
 from megatron_pipemem.planner.profile import Profile
 from megatron_pipemem.planner.runs import Run
-from megatron_pipemem.planner.search.output import facts, run_files
+from megatron_pipemem.planner.search.output import facts, gibibytes, run_files
 from megatron_pipemem.planner.search.planning import Answer, Plan, plan
 from megatron_pipemem.planner.search.prices import Pace
 from megatron_pipemem.planner.search.space import KEYS, Limits
@@ -150,7 +149,7 @@ def _table(plans: Sequence[Plan]) -> FittingTable:
             each.run.schedule.recompute,
             f"{each.seconds:.4g}",
             f"{each.mfu:.1%}",
-            f"{each.peak / GIB:.1f}" if each.peak > GIB else f"{each.peak / GIB:.2g}",
+            gibibytes(each.peak),
             f"{each.bubble_rate:.1%}",
             each.binds,
         )

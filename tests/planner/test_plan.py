@@ -25,6 +25,7 @@ from megatron_pipemem.planner.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.planner.search import layout
 from megatron_pipemem.planner.search import variants as variants_module
 from megatron_pipemem.planner.search.memory import held
+from megatron_pipemem.planner.search.output import gibibytes
 from megatron_pipemem.planner.search.planning import SEARCHED, plan
 from megatron_pipemem.planner.search.prices import Pace, all_reduce, embedding, head, layer
 from megatron_pipemem.planner.search.replay import Replay, measured
@@ -86,6 +87,46 @@ def test_the_listed_plans_are_the_best_of_all_candidates(memory_gib, families):
     assert [each.seconds for each in found.plans] == pytest.approx(fits[:12])
     assert all(each.peak <= run.cluster.memory_bytes for each in found.plans)
     assert found.considered == len(found.plans) + found.rejected.total()
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.randoms(use_true_random=False), st.sampled_from(["none", "full", "selective"]))
+def test_the_peak_that_a_plan_lists_is_a_limit_that_admits_it(dice, recompute):
+    model = replace(
+        MODEL,
+        layers=dice.randint(4, 12),
+        kv_heads=dice.choice([None, 2, 4]),
+        vocabulary=dice.randint(1000, 60000),
+        dropout=dice.choice([0.0, 0.1]),
+    )
+    cluster = replace(CLUSTER, nodes=1, devices_per_node=6, memory_gib=dice.uniform(8, 24))
+    flags = {DISTRIBUTED: True} if dice.random() < 0.7 else {}
+    run = Run(model, cluster, Parallelism(global_batch=dice.choice([12, 24, 96])), megatron=flags)
+    schedules = ("1f1b", "gpipe", "zb-h1", "v-half")
+    limits = Limits({"schedule": schedules, "recompute": (recompute,), "micro_batch": (1,)})
+    for best in plan(run, limits=limits, top=2, search_seconds=0).plans:
+        for most in (best.peak, float(gibibytes(best.peak)) * GIB):
+            again = plan(run, most, limits, top=1, search_seconds=0).plans
+            assert again and again[0].seconds <= best.seconds
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+@pytest.mark.parametrize("family", ["1f1b", "gpipe", "interleaved"])
+def test_so_does_that_of_a_plan_that_recomputes_everything(family, pp):
+    """There I takes memory, but in a full backward."""
+    chosen = {"schedule": (family,), "recompute": ("full",), "pp": (pp,), "tp": (1, 2), "variant": (PLAIN,)}
+    limits = Limits({**chosen, "micro_batch": (1,)})
+    run = replace(tiny(80.0), model=replace(MODEL, vocabulary=2000))
+    (best,) = plan(run, limits=limits, top=1, search_seconds=0).plans
+    (again,) = plan(run, best.peak, limits, 1, 0).plans
+    assert again.seconds <= best.seconds
+
+
+@given(st.floats(1, 1e15))
+def test_bytes_in_tables_are_rounded_up(nbytes):
+    text = gibibytes(nbytes)
+    assert nbytes <= float(text) * GIB
+    assert float(text) * GIB <= nbytes * 1.11 + (nbytes > GIB) * 0.11 * GIB
 
 
 def test_two_copies_of_the_model_hold_it_twice_and_are_added_up():

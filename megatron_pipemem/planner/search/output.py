@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, fields, is_dataclass, replace
+from math import floor, log10
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,20 @@ def facts(plan: Plan) -> dict[str, Any]:
     }
 
 
+def gibibytes(nbytes: float) -> str:
+    """GiB to a tenth, of less than one to two digits; rounded up, so that it is a limit that admits so many bytes."""
+    amount = nbytes / GIB
+    digits = 1 if amount >= 1 or amount <= 0 else 1 - floor(log10(amount))
+    tenths = floor(amount * 10**digits)
+    while float(text := f"{tenths / 10**digits:.{digits}f}") * GIB < nbytes:
+        tenths += 1
+    return text
+
+
 def _heading(plan: Plan) -> str:
     return (
         f"# Planned: {plan.seconds:.4g} s a step, {plan.mfu:.1%} MFU, bubble {plan.bubble_rate:.1%}, at most "
-        f"{plan.peak / GIB:.1f} GiB a rank; binds: {plan.binds}.\n"
+        f"{gibibytes(plan.peak)} GiB a rank; binds: {plan.binds}.\n"
     )
 
 

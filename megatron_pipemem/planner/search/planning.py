@@ -30,6 +30,7 @@ from megatron_pipemem.planner.search.step import Step, least_seconds, least_stat
 from megatron_pipemem.planner.search.variants import PLAIN, Variant, variants
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
+from megatron_pipemem.schedule.memory_cap import loosened
 from megatron_pipemem.schedule.options import STOCK
 from megatron_pipemem.schedule.progress import doing, tell
 from megatron_pipemem.schedule.rare_collection import rare_collection
@@ -360,10 +361,9 @@ class _Planner:
             return
         whole = replay(plan.schedule, cut.pp, cut.microbatches, cut.chunks)
         costs, step = plan.step.costs, plan.step
-        fits = all(peak <= room for peak, room in zip(whole.peaks(costs), step.room(self._memory), strict=True))
-        peaks = tuple(map(sum, zip(whole.peaks(costs), step.static, step.buffers, strict=True)))
+        peaks = step.held(whole.peaks(costs))
         made = replace(plan, makespan=whole.makespan(costs), peaks=peaks, extended=False)
-        self._wait(made if fits else None)
+        self._wait(made if max(peaks) <= self._memory else None)
 
     def _run_order(self, group: _Group, order: Order) -> Plan | None:
         """``None`` where it does not fit."""
@@ -374,10 +374,10 @@ class _Planner:
         if "costs" in family(order.name).options:
             return self._found(group, order, build_schedule(order.name, **size, costs=costs))
         seconds, peaks = self._measured(group, order)
-        if self._fits(group, peaks):
-            made = self._plan(group, order, None, seconds, peaks)
-            return replace(made, extended=len(lengths(cut.pp, cut.microbatches)) > 1)
-        return None
+        if not self._may_fit(group, peaks):
+            return None
+        made = self._plan(group, order, None, seconds, peaks)
+        return replace(made, extended=_extended(group.run))
 
     def _measured(self, group: _Group, order: Order) -> tuple[float, tuple[float, ...]]:
         """Seconds and peaks of an order alone, which offload and both ways to cut the vocabulary start from."""
@@ -390,10 +390,9 @@ class _Planner:
     def _consider(self, group: _Group, variant: Variant, order: Order) -> None:
         """Let a variant of an order wait with what the order takes alone."""
         seconds, peaks = self._measured(group, order)
-        fits = self._fits(group, peaks)
-        if fits and variant.frees_memory:
+        if variant.frees_memory and self._fits(group, peaks):
             self.rejected[f"{variant.name}: the order fits without"] += 1
-        elif not fits and not variant.frees_memory:
+        elif not variant.frees_memory and not self._may_fit(group, peaks):
             self.rejected[TOO_HIGH] += 1
         else:
             self._put(max(group.bound, seconds + group.step.outside), _Base(group, variant, order))
@@ -441,7 +440,12 @@ class _Planner:
         return None
 
     def _fits(self, group: _Group, peaks: Sequence[float]) -> bool:
-        return all(peak <= room for peak, room in zip(peaks, group.step.room(self._memory), strict=True))
+        return max(group.step.held(peaks)) <= self._memory
+
+    def _may_fit(self, group: _Group, peaks: Sequence[float]) -> bool:
+        """An extended peak is rounded: one that is over by a hair is judged when all microbatches have been run."""
+        most = loosened(self._memory) if _extended(group.run) else self._memory
+        return max(group.step.held(peaks)) <= most
 
     def _plan(
         self, group: _Group, order: Order, schedule: Schedule | None, makespan: float, peaks: Sequence[float]
@@ -454,7 +458,7 @@ class _Planner:
             order=schedule,
             step=step,
             makespan=makespan,
-            peaks=tuple(a + b + c for a, b, c in zip(peaks, step.static, step.buffers, strict=True)),
+            peaks=step.held(peaks),
             capacity=self._memory,
             memory_seconds=group.memory_seconds,
         )
@@ -467,6 +471,11 @@ def _standing(found: int, count: int, waiting: int, bound: float) -> str:
 def _short(run: Run) -> int:
     """Microbatches of the shortest step that tells of a whole one."""
     return lengths(run.parallelism.pp, run.parallelism.microbatches)[0]
+
+
+def _extended(run: Run) -> bool:
+    """Whether seconds and peaks of its step come from shorter ones at first."""
+    return len(lengths(run.parallelism.pp, run.parallelism.microbatches)) > 1
 
 
 def _busiest(step: Step) -> float:

@@ -18,6 +18,7 @@ reduced, when nothing is left that could hide either.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -72,8 +73,12 @@ class Step:
     optimizer: float
     host: float = inf
 
+    def held(self, kept: Sequence[float]) -> tuple[float, ...]:
+        """Per device, all bytes, from those that its activations take at most: what is listed, and compared with a limit."""
+        return tuple(a + s + b for a, s, b in zip(kept, self.static, self.buffers, strict=True))
+
     def room(self, memory: float) -> tuple[float, ...]:
-        """Per device, what is left for activations."""
+        """Per device, about what is left for activations: subtracting rounds in another way than ``held`` adds."""
         return tuple(memory - s - b for s, b in zip(self.static, self.buffers, strict=True))
 
     @property
