@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from megatron_pipemem import Costs, build_schedule, search_schedule, simulate
+from megatron_pipemem.planner.loading import load
+from megatron_pipemem.planner.runs import Run
+from megatron_pipemem.planner.search.planning import plan
+from megatron_pipemem.planner.search.space import Limits
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.costs import Channel
 from megatron_pipemem.schedule.lowering import lower
@@ -17,6 +22,7 @@ from megatron_pipemem.schedule.search.pareto import choices, trades
 from megatron_pipemem.schedule.vocabulary.choice import choose_vocabulary
 from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts
 
+RUN = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
 PER_STAGE = Costs(
     *(tuple(1 + stage / 7 for stage in range(64)) for _ in range(3)),
     p2p={(device, device + 1): 0.1 for device in range(31)},
@@ -33,6 +39,8 @@ def public_objects() -> dict[str, object]:
     small = build_schedule("1f1b", num_devices=4, num_microbatches=8)
     found = search_schedule(num_devices=4, num_microbatches=8, seconds=0.2)
     compared = choices(4, 8, caps=[0.75], seconds=0.2)
+    limits = Limits({"schedule": ["1f1b"], "tp": [1], "recompute": ["none"], "variant": ["plain"]})
+    planned = plan(load(RUN, Run), limits=limits, top=2, search_seconds=0)
     away = search_offload(4, 8, Costs(channel=Channel(0.5)), 0.5, seconds=0.2)
     return {
         "schedule": schedule,
@@ -46,6 +54,8 @@ def public_objects() -> dict[str, object]:
         "offload plan": plan_offload(schedule, Costs(channel=Channel(0.5)), "half"),
         "offload search": away,
         "offload candidate": away.best,
+        "plan": planned.plans[0],
+        "plans": planned,
         "placement": Placement.wave(128, 8),
         "replicas": Placement.bidirectional(4),
         "vocabulary": choose_vocabulary(small, Costs(), 1.0),

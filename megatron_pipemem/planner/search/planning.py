@@ -16,7 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from megatron_pipemem.errors import PipememError
@@ -70,16 +70,16 @@ class Plan:
         extended: from shorter steps, until it is run in full.
     """
 
-    run: Run
+    run: Run = field(repr=False)
     schedule: str
     variant: str
-    order: Schedule | None
-    step: Step
+    order: Schedule | None = field(repr=False)
+    step: Step = field(repr=False)
     makespan: float
-    peaks: tuple[float, ...]
+    peaks: tuple[float, ...] = field(repr=False)
     capacity: float
     memory_seconds: float
-    base: _Base | None = None
+    base: _Base | None = field(default=None, repr=False)
     extended: bool = False
 
     @property
@@ -140,8 +140,8 @@ class Answer:
         seconds: it took.
     """
 
-    plans: tuple[Plan, ...]
-    rejected: Counter[str]
+    plans: tuple[Plan, ...] = field(repr=False)
+    rejected: Counter[str] = field(repr=False)
     considered: int
     seconds: float
 
