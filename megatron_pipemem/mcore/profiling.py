@@ -36,7 +36,8 @@ from megatron_pipemem.mcore.patching import PatchSet
 from megatron_pipemem.mcore.placement import ChunkPlacement
 from megatron_pipemem.mcore.stages import ChunkStage, StepContext, watch_batches
 from megatron_pipemem.mcore.step import observe, permanent_tensors
-from megatron_pipemem.planner.activations import message_bytes
+from megatron_pipemem.mcore.transformer_engine import delayed_modules
+from megatron_pipemem.planner.activations import gathered_bytes, message_bytes
 from megatron_pipemem.planner.cluster import Cluster
 from megatron_pipemem.planner.model import Execution, Model, Passes, head_flops, layer_flops, padded_vocabulary
 from megatron_pipemem.planner.profile import Part, Profile, adam_seconds, modelled_seconds, speed
@@ -178,7 +179,7 @@ def run_stage(stage: torch.nn.Module, model: Model, execution: Execution, positi
     )  # fmt: skip
     batch = watch_batches(repeat(_batch(model, execution, position)), observed.ledger)
     placement = ChunkPlacement(lambda devices, chunks: _PIPELINE, is_round_robin=True)
-    runner = ChunkStage(step, stage, batch, 0, 1, position == LAST, placement, ())
+    runner = ChunkStage(step, stage, batch, 0, 1, position == LAST, placement, delayed_modules(stage))
     program = lower(serial_schedule(_PIPELINE, microbatches))
     transport = _MadeUpMessages(tuple(shape), config.pipeline_dtype)
     Executor(program, position, {position: runner}, transport, observed.ledger, observed.trace).run()
@@ -403,18 +404,21 @@ def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats
         # Half of two layers: a difference of two times would be noise where layers are small.
         layer_seconds = two.seconds * 0.5
         frames = {FIRST: _excess(first, layer_seconds), MIDDLE: Passes(), LAST: _excess(last, layer_seconds)}
+    # The modules that ran are Megatron's own.
+    grown = round(gathered_bytes(model, execution))
+    gathered = Part(memory={Kind.I: grown, Kind.W: -grown} if grown else {})
     return Profile(
         model=model,
         execution=execution,
         source="fake tensors" if fake else "measured",
         device=speed(cluster) if fake else device_name(),
-        layer=replace(layer, seconds=layer_seconds),
+        layer=replace(layer, seconds=layer_seconds) + gathered,
         first=replace(first - end_layer, seconds=frames[FIRST]),
         middle=replace(one - layer, seconds=frames[MIDDLE]),
         last=replace(last - end_layer, seconds=frames[LAST]),
         message_bytes=int(message_bytes(model, execution)),
         optimizer_seconds=optimizer,
-        end_layer=replace(end_layer, seconds=layer_seconds) if end_layer is not layer else None,
+        end_layer=replace(end_layer, seconds=layer_seconds) + gathered if end_layer is not layer else None,
     )
 
 

@@ -144,7 +144,7 @@ def layer_bytes(model: Model, execution: Execution, experts: bool | None = None)
     experts = model.has_experts(0) if experts is None else experts
     tensors = layer_tensors(model, execution, experts)
     after_input = sum(each.nbytes for each in tensors if each.needed == "W")
-    after_input += _gradient_bytes(model, execution, experts)
+    after_input += _gradient_bytes(model, execution, experts) + gathered_bytes(model, execution, experts)
     return Kept(sum(each.nbytes for each in _kept(tensors, execution)), after_input)
 
 
@@ -191,3 +191,17 @@ def _gradient_bytes(model: Model, execution: Execution, experts: bool) -> float:
     outputs = model.experts_per_token if experts else 1
     # Sequence parallelism gathers the gradients of what it scatters, hence all of hidden.
     return e * n * ((model.qkv_width + inner) / tp + model.hidden * (1 + outputs))
+
+
+def gathered_bytes(model: Model, execution: Execution, experts: bool | None = None) -> float:
+    """By how much the inputs of one layer's linear layers grow in I, where they wait for W.
+
+    With sequence parallelism a layer whose output is cut gets a part of the sequence and computes on all of it. Transformer
+    Engine gathers the parts in I and keeps them so; Megatron's own layers, split by us, gather them again in W.
+    """
+    if execution.implementation != "transformer_engine" or not execution.sequence_parallel:
+        return 0.0
+    experts = model.has_experts(0) if experts is None else experts
+    layers = 1 + (model.shared_expert_ffn > 0 if experts else 1)  # experts get their tokens from a dispatcher
+    whole = tokens(model, execution) * model.hidden * execution.element
+    return layers * whole * (1 - 1 / execution.sequence_ranks)

@@ -120,7 +120,7 @@ def _schedules(run: Run) -> None:
 
 def _check_transformer_engine(run: Run, splits: bool, recomputes: bool) -> None:
     reason = refused_flags(run.flags, splits, recomputes)
-    if reason is not None and run.flags.get("transformer-impl") != "local":
+    if reason is not None and run.implementation == "transformer_engine":
         raise UnsupportedError(reason)
 
 

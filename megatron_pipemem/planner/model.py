@@ -152,6 +152,7 @@ class Execution:
         attention: ``flash`` never keeps the scores, ``unfused`` keeps them as Megatron's local implementation does.
         precision: of parameters and activations.
         fused: whether biases, activations and dropout run in Megatron's fused forms, as they do by default.
+        implementation: whose linear layers and norms; they differ in what waits for W.
     """
 
     micro_batch: int = 1
@@ -164,6 +165,7 @@ class Execution:
     attention: Literal["flash", "unfused"] = "flash"
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     fused: bool = True
+    implementation: Literal["local", "transformer_engine"] = "local"
 
     def __post_init__(self) -> None:
         check_counts(self, ("micro_batch", "tp", "cp", "ep"))

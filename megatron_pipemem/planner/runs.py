@@ -218,7 +218,14 @@ class Run:
             recompute_modules=choice.recompute_modules,
             attention="unfused" if self.on_cpu else "flash",
             precision=self.precision,
+            implementation=self.implementation,
         )
+
+    @property
+    def implementation(self) -> Literal["local", "transformer_engine"]:
+        """Whose layers it trains: Transformer Engine's are Megatron's default, and CPU ranks have them only if asked."""
+        default = "local" if self.on_cpu else "transformer_engine"
+        return "local" if self.flags.get("transformer-impl", default) == "local" else "transformer_engine"
 
 
 def resolve_script(run: Run) -> Path:

@@ -10,7 +10,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from itertools import product
+from itertools import pairwise, product
+from unittest import mock
 
 from megatron_pipemem.cpu import activate
 
@@ -27,8 +28,12 @@ from megatron.core.extensions.transformer_engine import (  # noqa: E402
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 
+from megatron_pipemem.mcore import profiling  # noqa: E402
 from megatron_pipemem.mcore.transformer_engine import defer, delayed_modules  # noqa: E402
+from megatron_pipemem.planner.activations import layer_bytes  # noqa: E402
+from megatron_pipemem.planner.model import Execution, Model  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue  # noqa: E402
 from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
@@ -126,6 +131,8 @@ def cases() -> Iterator[tuple[str, Callable[..., None], tuple]]:
             yield name, _exact, (bias, fusion, overlap, ORDERS[order])
     yield "frozen weights", _frozen, ()
     yield "bytes of what waits for W", _bytes, ()
+    for sequence_parallel in (False, True):
+        yield f"bytes that the planner foretells, sequence parallel {sequence_parallel}", _planned, (sequence_parallel,)
 
 
 def _ddp(overlap: bool | None) -> str:
@@ -162,14 +169,55 @@ def _bytes() -> None:
     assert counted == [one, 2 * one, one, 2 * one, one, 0], counted
 
 
-def main() -> None:
+def _planned(sequence_parallel: bool) -> None:
+    """What one layer keeps for W, on one of two tensor-parallel ranks."""
+    model = Model(layers=1, hidden=64, heads=4, sequence=32, vocabulary=512, dropout=0.0)
+    execution = Execution(
+        tp=2, sequence_parallel=sequence_parallel, attention="unfused", implementation="transformer_engine"
+    )
+    spec_of, config_of = profiling.get_gpt_decoder_block_spec, profiling._config
+
+    def delaying(*args):
+        config = config_of(*args)
+        config.delay_wgrad_compute, config.attention_backend = True, AttnBackend.unfused
+        return config
+
+    with (
+        profiling.lone_rank(execution, fake=False),
+        mock.patch.object(profiling, "_config", delaying),
+        mock.patch.object(
+            profiling, "get_gpt_decoder_block_spec", lambda config, **_: spec_of(config, use_transformer_engine=True)
+        ),
+    ):
+        freed = []
+        for layers in (1, 2):
+            stage = profiling.build_stage(model, execution, profiling.MIDDLE, layers)
+            assert len(delayed_modules(stage)) == 4 * layers
+            entries = profiling.run_stage(stage, model, execution, profiling.MIDDLE, 2).entries
+            freed += [a.bytes - b.bytes for a, b in pairwise(entries) if b.action.kind is Kind.W][1:]
+    assert freed[1] - freed[0] == layer_bytes(model, execution).after_input, (freed, layer_bytes(model, execution))
+
+
+def _alone(check: Callable[..., None], how: tuple) -> None:
+    """Run a check as the one rank of a job."""
+    if check is _planned:  # makes its own
+        check(*how)
+        return
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
+    try:
+        check(*how)
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def main() -> None:
     results = {}
     for name, check, how in cases():
         try:
-            check(*how)
+            _alone(check, how)
             results[name] = "exact"
         except Exception:
             results[name] = traceback.format_exc()

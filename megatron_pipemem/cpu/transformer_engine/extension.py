@@ -78,11 +78,16 @@ def _missing(name: str) -> Callable:
     return function
 
 
+def get_fused_attn_backend(*_, **__):
+    """Transformer Engine asks where Megatron leaves the choice of the attention to it."""
+    raise UnsupportedError("CPU ranks have no fused attention of Transformer Engine; pass --attention-backend unfused")
+
+
 def module() -> ModuleType:
     """A new module with everything in it."""
     made = _Extension(NAME, "Transformer Engine's compiled extension of that name, computed by PyTorch.")
     made.DType, made.FP8FwdTensors, made.FP8BwdTensors = kernels.DType, FP8FwdTensors, FP8BwdTensors
-    for kernel in kernels.KERNELS:
+    for kernel in (*kernels.KERNELS, get_fused_attn_backend):
         setattr(made, kernel.__name__, kernel)
     made.get_cublasLt_version = lambda: 130000
     made.get_cudnn_version = lambda: 91300
