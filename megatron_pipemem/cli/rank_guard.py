@@ -8,6 +8,7 @@ rank 0's when the ranks were started by srun or by hand.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import multiprocessing
@@ -67,6 +68,10 @@ def rank_guard() -> Iterator[None]:
         if board is None or board.claim("the script ended itself", seconds=0.0):
             if not isinstance(stop.code, int):
                 print(stop.code, file=sys.stderr)
+            if (said := _argparse_message(stop)) is not None:
+                words = f"rank {os.environ.get('RANK', 0)} failed: {said}"
+                _tell_torchrun(said, words, early=True)
+                print(words, file=sys.stderr)
             _exit(code, board)
         _follow_down()
     except BaseException as error:  # whatever it is, the other ranks are waiting for this one
@@ -154,6 +159,7 @@ def _follow(board: _FailureBoard, done: threading.Event) -> None:
 
 
 def _follow_down() -> NoReturn:
+    _mute()
     time.sleep(_FOLLOWING_SECONDS)
     _exit(1)
 
@@ -179,21 +185,63 @@ def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def _last_words(error: BaseException) -> list[str]:
+    """Which rank, at what, what to do, where to read on."""
+    words = [f"rank {os.environ.get('RANK', 0)} failed: {_summary(error)}"]
+    words += [f"at: {note}" for note in getattr(error, "__notes__", ())]
+    if _lost_a_peer(error):
+        words.append("what to do: another rank ended without saying why, killed or out of memory; see its node's log")
+    elif "out of memory" in str(error).lower():
+        words.append(
+            "what to do: take a schedule with a lower peak (--pipemem-memory-cap, --pipemem-offload auto, "
+            "--pipemem-recompute auto), or cut the model further"
+        )
+    elif not isinstance(error, PipememError):
+        words.append("what to do: read the traceback above, and what this rank wrote before it")
+    return words
+
+
+def _argparse_message(stop: SystemExit) -> str | None:
+    """What a parser of command lines said when it ended the process: it stands above pages of usage, once per rank."""
+    for frame, _ in traceback.walk_tb(stop.__traceback__):
+        if frame.f_code.co_name == "exit" and isinstance(frame.f_locals.get("self"), argparse.ArgumentParser):
+            return (frame.f_locals.get("message") or "").strip() or None
+    return None
+
+
+def _mute() -> None:
+    """Errors that only follow from another rank's say nothing of the cause, and would stand below it."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+
+
 def _report(error: BaseException) -> None:
-    """Print the error; leave its traceback to torchrun, which prints it at the end, if that started this rank.
+    """Print the error, and leave it to torchrun, which prints it at the end, if that started this rank.
 
     The traceback is left out for errors of ours, which say all there is to know; PIPEMEM_TRACEBACK=1 shows it.
     """
     wanted = not isinstance(error, PipememError) or "PIPEMEM_TRACEBACK" in os.environ
-    trace = "".join(traceback.format_exception(error)) if wanted else _summary(error)
+    trace = "".join(traceback.format_exception(error)) if wanted else ""
+    words = _last_words(error)
+    _tell_torchrun(_summary(error), trace + "\n".join(words), early=not _lost_a_peer(error))
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # torchrun compares whole seconds and takes the lowest rank among equals; a second less keeps this one first.
-        details = {"py_callstack": trace, "timestamp": str(int(time.time()) - 1)}
-        with contextlib.suppress(OSError):
-            write_whole(path, json.dumps({"message": {"message": _summary(error), "extraInfo": details}}))
-    elif wanted:
+    if trace and "TORCHELASTIC_ERROR_FILE" not in os.environ:
         console.print(trace, markup=False, end="")
-    console.print(f"rank {os.environ.get('RANK', 0)} failed: {_summary(error)}", style="bold red", markup=False)
-    if _lost_a_peer(error):
-        console.print("Another rank ended without saying why: killed, or out of memory?", style="red")
+    console.print("\n".join(words), style="bold red", markup=False)
+
+
+def _tell_torchrun(summary: str, text: str, early: bool) -> None:
+    """Write the file that torchrun reads.
+
+    Args:
+        summary: of the error.
+        text: all of it.
+        early: torchrun compares whole seconds and takes the lowest rank among equals; a second less keeps this one first.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        details = {"py_callstack": text, "timestamp": str(int(time.time()) - early)}
+        with contextlib.suppress(OSError):
+            write_whole(path, json.dumps({"message": {"message": summary, "extraInfo": details}}))

@@ -69,7 +69,7 @@ def command(run: Run, nodes: Nodes | None = None) -> Command:
         ConfigError: the run cannot be written as a command; it names the key at fault.
     """
     nodes = nodes or Nodes(count=min_nodes(run))
-    start = [sys.executable, "-m", "torch.distributed.run", *_rendezvous(run, nodes)]
+    start = [sys.executable, "-m", "megatron_pipemem.cli.ranks", *_rendezvous(run, nodes)]
     ours = ["-m", "megatron_pipemem", "run", *(["--cpu"] if run.on_cpu else [])]
     words = [*start, *ours, str(resolve_script(run)), *script_flags(run)]
     return Command(tuple(words), {key: str(value) for key, value in run.environment.items()})

@@ -116,7 +116,18 @@ class Table:
                     )
         missing = sorted(set(range(len(devices))) - set(devices))
         if missing:
-            raise ScheduleFormatError(f"no device runs stage {missing[0]}")
+            stray = next(
+                cell
+                for row in self.rows
+                for cell in row
+                if cell.action.kind not in VOCABULARY and cell.action.stage > missing[0]
+            )
+            raise ScheduleFormatError(
+                f"{stray.action} is of stage {stray.action.stage}, but no device runs stage {missing[0]}; stages count from 0 "
+                "without a gap",
+                line=stray.line,
+                column=stray.column,
+            )
         empty = sorted(set(range(len(self.rows))) - set(devices.values()))
         if empty:
             raise ScheduleFormatError(

@@ -137,6 +137,7 @@ def test_check_memory_cap(pipemem, tmp_path):
         ("0F0,0B0\n0F1,0B1\n", "line 2, column 1: stage 0 is on device 1 here and on device 0 above"),
         ("0F0,0B-1\n", "line 1, column 2: '0B-1' is not an action: microbatches count from 0"),
         ("0F0,0B0\n2F0,2B0\n", "no device runs stage 1"),
+        ("0F0,0B0\n1F0,9F0,1B0\n", "line 2, column 2: 9F0 is of stage 9, but no device runs stage 2"),
         ("", "holds no actions"),
         ("\n , \n", "holds no actions"),
     ],

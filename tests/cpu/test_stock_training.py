@@ -67,7 +67,10 @@ def test_a_failing_rank_ends_all_ranks_with_its_error(torchrun: Torchrun, tmp_pa
     result = torchrun(2, script, *TOY_MODEL, "--mock-data", "--vocab-size", "99")
     assert result.returncode != 0
     assert time.monotonic() - start < 60  # most of it to start; a wait for the peers would take five minutes
-    assert re.findall(r"rank (\d+) failed: (.*)", result.stdout) == [("1", "ArithmeticError: this rank cannot go on")]
+    told = re.findall(
+        r"rank (\d+) failed: (.*)", result.stdout
+    )  # when it happens, and in torchrun's summary at the end
+    assert told == [("1", "ArithmeticError: this rank cannot go on")] * 2
     root_cause = result.stdout.split("Root Cause")[1]
     assert "local_rank: 1" in root_cause and "ArithmeticError: this rank cannot go on" in root_cause
     assert "failing_forward_step" in root_cause  # the traceback
@@ -134,7 +137,8 @@ def test_ranks_end_together_without_torchrun(environment: dict[str, str], tmp_pa
     assert codes == [1, 1]
     assert seconds < 30
     assert "Traceback" in errors[1]
-    assert errors[1].rstrip().endswith("rank 1 failed: ArithmeticError: this rank cannot go on")
+    *_, cause, advice = errors[1].splitlines()
+    assert cause == "rank 1 failed: ArithmeticError: this rank cannot go on" and advice.startswith("what to do: ")
     # torch itself may warn of the store's closed connection on a slow machine; errors of ours are told once.
     assert not any(f"rank {rank} failed" in errors[0] for rank in range(2)) and "Traceback" not in errors[0]
 
@@ -203,3 +207,29 @@ def test_the_script_sees_the_command_line_it_would_have(environment: dict[str, s
     codes, errors, _ = start_ranks(1, environment, script, str(output), "--lr", "1")
     assert codes == [0], errors
     assert json.loads(output.read_text()) == ["__main__", [str(script), str(output), "--lr", "1"], str(tmp_path), 42]
+
+
+def launched(environment: dict[str, str], script: Path, *arguments: str) -> list[str]:
+    """What two ranks under our launcher leave on the screen, as ``pipemem launch`` starts them."""
+    start = [sys.executable, "-m", "megatron_pipemem.cli.ranks", "--standalone", "--nproc-per-node", "2"]
+    command = [*start, "-m", "megatron_pipemem", "run", str(script), *arguments]
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    return done.stdout.splitlines()
+
+
+def test_the_first_cause_is_the_last_thing_on_the_screen(environment: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(WAITING_SCRIPT)
+    *_, trace, cause, advice = launched(environment, script, "collective")
+    assert trace == "ArithmeticError: this rank cannot go on"
+    assert cause == "rank 1 failed: ArithmeticError: this rank cannot go on" and advice.startswith("what to do: read")
+    script.write_text(WAITING_SCRIPT.replace("raise ArithmeticError", "os.kill(os.getpid(), 9)  #"))
+    *_, cause, advice = launched(environment, script, "collective")
+    assert cause == "rank 1 failed: killed by SIGKILL" and "dmesg" in advice
+    script.write_text("import argparse; argparse.ArgumentParser(prog='train').parse_args(['--lrr'])")
+    assert re.fullmatch(
+        r"rank \d failed: train: error: unrecognized arguments: --lrr", launched(environment, script)[-1]
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.planner.grid.config import load_points
 from megatron_pipemem.planner.grid.results import Result, collect, read_result
 from megatron_pipemem.planner.grid.slurm import queued
 from megatron_pipemem.planner.grid.store import Store
@@ -99,3 +101,25 @@ def test_jobs_that_are_no_list(tmp_path):
         (tmp_path / "slurm-jobs.json").write_text(text)
         with pytest.raises(ConfigError, match=says):
             queued(Store(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"run": "nowhere"}, "there is no 'nowhere'; known are"),
+        (
+            {"product": {"schedule.name": ["stock", "1f1b", "stock"]}},
+            "points 0 (name=stock) and 2 (name=stock) are",
+        ),
+        ({"points": [{"parallelism.pp": 4}, {"parallelism": {"pp": 4}}]}, "are the same run; leave one out"),
+        ({"product": {f"megatron.a{index}": list(range(100)) for index in range(4)}}, "makes 100,000,000 points"),
+    ],
+)
+def test_grids_that_make_no_sense(tmp_path, keys, says):
+    grid = tmp_path / "mine" / "grid.yaml"
+    grid.parent.mkdir()
+    grid.write_text(json.dumps({"run": str(TINY), **keys}))
+    with pytest.raises(ConfigError, match=re.escape(says)) as refused:
+        load_points(grid)
+    if "run" in keys:  # it says where it looked
+        assert str(tmp_path / "runs") in str(refused.value) and str(tmp_path / "mine" / "runs") in str(refused.value)

@@ -162,3 +162,20 @@ assert before.keys() == after.keys() and all(before[key] is after[key] for key i
 print("same", len(before) > 1000)
 """
     assert run(code).strip().splitlines()[-1] == "same True"
+
+
+@pytest.mark.parametrize("missing", ["torch", "megatron"])
+def test_what_needs_megatron_says_so_where_there_is_none(missing):
+    code = f"""
+import sys
+sys.modules[{missing!r}] = None
+import megatron_pipemem
+for name in ("enable", "disable", "write_report"):
+    try:
+        getattr(megatron_pipemem, name)
+    except ImportError as error:
+        assert isinstance(error, megatron_pipemem.PipememError)
+        print(error)
+"""
+    lines = run(code).splitlines()
+    assert len(lines) == 3 and all("pip install 'megatron-pipemem[megatron]'" in line for line in lines)
