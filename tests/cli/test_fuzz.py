@@ -25,6 +25,7 @@ from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.planner.cluster import Cluster
 from megatron_pipemem.planner.grid.results import Result
+from megatron_pipemem.planner.grid.store import Store
 from megatron_pipemem.planner.loading import SHIPPED, load
 from megatron_pipemem.planner.model import Execution, Model
 from megatron_pipemem.planner.profile import Profile, from_formulas
@@ -437,16 +438,24 @@ DONE = asdict(Result(0, {"a": 1}, "done", None, 0, 2, 0.5, 9.0, (1, 2), (1, 2), 
 
 
 @examples(45)
-@given(
-    index=st.just(INDEX) | changed(INDEX), result=changed(DONE), output=st.sampled_from([[], ["--output", "x.html"]])
-)
-def test_report(place_of_all, index, result, output):
+@given(index=st.just(INDEX) | changed(INDEX), result=changed(DONE))
+def test_files_of_a_grid(place_of_all, index, result):
     folder = place_of_all / "grid"
     (folder / "points" / "000").mkdir(parents=True, exist_ok=True)
     (folder / "grid.json").write_text(json.dumps(index))
     (folder / "points" / "000" / "result.json").write_text(json.dumps(result))
-    call(place_of_all, "report", folder, *output, "--json")
+    read(Store(folder).results)
     call(place_of_all, "grid-result", folder / "points" / "000", "--exit-code", "1")
+
+
+@examples(4)  # each may draw a picture
+@given(result=changed(DONE), output=st.sampled_from([[], ["--output", "x.html"], ["--output", "old.out/x.png"]]))
+def test_report(place_of_all, result, output):
+    folder = place_of_all / "grid"
+    (folder / "points" / "000").mkdir(parents=True, exist_ok=True)
+    (folder / "grid.json").write_text(json.dumps(INDEX))
+    (folder / "points" / "000" / "result.json").write_text(json.dumps(result))
+    call(place_of_all, "report", folder, *output, "--json")
 
 
 @examples(15)
