@@ -183,7 +183,7 @@ def sized(name: str, sizes: list[str]) -> list[str]:
     return sizes if name == "auto" else sizes[:4]
 
 
-@examples(170)
+@examples(160)
 @given(name=NAMES, sizes=SIZES, more=options(**PRICED))
 def test_simulate(place_of_all, name, sizes, more):
     call(place_of_all, "simulate", name, *sized(name, sizes), *more, "--json")
