@@ -81,7 +81,7 @@ def simulate(
     layers: Layers = None,
     single_queue: Annotated[
         bool,
-        typer.Option("--single-queue", help="Also in one hardware queue per rank (CUDA_DEVICE_MAX_CONNECTIONS=1)."),
+        typer.Option("--single-queue", help="Also in one hardware queue per rank (one CUDA connection)."),
     ] = False,
     yes: Yes = False,
     as_json: Json = False,
