@@ -19,12 +19,12 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import date
 from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for the comparison of gradients; read when CUDA starts
 
+import proof
 import torch
 from gpt_stack import Loop, Shape, make_inputs, make_stack
 
@@ -172,11 +172,6 @@ class Machine:
             yield
         finally:
             torch.use_deterministic_algorithms(False)
-
-    @property
-    def name(self) -> str:
-        name = torch.cuda.get_device_name(self.device) if self.is_gpu else "CPU, rehearsal"
-        return f"{name}, torch {torch.__version__}, {date.today()}"
 
 
 class Copier:
@@ -422,9 +417,10 @@ def main() -> int:
         return 2
     settings = REHEARSAL if options.rehearse else REAL
     machine = Machine(settings)
-    say(f"{machine.name}\n")
+    name = proof.machine(options.rehearse)
+    proof.say(f"{name}\n")
     bandwidths = measure_bandwidths(machine, settings)
-    say(bandwidth_table(bandwidths) + "\n")
+    proof.say(bandwidth_table(bandwidths) + "\n")
     layers: list[LayerCost] = []
     loops: list[LoopCost] = []
     for shape in settings.shapes:
@@ -433,21 +429,33 @@ def main() -> int:
                 layers.append(measure_layer(machine, settings, shape, recompute, bandwidths[-1]))
                 loops.append(measure_loop(machine, settings, shape, layers[-1]))
             except torch.OutOfMemoryError:
-                say(f"{shape}{'' if recompute else ' without recompute'}: does not fit into this GPU, left out\n")
+                proof.say(f"{shape}{'' if recompute else ' without recompute'}: does not fit into this GPU, left out\n")
             # Written as it grows: a run that is cut short keeps what it has.
-            result = {"machine": machine.name, "bandwidths": bandwidths, "layers": layers, "loops": loops}
+            result = {"machine": name, "rehearsal": options.rehearse, "complete": False}
+            result |= {"rows": [_row(loop, machine.is_gpu) for loop in loops]}
+            result |= {"bandwidths": bandwidths, "layers": layers, "loops": loops}
             write_whole(options.output, json.dumps(result, default=asdict, indent=1) + "\n")
-    say(layer_table(layers) + "\n")
-    say(loop_table(loops) + "\n")
+    write_whole(options.output, json.dumps(result | {"complete": True}, default=asdict, indent=1) + "\n")
+    proof.say(layer_table(layers) + "\n")
+    proof.say(loop_table(loops) + "\n")
     missed = failures(loops, with_speed=machine.is_gpu)
     for line in missed:
-        say(f"MISSED: {line}")
+        proof.say(f"MISSED: {line}")
     return 1 if missed else 0
 
 
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+def _row(loop: LoopCost, with_speed: bool) -> proof.Row:
+    """A loop in the table of all experiments."""
+    values = {
+        "k": loop.k,
+        "slowdown": loop.slowdown,
+        "bit_identical": loop.bit_identical,
+        "plain_peak_bytes": loop.plain_peak,
+        "offload_peak_bytes": loop.offload_peak,
+        "predicted_peak_bytes": loop.predicted_peak,
+    }
+    case = f"{loop.shape}, {'norm and GELU recomputed' if loop.recompute else 'nothing recomputed'}"
+    return proof.Row(case, values, tuple(failures([loop], with_speed)))
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ class LossCarrier:
                 same = bool(buffer[0].item())
             queued = torch.cuda.current_stream()
             queued.wait_stream(stream)
-            if buffer.is_cuda:
+            if buffer.device.type == "cuda":
                 buffer.record_stream(queued)
             if same:
                 return _restore(form, _places(leaves, buffer))

@@ -1,0 +1,303 @@
+"""Experiment C: every family on four NCCL ranks that share one GPU.
+
+A tiny GPT trains two steps under every synchronous schedule, with a cut vocabulary, and on DP2 x PP2 with overlapped gradient
+reduction. NCCL (2.30 and later) lets ranks share a GPU with ``NCCL_MULTI_RANK_GPU_ENABLE=1``. All of it is repeated with
+``CUDA_DEVICE_MAX_CONNECTIONS`` of 1 and 8, and with the default process group bound to the device.
+
+Claims: every case ends, and its losses are stock 1F1B's to the bit (to 1e-5 where sums have another order).
+
+    python benchmarks/gpu/four_ranks.py [--rehearse]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import proof
+
+RANKS, MICROBATCHES, STEPS = 4, 8, 2
+FIRST_SECONDS, CASE_SECONDS = 120, 30
+"""How long the ranks may take to start and run their first case, and for each further one, before they count as stuck."""
+OTHER_ORDER = 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training of the tiny model. ``pipelines`` data-parallel pipelines share the ranks."""
+
+    schedule: str
+    chunks: int = 1
+    vocabulary: str = "off"
+    pipelines: int = 1
+    exact: bool = True
+    layers: str = "local"
+
+    def __str__(self) -> str:
+        cut = "" if self.vocabulary == "off" else f", vocabulary {self.vocabulary}"
+        name = self.schedule if self.layers == "local" else f"{self.schedule} of {self.layers} layers"
+        return f"{name}{cut}" + (f", DP{self.pipelines} overlapped" if self.pipelines > 1 else "")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the ranks are started."""
+
+    connections: int
+    bound: bool
+
+    def __str__(self) -> str:
+        return f"connections {self.connections}" + (", bound" if self.bound else "")
+
+
+def cases(rehearse: bool) -> list[Case]:
+    """Stock first: the others are compared with it."""
+    from megatron_pipemem.schedule.registry import chunks_per_device, family, synchronous_families
+
+    if rehearse:
+        return [
+            Case("stock"),
+            Case("v-half", 2),
+            Case("v-half", 2, vocabulary="2", exact=False),
+            _data_parallel("stock"),
+        ]
+    found = [Case("stock")]
+    for each in synchronous_families():
+        chunks = chunks_per_device(each.name)
+        copies = family(each.name).placement(RANKS, None).replicas
+        found.append(Case(each.name, chunks // copies, exact=copies == 1))
+    found += [Case("v-half", 2, vocabulary=algorithm, exact=False) for algorithm in ("1", "2")]
+    found += [_data_parallel("stock"), _data_parallel("1f1b"), _data_parallel("zb-h1"), _data_parallel("v-half", 2)]
+    if "te" in proof.kinds_of_layers():
+        of_te = [Case("stock"), Case("1f1b"), Case("zb-h1"), Case("zbv", 2), Case("v-half", 2), Case("dualpipe-v", 2)]
+        found += [replace(case, layers="te") for case in of_te]
+    return found
+
+
+def _data_parallel(schedule: str, chunks: int = 1) -> Case:
+    return Case(schedule, chunks, pipelines=2)
+
+
+def settings(rehearse: bool) -> list[Setting]:
+    if rehearse:
+        return [Setting(1, bound=False)]
+    return [Setting(connections, bound) for bound in (False, True) for connections in (1, 8)]
+
+
+def main() -> int:
+    if "--rank" in sys.argv:
+        return run_rank(json.loads(sys.argv[sys.argv.index("--rank") + 1]))
+    options = proof.arguments(__doc__, "four-ranks")
+    report = proof.Report(options.output, options.rehearse)
+    for setting in settings(options.rehearse):
+        reference: dict[tuple[int, str], list[str]] = {}
+        for case, losses, seconds, failure in run_cases(cases(options.rehearse), setting, options.rehearse):
+            stock = reference.setdefault((case.pipelines, case.layers), losses)
+            missed = [failure] if failure else _compare(case, losses, stock)
+            report.add(f"{case}, {setting}", {"seconds": seconds, "last_loss": _last(losses)}, missed)
+            proof.say(f"{case}, {setting}: {'; '.join(missed) or 'equal'}")
+    return report.finish()
+
+
+def _last(losses: list[str]) -> float | None:
+    return float.fromhex(losses[-1]) if losses else None
+
+
+def _compare(case: Case, losses: list[str], reference: list[str]) -> list[str]:
+    if losses == reference:
+        return []
+    worst = max(abs(float.fromhex(a) - float.fromhex(b)) for a, b in zip(losses, reference, strict=True))
+    if not case.exact and worst <= OTHER_ORDER:
+        return []
+    return [f"losses differ from stock's by up to {worst:.3g}"]
+
+
+def run_cases(all_cases: list[Case], setting: Setting, rehearse: bool):
+    """Every case with its losses, seconds and, instead of losses, what went wrong. New ranks after one that did."""
+    waiting = list(all_cases)
+    while waiting:
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = _start(waiting, setting, rehearse, Path(folder))
+            try:
+                done = 0
+                while done < len(waiting):
+                    begin = time.monotonic()
+                    result = _await(Path(folder) / str(done), ranks, CASE_SECONDS if done else FIRST_SECONDS)
+                    seconds = time.monotonic() - begin
+                    if isinstance(result, str):
+                        yield waiting[done], [], seconds, result
+                        done += 1
+                        break
+                    yield waiting[done], result["losses"], result["seconds"], None
+                    done += 1
+            finally:
+                for rank in ranks:
+                    rank.kill()
+                for rank in ranks:
+                    rank.wait()
+            waiting = waiting[done:]
+
+
+def _start(waiting: list[Case], setting: Setting, rehearse: bool, folder: Path) -> list[subprocess.Popen]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": str(setting.connections),
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "NCCL_MAX_CTAS": "1",
+    }
+    plan = {
+        "cases": [asdict(case) for case in waiting],
+        "bound": setting.bound,
+        "rehearse": rehearse,
+        "folder": str(folder),
+    }
+    ranks = []
+    for rank in range(RANKS):
+        with (folder / f"log-{rank}").open("w") as log:
+            own = environment | {"RANK": str(rank), "LOCAL_RANK": "0"}
+            command = [sys.executable, __file__, "--rank", json.dumps(plan)]
+            ranks.append(subprocess.Popen(command, env=own, stdout=log, stderr=log))
+    return ranks
+
+
+def _await(result: Path, ranks: list[subprocess.Popen], seconds: float) -> dict | str:
+    """The result, or what happened instead."""
+    deadline = time.monotonic() + seconds
+    while not result.exists():
+        dead = [number for number, rank in enumerate(ranks) if rank.poll() not in (None, 0)]
+        if dead:
+            words = (result.parent / f"log-{dead[0]}").read_text().strip().splitlines()
+            return f"rank {dead[0]} failed: {words[-1] if words else 'without a word'}"
+        if time.monotonic() > deadline:
+            return f"no end within {seconds:.0f} s"
+        time.sleep(0.05)
+    return json.loads(result.read_text())
+
+
+def run_rank(plan: dict) -> int:
+    """One rank: every case in turn. The first rank whose pipeline ends here leaves the result in a file."""
+    if plan["rehearse"]:
+        from megatron_pipemem.cpu import activate
+
+        activate()
+    import torch
+    import torch.distributed as dist
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.cuda.set_device(0)
+    bound = {"device_id": torch.device("cuda:0")} if plan["bound"] else {}
+    dist.init_process_group("nccl", **bound)
+    for number, fields in enumerate(plan["cases"]):
+        begin = time.perf_counter()
+        losses = train(Case(**fields))
+        everyones: list[list[str] | None] = [None] * RANKS
+        dist.all_gather_object(everyones, losses)
+        if dist.get_rank() == 0:
+            (result, *_) = (each for each in everyones if each)
+            beside = Path(plan["folder"]) / f"{number}.partial"
+            beside.write_text(json.dumps({"losses": result, "seconds": time.perf_counter() - begin}))
+            beside.rename(Path(plan["folder"]) / str(number))
+    dist.destroy_process_group()
+    return 0
+
+
+def train(case: Case) -> list[str]:
+    """Losses of every microbatch, exact, on the last ranks of the pipelines; nothing elsewhere."""
+    import torch
+    import torch.distributed as dist
+    from gpt_chunks import Size, batches, builder, forward_step, make_config
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    import megatron_pipemem
+
+    devices, chunks, stock = RANKS // case.pipelines, case.chunks, case.schedule == "stock"
+    size = Size(64, 4, 4, 32, 256, dtype=torch.float32)
+    if not stock:
+        megatron_pipemem.enable(case.schedule, vocab_parallel=case.vocabulary)
+    try:
+        parallel_state.initialize_model_parallel(
+            pipeline_model_parallel_size=devices,
+            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+            create_gloo_process_groups=False,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        config = make_config(size, devices, chunks, case.layers, finalize_model_grads_func=finalize_model_grads)
+        chunk = builder(size, config, case.layers)
+
+        def build(**ends):  # before anything is cut or copied
+            model = chunk(**ends)
+            same_values(model)
+            return model
+
+        if stock:
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            ends = {"pre_process": groups.pp.rank() == 0, "post_process": groups.pp.rank() == devices - 1}
+            models = [build(**ends, pg_collection=groups)]
+        else:
+            models = megatron_pipemem.build_model_chunks(build)
+        options = DistributedDataParallelConfig(overlap_grad_reduce=True)
+        models = [DistributedDataParallel(config, options, model) for model in models]
+        config.no_sync_func = [model.no_sync for model in models] if len(models) > 1 else models[0].no_sync
+        replica = dist.get_rank() // (RANKS // case.pipelines) if case.pipelines > 1 else 0
+        losses = []
+        for step in range(STEPS):
+            for model in models:
+                model.zero_grad_buffer()
+            data = [batches(size, 100 * replica + step) for _ in models]
+            seen = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=data if chunks > 1 else data[0],
+                model=models if len(models) > 1 else models[0],
+                num_microbatches=MICROBATCHES,
+                **size.message,
+            )
+            losses += [each["lm loss"].item().hex() for each in seen]
+            with torch.no_grad():
+                for model in models:
+                    for parameter in model.parameters():
+                        parameter -= 0.1 * parameter.main_grad
+        torch.cuda.synchronize()
+        return losses
+    finally:
+        megatron_pipemem.disable()
+        parallel_state.destroy_model_parallel()
+
+
+def same_values(model) -> None:
+    """Values that depend on the global layer alone, so that every placement starts from the same model."""
+    import torch
+
+    for name, parameter in model.named_parameters():
+        key = name
+        if name.startswith("decoder.layers."):
+            _, _, local, rest = name.split(".", 3)
+            key = f"{model.decoder.layers[int(local)].layer_number}.{rest}"
+        if parameter.dim() == 1:
+            continue
+        generator = torch.Generator().manual_seed(sum(ord(c) * 31**i for i, c in enumerate(key)) % 2**31)
+        with torch.no_grad():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""What the experiments of the one-GPU proof share: where they run and how they report."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import warnings
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from megatron_pipemem.files import write_whole
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one case showed.
+
+    Args:
+        case: its name.
+        values: what was measured; numbers carry their unit in the name.
+        missed: what was claimed and does not hold, one sentence each.
+    """
+
+    case: str
+    values: dict[str, object]
+    missed: tuple[str, ...] = ()
+
+
+@dataclass
+class Report:
+    """The rows of one experiment, in a file that is whole after every row: a run that is cut short keeps what it has.
+
+    Args:
+        path: JSON file.
+        rehearsal: on CPU and tiny; its numbers mean nothing.
+    """
+
+    path: Path
+    rehearsal: bool
+    rows: list[Row] = field(default_factory=list)
+    complete: bool = False
+
+    def add(self, case: str, values: dict[str, object], missed: list[str] | tuple[str, ...] = ()) -> None:
+        self.rows.append(Row(case, values, tuple(missed)))
+        self._write()
+
+    def finish(self) -> int:
+        """Mark the experiment as complete. Returns the exit status: 1 if a claim was missed."""
+        self.complete = True
+        self._write()
+        return int(any(row.missed for row in self.rows))
+
+    def _write(self) -> None:
+        data = {"machine": machine(self.rehearsal), "rehearsal": self.rehearsal, "complete": self.complete}
+        write_whole(self.path, json.dumps(data | {"rows": [asdict(row) for row in self.rows]}, indent=1) + "\n")
+
+
+def machine(rehearsal: bool) -> str:
+    """The device and the versions that decide what a number means."""
+    import torch
+
+    name = "CPU" if rehearsal else torch.cuda.get_device_name()
+    nccl = "" if rehearsal or not torch.distributed.is_nccl_available() else f", NCCL {torch.cuda.nccl.version()}"
+    return f"{name}, torch {torch.__version__}{nccl}"
+
+
+def arguments(description: str | None, experiment: str) -> argparse.Namespace:
+    """``--rehearse`` and ``--output`` of an experiment that runs by itself too. Activates the CPU lane to rehearse.
+
+    Exits with status 2 where there is neither a GPU nor ``--rehearse``.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rehearse", action="store_true", help="tiny, on CPU, to see that the program works")
+    parser.add_argument("--output", type=Path, default=Path(f"out/benchmarks/prove/{experiment}.json"))
+    options = parser.parse_args()
+    # Megatron warns of every package it misses, in every process.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")
+    warnings.simplefilter("ignore")
+    if options.rehearse:
+        from megatron_pipemem.cpu import activate
+
+        activate()
+        return options
+    import torch
+
+    if not torch.cuda.is_available():
+        sys.stderr.write("no CUDA GPU here, so there is nothing to measure; --rehearse runs the program on CPU\n")
+        sys.exit(2)
+    return options
+
+
+def kinds_of_layers() -> tuple[str, ...]:
+    """Of the models: Megatron's own layers, and Transformer Engine's where it is installed."""
+    return ("local", "te") if importlib.util.find_spec("transformer_engine") else ("local",)
+
+
+def say(text: str) -> None:
+    """Print at once: the last line says where a run stands."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,127 @@
+"""Experiment B: one rank's real program at real size, without its neighbours.
+
+A rank of a pipeline runs its program through the plugin, chunks, executor, ledger and all; torch's ``fake`` backend stands in
+for the other ranks, so that messages arrive at once (and hold whatever memory held).
+
+Claims: the ledger's peak is the predicted one, to the byte; the allocator's is that and the working memory of one action.
+
+    python benchmarks/gpu/solo_rank.py [--rehearse]
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+import proof
+
+SCHEDULES = {"1f1b": 1, "zbv": 2, "v-half": 2, "po-f": 2}
+"""Names and chunks per rank."""
+
+
+def main() -> int:
+    options = proof.arguments(__doc__, "solo-rank")
+    import torch
+    import torch.distributed as dist
+    from gpt_chunks import Size
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    report = proof.Report(options.output, options.rehearse)
+    if options.rehearse:
+        size, pipelines, microbatches = Size(32, 2, 2, 16, 64, dtype=torch.float32), (4,), 2
+    else:
+        size, pipelines, microbatches = Size(4096, 32, 4, 4096, 32000), (8, 16), 3
+    for devices in pipelines:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=devices)
+        for name, layers in itertools.product(SCHEDULES, proof.kinds_of_layers()):
+            case = f"{name}, p = {devices}, m = {microbatches * devices}, {layers} layers"
+            proof.say(case)
+            try:
+                # The backend answers for the other ranks with what this one says, so the model cannot look whole.
+                with mock.patch("megatron_pipemem.mcore.step.check_whole_model"):
+                    values, missed = play(name, layers, size, devices, microbatches * devices)
+            except torch.OutOfMemoryError as error:
+                values, missed = {"error": str(error).splitlines()[0]}, ["it does not fit into this GPU"]
+            report.add(case, values, missed)
+            gc.collect()
+            torch.cuda.empty_cache()
+        dist.destroy_process_group()
+    return report.finish()
+
+
+def play(name: str, layers: str, size, devices: int, microbatches: int, steps: int = 3) -> tuple[dict, list[str]]:
+    """The first rank's steps: what was predicted, counted and allocated, and what they took."""
+    import torch
+    from gpt_chunks import batches, builder, forward_step, make_config
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import megatron_pipemem
+
+    chunks = SCHEDULES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        megatron_pipemem.enable(name, report=str(path))
+        try:
+            parallel_state.initialize_model_parallel(
+                pipeline_model_parallel_size=devices,
+                virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+                create_gloo_process_groups=False,
+            )
+            tensor_parallel.model_parallel_cuda_manual_seed(1)
+            config = make_config(size, devices, chunks, layers)
+            models = megatron_pipemem.build_model_chunks(builder(size, config, layers))
+            data = [batches(size) for _ in models]
+
+            def step() -> None:
+                get_forward_backward_func()(
+                    forward_step_func=forward_step,
+                    data_iterator=data if chunks > 1 else data[0],
+                    model=models if chunks > 1 else models[0],
+                    num_microbatches=microbatches,
+                    **size.message,
+                )
+
+            step()  # allocates gradients and opens what opens at the first use
+            torch.cuda.synchronize()
+            permanent = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            host, begin = time.thread_time(), time.perf_counter()
+            for _ in range(steps):
+                step()
+            host = time.thread_time() - host
+            torch.cuda.synchronize()
+            seconds = (time.perf_counter() - begin) / steps
+            allocated = torch.cuda.max_memory_allocated() - permanent
+            reserved = torch.cuda.max_memory_reserved() - permanent
+            megatron_pipemem.write_report()
+            seen = json.loads(path.read_text())["ranks"][0]
+        finally:
+            megatron_pipemem.disable()
+            parallel_state.destroy_model_parallel()
+    predicted, counted = seen["predicted_peak_bytes"], seen["counted_peak_bytes"]
+    values = {
+        "predicted_bytes": predicted,
+        "counted_bytes": counted,
+        "allocated_bytes": allocated,
+        "reserved_bytes": reserved,
+        "host_stall_seconds": seen["stall_seconds"],
+        "step_seconds": seconds,
+        "host_microseconds_per_action": host / steps / (2 * microbatches * chunks) * 1e6,
+    }
+    missed = []
+    if counted != predicted:
+        missed.append(f"the ledger counted {counted} bytes, not {predicted}")
+    if torch.cuda.is_available() and 0 < allocated < predicted:
+        missed.append(f"the allocator never held the predicted {predicted} bytes, {allocated} at most")
+    return values, missed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
