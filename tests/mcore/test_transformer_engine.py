@@ -90,6 +90,10 @@ def test_a_transformer_engine_that_hides_what_it_keeps_is_refused(installed):
     assert refusal(config_of(transformer_impl="local")) is None
     installed("2.8")
     assert refusal(config_of()) is None
+    installed(
+        "0.0.0"
+    )  # as Megatron says where it is not installed; layers are local ones then, whatever the default says
+    assert refusal(config_of()) is None
 
 
 @pytest.mark.parametrize(
