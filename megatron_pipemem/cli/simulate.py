@@ -35,7 +35,6 @@ from megatron_pipemem.cli.common import (
 from megatron_pipemem.cli.completion import complete_schedules
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, apply_head
-from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.report.timeline import memory_text
 from megatron_pipemem.schedule.action import Kind
@@ -139,10 +138,6 @@ def simulate(
 
 def _in_single_queues(schedule: Schedule, costs: Costs) -> dict[str, float]:
     """What becomes of a schedule in the order that a run has then, which is proved first."""
-    if schedule.updates is not None:
-        raise UnsupportedError(
-            f"asynchronous schedule {schedule.name} has no order for one hardware queue per rank; leave --single-queue out"
-        )
     program = lower(schedule, single_queue=True, costs=costs)
     validate_program(program, microbatch_order=False)
     run = run_single_queues(program, costs)

@@ -25,7 +25,6 @@ from megatron_pipemem.mcore.replanning import Replanner
 from megatron_pipemem.mcore.run_record import LOSSES, RunRecord
 from megatron_pipemem.mcore.scalars import Scalars
 from megatron_pipemem.mcore.search_source import source_of
-from megatron_pipemem.mcore.single_queue import no_single_queue
 from megatron_pipemem.mcore.sources import Source
 from megatron_pipemem.mcore.step import USED, WITH_INTERLEAVING, WITHOUT_INTERLEAVING, ForwardBackward
 from megatron_pipemem.mcore.vocabulary.source import check_vocab_parallel
@@ -120,8 +119,6 @@ def source_for(settings: Settings) -> tuple[Source | None, Offloading]:
         settings.vocab_parallel,
         settings.vocab_piece_tokens,
     )
-    if settings.single_queue and isinstance(source, AsynchronousSource):
-        raise UnsupportedError(no_single_queue(settings.schedule))
     return source, offloading
 
 

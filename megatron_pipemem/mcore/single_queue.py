@@ -10,14 +10,6 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 """Megatron asks for 1 of them with tensor or context parallelism before Blackwell."""
 
 
-def no_single_queue(schedule: str) -> str:
-    """Why an asynchronous schedule is refused."""
-    return (
-        f"asynchronous schedule {schedule} has no order for one hardware queue per rank; set {CONNECTIONS} to 8 or more, or "
-        "take a synchronous schedule"
-    )
-
-
 def has_single_queue(device: torch.device, forced: bool = False) -> bool:
     """Whether programs for this device are to be lowered for a single queue.
 

@@ -29,7 +29,7 @@ from megatron_pipemem.mcore.refusals import check_chunks, check_config
 from megatron_pipemem.mcore.regions import MLP_FORWARD, RANDOM_STATE
 from megatron_pipemem.mcore.replanning import Replanner
 from megatron_pipemem.mcore.run_record import STEPS, RunRecord, StepRecord
-from megatron_pipemem.mcore.single_queue import has_single_queue, no_single_queue
+from megatron_pipemem.mcore.single_queue import has_single_queue
 from megatron_pipemem.mcore.sources import Shape
 from megatron_pipemem.mcore.stages import (
     ChunkStage,
@@ -229,8 +229,6 @@ class ForwardBackward:
             agree(digest, pp_group)
 
         call = None
-        if self._asynchronous is not None and self._programs.single_queue:
-            raise UnsupportedError(no_single_queue(self._programs.name))
         if self._asynchronous is None or forward_only:
             program, plan = self._programs.compile(shape, forward_only=forward_only, agree=compare)
         else:

@@ -61,8 +61,8 @@ class _Queues:
         self._spans: list[list[tuple[float, float]]] = [[] for _ in program.actions]
         router = Router(program.placement)
         self._messages: dict[Action, Message] = {}
-        for order in program.schedule.orders:
-            for action in order:
+        for actions in program.actions:
+            for action in actions:
                 if message := router.emitted(action):
                     self._messages[message.send] = self._messages[message.receive] = message
         self._places = {

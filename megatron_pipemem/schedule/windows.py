@@ -12,19 +12,21 @@ backward, when the stream ends, or that earlier windows did not run, when it beg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
-from megatron_pipemem.schedule.action import COMPUTE, SENDS, Action, Kind
+from megatron_pipemem.schedule.action import COMPUTE, MESSAGES, SENDS, Action, Kind
 from megatron_pipemem.schedule.costs import Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.lowering.gradients import COMPLETING, add_gradient_reductions
 from megatron_pipemem.schedule.lowering.messages import Router
+from megatron_pipemem.schedule.lowering.single_queue import add_messages_to_single_queues
 from megatron_pipemem.schedule.registry import build_schedule, family
 from megatron_pipemem.schedule.schedule import Order, Program, Schedule
 from megatron_pipemem.schedule.simulator import Timeline, peaks, simulate
+from megatron_pipemem.schedule.single_queue import run_single_queues
 from megatron_pipemem.schedule.validator import validate_program
 from megatron_pipemem.schedule.weights import versions_held, weight_uses
 
@@ -142,7 +144,9 @@ def check_batch(name: str, num_devices: int, batch: int) -> None:
         )
 
 
-def family_window(name: str, num_devices: int, batch: int, moment: Moment, **arguments: object) -> Window:
+def family_window(
+    name: str, num_devices: int, batch: int, moment: Moment, *, single_queue: bool = False, **arguments: object
+) -> Window:
     """A window of a registered family's stream.
 
     Args:
@@ -150,6 +154,7 @@ def family_window(name: str, num_devices: int, batch: int, moment: Moment, **arg
         num_devices: ``p``.
         batch: microbatches per call.
         moment: the window's place.
+        single_queue: see ``lower``.
         arguments: of ``build_schedule``.
 
     Raises:
@@ -162,11 +167,17 @@ def family_window(name: str, num_devices: int, batch: int, moment: Moment, **arg
     def build(num_microbatches: int) -> Schedule:
         return build_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches, **arguments)
 
-    return window(build, num_devices, batch, moment, reduces=per_batch)
+    costs = (arguments.get("costs") or Costs()) if single_queue else None
+    return window(build, num_devices, batch, moment, per_batch, costs)
 
 
 def window(
-    build: Callable[[int], Schedule], num_devices: int, batch: int, moment: Moment, reduces: bool = True
+    build: Callable[[int], Schedule],
+    num_devices: int,
+    batch: int,
+    moment: Moment,
+    reduces: bool = True,
+    queued_for: Costs | None = None,
 ) -> Window:
     """Cut a window out of a stream.
 
@@ -176,6 +187,7 @@ def window(
         batch: microbatches per call.
         moment: the window's place.
         reduces: gradients are complete at the end of a window, and are to be summed over data-parallel ranks then.
+        queued_for: lower the window for single queues, with places of its messages that are chosen for these costs.
 
     Raises:
         ScheduleError: the stream is wrong, or its messages cross the ends of windows.
@@ -206,8 +218,26 @@ def window(
             is_past = number[device, position] < moment.before and renumbered.microbatch < moment.done * batch
             (before if is_past else now).append(renumbered)
         past.append(tuple(before))
-        own.append(add_gradient_reductions(tuple(now)) if reduces else tuple(now))
-    return Window(stream, batch, moment, tuple(own), tuple(past), *_weights(stream, batch, first))
+        own.append(tuple(now))
+    if queued_for is not None:
+        own = _in_single_queues(stream, own, queued_for)
+    if reduces:
+        own = list(map(add_gradient_reductions, own))
+    uses = _weights(stream, batch, first, behind_messages=queued_for is None)
+    found = Window(stream, batch, moment, tuple(own), tuple(past), *uses)
+    if queued_for is not None:
+        run_single_queues(found.program)
+    return found
+
+
+def _in_single_queues(stream: Schedule, actions: Sequence[Order], costs: Costs) -> list[Order]:
+    """The actions of a window in an order for single queues. What it receives it is also sent in it (``_check_messages``)."""
+    router = Router(stream.placement)
+    orders = tuple(tuple(a for a in row if a.kind not in MESSAGES) for row in actions)
+    computed = [action for order in orders for action in order]
+    awaited = {receive for action in computed if (receive := router.awaited(action))}
+    sent = {message.receive for action in computed if (message := router.emitted(action))}
+    return list(add_messages_to_single_queues(stream, costs, orders, awaited - sent))
 
 
 def _window_numbers(actions: Order, batch: int) -> list[int]:
@@ -243,8 +273,11 @@ def _check_messages(program: Program, number: Mapping[tuple[int, int], int], las
                 )
 
 
-def _weights(stream: Schedule, batch: int, first: int) -> tuple[dict[Action, int], dict[Action, frozenset[int]]]:
-    """``versions`` and ``updates`` of a window whose batch begins with microbatch ``first`` of the stream."""
+def _weights(
+    stream: Schedule, batch: int, first: int, behind_messages: bool
+) -> tuple[dict[Action, int], dict[Action, frozenset[int]]]:
+    """``versions`` and ``updates`` of a window whose batch begins with microbatch ``first`` of the stream. Updates wait for
+    the messages of their actions if these follow at once, because the other end does."""
     newest = first // stream.updates.every
     router = Router(stream.placement)
     versions: dict[Action, int] = {}
@@ -256,7 +289,11 @@ def _weights(stream: Schedule, batch: int, first: int) -> tuple[dict[Action, int
         later = still_used.setdefault(use.action.stage, set())
         if use.updates and 0 <= action.microbatch < batch:
             message = router.emitted(use.action)
-            behind = action if message is None else message.send._replace(microbatch=action.microbatch)
+            behind = (
+                action
+                if message is None or not behind_messages
+                else message.send._replace(microbatch=action.microbatch)
+            )
             updates[behind] = frozenset(version for version in later if version <= use.newest - newest)
         later.add(use.version - newest)
     return versions, updates

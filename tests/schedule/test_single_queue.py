@@ -12,7 +12,7 @@ from program_oracle import check as mistakes
 from random_schedules import random_schedules
 
 from megatron_pipemem.errors import PipememError, ScheduleError
-from megatron_pipemem.schedule.action import MESSAGES, Action, Kind
+from megatron_pipemem.schedule.action import MESSAGES, ORDERED, Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.offload import plan_offload, with_recompute
@@ -23,6 +23,7 @@ from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.single_queue import run_single_queues
 from megatron_pipemem.schedule.validator import validate_program
 from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.windows import Moment, family_window, steady
 
 UNEQUAL = Costs(1, 1.5, 0.5, p2p=0.1)
 
@@ -36,7 +37,7 @@ def proved(schedule: Schedule, costs: Costs) -> Program:
     return program
 
 
-@pytest.mark.parametrize("name", [each.name for each in families() if not each.asynchronous])
+@pytest.mark.parametrize("name", [each.name for each in families()])
 def test_every_family_gets_through_single_queues(name: str) -> None:
     built = 0
     for p, m, costs in ((2, 1, Costs()), (2, 4, UNEQUAL), (3, 5, UNEQUAL), (4, 9, Costs(1, 3, 0.2))):
@@ -87,6 +88,21 @@ def test_vocabulary_passes_offload_and_recomputation() -> None:
         free = run_single_queues(proved(away, UNEQUAL), UNEQUAL).makespan
         assert run_single_queues(proved(away, costs), costs).makespan > free
         proved(with_recompute(schedule, {1: Kind.R, 2: Kind.RS}), costs)
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+def test_windows_of_asynchronous_schedules(name: str) -> None:
+    """The same actions and weights, in an order for single queues, at the start of a stream, in its middle and at its end."""
+    p, batch = 3, 4
+    for moment in (Moment(0, 0, 1), steady(p, batch), replace(steady(p, batch), left=0)):
+        usual, queued = (family_window(name, p, batch, moment, single_queue=single) for single in (False, True))
+        assert queue_oracle.stuck(queued.program, strict=True) == queue_oracle.stuck(queued.program) == []
+        for own, other in zip(queued.actions, usual.actions, strict=True):
+            assert sorted(own) == sorted(other) and len(set(own)) == len(own)
+            assert [a for a in own if a.kind in ORDERED] == [a for a in other if a.kind in ORDERED]
+        assert queued.versions == usual.versions and queued.past == usual.past
+        assert len(queued.updates) == len(usual.updates)
+        assert all(action.kind in ORDERED for action in queued.updates)
 
 
 def test_little_is_lost_where_passes_are_alike() -> None:

@@ -50,6 +50,7 @@ class AsynchronousSource(FamilySource):
             moment,
             memory_cap=self._memory_cap,
             costs=self.costs,
+            single_queue=self.single_queue,
             **self._options,
         )
         when = "start" if moment.before == 0 else "end" if moment.left == 0 else "no flush between steps"

@@ -15,7 +15,7 @@ end is busy, waits for that if computing first would delay the other end by more
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
 
 from megatron_pipemem.errors import ScheduleError
@@ -26,32 +26,36 @@ from megatron_pipemem.schedule.lowering.messages import Edge, Message, Router
 from megatron_pipemem.schedule.schedule import Order, Schedule
 
 
-def add_messages_to_single_queues(schedule: Schedule, costs: Costs) -> tuple[Order, ...]:
+def add_messages_to_single_queues(
+    schedule: Schedule, costs: Costs, orders: tuple[Order, ...] | None = None, arrived: Iterable[Action] = ()
+) -> tuple[Order, ...]:
     """Insert sends and receives such that no queue waits for ever.
 
     Args:
         schedule: valid.
         costs: what the places of the messages are chosen for; any are safe.
+        orders: a part of the schedule's own, which are all of them by default.
+        arrived: receives of the part that earlier parts have posted.
 
     Raises:
         ScheduleError: some device waits for ever; ``validate`` says why.
         CostsError: the costs do not fit the placement.
     """
-    return _Run(schedule, costs).lists()
+    return _Run(schedule, costs, schedule.orders if orders is None else orders, arrived).lists()
 
 
 class _Run:
     """One run of all devices. A device is busy until a time, or between two actions."""
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self._orders, self._router = schedule.orders, Router(schedule.placement)
+    def __init__(self, schedule: Schedule, costs: Costs, orders: tuple[Order, ...], arrived: Iterable[Action]) -> None:
+        self._orders, self._router = orders, Router(schedule.placement)
         self._prices = ActionPrices(schedule, costs)
         self._lists: list[list[Action]] = [[] for _ in self._orders]
         self._at = [0] * len(self._orders)
         self._busy_until = [0.0] * len(self._orders)
         self._idle: set[int] = set()
         self._outgoing: list[dict[Edge, deque[Message]]] = [{} for _ in self._orders]
-        self._arrived: set[Action] = set()
+        self._arrived: set[Action] = set(arrived)
         self._consumers = {
             receive: position
             for order in self._orders
@@ -150,7 +154,8 @@ class _Run:
     def _needed_at(self, device: int, receive: Action, latest: float) -> float:
         """When a busy device can come to what consumes a message; no more is said of what is after ``latest``."""
         time, order = self._busy_until[device], self._orders[device]
-        for position in range(self._at[device], self._consumers[receive]):
+        # What a later part consumes is not in the orders.
+        for position in range(self._at[device], self._consumers.get(receive, len(order))):
             if time >= latest:
                 break
             time += self._prices.of_action(device, order[position])
