@@ -49,7 +49,7 @@ def test_trains_as_stock(train, assert_same_training, variant, schedule):
         ("po-f", ()),
         ("1f1b", ("--pipemem-vocab-parallel", "2", UNTIED)),
         ("pipedream-2bw", ("--train-iters", "4")),
-        ("pipedream", ("--clip-grad", "0", "--train-iters", "4")),
+        ("pipedream", ("--clip-grad", "0", UNTIED, "--train-iters", "4")),
     ],
 )
 def test_an_order_for_one_hardware_queue_computes_the_same(train, schedule, flags):
