@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_pipemem.errors import VocabularyError
+from megatron_pipemem.runtime.vocabulary import kernels
 from megatron_pipemem.runtime.vocabulary.head_gradients import Normalised, OneBarrier, TwoBarriers
 from megatron_pipemem.runtime.vocabulary.microbatch import HeadMicrobatch
 from megatron_pipemem.runtime.vocabulary.partition import WeightShard
@@ -38,6 +39,7 @@ class HeadOptions:
         z_loss: factor of the square of the log-partition function, added to every token's loss.
         message_dtype: of the partial input gradients that are summed over the ranks. 16 bit halves the message and rounds
             once per rank.
+        compiled: compile the passes over logits on CUDA, see ``kernels.Compiler``. ``False`` runs one operation at a time.
     """
 
     barriers: int = 1
@@ -47,6 +49,7 @@ class HeadOptions:
     softcap: float | None = None
     z_loss: float = 0.0
     message_dtype: torch.dtype = torch.float32
+    compiled: bool = True
 
     def __post_init__(self) -> None:
         for holds, what in (
@@ -68,21 +71,6 @@ class HeadOptions:
         """The tokens of a microbatch, piece by piece."""
         size = self.piece_tokens or max(tokens, 1)
         return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
-
-    def transform(self, raw: torch.Tensor) -> torch.Tensor:
-        """The logits in fp32, in memory of their own, from what the matrix product gave."""
-        logits = raw.to(torch.float32, copy=True)
-        if self.scale != 1.0:
-            logits.mul_(self.scale)
-        if self.softcap is not None:
-            logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits
-
-    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """Derivative of the soft cap at transformed logits."""
-        if self.softcap is None:
-            return 1.0
-        return logits.div(self.softcap).square_().neg_().add_(1)
 
 
 @dataclass(frozen=True)
@@ -137,7 +125,8 @@ class VocabularyHead:
         rows = self._rows_of(x)
         logits = rows.new_empty(rows.size(0), len(self.shard.rows))
         for piece in self.options.pieces(rows.size(0)):
-            logits[piece] = self.options.transform(rows[piece] @ self.shard.weight.t())
+            raw = rows[piece] @ self.shard.weight.t()
+            logits[piece] = kernels.transform(raw, self.options.scale, self.options.softcap)
         return logits.view(*x.shape[:-1], logits.size(1))
 
     def _rows_of(self, x: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_pipemem.errors import VocabularyError
-from megatron_pipemem.runtime.vocabulary.microbatch import SOFTMAX_SUM, HeadMicrobatch
+from megatron_pipemem.runtime.vocabulary import kernels
+from megatron_pipemem.runtime.vocabulary.microbatch import HeadMicrobatch
 
 if TYPE_CHECKING:
     from megatron_pipemem.runtime.vocabulary.head import HeadOptions
@@ -146,15 +147,10 @@ class Normalised:
         raw = batch.x[piece] @ batch.head.shard.weight.t() if batch.logits is None else batch.logits[piece]
         if batch.no_rows:
             return raw
-        logits = options.transform(raw)
-        slope = options.slope(logits)
         scaled = g[piece] * options.scale
-        gradient = logits.sub_(self._maximum[piece, None]).exp_()
-        gradient.mul_((scaled * self._factor[piece] / self._total[piece])[:, None])
-        batch.set_target(piece, gradient, scaled * self._label[piece])
-        if options.softcap is not None:
-            gradient.mul_(slope)
-        return gradient.to(raw.dtype) if batch.logits is None else raw.copy_(gradient)
+        factor = scaled * self._factor[piece] / self._total[piece]
+        batch.over_logits(kernels.logit_gradient, piece, raw, self._maximum[piece], factor, scaled * self._label[piece])
+        return raw
 
 
 class OneBarrier(Normalised):
@@ -169,8 +165,9 @@ class OneBarrier(Normalised):
         batch, options = self._batch, self.options
         self._require(batch.average is not None)
         average, batch.average = batch.average, None
-        share = batch.own_sum / self._total * self._factor * (options.scale / SOFTMAX_SUM)
-        label = torch.where(batch.owned, self._label * options.slope(batch.target_logit) * options.scale, 0.0)
+        share = batch.own_sum / self._total * self._factor * (options.scale / kernels.SOFTMAX_SUM)
+        slope = kernels.slope(batch.target_logit, options.softcap)
+        label = torch.where(batch.owned, self._label * slope * options.scale, 0.0)
         message = self._message()
         for piece in self.pieces:
             part = average[piece].to(torch.float32).mul_(share[piece, None])
@@ -255,12 +252,26 @@ class HeadWeightGradient:
         if not self.logits_differentiated:
             for piece in normalised.pieces:
                 normalised._logit_gradient(piece, self.loss_gradient)
-        _add_product(gradient, batch.logits, batch.x)
+        if gradient.dtype == batch.x.dtype or gradient.is_cuda:
+            _add_product(gradient, batch.logits, batch.x)
+            return
+        # Copies in fp32 are of one piece at a time, as all of that size are.
+        for piece in normalised.pieces:
+            _add_product(gradient, batch.logits[piece], batch.x[piece])
 
 
 def _add_product(gradient: torch.Tensor, output_gradient: torch.Tensor, input: torch.Tensor) -> None:
-    """``gradient += output_gradient^T @ input``; with other precisions the product is rounded to the factors' first."""
+    """``gradient += output_gradient^T @ input``. An fp32 gradient gets the product of 16-bit factors unrounded.
+
+    Only CUDA has such a product, from torch 2.8. Elsewhere it is that of fp32 copies; with an older torch on CUDA, where that
+    takes many times as long, it is rounded to the factors' dtype.
+    """
+    transposed = output_gradient.t()
     if gradient.dtype == input.dtype:
-        gradient.addmm_(output_gradient.t(), input)
+        gradient.addmm_(transposed, input)
+    elif gradient.dtype == torch.float32 and not gradient.is_cuda:
+        gradient.addmm_(transposed.float(), input.float())
+    elif gradient.dtype == torch.float32 and hasattr(torch.ops.aten.addmm, "dtype_out"):
+        torch.addmm(gradient, transposed, input, out_dtype=gradient.dtype, out=gradient)
     else:
-        gradient.add_(output_gradient.t() @ input)
+        gradient.add_(transposed @ input)

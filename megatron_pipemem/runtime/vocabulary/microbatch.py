@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_pipemem.runtime.vocabulary import kernels
+
 if TYPE_CHECKING:
     from megatron_pipemem.runtime.vocabulary.head import VocabularyHead
-
-# The local softmax sums to this instead of 1 before it is rounded to 16 bit: with 1, most entries of a large vocabulary would
-# be subnormal in fp16, and with the bare exponentials the product with the weights could overflow. A power of two is exact.
-SOFTMAX_SUM = 1024.0
-
-# Below it the sum is as good as nothing, and its inverse could overflow.
-_SMALLEST_SUM = 1e-30
 
 
 @dataclass(eq=False)
@@ -74,33 +70,26 @@ class HeadMicrobatch:
 
     def score(self, piece: slice, raw: torch.Tensor) -> None:
         """Statistics of a piece of the tokens, from its logits."""
-        options = self.head.options
         if self.no_rows:
             self.own_maximum[piece] = torch.finfo(torch.float32).min
             self.own_sum[piece] = self.target_logit[piece] = 0
             if self.average is not None:
                 self.average[piece] = 0
             return
-        logits = options.transform(raw)
-        # The clamp keeps a row of nothing but -inf from becoming -inf - -inf.
-        maximum = logits.amax(dim=1).clamp_(min=torch.finfo(torch.float32).min)
+        maximum, others, label, softmax = self.over_logits(
+            kernels.statistics, piece, raw, softmax=self.average is not None
+        )
         self.own_maximum[piece] = maximum
-        label = logits.gather(1, self.local[piece, None]).squeeze(1)
-        self.target_logit[piece] = torch.where(self.owned[piece], label, 0.0)
-        slope = options.slope(logits) if self.average is not None else 1.0
-        exponentials = logits.sub_(maximum[:, None]).exp_()
-        # The label joins in fp32 when its probability is known: of one that is almost certain, sums and averages that
-        # included it would leave rounding errors only.
-        self.set_target(piece, exponentials, torch.zeros_like(maximum))
-        others = exponentials.sum(dim=1)
         self.own_sum[piece] = others
-        if self.average is not None:
-            exponentials.mul_((SOFTMAX_SUM / others.clamp(min=_SMALLEST_SUM))[:, None])
-            if options.softcap is not None:
-                exponentials.mul_(slope)
-            torch.mm(exponentials.to(self.x.dtype), self.head.shard.weight, out=self.average[piece])
+        self.target_logit[piece] = label
+        if softmax is not None:
+            torch.mm(softmax, self.head.shard.weight, out=self.average[piece])
 
-    def set_target(self, piece: slice, matrix: torch.Tensor, values: torch.Tensor) -> None:
-        """Write one value per token into the label's column of ``[tokens of the piece, rows]``, where this rank owns it."""
-        column = self.local[piece, None]
-        matrix.scatter_(1, column, torch.where(self.owned[piece, None], values[:, None], matrix.gather(1, column)))
+    def over_logits(self, function: Callable, piece: slice, raw: torch.Tensor, *per_token: torch.Tensor, **constants):
+        """Run a pass of ``kernels`` over the logits of a piece of the tokens, compiled where that is asked for."""
+        options = self.head.options
+        tensors = raw, self.local[piece], self.owned[piece], *per_token
+        constants |= {"scale": options.scale, "softcap": options.softcap}
+        if options.compiled:
+            return kernels.COMPILER.run(function, *tensors, **constants)
+        return function(*tensors, **constants)

@@ -1,0 +1,104 @@
+"""The passes over logits: compiled against what they are run one operation at a time.
+
+Graphs are made as on a GPU but run by torch's own operations, so equal graphs give equal bits; generating code takes minutes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+from vocabulary_heads import assert_close, heads_of, inputs_of, losses_of, sharded  # noqa: E402
+from vocabulary_model import Case  # noqa: E402
+
+from megatron_pipemem.runtime.vocabulary import kernels  # noqa: E402
+from megatron_pipemem.runtime.vocabulary.head import HeadOptions  # noqa: E402
+from megatron_pipemem.runtime.vocabulary.head_gradients import differentiate  # noqa: E402
+
+CAPPED = {"scale": 0.25, "softcap": 3.0, "z_loss": 0.01}
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Compiles on CPU; ``frame_count`` counts the graphs."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(kernels, "COMPILER", kernels.Compiler(["cpu"], counter))
+    yield counter
+    torch._dynamo.reset()
+
+
+def lines_of(caplog) -> list[str]:
+    return [record.message for record in caplog.records if record.name == kernels.logger.name]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, HeadOptions(barriers=1, **CAPPED)),
+        (torch.float32, HeadOptions(barriers=2)),
+        (torch.bfloat16, HeadOptions(barriers=1)),
+        (torch.bfloat16, HeadOptions(barriers=2, keep_logits=False, **CAPPED)),
+    ],
+)
+def test_compiled_passes_are_whole_serve_any_number_of_tokens_and_change_no_bit(graphs, caplog, dtype, options):
+    """Ignored labels, labels of other shards, a shard without rows, pieces of 7, 7 and 4 tokens, then 2 and 12 at a time."""
+    for shape, piece in ((18,), 7), ((2,), None), ((4, 3), None):
+        case = Case(9, 4, shape, 5, True, ignored=(0, 1), dtype=dtype, options=replace(options, piece_tokens=piece))
+        inputs = inputs_of(case)
+        found = sharded(case, *inputs)
+        eager = sharded(replace(case, options=replace(case.options, compiled=False)), *inputs)
+        for each, wanted in zip(found, eager, strict=True):
+            torch.testing.assert_close(each, wanted, rtol=0, atol=0)
+    assert graphs.frame_count == 2, "one for S and one for T"
+    assert not lines_of(caplog)
+
+
+def test_only_what_is_asked_for_is_compiled(graphs):
+    case = Case(9, 2, options=HeadOptions(compiled=False))
+    sharded(case, *inputs_of(case))
+    assert graphs.frame_count == 0
+    assert "cpu" not in kernels.Compiler()._devices
+
+
+@pytest.mark.parametrize("reason", ["torch.compile failed", "torch.compile is disabled"])
+def test_without_a_compiler_the_passes_run_as_they_are_and_one_line_says_so(monkeypatch, caplog, reason):
+    attempts = []
+
+    def broken(graph, example_inputs):
+        attempts.append(graph)
+        raise OSError("no compiler here")
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(kernels, "COMPILER", kernels.Compiler(["cpu"], broken))
+    if "disabled" in reason:
+        monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    case = Case(9, 2, dtype=torch.bfloat16)
+    inputs = inputs_of(case)
+    found = sharded(case, *inputs)
+    assert len(attempts) == (0 if "disabled" in reason else 1)
+    (line,) = lines_of(caplog)
+    assert reason in line
+    eager = sharded(replace(case, options=HeadOptions(compiled=False)), *inputs)
+    for each, wanted in zip(found, eager, strict=True):
+        torch.testing.assert_close(each, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [HeadOptions(), HeadOptions(keep_logits=False), HeadOptions(piece_tokens=3)])
+def test_an_fp32_gradient_gets_products_of_16_bit_factors_unrounded(dtype, options):
+    """Many small products upon a large gradient: rounding each to the factors' dtype would leave 2**-9 or 2**-11 of them."""
+    case = Case(9, 1, (8,), 16, dtype=dtype, options=options)
+    weight, x, labels = inputs_of(case)
+    (head,) = heads_of(case, weight)
+    gradient = head.shard.parameter.main_grad
+    (done,) = losses_of([head], x, labels)
+    g = differentiate(done.losses, case.loss)[1]
+    factors = torch.cat([done._logit_gradient(piece, g).clone() for piece in done.pieces])
+    (again,) = losses_of([head], x, labels)
+    again.weight_gradient(g).run()
+    assert_close(gradient, factors.double().t() @ x.double(), 1e-6)

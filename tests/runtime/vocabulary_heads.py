@@ -1,0 +1,77 @@
+"""All shards of a head in one process, phase by phase, and the whole matrix in fp64."""
+
+from __future__ import annotations
+
+import torch
+from vocabulary_model import Case, whole_losses
+
+from megatron_pipemem.runtime.vocabulary.head import VocabularyHead
+from megatron_pipemem.runtime.vocabulary.head_gradients import OneBarrier, differentiate
+from megatron_pipemem.runtime.vocabulary.partition import WeightShard
+
+
+def heads_of(case: Case, weight: torch.Tensor) -> list[VocabularyHead]:
+    heads = []
+    for rank, piece in enumerate(case.partition.split(weight)):
+        parameter = torch.nn.Parameter(piece)
+        if case.dtype != torch.float32:
+            parameter.main_grad = torch.zeros(piece.shape)
+        heads.append(VocabularyHead(WeightShard(parameter, case.partition, rank), case.options))
+    return heads
+
+
+def losses_of(heads: list[VocabularyHead], x: torch.Tensor, labels: torch.Tensor, **options) -> list:
+    scored = [head.score(x, labels, **options) for head in heads]
+    gathered = torch.stack([each.statistics for each in scored])
+    return [each.combine(gathered) for each in scored]
+
+
+def gradients_of(case: Case, heads: list[VocabularyHead], done: list) -> tuple[torch.Tensor, list]:
+    """The input gradient, and the weight gradients to run."""
+    g = differentiate(done[0].losses, case.loss)[1]
+    if isinstance(done[0], OneBarrier):
+        total = torch.stack([each.input_gradient() for each in done]).sum(0)
+        return done[0].finish_input_gradient(total, g), [each.weight_gradient(g) for each in done]
+    parts = [each.input_gradient(g) for each in done]
+    return done[0].finish_input_gradient(torch.stack([part for part, _ in parts]).sum(0)), [work for _, work in parts]
+
+
+def joined_gradient(case: Case, heads: list[VocabularyHead]) -> torch.Tensor:
+    gradients = []
+    for head in heads:
+        parameter = head.shard.parameter
+        gradients.append(getattr(parameter, "main_grad", parameter.grad))
+        assert not gradients[-1][len(head.shard.rows) :].any(), "padding learns nothing"
+    return case.partition.join(gradients)
+
+
+def sharded(case: Case, weight: torch.Tensor, x: torch.Tensor, labels: torch.Tensor):
+    """Losses, input gradient and weight gradient of one microbatch."""
+    heads = heads_of(case, weight)
+    done = losses_of(heads, x, labels)
+    for each in done:
+        torch.testing.assert_close(each.losses, done[0].losses, rtol=0, atol=0, equal_nan=True)
+    dx, works = gradients_of(case, heads, done)
+    for work in works:
+        work.run()
+    return done[0].losses, dx, joined_gradient(case, heads)
+
+
+def whole(case: Case, weight: torch.Tensor, x: torch.Tensor, labels: torch.Tensor):
+    weight, x = weight.double().requires_grad_(), x.double().requires_grad_()
+    losses = whole_losses(x @ weight.t(), labels, case.options)
+    case.loss(losses).backward()
+    return losses.detach(), x.grad, weight.grad
+
+
+def inputs_of(case: Case, spread: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = torch.randn(*case.shape, case.hidden, generator=case.generator(5)) * spread
+    return case.matrix(1), x.to(case.dtype), case.batch()[1]
+
+
+def assert_close(found, wanted, relative: float, what: str = "") -> None:
+    """Largest difference against the largest entry."""
+    assert found.shape == wanted.shape
+    if wanted.numel():
+        error = (found.double() - wanted).abs().max().item()
+        assert error <= relative * wanted.abs().max().item() + 1e-9, f"{what}: {error}"
