@@ -41,6 +41,32 @@ def decided_by_rank_zero[T](decide: Callable[[], T]) -> T:
     return decided
 
 
+def done_by_all[T](do: Callable[[], T]) -> T:
+    """What this rank does, once every rank has done it. Every rank of the job must call this at the same time.
+
+    A rank that fails alone would leave the others waiting in the next collective.
+
+    Args:
+        do: called on every rank.
+
+    Raises:
+        UnsupportedError: another rank failed; that one raises what it failed with.
+    """
+    done: T | None = None
+    failure: Exception | None = None
+    try:
+        done = do()
+    except Exception as error:  # the other ranks must hear of it, whatever it is
+        failure = error
+    failures = gather(None if failure is None else f"{failure}" or type(failure).__name__)
+    if failure is not None:
+        raise failure
+    for rank, message in enumerate(failures):
+        if message is not None:
+            raise UnsupportedError(f"rank {rank} failed: {message}")
+    return done
+
+
 def is_first_rank() -> bool:
     """Whether this process speaks for the job: world rank 0, also before there is a process group."""
     return dist.get_rank() == 0 if dist.is_initialized() else int(os.environ.get("RANK", 0)) == 0

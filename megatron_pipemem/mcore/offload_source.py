@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -30,6 +30,7 @@ from megatron_pipemem.schedule.offload.search import OffloadSearchResult, search
 from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.plain import serial_schedule
 from megatron_pipemem.schedule.schedule import Order, Schedule
+from megatron_pipemem.schedule.search.problem import better_full
 from megatron_pipemem.schedule.simulator import held_after, peaks
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class OffloadSource(Source):
     def plan(self, shape: Shape, reason: str, before: Plan | None = None, minimum_gain: float = 0.0) -> Plan:
         placement = self.placement(shape.num_devices, shape.chunks)
         if self.needs_bytes:
-            schedule = self._serial(placement, shape.num_microbatches, f"{self.name} (counting bytes)")
+            schedule = self._serial(placement, shape.num_microbatches, f"{self.name} (counting bytes)", frozenset())
             return Plan(schedule, self.costs, self.priced_by, "one microbatch at a time, to count bytes")
         costs = self._costs_of(placement)
         # Asked of every rank before rank 0 decides alone.
@@ -180,7 +181,7 @@ class OffloadSource(Source):
             if not self._excess(result.schedule, costs):
                 return _Planned(result.schedule.to_csv(), f"{result.best.found_by}: {_notes(result.plan)}", seconds)
             caps = self._tightened(caps, result.plan, costs)
-        serial = self._serial(placement, num_microbatches, self.name)
+        serial = self._serial(placement, num_microbatches, self.name, better_full(placement, costs))
         if self._excess(serial, costs):
             raise UnsupportedError(self._refusal(result.plan, costs))
         logger.warning("memory cap: %s", ONE_BY_ONE)
@@ -207,9 +208,10 @@ class OffloadSource(Source):
             seconds=self._search_seconds,
         )
 
-    def _serial(self, placement: Placement, num_microbatches: int, name: str) -> Schedule:
-        """One microbatch after another, each offloaded if anything may be: none holds less without recomputation."""
-        schedule = serial_schedule(placement, num_microbatches, name)
+    def _serial(self, placement: Placement, num_microbatches: int, name: str, full: Collection[int]) -> Schedule:
+        """One microbatch after another, each offloaded if anything may be: none holds less without recomputation, if the
+        stages whose I takes memory are in ``full``."""
+        schedule = serial_schedule(placement, num_microbatches, name, full)
         if self._changes is not None and self.needs_bytes:
             schedule = with_recompute(schedule, dict.fromkeys(range(placement.num_stages), Kind.RS))
         if self._offloading.settings.mode == "off":
@@ -348,7 +350,7 @@ def _everything_away(order: Order) -> Order:
     away: list[Action] = []
     recomputed = any(action.kind is Kind.RS for action in order)
     for action in order:
-        if action.kind is (Kind.RS if recomputed else Kind.I):
+        if action.kind is Kind.RS or (not recomputed and action.kind in (Kind.I, Kind.B)):
             away += [action._replace(kind=kind) for kind in (Kind.RELOAD, Kind.WAIT_RELOAD)]
         away.append(action)
         if action.kind is Kind.F:

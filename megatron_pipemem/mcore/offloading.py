@@ -7,14 +7,14 @@ import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.agreement import gather, tell
+from megatron_pipemem.mcore.agreement import done_by_all, gather, tell
 from megatron_pipemem.planner.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.runtime.offload import OffloadEngine
 from megatron_pipemem.runtime.offload.host_link import HostLink, measure_host_link
@@ -131,7 +131,7 @@ class Offloading:
             UnsupportedError: the nodes do not have that much.
         """
         if self._budget is None:
-            nodes = gather(_Node(socket.gethostname(), available_memory()))
+            nodes = gather(done_by_all(lambda: _Node(socket.gethostname(), available_memory())))
             self._budget = _rank_budget(nodes, self.settings.host_memory)
             tell(logger, "every rank may keep %s of activations on its host", format_bytes(self._budget))
         return self._budget
@@ -160,14 +160,14 @@ class Offloading:
     def links(self, num_devices: int) -> tuple[HostLink, ...]:
         """The link of every place in the pipeline: the slowest that any rank at that place measures."""
         if self._links is None:
-            engine, place, groups = self.engine(), _place(), self.switches()
+            self.budget()
+            engine = done_by_all(self.engine)
+            place, groups, own = _place(), self.switches(), None
             own_turn = next((group.index(place) for group in groups if place in group), 0)
             # A plan takes turns on a channel that it knows to be shared. Who shares one unknown to it measures it together.
             for turn in range(max(map(len, groups), default=1)):
-                if dist.is_initialized():
-                    dist.barrier()
-                if turn == own_turn:
-                    own = measure_host_link(engine.channel)
+                measured = done_by_all(partial(measure_host_link, engine.channel) if turn == own_turn else _wait)
+                own = measured or own
             seen = gather((place, own))
             self._links = tuple(_slowest([link for at, link in seen if at == device]) for device in range(num_devices))
             tell(logger, "links to the host: %s", self._links)
@@ -178,6 +178,10 @@ class Offloading:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+
+
+def _wait() -> None:
+    """For others, whose turn it is."""
 
 
 def _place() -> int:

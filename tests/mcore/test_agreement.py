@@ -75,3 +75,16 @@ def test_a_crash_of_rank_zero_leaves_nobody_waiting(together):
 def test_a_lone_process_decides_for_itself():
     assert agreement.decided_by_rank_zero(lambda: 7) == 7
     assert agreement.gather("mine") == ["mine"]
+
+
+def test_a_failure_of_one_rank_is_an_error_on_all(monkeypatch):
+    def broken():
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(agreement, "gather", lambda own: [own, None, "no memory"])
+    with pytest.raises(UnsupportedError, match="rank 2 failed: no memory"):
+        agreement.done_by_all(lambda: 7)
+    with pytest.raises(ZeroDivisionError):
+        agreement.done_by_all(broken)
+    monkeypatch.setattr(agreement, "gather", lambda own: [own])
+    assert agreement.done_by_all(lambda: 7) == 7

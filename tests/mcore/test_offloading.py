@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore import offloading
+from megatron_pipemem.mcore import agreement, offloading
 from megatron_pipemem.mcore.offload_source import ASSUMED_RATIO, OffloadSource
 from megatron_pipemem.mcore.offloading import Offloading, OffloadSettings
 from megatron_pipemem.mcore.plugin import Settings, source_for
@@ -20,6 +20,9 @@ from megatron_pipemem.runtime.offload.host_link import HostLink
 from megatron_pipemem.schedule.action import Action, Kind
 from megatron_pipemem.schedule.costs import Channel, Costs
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.search.problem import better_full
+from megatron_pipemem.schedule.simulator import peaks
 from megatron_pipemem.schedule.validator import validate, validate_program
 
 SHAPE = Shape(4, 2, 8)
@@ -154,11 +157,38 @@ def test_devices_that_share_a_channel_measure_it_in_turns(monkeypatch):
     monkeypatch.setattr(Offloading, "switches", lambda self: ((0, 1),))
     monkeypatch.setattr(Offloading, "engine", lambda self: SimpleNamespace(channel=None))
     monkeypatch.setattr(offloading, "measure_host_link", lambda channel: happened.append("measured") or LINK)
-    monkeypatch.setattr(offloading.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(offloading.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(offloading.dist, "barrier", lambda: happened.append("barrier"))
+    monkeypatch.setattr(offloading, "done_by_all", lambda do: (do(), happened.append("all have"))[0])
+    monkeypatch.setattr(Offloading, "budget", lambda self: 0)
     assert Offloading(OffloadSettings()).links(2) == (LINK, LINK)
-    assert happened == ["barrier", "barrier", "measured"]
+    assert happened == ["all have", "all have", "measured", "all have"]
+
+
+@pytest.mark.parametrize("stage", ["available_memory", "engine", "measure_host_link"])
+def test_a_rank_that_fails_alone_tells_the_others(stage, monkeypatch):
+    """They would wait for it in a collective."""
+
+    def broken(*arguments):
+        raise OSError("no such group")
+
+    told = []
+    monkeypatch.setattr(agreement, "gather", lambda own: told.append(own) or [own])
+    monkeypatch.setattr(offloading, "gather", lambda own: [own])
+    monkeypatch.setattr(Offloading, "engine", lambda self: SimpleNamespace(channel=None))
+    monkeypatch.setattr(offloading, "measure_host_link", lambda channel: LINK)
+    monkeypatch.setattr(*((Offloading, stage) if stage == "engine" else (offloading, stage)), broken)
+    with pytest.raises(OSError, match="no such group"):
+        Offloading(OffloadSettings()).links(1)
+    assert told[-1] == "no such group"
+
+
+def test_one_after_another_keeps_a_cap_that_takes_full_backwards():
+    placement = Placement.linear(2)
+    costs = Costs(memory={Kind.F: (1, 1), Kind.I: (1, 1), Kind.W: (-2, -2)})
+    wanted = source("auto", cap=1.0, offload="auto", offload_options={"ratio": 1.0})
+    order = wanted._serial(placement, 3, "serial", better_full(placement, costs))
+    validate(order)
+    assert max(peaks(order.orders, placement, costs)) == 1
+    validate_program(lower(order))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "zbv", "v-half", "gis"])

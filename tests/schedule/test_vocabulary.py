@@ -317,6 +317,16 @@ def test_a_searched_schedule_keeps_the_cap_with_its_passes(cap, barriers):
         search_vocabulary(barriers=1, num_devices=4, num_microbatches=8, memory_cap=0.1)
 
 
+def test_one_after_another_keeps_a_cap_that_takes_full_backwards(monkeypatch):
+    """I takes memory that W gives back, so a split backward holds more than the full one."""
+    monkeypatch.setattr("megatron_pipemem.schedule.vocabulary.search._SEARCHES", 1)
+    costs = Costs(memory={"F": (2.0, 2.0), "I": (2.0, 2.0), "W": (-4.0, -4.0)})
+    arguments = {"num_devices": 2, "num_microbatches": 4, "costs": costs, "placements": [Placement.linear(2)]}
+    result = search_vocabulary(barriers=2, memory_cap=4.0, known=[], seconds=0, effort=0, **arguments)
+    assert result.best.found_by == "one by one"
+    validate(result.schedule, costs, 4.0)
+
+
 def test_what_takes_no_time_is_not_compared():
     schedule = build_schedule("1f1b", num_devices=2, num_microbatches=3)
     for costs in (Costs(0, 0, 0), Costs((0, 0), (0, 0), (0, 0))):

@@ -16,6 +16,7 @@ from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search import MAX_CHUNKS, Candidate, SearchResult, search_schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
+from megatron_pipemem.schedule.search.problem import better_full
 from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
 
@@ -140,8 +141,8 @@ def _serial(result: SearchResult, barriers: int, costs: Costs, allowed: Sequence
     fitting, least = {}, []
     for found in result.candidates:
         placement, m = found.schedule.placement, found.schedule.num_microbatches
-        serial = Candidate(serial_schedule(placement, m, found.schedule.name), 0.0, (), 0.0, "one by one")
-        candidate = _with_passes(serial, barriers, costs)
+        serial = serial_schedule(placement, m, found.schedule.name, better_full(placement, costs))
+        candidate = _candidate(with_vocabulary(serial, barriers, costs), costs, "one by one")
         least.append(max(candidate.peaks))
         if _keeps(candidate, allowed):
             fitting[placement] = candidate
