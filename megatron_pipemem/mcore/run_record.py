@@ -94,6 +94,8 @@ class RunRecord:
     _learnt: set[tuple[Kind, int]] = field(default_factory=set)
     _treatments: dict[int, tuple[Kind | None, bool]] = field(default_factory=dict)
     _weights: WeightBytes | None = None
+    _counted: list[tuple[int, int]] = field(default_factory=list)
+    _is_settled: bool = False
     _last: list[TracedAction] = field(default_factory=list)
     _unread: tuple[int, StepRecord] | None = None
 
@@ -134,6 +136,13 @@ class RunRecord:
         """Of the last step whose times are known."""
         return self._plans[self.steps[-1].plan][1] if self.steps else None
 
+    def counts(self, program: Program) -> bool:
+        """Whether a step of this program must have a ledger: until two in a row have held the same after every action.
+
+        Counting costs the host time in every action, and where routing or lengths differ it never ends.
+        """
+        return self.is_whole and not (self._is_settled and program is self._program)
+
     def add_step(
         self,
         plan: Plan,
@@ -142,16 +151,31 @@ class RunRecord:
         observed: StepRecord,
         foretell: bool = True,
     ) -> None:
-        """Note a finished training step; ``foretell`` says whether its peak follows from its first microbatches."""
+        """Note a finished training step; ``foretell`` says whether its peak follows from its first microbatches.
+
+        A step without a ledger held what the last one held.
+        """
         if not self.is_whole:
             return
         with self.guarded(STEPS):
             self._add_step(plan, program, device, observed, foretell)
 
     def _add_step(self, plan: Plan, program: Program, device: int, observed: StepRecord, foretell: bool) -> None:
-        if observed.ledger.failure is not None:
-            raise ValueError(observed.ledger.failure)
-        self._learn_bytes(program, device, observed.ledger)
+        if observed.ledger is not None:
+            self._add_bytes(program, device, observed.ledger, foretell)
+            self._weights = observed.weights
+        self._program, self._device = program, device
+        # A GPU's times are read one step later, when it has long passed them.
+        self.read()
+        number = next((number for number, (_, known) in enumerate(self._plans) if known is plan), len(self._plans))
+        if number == len(self._plans):
+            self._plans.append((len(self.steps), plan))
+        self._unread = (number, observed)
+
+    def _add_bytes(self, program: Program, device: int, ledger: ActivationLedger, foretell: bool) -> None:
+        if ledger.failure is not None:
+            raise ValueError(ledger.failure)
+        self._learn_bytes(program, device, ledger)
         held = self.held
         if foretell and program is not self._program:
             actions = program.actions[device]
@@ -160,17 +184,12 @@ class RunRecord:
             held = replace(held, predicted_peak=peak, predicted_host_peak=away)
         self.held = replace(
             held,
-            counted_peak=max(held.counted_peak, observed.ledger.peak),
-            counted_host_peak=max(held.counted_host_peak, observed.ledger.host_peak),
+            counted_peak=max(held.counted_peak, ledger.peak),
+            counted_host_peak=max(held.counted_host_peak, ledger.host_peak),
         )
-        self._weights = observed.weights
-        self._program, self._device = program, device
-        # A GPU's times are read one step later, when it has long passed them.
-        self.read()
-        number = next((number for number, (_, known) in enumerate(self._plans) if known is plan), len(self._plans))
-        if number == len(self._plans):
-            self._plans.append((len(self.steps), plan))
-        self._unread = (number, observed)
+        counted = [(entry.bytes, entry.host_bytes) for entry in ledger.entries]
+        self._is_settled = program is self._program and counted == self._counted
+        self._counted = counted
 
     def add_losses(self, losses: dict[str, object], grad_norm: object | None) -> None:
         """Note what the training loop reports for one iteration; the first loss is the model's."""
@@ -192,7 +211,8 @@ class RunRecord:
         self._last = observed.trace.actions()
         work = sum(traced.end - traced.start for traced in self._last)
         end = max((traced.end for traced in self._last), default=0.0)
-        self.steps.append(Step(plan, end, work, observed.ledger.peak, observed.offload))
+        peak = self.steps[-1].peak if observed.ledger is None else observed.ledger.peak
+        self.steps.append(Step(plan, end, work, peak, observed.offload))
 
     def write(self) -> None:
         """Gather the records of all ranks and write report and pictures on rank 0. Every rank must call this.

@@ -213,8 +213,8 @@ class ForwardBackward:
             num_microbatches,
             config.microbatch_group_size_per_vp_stage if known_chunks > 1 else None,
         )
-        permanent = permanent_tensors(chunks)
-        self._offloading.device = next((tensor.device for tensor in permanent), torch.device("cpu"))
+        parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
+        self._offloading.device = next((parameter.device for parameter in parameters), torch.device("cpu"))
         self._programs.single_queue = has_single_queue(self._offloading.device, self._single_queue)
         if not forward_only:
             self._plan_anew(shape, pipeline, placement, message)
@@ -234,7 +234,6 @@ class ForwardBackward:
         else:
             call = self._asynchronous.begin(config, chunks, shape, pipeline.device, compare, finalize)
             program, plan = call.plan.window.program, call.plan
-            permanent += call.buffers
 
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
@@ -249,10 +248,17 @@ class ForwardBackward:
             bool(force_all_reduce),
             num_tokens=torch.zeros([], dtype=torch.int, device=torch.cuda.current_device()),
         )
-        observed = StepRecord(None, None) if forward_only else self._observe(permanent, pp_group)
+        engine = self._offloading.engine() if program.schedule.offloads else None
+        observed, permanent = StepRecord(None, None), []
+        if not forward_only:
+            # A window of an asynchronous schedule begins with what the one before has left, and that must be known.
+            counts = self._record is not None and (call is not None or self._record.counts(program))
+            counts |= self._replanner is not None and self._replanner.wants_bytes
+            if counts or engine is not None:
+                permanent = [*permanent_tensors(chunks), *(() if call is None else call.buffers)]
+            observed = self._observe(permanent, pp_group, counts)
         if call is not None:
             observed.ledger = call.ledger(observed.ledger, permanent)
-        engine = self._offloading.engine() if program.schedule.offloads else None
         counters = [counter for counter in (observed.ledger, engine) if counter is not None]
         iterators = watch_batches(iterators, *counters)
         dealer = None
@@ -319,9 +325,9 @@ class ForwardBackward:
         if not forward_only and self._record is not None:
             with self._record.guarded(STEPS):
                 observed.offload = None if engine is None else engine.statistics()
-                if call is None:
+                if call is None and observed.ledger is not None:
                     observed.weights = count_weights(chunks, placement.stages[pipeline.device])
-                else:
+                elif call is not None:
                     program, observed.weights = call.plan.window.up_to_its_end, call.weight_bytes()
                 self._record.add_step(plan, program, pipeline.device, observed)
         self._in_step = False
@@ -342,7 +348,7 @@ class ForwardBackward:
         if news is not None:
             self._programs.renew(news)
 
-    def _observe(self, permanent: list[torch.Tensor], group: dist.ProcessGroup) -> StepRecord:
+    def _observe(self, permanent: list[torch.Tensor], group: dist.ProcessGroup, count: bool) -> StepRecord:
         """What must be watched in a training step."""
         replanner = self._replanner
         if self._record is not None:
@@ -350,7 +356,7 @@ class ForwardBackward:
             dist.barrier(group=group)  # one origin of time for all ranks of the pipeline
         return observe(
             permanent,
-            count=self._record is not None or (replanner is not None and replanner.wants_bytes),
+            count,
             time=self._record is not None or (replanner is not None and replanner.wants_seconds),
         )
 

@@ -46,12 +46,12 @@ PLAN = FamilySource("zb-h1").plan(Shape(1, 1, 2), "start")
 PROGRAM = lower(PLAN.schedule)
 
 
-def observed(fails: str | None = None) -> StepRecord:
-    """A step of one stage: every forward keeps 4 kB until its W, and every action takes a second."""
+def observed(fails: str | None = None, size: int = 1024) -> StepRecord:
+    """A step of one stage: every forward keeps ``size`` floats until its W, and every action takes a second."""
     ledger, kept, times = ActivationLedger(), {}, []
     for action in PROGRAM.actions[0]:
         if action.kind is Kind.F:
-            kept[action.microbatch] = torch.empty(1024)
+            kept[action.microbatch] = torch.empty(size)
             ledger.hold(kept[action.microbatch], "saved")
         elif action.kind is Kind.W:
             del kept[action.microbatch]
@@ -130,6 +130,22 @@ def test_a_picture_that_cannot_be_drawn_leaves_the_others(record, caplog):
     record.write()
     assert {path.name for path in record.trace.iterdir()} == {"plan.html", "plan.png", "plan.json"}
     assert record.report.is_file()
+
+
+def test_bytes_are_counted_until_two_steps_in_a_row_held_the_same(record):
+    other = lower(PLAN.schedule)
+    wanted = []
+    for size in (512, 1024, 1024, 1024):
+        wanted.append(record.counts(PROGRAM))
+        step = observed(size=size)
+        if not wanted[-1]:
+            step.ledger = None
+        record.add_step(PLAN, PROGRAM, 0, step)
+    assert wanted == [True, True, True, False]
+    assert record.counts(other) and not record.counts(PROGRAM)
+    record.read()
+    assert [step.peak for step in record.steps] == [2048, 4096, 4096, 4096]
+    assert record.held.counted_peak == 4096
 
 
 def test_a_run_without_a_step_has_a_report(record):
