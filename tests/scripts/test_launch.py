@@ -197,6 +197,9 @@ def test_nodes_have_given_ranks():
     assert "--standalone" in alone and "--nproc-per-node 4" in alone and "--master-addr" not in alone
 
 
+ON_TRANSFORMER_ENGINE = ("--set", "megatron.transformer-impl=transformer_engine")
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -211,9 +214,12 @@ def test_nodes_have_given_ranks():
         (["--set", "schedule.memory_cap=0.1"], "above the memory cap"),
         (["--set", "schedule.offload=some"], "schedule.offload"),
         (["--set", "schedul.name=x"], "did you mean 'schedule'"),
-        (["--set", "megatron.use-transformer-engine-op-fuser=true"], "drop --use-transformer-engine-op-fuser"),
         (
-            ["--set", "megatron.fp8-format=hybrid", "--set", "megatron.pipemem-recompute=full"],
+            [*ON_TRANSFORMER_ENGINE, "--set", "megatron.use-transformer-engine-op-fuser=true"],
+            "drop --use-transformer-engine-op-fuser",
+        ),
+        (
+            [*ON_TRANSFORMER_ENGINE, "--set", "megatron.fp8-format=hybrid", "--set", "megatron.pipemem-recompute=full"],
             "--fp8-recipe tensorwise",
         ),
         (["--set", "script=nowhere.py"], "nowhere.py"),
