@@ -17,7 +17,12 @@ from megatron.core.utils import get_tensor_model_parallel_group_if_none, prepare
 
 from megatron_pipemem.mcore.patching import Symbol
 from megatron_pipemem.runtime.activation_ledger import saved_as_is
-from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, current_queue
+from megatron_pipemem.runtime.weight_gradients import (
+    DeferredWeightGradient,
+    ImmediateWeightGradients,
+    WeightGradientQueue,
+    current_queue,
+)
 
 LINEAR = Symbol(
     "megatron.core.tensor_parallel.layers",
@@ -120,15 +125,41 @@ class _Call:
     sequence_parallel: bool
     tp_group: dist.ProcessGroup
 
-    def gather(self, input: torch.Tensor) -> torch.Tensor:
+    def gather(self, input: torch.Tensor) -> _Underway:
         """The whole sequence of an input sharded by sequence parallelism: ``[s/t, b, h] -> [s, b, h]``."""
         if not self.sequence_parallel:
-            return input
+            return _Underway(input)
+        input = input.contiguous()
         whole = torch.empty(
             (input.size(0) * self.tp_group.size(), *input.shape[1:]), dtype=input.dtype, device=input.device
         )
-        dist.all_gather_into_tensor(whole, input.contiguous(), group=self.tp_group)
-        return whole
+        return _Underway(whole, dist.all_gather_into_tensor(whole, input, group=self.tp_group, async_op=True), input)
+
+    def reduce(self, grad_input: torch.Tensor) -> _Underway:
+        """The sum of the input's gradient over the tensor-parallel ranks, this rank's share with sequence parallelism."""
+        if self.sequence_parallel:
+            size = (grad_input.size(0) // self.tp_group.size(), *grad_input.shape[1:])
+            shard = torch.empty(size, dtype=grad_input.dtype, device=grad_input.device)
+            return _Underway(
+                shard, dist.reduce_scatter_tensor(shard, grad_input, group=self.tp_group, async_op=True), grad_input
+            )
+        if self.allreduce_dgrad:
+            return _Underway(grad_input, dist.all_reduce(grad_input, group=self.tp_group, async_op=True))
+        return _Underway(grad_input)
+
+
+@dataclass(frozen=True)
+class _Underway:
+    """A tensor that may be arriving. What it is made from stays alive until then."""
+
+    tensor: torch.Tensor
+    work: dist.Work | None = None
+    source: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -138,7 +169,7 @@ class _SplitLinear(torch.autograd.Function):
         ctx.save_for_backward(input)
         ctx.call = call
         ctx.has_bias = bias is not None
-        output = torch.matmul(call.gather(input), call.weight.t())
+        output = torch.matmul(call.gather(input).wait(), call.weight.t())
         return output if bias is None else output + bias
 
     @staticmethod
@@ -146,36 +177,36 @@ class _SplitLinear(torch.autograd.Function):
     def backward(ctx, grad_output: torch.Tensor):
         (input,) = ctx.saved_tensors
         call = ctx.call
-        grad_input = grad_output.matmul(call.weight)
-        if call.sequence_parallel:
-            shard = torch.empty_like(input, requires_grad=False)
-            dist.reduce_scatter_tensor(shard, grad_input, group=call.tp_group)
-            grad_input = shard
-        elif call.allreduce_dgrad:
-            dist.all_reduce(grad_input, group=call.tp_group)
-        grad_bias = grad_output.reshape(-1, grad_output.size(-1)).sum(dim=0) if ctx.has_bias else None
         # Detached: the saved input still has its graph, which would keep the chunk's input and gradient until W.
-        call.queue.put(_LinearWeightGradient(call, input.detach(), grad_output.detach()))
+        work = _LinearWeightGradient(call, input.detach(), grad_output.detach())
+        if isinstance(call.queue, ImmediateWeightGradients):
+            work.begin()
+        reduced = call.reduce(grad_output.matmul(call.weight))
+        grad_bias = grad_output.reshape(-1, grad_output.size(-1)).sum(dim=0) if ctx.has_bias else None
+        call.queue.put(work)
+        grad_input = reduced.wait()
         return grad_input, grad_bias, None
 
 
-@dataclass(frozen=True)
-class _LinearWeightGradient:
+@dataclass
+class _LinearWeightGradient(DeferredWeightGradient):
     """``grad_output^T @ input`` of one layer and microbatch. Holds the input sharded and gathers it again when it runs."""
 
     call: _Call
     input: torch.Tensor
     grad_output: torch.Tensor
+    _gathered: _Underway | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.input, self.grad_output
 
+    def begin(self) -> None:
+        self._gathered = self.call.gather(self.input)
+
     def run(self) -> None:
         weight = self.call.weight
-        grad_output, total_input = prepare_input_tensors_for_wgrad_compute(
-            self.grad_output, self.call.gather(self.input)
-        )
+        grad_output, total_input = prepare_input_tensors_for_wgrad_compute(self.grad_output, self._gathered.wait())
         if self.call.fused:
             accumulate = (
                 layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32

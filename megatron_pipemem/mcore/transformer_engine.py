@@ -23,7 +23,7 @@ import torch
 
 from megatron_pipemem.mcore.patching import Symbol
 from megatron_pipemem.mcore.refusals import check_model
-from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue
+from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, WeightGradientQueue
 
 LANGUAGE_MODULE = Symbol(
     "megatron.core.models.common.language_module.language_module", "LanguageModule.__init__", ("self", "config")
@@ -108,18 +108,22 @@ def defer(modules: tuple[torch.nn.Module, ...], queue: WeightGradientQueue) -> N
 
 
 @dataclass(frozen=True)
-class DelayedWeightGradient:
+class DelayedWeightGradient(DeferredWeightGradient):
     """The weight gradients of one TE module for one microbatch.
 
     Args:
         module: keeps the work, and computes the oldest it has.
         gradients: what autograd has found already: above all of biases that Megatron adds itself.
-        tensors: what the work keeps alive.
+        kept: what the work keeps alive beside these.
     """
 
     module: torch.nn.Module
     gradients: dict[torch.nn.Parameter, torch.Tensor]
-    tensors: tuple[torch.Tensor, ...]
+    kept: tuple[torch.Tensor, ...]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (*self.kept, *self.gradients.values())
 
     @torch.no_grad()
     def run(self) -> None:
@@ -149,8 +153,7 @@ def _left_by_backward(
             gradients[parameter] = parameter.grad
         parameter.grad = None
     queue = module.wgrad_store.context.queue
-    kept = tuple(_tensors_in(queue[-1][0])) if queue else ()
-    return gradients, (*kept, *gradients.values())
+    return gradients, tuple(_tensors_in(queue[-1][0])) if queue else ()
 
 
 def _is_computed(module: torch.nn.Module, name: str) -> bool:

@@ -20,6 +20,9 @@ class DeferredWeightGradient(Protocol):
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What the work keeps alive, for the activation ledger."""
 
+    def begin(self) -> None:
+        """Start what has to be communicated, to run beside other GEMMs. Called once, before ``run``."""
+
     def run(self) -> None:
         """Compute the gradient and hand it to whatever accumulates it. Called once, without grad mode."""
 
@@ -42,12 +45,20 @@ class WeightGradientQueue:
         pending, self._pending = self._pending, []
         pending.reverse()
         with torch.no_grad():
+            for work in pending[-1:]:
+                work.begin()
             while pending:
-                pending.pop().run()
+                work = pending.pop()
+                for following in pending[-1:]:
+                    following.begin()
+                work.run()
 
 
 class ImmediateWeightGradients(WeightGradientQueue):
-    """Runs what it is given at once, within the backward: no split, but layers that save nothing but their input."""
+    """Runs what it is given at once, within the backward: no split, but layers that save nothing but their input.
+
+    Whoever puts something in has called its ``begin``.
+    """
 
     def put(self, work: DeferredWeightGradient) -> None:
         with torch.no_grad():

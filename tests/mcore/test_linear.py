@@ -9,8 +9,13 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.tensor_parallel import layers  # noqa: E402
 
+from megatron_pipemem.mcore import linear  # noqa: E402
 from megatron_pipemem.mcore.linear import GRADIENT_READY, attach_ddp_hooks, split_linear  # noqa: E402
-from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, collecting  # noqa: E402
+from megatron_pipemem.runtime.weight_gradients import (  # noqa: E402
+    ImmediateWeightGradients,
+    WeightGradientQueue,
+    collecting,
+)
 
 STOCK = layers.linear_with_grad_accumulation_and_async_allreduce
 
@@ -99,6 +104,61 @@ def test_fused_accumulation_goes_into_main_grad(monkeypatch):
     queue.run()
     assert torch.equal(weight.main_grad, wanted)
     assert weight.grad_added_to_main_grad and ready == [True]
+
+
+@pytest.fixture
+def events(monkeypatch) -> list[str]:
+    """What the layers communicate and compute, in order; with a group of one, communication is a copy."""
+    found: list[str] = []
+
+    class Work:
+        def __init__(self, what):
+            found.append(what)
+            self.what = what
+
+        def wait(self):
+            found.append(f"has {self.what}")
+
+    def copies(what):
+        def communicate(output, input, group, async_op=False):
+            output.copy_(input)
+            return Work(what) if async_op else found.append(f"blocking {what}")
+
+        return communicate
+
+    monkeypatch.setattr(linear.dist, "all_gather_into_tensor", copies("gather"))
+    monkeypatch.setattr(linear.dist, "reduce_scatter_tensor", copies("scatter"))
+    monkeypatch.setattr(linear, "get_tensor_model_parallel_group_if_none", lambda group: group)
+    original = linear.accumulate_gradient
+    monkeypatch.setattr(linear, "accumulate_gradient", lambda *each: (found.append("W"), original(*each)))
+    return found
+
+
+def sequence_parallel_layers(queue) -> list[torch.nn.Parameter]:
+    weights = [torch.nn.Parameter(torch.full((4, 4), 0.1 * number)) for number in (1, 2, 3)]
+    y = torch.ones(3, 2, 4, requires_grad=True)
+    with collecting(queue):
+        for weight in weights:
+            y = split_linear(STOCK)(y, weight, None, False, False, True, tp_group=OneRank())
+        y.sum().backward()
+    return weights
+
+
+def test_w_gathers_one_layer_ahead_of_its_gemms(events):
+    queue = WeightGradientQueue()
+    sequence_parallel_layers(queue)
+    assert events[6:] == ["scatter", "has scatter"] * 3
+    events.clear()
+    queue.run()
+    assert events == ["gather", "gather", "has gather", "W", "gather", "has gather", "W", "has gather", "W"]
+
+
+def test_a_backward_that_is_not_split_communicates_beside_its_gemms(events):
+    weights = sequence_parallel_layers(ImmediateWeightGradients())
+    assert events[6:] == ["gather", "scatter", "has gather", "W", "has scatter"] * 3
+    split = sequence_parallel_layers(queue := WeightGradientQueue())
+    queue.run()
+    assert all(torch.equal(one.grad, other.grad) for one, other in zip(weights, split, strict=True))
 
 
 def test_every_weight_of_a_ddp_model_is_marked_once():

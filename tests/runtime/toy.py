@@ -27,7 +27,7 @@ from megatron_pipemem.runtime.offload import OffloadEngine
 from megatron_pipemem.runtime.selective import region
 from megatron_pipemem.runtime.trace import HostTrace
 from megatron_pipemem.runtime.transport import MessageFormat, Transport, connect
-from megatron_pipemem.runtime.weight_gradients import current_queue
+from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, current_queue
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
@@ -38,7 +38,7 @@ WIDTH, ROWS = 6, 3
 
 
 @dataclass
-class Gemm:
+class Gemm(DeferredWeightGradient):
     weight: torch.nn.Parameter
     input: torch.Tensor
     grad_output: torch.Tensor

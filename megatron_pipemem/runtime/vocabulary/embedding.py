@@ -12,6 +12,7 @@ import torch
 
 from megatron_pipemem.errors import VocabularyError
 from megatron_pipemem.runtime.vocabulary.partition import WeightShard
+from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class VocabularyEmbedding:
 
 
 @dataclass(frozen=True, eq=False)
-class EmbeddingWeightGradient:
+class EmbeddingWeightGradient(DeferredWeightGradient):
     """Adds a microbatch's gradient to the rows of this rank's tokens, in the dtype that gradients accumulate in.
 
     On a GPU the order of the sums of a token that occurs often varies, unless ``torch.use_deterministic_algorithms`` is on.

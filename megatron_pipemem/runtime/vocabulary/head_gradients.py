@@ -18,6 +18,7 @@ import torch
 from megatron_pipemem.errors import VocabularyError
 from megatron_pipemem.runtime.vocabulary import kernels
 from megatron_pipemem.runtime.vocabulary.microbatch import HeadMicrobatch
+from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient
 
 if TYPE_CHECKING:
     from megatron_pipemem.runtime.vocabulary.head import HeadOptions
@@ -220,7 +221,7 @@ class TwoBarriers(Normalised):
 
 
 @dataclass(frozen=True, eq=False)
-class HeadWeightGradient:
+class HeadWeightGradient(DeferredWeightGradient):
     """``logit gradient^T @ x`` of one microbatch: a ``DeferredWeightGradient``.
 
     Args:
