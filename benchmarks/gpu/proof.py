@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -101,3 +102,16 @@ def say(text: str) -> None:
     """Print at once: the last line says where a run stands."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Of the device, from an idle one to an idle one."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    work()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / 1e3

@@ -6,6 +6,7 @@
 | B `solo_rank.py` | one rank's real program at real size: predicted bytes against the allocator's, host time |
 | C `four_ranks.py` | every family on four NCCL ranks that share the GPU: no hang, losses equal to stock's |
 | D `split_cost.py` | F, I and W against a fused B |
+| E `head_passes.py` | the passes of a cut LM head against their matrix products |
 
 Where Transformer Engine is installed, B, C and D run with its layers, too. Each experiment is a process with a limit of its
 own and writes what it has as it goes. Run again, the program goes on with what is missing: an experiment that came to its end
@@ -42,6 +43,7 @@ class Experiment:
 EXPERIMENTS = (
     Experiment("D", "split_cost", 2),
     Experiment("B", "solo_rank", 8),
+    Experiment("E", "head_passes", 2),
     Experiment("C", "four_ranks", 10),
     Experiment("A", "offload", 8),
 )

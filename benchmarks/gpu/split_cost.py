@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable
 
 import proof
 
@@ -84,9 +83,9 @@ def measure(size, layers: str, rounds: int) -> dict[str, float]:
                     defer(delayed, queue)
 
                 if fused:
-                    seconds = [_seconds(forward), _seconds(lambda b=backward, q=queue: (b(), q.run()))]
+                    seconds = [proof.seconds(forward), proof.seconds(lambda b=backward, q=queue: (b(), q.run()))]
                 else:
-                    seconds = [_seconds(forward), _seconds(backward), _seconds(queue.run)]
+                    seconds = [proof.seconds(forward), proof.seconds(backward), proof.seconds(queue.run)]
                 for name, taken in zip("FB" if fused else "FIW", seconds, strict=True):
                     seen[name].append(taken)
         # The first round warms up; F ran twice a round.
@@ -94,19 +93,6 @@ def measure(size, layers: str, rounds: int) -> dict[str, float]:
     finally:
         megatron_pipemem.disable()
         parallel_state.destroy_model_parallel()
-
-
-def _seconds(work: Callable[[], None]) -> float:
-    """Of the device, from an idle one to an idle one."""
-    import torch
-
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
-    work()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1e3
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu" / "prove.py"
 # Experiment A has a test of its own: tests/runtime/test_offload_benchmark.py.
-EXPERIMENTS = {"B": "solo_rank", "C": "four_ranks", "D": "split_cost"}
+EXPERIMENTS = {"B": "solo_rank", "C": "four_ranks", "D": "split_cost", "E": "head_passes"}
 
 
 def prove(folder: Path, *more: str) -> subprocess.CompletedProcess:
@@ -54,6 +54,16 @@ def test_four_ranks_train_as_stock(proved):
 def test_the_parts_of_a_split_backward_are_timed(proved):
     for row in rows(proved, "split_cost"):
         assert all(value > 0 for value in row["values"].values())
+
+
+def test_the_passes_of_the_head_are_counted_timed_and_precise(proved):
+    one, two, times, errors = (row["values"] for row in rows(proved, "head_passes"))
+    for phase, eager, fused in (("S", 44, 4), ("T", 36, 4)):
+        assert one[f"{phase}_eager_bytes_per_logit"] == pytest.approx(eager, abs=0.1)
+        assert one[f"{phase}_one_pass_bytes_per_logit"] == pytest.approx(fused, abs=0.1)
+    assert two["S_one_pass_bytes_per_logit"] < one["S_one_pass_bytes_per_logit"]
+    assert all(value > 0 for value in times.values())
+    assert errors["added_product_error"] < 1e-6
 
 
 def test_what_came_to_its_end_is_not_repeated(proved):

@@ -248,20 +248,20 @@ class HeadWeightGradient(DeferredWeightGradient):
             return
         if batch.logits is None:
             for piece in normalised.pieces:
-                _add_product(gradient, normalised._logit_gradient(piece, self.loss_gradient), batch.x[piece])
+                add_product(gradient, normalised._logit_gradient(piece, self.loss_gradient), batch.x[piece])
             return
         if not self.logits_differentiated:
             for piece in normalised.pieces:
                 normalised._logit_gradient(piece, self.loss_gradient)
-        if gradient.dtype == batch.x.dtype or gradient.is_cuda:
-            _add_product(gradient, batch.logits, batch.x)
+        if gradient.dtype == batch.x.dtype or gradient.device.type == "cuda":
+            add_product(gradient, batch.logits, batch.x)
             return
         # Copies in fp32 are of one piece at a time, as all of that size are.
         for piece in normalised.pieces:
-            _add_product(gradient, batch.logits[piece], batch.x[piece])
+            add_product(gradient, batch.logits[piece], batch.x[piece])
 
 
-def _add_product(gradient: torch.Tensor, output_gradient: torch.Tensor, input: torch.Tensor) -> None:
+def add_product(gradient: torch.Tensor, output_gradient: torch.Tensor, input: torch.Tensor) -> None:
     """``gradient += output_gradient^T @ input``. An fp32 gradient gets the product of 16-bit factors unrounded.
 
     Only CUDA has such a product, from torch 2.8. Elsewhere it is that of fp32 copies; with an older torch on CUDA, where that
@@ -270,7 +270,7 @@ def _add_product(gradient: torch.Tensor, output_gradient: torch.Tensor, input: t
     transposed = output_gradient.t()
     if gradient.dtype == input.dtype:
         gradient.addmm_(transposed, input)
-    elif gradient.dtype == torch.float32 and not gradient.is_cuda:
+    elif gradient.dtype == torch.float32 and gradient.device.type != "cuda":
         gradient.addmm_(transposed.float(), input.float())
     elif gradient.dtype == torch.float32 and hasattr(torch.ops.aten.addmm, "dtype_out"):
         torch.addmm(gradient, transposed, input, out_dtype=gradient.dtype, out=gradient)

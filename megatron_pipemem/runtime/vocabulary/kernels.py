@@ -132,11 +132,12 @@ class Compiler:
     def __init__(self, devices: Iterable[str] = ("cuda",), backend: str | Callable = "inductor"):
         self._devices, self._backend = frozenset(devices), backend
         self._compiled: dict[Callable, Callable] = {}
-        self._eager = False
+        self.gave_up = False
+        """Whether passes run as they are where they should have been compiled."""
 
     def run(self, function: Callable, raw: torch.Tensor, *per_token: torch.Tensor, **constants):
         """``function(raw, *per_token, **constants)``. The first dimension of every tensor is the tokens'."""
-        if raw.device.type in self._devices and not self._eager:
+        if raw.device.type in self._devices and not self.gave_up:
             # Imported here, as it takes seconds, and only those who compile need it.
             from torch._dynamo import config, exc, maybe_mark_dynamic
 
@@ -155,7 +156,7 @@ class Compiler:
         return function(raw, *per_token, **constants)
 
     def _stay_eager(self, reason: str) -> None:
-        self._eager = True
+        self.gave_up = True
         logger.warning(
             "%s: the vocabulary head's passes over logits run one operation at a time, which takes longer", reason
         )
