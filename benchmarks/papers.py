@@ -26,7 +26,8 @@ from megatron_pipemem.planner.model import Model
 from megatron_pipemem.planner.offload_ratio import CHEAP
 from megatron_pipemem.planner.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.planner.search import layout
-from megatron_pipemem.planner.search.planning import Answer, plan
+from megatron_pipemem.planner.search.planning import plan
+from megatron_pipemem.planner.search.plans import Answer
 from megatron_pipemem.planner.search.space import Limits
 from megatron_pipemem.planner.search.step import mfu, price
 from megatron_pipemem.planner.search.variants import PLAIN, variants

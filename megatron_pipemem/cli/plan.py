@@ -20,7 +20,8 @@ from megatron_pipemem.planner.loading import load
 from megatron_pipemem.planner.profile import Profile
 from megatron_pipemem.planner.runs import Run
 from megatron_pipemem.planner.search.output import facts, gibibytes, run_files
-from megatron_pipemem.planner.search.planning import Answer, Plan, plan
+from megatron_pipemem.planner.search.planning import plan
+from megatron_pipemem.planner.search.plans import Answer, Plan
 from megatron_pipemem.planner.search.prices import Pace
 from megatron_pipemem.planner.search.space import KEYS, Limits
 from megatron_pipemem.planner.search.variants import PLAIN

@@ -26,12 +26,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.module import Float16Module
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import linear
+from megatron_pipemem.mcore.fused_kernels import FlashAttention, fused_rms_norm
 from megatron_pipemem.mcore.patching import PatchSet
 from megatron_pipemem.mcore.placement import ChunkPlacement
 from megatron_pipemem.mcore.stages import ChunkStage, StepContext, watch_batches
@@ -141,7 +142,7 @@ def build_stage(
     if gpu_norms:
         for module in stage.modules():
             if isinstance(module, torch.nn.RMSNorm):
-                module.forward = partial(_fused_rms_norm, module)
+                module.forward = partial(fused_rms_norm, module)
     if execution.precision == "fp32":
         return stage
     if any(isinstance(parameter, FakeTensor) for parameter in stage.parameters()):
@@ -185,53 +186,6 @@ def run_stage(stage: torch.nn.Module, model: Model, execution: Execution, positi
     Executor(program, position, {position: runner}, transport, observed.ledger, observed.trace).run()
     count = sum(parameter.numel() for parameter in stage.parameters())
     return Observed(observed.ledger.entries, observed.trace.actions(), count)
-
-
-class FlashAttention(MegatronModule):
-    """Core attention that keeps queries, keys, values, its output and the logarithm of the softmax's sums.
-
-    That is what Transformer Engine's and every other fused kernel keeps; PyTorch's own runs on any device. Takes the place
-    of Megatron's ``DotProductAttention``, with its arguments.
-    """
-
-    def __init__(
-        self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None, softmax_scale=None, **_
-    ):
-        super().__init__(config=config)
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.scale = softmax_scale
-
-    def forward(
-        self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
-    ):
-        """``[s, b, heads, channels] -> [s, b, heads * channels]``, causal."""
-        # On CPU dropout is left out: PyTorch has it there only together with all scores.
-        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
-        output = functional.scaled_dot_product_attention(
-            query, key, value, dropout_p=self.dropout if query.is_cuda else 0.0, is_causal=True, scale=self.scale,
-            enable_gqa=query.size(1) != key.size(1),
-        )  # fmt: skip
-        return output.permute(2, 0, 1, 3).flatten(2)
-
-
-class _FusedRMSNorm(torch.autograd.Function):
-    """Keeps its input and one number per token, as PyTorch's fused kernel does on GPUs; on CPU it is many operations."""
-
-    @staticmethod
-    def forward(ctx, input, weight, eps):
-        wide = input.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + (eps or torch.finfo(input.dtype).eps))
-        ctx.save_for_backward(input, weight, scale)
-        return (wide * scale * weight).to(input.dtype)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        input, weight, scale = ctx.saved_tensors
-        normal = input.float() * scale
-        inner = gradient.float() * weight
-        at_input = scale * (inner - normal * (inner * normal).mean(-1, keepdim=True))
-        at_weight = (gradient.float() * normal).flatten(0, -2).sum(0)
-        return at_input.to(input.dtype), at_weight.to(weight.dtype), None
 
 
 class _MadeUpMessages:
@@ -360,10 +314,6 @@ def _config(model: Model, execution: Execution, layers: int) -> TransformerConfi
             **experts,
         }
     )
-
-
-def _fused_rms_norm(norm: torch.nn.RMSNorm, input: torch.Tensor) -> torch.Tensor:
-    return _FusedRMSNorm.apply(input, norm.weight, norm.eps)
 
 
 def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats: int = 5) -> Profile:

@@ -11,7 +11,7 @@ import yaml
 
 from megatron_pipemem.planner.cluster import GIB
 from megatron_pipemem.planner.runs import Run
-from megatron_pipemem.planner.search.planning import Plan
+from megatron_pipemem.planner.search.plans import Plan
 
 
 def run_files(plan: Plan, path: Path) -> dict[Path, str]:

@@ -16,17 +16,18 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.planner.runs import Run
 from megatron_pipemem.planner.search import layout
 from megatron_pipemem.planner.search.asynchronous import asynchronous
+from megatron_pipemem.planner.search.plans import Answer, Base, Entry, Group, Plan
 from megatron_pipemem.planner.search.prices import Pace
 from megatron_pipemem.planner.search.replay import lengths, measured, replay, same_passes
 from megatron_pipemem.planner.search.space import SEARCHED, Limits, Order, cuts, orders
-from megatron_pipemem.planner.search.step import Step, least_seconds, least_static, mfu, price
+from megatron_pipemem.planner.search.step import Step, least_seconds, least_static, price
 from megatron_pipemem.planner.search.variants import PLAIN, Variant, variants
 from megatron_pipemem.schedule.action import Kind
 from megatron_pipemem.schedule.bounds import lower_bound
@@ -50,100 +51,6 @@ _LARGEST_SEARCH = 60_000  # passes of a step that is worth searching
 _SEARCHES = 3
 _EFFORT = 20_000  # passes times chunks in which copies are planned while other ways are left
 _WORTH_SEARCHING = 0.005  # of the time: what a better order could save at least
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A way to run, and what comes of it.
-
-    Args:
-        run: what `pipemem launch` takes, but for ``schedule.name`` of a searched order, which is a file still to be written.
-        schedule: name of its order.
-        variant: what else it does; ``plain`` for nothing.
-        order: the passes, where no family's name stands for them.
-        step: stages, bytes, costs.
-        makespan: seconds of the schedule alone.
-        peaks: bytes per pipeline rank, everything included.
-        capacity: bytes of a device for all that.
-        memory_seconds: what the least time of this cut would lose without its limit of memory.
-        base: what a variant's order is made from.
-        extended: from shorter steps, until it is run in full.
-    """
-
-    run: Run = field(repr=False)
-    schedule: str
-    variant: str
-    order: Schedule | None = field(repr=False)
-    step: Step = field(repr=False)
-    makespan: float
-    peaks: tuple[float, ...] = field(repr=False)
-    capacity: float
-    memory_seconds: float
-    base: _Base | None = field(default=None, repr=False)
-    extended: bool = False
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return self.makespan + self.step.outside
-
-    @property
-    def peak(self) -> float:
-        return max(self.peaks)
-
-    @property
-    def mfu(self) -> float:
-        return mfu(self.run, self.seconds)
-
-    @property
-    def work(self) -> float:
-        """Seconds the busiest rank computes."""
-        return self.run.parallelism.microbatches * max(self.step.work)
-
-    @property
-    def bubble_rate(self) -> float:
-        """Part of the makespan that the busiest rank idles."""
-        return max(0.0, 1 - self.work / self.makespan)
-
-    @property
-    def losses(self) -> dict[str, float]:
-        """Seconds of a step that are not the model's own computing, by cause, the largest first."""
-        m, step = self.run.parallelism.microbatches, self.step
-        busiest = step.work.index(max(step.work))
-        found = {
-            "bubble": self.makespan - self.work,
-            "uneven stages": self.work - m * sum(step.work) / len(step.work),
-            "messages within layers": m * step.communication[busiest],
-            "recompute": m * step.again[busiest],
-            "gradient reduction": step.reduction,
-            "optimizer": step.optimizer,
-        }
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-    @property
-    def binds(self) -> str:
-        """What takes most of the time beside computing, and whether more memory would help."""
-        cause, seconds = next(iter(self.losses.items()))
-        text = f"{cause} {seconds / self.seconds:.1%}"
-        gained = self.memory_seconds / self.seconds
-        return f"{text}; memory {gained:.1%}" if gained >= 0.01 else text
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What the planner found.
-
-    Args:
-        plans: the fastest first.
-        rejected: how many ways there were besides, by reason.
-        considered: ways in all.
-        seconds: it took.
-    """
-
-    plans: tuple[Plan, ...] = field(repr=False)
-    rejected: Counter[str] = field(repr=False)
-    considered: int
-    seconds: float
 
 
 def plan(
@@ -184,40 +91,15 @@ def plan(
     return Answer(tuple(plans), rejected, rejected.total() + len(plans), time.perf_counter() - started)
 
 
-@dataclass(frozen=True)
-class _Group:
-    """A cut with a placement, and the schedules for it."""
-
-    run: Run
-    step: Step
-    orders: tuple[Order, ...]
-    variant: Variant | None
-    bound: float
-    memory_seconds: float
-
-
-@dataclass(frozen=True)
-class _Base:
-    """An order that a variant is still to change."""
-
-    group: _Group
-    variant: Variant
-    order: Order
-
-
-_Entry = tuple[float, int, Run | _Group | _Base | Plan]
-"""Seconds, a number that tells equals apart, and what takes so long, or longer."""
-
-
 class _Planner:
     def __init__(self, run: Run, memory: float, limits: Limits, pace: Pace | None) -> None:
         self._pace = pace
         self._memory, self.limits = memory, limits
         self.rejected: Counter[str] = Counter()
-        self._groups: list[_Group] = []
+        self._groups: list[Group] = []
         self._serial = itertools.count()
-        self._queue: list[_Entry] = []
-        self._aside: list[_Entry] = []
+        self._queue: list[Entry] = []
+        self._aside: list[Entry] = []
         self._effort: float = _EFFORT
         self._times: dict[object, tuple[float, tuple[float, ...]]] = {}
         for cut in cuts(run, limits, self.rejected):
@@ -247,11 +129,11 @@ class _Planner:
                 found.append(entry)
                 continue
             tell(partial(_standing, len(found), count, len(self._queue), bound))
-            if isinstance(entry, _Group | _Base) and not self._affords(entry):
+            if isinstance(entry, Group | Base) and not self._affords(entry):
                 heapq.heappush(self._aside, (bound, next(self._serial), entry))
-            elif isinstance(entry, _Group):
+            elif isinstance(entry, Group):
                 self._run_orders(entry)
-            elif isinstance(entry, _Base):
+            elif isinstance(entry, Base):
                 self._vary(entry, _short(entry.group.run))
             elif isinstance(entry, Plan):
                 self._run_in_full(entry)
@@ -291,7 +173,7 @@ class _Planner:
             if (made := self._found(group, Order(SEARCHED), found.schedule)) is not None:
                 yield made
 
-    def _put(self, seconds: float, entry: Run | _Group | _Base | Plan) -> None:
+    def _put(self, seconds: float, entry: Run | Group | Base | Plan) -> None:
         heapq.heappush(self._queue, (seconds, next(self._serial), entry))
 
     def _price(self, run: Run) -> None:
@@ -303,7 +185,7 @@ class _Planner:
                 if self.limits.admits(variant=variant.name):
                     self._bound(run, variant.prepare(run, placement, self._pace), found, variant)
         for each in asynchronous(run, self.limits, self._pace, self.rejected):
-            group = _Group(each.run, each.step, (), None, each.makespan + each.step.outside, 0.0)
+            group = Group(each.run, each.step, (), None, each.makespan + each.step.outside, 0.0)
             if self._fits(group, each.peaks):
                 self._put(group.bound, self._plan(group, Order(each.name), None, each.makespan, each.peaks))
             else:
@@ -331,11 +213,11 @@ class _Planner:
             except PipememError:
                 self.rejected[TOO_MUCH_KEPT] += len(found)
                 return
-        group = _Group(run, step, tuple(found), variant, bound + step.outside, bound - free)
+        group = Group(run, step, tuple(found), variant, bound + step.outside, bound - free)
         self._groups.append(group)
         self._put(group.bound, group)
 
-    def _run_orders(self, group: _Group) -> None:
+    def _run_orders(self, group: Group) -> None:
         for order in group.orders:
             try:
                 if group.variant is not None:
@@ -365,7 +247,7 @@ class _Planner:
         made = replace(plan, makespan=whole.makespan(costs), peaks=peaks, extended=False)
         self._wait(made if max(peaks) <= self._memory else None)
 
-    def _run_order(self, group: _Group, order: Order) -> Plan | None:
+    def _run_order(self, group: Group, order: Order) -> Plan | None:
         """``None`` where it does not fit."""
         cut, costs = group.run.parallelism, group.step.costs
         size = {"num_devices": cut.pp, "num_microbatches": cut.microbatches}
@@ -379,7 +261,7 @@ class _Planner:
         made = self._plan(group, order, None, seconds, peaks)
         return replace(made, extended=_extended(group.run))
 
-    def _measured(self, group: _Group, order: Order) -> tuple[float, tuple[float, ...]]:
+    def _measured(self, group: Group, order: Order) -> tuple[float, tuple[float, ...]]:
         """Seconds and peaks of an order alone, which offload and both ways to cut the vocabulary start from."""
         cut, costs = group.run.parallelism, group.step.costs
         key = (order, cut.pp, cut.microbatches, same_passes(costs))
@@ -387,7 +269,7 @@ class _Planner:
             self._times[key] = measured(order.name, cut.pp, cut.microbatches, order.chunks, costs)
         return self._times[key]
 
-    def _consider(self, group: _Group, variant: Variant, order: Order) -> None:
+    def _consider(self, group: Group, variant: Variant, order: Order) -> None:
         """Let a variant of an order wait with what the order takes alone."""
         seconds, peaks = self._measured(group, order)
         if variant.frees_memory and self._fits(group, peaks):
@@ -395,22 +277,22 @@ class _Planner:
         elif not variant.frees_memory and not self._may_fit(group, peaks):
             self.rejected[TOO_HIGH] += 1
         else:
-            self._put(max(group.bound, seconds + group.step.outside), _Base(group, variant, order))
+            self._put(max(group.bound, seconds + group.step.outside), Base(group, variant, order))
 
-    def _affords(self, entry: _Group | _Base) -> bool:
+    def _affords(self, entry: Group | Base) -> bool:
         """Whether to look at it now: planning copies takes long, and longer than all else where there are many chunks."""
-        group = entry.group if isinstance(entry, _Base) else entry
+        group = entry.group if isinstance(entry, Base) else entry
         if group.variant is None or not group.variant.frees_memory:
             return True
         placement = group.step.placement
         effort = 3 * _short(group.run) * placement.num_stages * placement.num_chunks
         if effort > self._effort:
             return False
-        if isinstance(entry, _Base):
+        if isinstance(entry, Base):
             self._effort -= effort
         return True
 
-    def _vary(self, base: _Base, microbatches: int) -> None:
+    def _vary(self, base: Base, microbatches: int) -> None:
         """Let a variant wait with what so many microbatches take, and for the rest what the busiest device computes."""
         rest = base.group.run.parallelism.microbatches - microbatches
         try:
@@ -423,7 +305,7 @@ class _Planner:
             found = replace(found, order=None, makespan=makespan, extended=True)
         self._wait(found)
 
-    def _varied(self, base: _Base, microbatches: int) -> Plan | None:
+    def _varied(self, base: Base, microbatches: int) -> Plan | None:
         """A step of so many."""
         order, pp = base.order, base.group.run.parallelism.pp
         options = {} if order.chunks is None else {"chunks": order.chunks}
@@ -432,23 +314,23 @@ class _Planner:
         found = self._found(base.group, order, base.variant.apply(alone, base.group.step, room))
         return None if found is None else replace(found, base=base)
 
-    def _found(self, group: _Group, order: Order, schedule: Schedule) -> Plan | None:
+    def _found(self, group: Group, order: Order, schedule: Schedule) -> Plan | None:
         """A plan for an order that no family's name stands for, if it fits."""
         timeline = simulate(schedule, group.step.costs)
         if self._fits(group, timeline.peaks):
             return self._plan(group, order, schedule, timeline.makespan, timeline.peaks)
         return None
 
-    def _fits(self, group: _Group, peaks: Sequence[float]) -> bool:
+    def _fits(self, group: Group, peaks: Sequence[float]) -> bool:
         return max(group.step.held(peaks)) <= self._memory
 
-    def _may_fit(self, group: _Group, peaks: Sequence[float]) -> bool:
+    def _may_fit(self, group: Group, peaks: Sequence[float]) -> bool:
         """An extended peak is rounded: one that is over by a hair is judged when all microbatches have been run."""
         most = loosened(self._memory) if _extended(group.run) else self._memory
         return max(group.step.held(peaks)) <= most
 
     def _plan(
-        self, group: _Group, order: Order, schedule: Schedule | None, makespan: float, peaks: Sequence[float]
+        self, group: Group, order: Order, schedule: Schedule | None, makespan: float, peaks: Sequence[float]
     ) -> Plan:
         step = group.step
         return Plan(
@@ -489,11 +371,11 @@ def _busiest(step: Step) -> float:
     )
 
 
-def _count(entries: Sequence[_Entry]) -> int:
-    return sum(len(entry.orders) if isinstance(entry, _Group) else 1 for _, _, entry in entries)
+def _count(entries: Sequence[Entry]) -> int:
+    return sum(len(entry.orders) if isinstance(entry, Group) else 1 for _, _, entry in entries)
 
 
-def _configured(group: _Group, order: Order) -> Run:
+def _configured(group: Group, order: Order) -> Run:
     """The run with this schedule and, where layers are not shared evenly, its layout."""
     # Without a pipeline Megatron takes its own step, which no schedule of ours replaces.
     choice = replace(group.run.schedule, name=order.name if group.run.parallelism.pp > 1 else STOCK)

@@ -1,0 +1,159 @@
+"""What a step takes: bytes of ranks against sums by hand, seconds, replays of schedules, layouts."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pipemem.planner.activations import head_bytes, layer_bytes
+from megatron_pipemem.planner.cluster import GIB, HostChannel, Link
+from megatron_pipemem.planner.feasibility import feasible
+from megatron_pipemem.planner.model import Execution
+from megatron_pipemem.planner.runs import Parallelism, ScheduleChoice
+from megatron_pipemem.planner.search import layout
+from megatron_pipemem.planner.search.memory import held
+from megatron_pipemem.planner.search.prices import all_reduce, embedding, head, layer
+from megatron_pipemem.planner.search.replay import Replay, measured
+from megatron_pipemem.planner.search.step import DISTRIBUTED, price
+from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules
+from megatron_pipemem.schedule.simulator import simulate
+from tests.planner.small_run import CLUSTER, FAMILIES, MODEL, RUN
+
+
+def test_bytes_of_ranks_by_hand():
+    cut = Parallelism(pp=2, dp=2, global_batch=8)
+    run = replace(RUN, parallelism=cut, megatron={DISTRIBUTED: True}, schedule=ScheduleChoice("1f1b"))
+    h, s, v = 2048, 1024, 32000
+    per_layer = 12 * h * h + 13 * h
+    parameters = (4 * per_layer + v * h + s * h, 4 * per_layer + v * h + 2 * h)
+    # 16-bit parameters and fp32 gradients; master parameters and two moments on one of two ranks.
+    static = [count * (2 + 4) + count * 12 / 2 for count in parameters]
+    kept, last = layer_bytes(MODEL, Execution()).saved, head_bytes(MODEL, Execution()).saved
+    messages = 4 * s * h * 2
+    expected = (static[0] + 2 * 4 * kept + messages, static[1] + 4 * kept + last + messages + s * v * 4)
+    assert held(run).device == pytest.approx(expected)
+
+
+def test_without_the_distributed_optimizer_every_rank_holds_all_of_it():
+    cut = Parallelism(dp=4, global_batch=8)
+    shared = price(replace(RUN, parallelism=cut, megatron={DISTRIBUTED: True}), Placement.linear(1))
+    alone = price(replace(RUN, parallelism=cut), Placement.linear(1))
+    parameters = 8 * (12 * 2048**2 + 13 * 2048) + 2 * 32000 * 2048 + 1024 * 2048 + 2 * 2048
+    assert alone.static[0] - shared.static[0] == pytest.approx(parameters * 12 * 3 / 4)
+    assert alone.optimizer == pytest.approx(4 * shared.optimizer)
+
+
+def test_a_layer_takes_its_products_its_tensors_and_its_messages():
+    execution = Execution(tp=4, sequence_parallel=True)
+    part, alone = layer(MODEL, execution, CLUSTER), layer(MODEL, Execution(), CLUSTER)
+    nbytes = 1024 * 2048 * 2
+    assert part.communication.forward == pytest.approx(4 * (10e-6 + nbytes * 3 / 4 / 200e9))
+    assert part.communication.forward == pytest.approx(2 * all_reduce(nbytes, 4, Link(200.0)))
+    assert alone.communication.total == 0
+    # A quarter of the work and more: smaller products are slower.
+    assert part.seconds.total - part.communication.total > alone.seconds.total / 4
+    again = layer(MODEL, Execution(recompute="full"), CLUSTER)
+    assert again.again == pytest.approx(alone.seconds.forward)
+    assert again.seconds.input == pytest.approx(alone.seconds.input + alone.seconds.forward)
+
+
+def test_messages_between_nodes_are_slower():
+    step = price(replace(RUN, parallelism=Parallelism(tp=2, pp=4, global_batch=8)), Placement.linear(4))
+    nbytes = 1024 * 2048 * 2
+    assert step.costs.link_seconds(0, 1) == pytest.approx(10e-6 + nbytes / 200e9)
+    assert step.costs.link_seconds(1, 2) == pytest.approx(10e-6 + nbytes / 20e9)
+
+
+def test_reduction_hides_behind_backwards_that_are_long_enough():
+    def reduction(link: float) -> float:
+        cluster = replace(CLUSTER, intra_node=Link(link, 0.0))
+        run = replace(RUN, cluster=cluster, parallelism=Parallelism(dp=2, global_batch=8), megatron={DISTRIBUTED: True})
+        return price(run, Placement.linear(1)).reduction
+
+    ends = [head(MODEL, Execution(), CLUSTER), embedding(MODEL, Execution(), CLUSTER)]
+    parts = [layer(MODEL, Execution(), CLUSTER)] * 8 + ends
+    parameters = sum(part.parameters for part in parts)
+    forward = sum(part.seconds.forward for part in parts)
+    backward = sum(part.seconds.total for part in parts) - forward
+    assert reduction(1e6) == 0
+    assert reduction(1.0) == pytest.approx((4 + 2) * parameters / 2 / 1e9 - backward - forward)
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 2**32))
+def test_a_replay_is_a_simulation(devices, microbatches, seed):
+    rng = random.Random(seed)
+    for schedule in synchronous_schedules(devices, microbatches):
+        per_stage = [[rng.uniform(0.1, 2) for _ in range(schedule.num_stages)] for _ in range(3)]
+        hops = {
+            (a, b): rng.uniform(0, 0.3) for a, b in itertools.product(range(schedule.num_devices), repeat=2) if a != b
+        }
+        costs = Costs(*per_stage, p2p=hops, memory={Kind.F: per_stage[0], Kind.B: [-x for x in per_stage[0]]})
+        timeline, found = simulate(schedule, costs), Replay(schedule)
+        assert found.makespan(costs) == pytest.approx(timeline.makespan)
+        assert found.peaks(costs) == timeline.peaks
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("microbatches", [48, 51])
+def test_long_steps_are_extended(name, microbatches):
+    costs = Costs(1.0, 1.2, 0.8, p2p=0.05)
+    timeline = simulate(build_schedule(name, num_devices=4, num_microbatches=microbatches), costs)
+    seconds, peaks = measured(name, 4, microbatches, None, costs)
+    assert seconds == pytest.approx(timeline.makespan, rel=0.01)
+    assert peaks == pytest.approx(timeline.peaks)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=8).filter(sum))
+def test_layouts_are_read_as_written(counts):
+    model = replace(MODEL, layers=sum(counts))
+    text = layout.written(counts)
+    assert layout.layers_of(replace(RUN, model=model, megatron={layout.FLAG: text}), len(counts)) == tuple(counts)
+
+
+def test_layouts_in_megatrons_words():
+    assert layout.written((3, 4, 4, 4, 3)) == "Et*3|(t*4|)*3t*3L"
+    assert layout.written((0, 1, 1, 0, 2)) == "E|(t|)*2|t*2L"
+    assert layout.written((2,)) == "Et*2L"
+    first = replace(RUN, megatron={"decoder_first_pipeline_num_layers": 3})
+    assert layout.layers_of(first, 2) is None
+    assert layout.layers_of(RUN, 4) == (2, 2, 2, 2)
+
+
+def test_runs_that_do_not_fit_are_refused_with_the_rank():
+    cut = Parallelism(pp=4, dp=2, micro_batch=2, global_batch=16)
+    run = replace(RUN, parallelism=cut, schedule=ScheduleChoice("1f1b"))
+    assert feasible(run) is None
+    reason = feasible(replace(run, cluster=replace(CLUSTER, memory_gib=3.0)))
+    assert reason is not None and reason.startswith("pipeline rank 0 needs") and "of 3.0 GiB" in reason
+
+
+def test_what_offload_and_a_cut_vocabulary_change_is_counted():
+    cut = Parallelism(pp=4, dp=2, micro_batch=2, global_batch=64)
+    cluster = replace(CLUSTER, host=HostChannel(200.0, 200.0))  # fast enough to be worth it
+    run = replace(RUN, cluster=cluster, parallelism=cut, schedule=ScheduleChoice("1f1b"))
+    whole, away, shared, spread = (
+        held(replace(run, schedule=replace(run.schedule, **more)))
+        for more in ({}, {"offload": "full"}, {"vocab_parallel": "1"}, {"vocab_parallel": "auto"})
+    )
+    assert away.device[0] < whole.device[0] and away.host[0] > 0 == max(whole.host)
+    # Its parameters leave the ends for all ranks; the two microbatches more that wait come on top.
+    assert shared.device[3] < whole.device[3] and shared.device[1] > whole.device[1]
+    assert max(spread.device) <= min(max(shared.device), max(whole.device))
+    both = replace(run, schedule=replace(run.schedule, offload="full", vocab_parallel="1"))
+    assert "not planned together with vocabulary passes" in feasible(both)
+    between = (max(away.device) + max(whole.device)) / 2 / GIB
+    small = replace(run, cluster=replace(cluster, memory_gib=between))
+    offloading = replace(small, schedule=replace(run.schedule, offload="full"))
+    assert "needs" in feasible(small) and feasible(offloading) is None
+    # The plan moves less where the host has less, until the device no longer has room for what stays.
+    little = replace(offloading, megatron={"pipemem-host-memory": "1GiB"})
+    assert max(held(little).host) <= GIB / 4 and "of" in feasible(little)
