@@ -11,6 +11,7 @@ import typer
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_suffix, check_writable
+from megatron_pipemem.schedule.search import MAX_CHUNKS
 from megatron_pipemem.schedule.size import check_affordable
 
 Yes = Annotated[bool, typer.Option("--yes", help="Go on although it takes long, or much memory.")]
@@ -23,7 +24,7 @@ def check_counts(devices: int, microbatches: int) -> None:
             raise UnsupportedError(f"{what} must be at least 1, not {count}")
 
 
-def check_size(devices: int, microbatches: int, chunks: int, yes: bool) -> None:
+def check_size(devices: int, microbatches: int, chunks: int, yes: bool, fitted: bool = True) -> None:
     """Ask before what takes long.
 
     Args:
@@ -31,13 +32,17 @@ def check_size(devices: int, microbatches: int, chunks: int, yes: bool) -> None:
         microbatches: ``m``.
         chunks: stages per device.
         yes: whether the user wants it all the same.
+        fitted: see ``schedule.size.is_fitted``.
 
     Raises:
         UnsupportedError: there is no pipeline of this size, or it is too large; it says what it would take.
     """
     check_counts(devices, microbatches)
     if not yes:
-        check_affordable(devices, microbatches, chunks, f"--devices {devices} and --microbatches {microbatches} make")
+        counts = f"--devices {devices} and --microbatches {microbatches}"
+        if chunks > MAX_CHUNKS:
+            counts = f"--devices {devices}, --microbatches {microbatches} and {chunks} chunks or pieces"
+        check_affordable(devices, microbatches, chunks, f"{counts} make", fitted)
 
 
 def check_output(path: Path | None, suffixes: Sequence[str], what: str) -> None:

@@ -36,6 +36,7 @@ from megatron_pipemem.schedule.registry import build_schedule, check_options, fa
 from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search import SearchResult, search_schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
+from megatron_pipemem.schedule.size import is_fitted
 from megatron_pipemem.schedule.validator import validate
 
 CANNOT_RUN = "is valid, but cannot run here, where losses are bit-identical to stock Megatron's"
@@ -165,7 +166,7 @@ def load_schedule(
     if offload.host_memory is not None and offload.select == OFF and recompute == "none":
         raise UnsupportedError(f"--host-memory {offload.host_memory} bounds what --offload sends; give --offload too")
     if not is_file(name) and devices is not None and microbatches is not None:
-        check_size(devices, microbatches, _likely_chunks(name, settings), yes)
+        check_size(devices, microbatches, _likely_chunks(name, settings), yes, is_fitted(name))
     if offload.select != "off" or recompute != "none":
         return _offloaded(name, devices, microbatches, costs, cap, settings, offload, dialect, recompute, yes)
     if is_file(name):
@@ -310,7 +311,7 @@ def read_schedule(
         raise ScheduleFormatError(f"{path}: {error}") from error
     count = table.num_microbatches() if microbatches is None else microbatches
     header = table.header
-    check_size(placement.num_devices, count * header.pieces, placement.num_chunks, yes)
+    check_size(placement.num_devices, count * header.pieces, placement.num_chunks, yes, fitted=False)
     schedule = Schedule(path.stem, placement, count, table.orders, header.pieces, header.updates, header.vocabulary)
     return table, schedule
 

@@ -23,7 +23,7 @@ from megatron_pipemem.schedule.request import (
     check_request,
     prices_of,
 )
-from megatron_pipemem.schedule.size import check_affordable
+from megatron_pipemem.schedule.size import check_affordable, is_fitted
 from megatron_pipemem.schedule.validator import validate
 
 
@@ -46,7 +46,7 @@ def _affordable(run: Run) -> None:
     cut = run.parallelism
     if run.schedule.name != STOCK:
         what = f"a global batch of {cut.global_batch} on {cut.pp} pipeline ranks makes"
-        check_affordable(cut.pp, cut.microbatches, cut.chunks or 2, what)
+        check_affordable(cut.pp, cut.microbatches, cut.chunks or 2, what, is_fitted(run.schedule.name))
 
 
 def _divides(run: Run) -> None:

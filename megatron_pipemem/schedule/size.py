@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.options import AUTO
+from megatron_pipemem.schedule.registry import families
 
 _ACTION_SECONDS, _ACTION_BYTES = 60e-6, 500
 """Of one core of 2024, to build, prove and simulate."""
+_PAIR_SECONDS = 5e-6
+"""Times the square of the number of devices: orders of devices are compared."""
 _DEVICE_SECONDS = 1e-6
-"""Times the cube of the number of devices: families that fit their order to times and memory weigh all of them."""
+"""Times its cube: an order that is fitted to times and memory weighs all devices at every place in it."""
+_BY_RULE = ("linear", "interleaved")
 LARGE_SECONDS, LARGE_BYTES = 60, 2 << 30
 
 
@@ -34,20 +39,30 @@ class Size:
         return f"{self.actions:,} actions, about {_rounded(self.nbytes)} of memory and {_lasting(self.seconds)}"
 
 
-def estimated(devices: int, microbatches: int, chunks: int) -> Size:
+def is_fitted(name: str) -> bool:
+    """Whether the order is fitted to all devices' times and memory; others follow a rule, or stand in a file.
+
+    Args:
+        name: of a family, ``auto``, or the path of a file.
+    """
+    return name == AUTO or any(each.name == name and each.placement not in _BY_RULE for each in families())
+
+
+def estimated(devices: int, microbatches: int, chunks: int, fitted: bool = True) -> Size:
     """Within a factor of three or so. Searches keep to the time that they are given.
 
     Args:
         devices: ``p``.
         microbatches: ``m``.
         chunks: stages per device.
+        fitted: see ``is_fitted``.
     """
     actions = 3 * devices * microbatches * chunks
-    seconds = actions * _ACTION_SECONDS + _DEVICE_SECONDS * devices**3
+    seconds = actions * _ACTION_SECONDS + (_DEVICE_SECONDS * devices**3 if fitted else _PAIR_SECONDS * devices**2)
     return Size(actions, seconds, actions * _ACTION_BYTES)
 
 
-def check_affordable(devices: int, microbatches: int, chunks: int, what: str) -> None:
+def check_affordable(devices: int, microbatches: int, chunks: int, what: str, fitted: bool = True) -> None:
     """Refuse what somebody should be asked about first.
 
     Args:
@@ -55,11 +70,12 @@ def check_affordable(devices: int, microbatches: int, chunks: int, what: str) ->
         microbatches: ``m``.
         chunks: stages per device.
         what: is so large, for the message: ``"--devices 9 and --microbatches 9 make"``.
+        fitted: see ``is_fitted``.
 
     Raises:
         UnsupportedError: it takes long, or much memory; the message says how much.
     """
-    size = estimated(devices, microbatches, chunks)
+    size = estimated(devices, microbatches, chunks, fitted)
     if size.is_large:
         raise UnsupportedError(
             f"{what} {size}; take fewer (a tenth of the microbatches tells nearly as much), or go on with --yes"

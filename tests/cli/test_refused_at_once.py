@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_pipemem.schedule.size import estimated
+from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.size import estimated, is_fitted
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "runs" / "tiny-cpu.yaml"
@@ -61,7 +63,7 @@ def test_what_makes_no_sense(refuses, arguments, says):
         ),
         (("simulate", "1f1b", "-p", 100_000, "-m", 4), "--devices 100000 and --microbatches 4 make"),
         (("simulate", "auto", "-p", 4, "-m", 100_000_000), "actions"),
-        (("simulate", "interleaved", "-p", 4, "-m", 8, "-v", 1_000_000), "actions"),
+        (("simulate", "interleaved", "-p", 4, "-m", 8, "-v", 1_000_000), "and 1000000 chunks or pieces make"),
         (("simulate", "seq1f1b", "-p", 4, "-m", 8, "-o", "pieces=1000000"), "actions"),
         (("show", "1f1b", "-p", 4, "-m", 100_000_000), "actions"),
         (("convert", "1f1b", "x.csv", "-p", 4, "-m", 100_000_000), "actions"),
@@ -89,6 +91,16 @@ def test_with_yes_it_goes_on(pipemem, monkeypatch):
 def test_sizes_that_people_train_with_are_not_asked_about():
     for p, m, v in ((16, 1024, 2), (64, 512, 2), (128, 128, 2), (8, 4096, 2)):
         assert not estimated(p, m, v).is_large, (p, m, v)
+
+
+def test_only_orders_that_are_fitted_take_the_cube_of_the_devices():
+    fitted = {each.name for each in families() if is_fitted(each.name)}
+    assert {"v-half", "v-min", "1f1b-v", "hanayo"} <= fitted and is_fitted("auto")
+    assert not fitted & {"1f1b", "interleaved", "gis", "zb-h1"} and not is_fitted("some.csv")
+    assert estimated(500, 8, 1).is_large and not estimated(500, 8, 1, fitted=False).is_large
+    began = time.process_time()
+    simulate(build_schedule("1f1b", num_devices=500, num_microbatches=8))
+    assert time.process_time() - began < 3 * estimated(500, 8, 1, fitted=False).seconds
 
 
 def test_folders_and_full_disks(refuses, tmp_path):
