@@ -12,12 +12,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from vocabulary_heads import assert_close, heads_of, inputs_of, losses_of, sharded  # noqa: E402
 from vocabulary_model import Case  # noqa: E402
 
 from megatron_pipemem.runtime.vocabulary import kernels  # noqa: E402
 from megatron_pipemem.runtime.vocabulary.head import HeadOptions  # noqa: E402
-from megatron_pipemem.runtime.vocabulary.head_gradients import differentiate  # noqa: E402
+from megatron_pipemem.runtime.vocabulary.head_gradients import add_product, differentiate  # noqa: E402
 
 CAPPED = {"scale": 0.25, "softcap": 3.0, "z_loss": 0.01}
 
@@ -102,3 +104,23 @@ def test_an_fp32_gradient_gets_products_of_16_bit_factors_unrounded(dtype, optio
     (again,) = losses_of([head], x, labels)
     again.weight_gradient(g).run()
     assert_close(gradient, factors.double().t() @ x.double(), 1e-6)
+
+
+def test_on_cuda_a_product_is_added_by_the_matrix_product_itself():
+    """No device is needed to see which operation is called, and that it takes what it is given."""
+    if not hasattr(torch.ops.aten.addmm, "dtype_out"):
+        pytest.skip("torch before 2.8 has no product of 16-bit factors in fp32")
+    called = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            called.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with FakeTensorMode():
+        gradient = torch.empty(9, 4, device="cuda")
+        factors = (torch.empty(6, size, dtype=torch.bfloat16, device="cuda") for size in (9, 4))
+        with Calls():
+            add_product(gradient, *factors)
+    assert torch.ops.aten.addmm.dtype_out in called
+    assert not {each.overloadpacket for each in called} & {torch.ops.aten._to_copy, torch.ops.aten.add_}
