@@ -62,6 +62,8 @@ def grid(
     """
     if sbatch and launcher != "slurm":
         raise UnsupportedError(f"--sbatch={sbatch[0]} is for --launcher slurm, not {launcher}; give both or neither")
+    if launcher == "slurm":
+        slurm.check_here()
     store = Store(output or Path("out") / "grids" / grid_file.stem)
     if launcher != "print":
         store.check_place()

@@ -72,10 +72,10 @@ def is_first_rank() -> bool:
     return dist.get_rank() == 0 if dist.is_initialized() else int(os.environ.get("RANK", 0)) == 0
 
 
-def tell(logger: logging.Logger, message: str, *arguments: object) -> None:
-    """Log for the whole job, once."""
+def tell(logger: logging.Logger, message: str, *arguments: object, level: int = logging.INFO) -> None:
+    """Log for the whole job, once: every rank knows it, and there may be hundreds."""
     if is_first_rank():
-        logger.info(message, *arguments)
+        logger.log(level, message, *arguments)
 
 
 def gather[T](contribution: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -221,7 +221,7 @@ def disable() -> None:
         for parameter in enabled.forward_backward.hooked:
             delattr(parameter, linear.GRADIENT_READY)
         if enabled.forward_backward.has_run_delayed:
-            logger.warning(transformer_engine.STAYS_DELAYED)
+            tell(logger, transformer_engine.STAYS_DELAYED, level=logging.WARNING)
         enabled.forward_backward.close()
 
 

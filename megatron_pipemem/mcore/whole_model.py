@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.schedule.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -67,12 +68,13 @@ def check_whole_model(
             stages[stage] = chunk
     unseen = [stage for stage, chunk in enumerate(stages) if chunk is None]
     if unseen:
-        logger.info("stages %s have no numbered layers; whether the chunks are the whole model is not checked", unseen)
+        tell(logger, "stages %s have no numbered layers; whether the chunks are the whole model is not checked", unseen)
         return
     for replica in range(placement.replicas):
         first = replica * placement.model_stages
         _check_copy(stages[first : first + placement.model_stages])
-    logger.info(
+    tell(
+        logger,
         "the model's %d layers are on %d stages, %d parameters on each tensor-parallel rank",
         stages[0].of,
         placement.model_stages,

@@ -202,6 +202,11 @@ def test_a_whole_model_passes(placement, stages, monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         check(placement, stages, monkeypatch)
     assert f"are on {placement.model_stages} stages" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("RANK", "1")
+    with caplog.at_level(logging.INFO):
+        check(placement, stages, monkeypatch)
+    assert not caplog.text, "hundreds of ranks would say it"
 
 
 @pytest.mark.parametrize(

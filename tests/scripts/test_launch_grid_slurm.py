@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner.grid import slurm
 from megatron_pipemem.planner.grid.config import load_points
@@ -58,6 +60,10 @@ def test_a_cancelled_element_that_is_just_ending_is_not_waited_for_in_vain(store
 
 def test_without_slurm_it_says_so(store, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
+    folder = tmp_path / "not-begun"
+    arguments = ["grid", str(tmp_path / "grid.yaml"), "--launcher", "slurm", "--output", str(folder)]
+    refused = CliRunner().invoke(app, arguments)
+    assert "there is no sbatch here" in f"{refused.output}{refused.exception}" and not folder.exists()
     with pytest.raises(UnsupportedError, match="there is no sbatch here"):
         slurm.submit(store, [0], 1, SCRIPT)
     with pytest.raises(UnsupportedError, match=r"there is no .*nowhere"):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pipemem.files import whole_file
-from megatron_pipemem.mcore.agreement import gather
+from megatron_pipemem.mcore.agreement import gather, tell
 from megatron_pipemem.mcore.loop_arguments import checkpoint_folder
 from megatron_pipemem.mcore.patching import Symbol
 from megatron_pipemem.runtime.weight_versions import WeightVersions
@@ -103,9 +103,11 @@ def _write(saved: SavedVersions, iteration: int) -> None:
 def _read(iteration: int) -> SavedVersions | None:
     path = _file("load", iteration)
     if not all(gather(path.is_file())):
-        logger.warning(
+        tell(
+            logger,
             "no older versions of the weights stand beside the checkpoint, so the first microbatches use the newest, as at "
-            "the start of a run"
+            "the start of a run",
+            level=logging.WARNING,
         )
         return None
     entries = torch.load(path, map_location="cpu", weights_only=True)

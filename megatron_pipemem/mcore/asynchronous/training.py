@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.agreement import gather, is_first_rank
+from megatron_pipemem.mcore.agreement import gather, tell
 from megatron_pipemem.mcore.asynchronous.checkpoint import LOAD, SAVE, SavedVersions, wrap_load, wrap_save
 from megatron_pipemem.mcore.asynchronous.optimizer import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, StageOptimizer
 from megatron_pipemem.mcore.asynchronous.refusals import check_asynchronous
@@ -145,8 +145,7 @@ class AsynchronousTraining:
         self._stream: _Stream | None = None
         self._optimizer = StageOptimizer()
         self._saved: SavedVersions | None = None
-        if is_first_rank():
-            logger.warning(WARNING, source.name)
+        tell(logger, WARNING, source.name, level=logging.WARNING)
 
     def replacements(self, with_training: bool) -> list[tuple[Symbol, Callable[[Callable], Callable]]]:
         """What to rebind; ``with_training`` says that ``megatron.training`` is there."""
@@ -233,9 +232,11 @@ class AsynchronousTraining:
         if saved is None:
             return
         if not all(gather(saved.batch == stream.batch and saved.fits(self._identity, stream.weights))):
-            logger.warning(
+            tell(
+                logger,
                 "the older versions of the weights beside the checkpoint are of another schedule, batch size or split of "
-                "the model, so the first microbatches use the newest, as at the start of a run"
+                "the model, so the first microbatches use the newest, as at the start of a run",
+                level=logging.WARNING,
             )
             return
         stream.weights.restore(saved.older)
@@ -264,9 +265,11 @@ class AsynchronousTraining:
             )
         if left is None:
             if stream.before == 0:
-                logger.warning(
+                tell(
+                    logger,
                     "nobody knows which training step is the last, so every one reads data of the next; say it with "
-                    "enable(..., train_steps=N)"
+                    "enable(..., train_steps=N)",
+                    level=logging.WARNING,
                 )
         elif left == stream.left and stream.before:
             raise UnsupportedError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,13 @@ from megatron_pipemem.schedule.progress import tell
 
 _POLL_SECONDS = 2.0
 _COMPLETING, _RUNNING = "CG", "R"
+
+
+def check_here() -> None:
+    """Raises UnsupportedError where Slurm's commands are not."""
+    for command in ("sbatch", "squeue"):
+        if shutil.which(command) is None:
+            raise UnsupportedError(f"there is no {command} here; start this where Slurm's commands are")
 
 
 def submit(
