@@ -227,8 +227,9 @@ def _build(chosen: Family, num_devices: int, num_microbatches: int, options: Map
     if chosen.chunks is not None and "chunks" not in chosen.options:
         chunks = options.pop("chunks", chosen.chunks)
         if chunks != chosen.chunks:
+            own = "1 chunk" if chosen.chunks == 1 else f"{chosen.chunks} chunks"
             raise UnsupportedError(
-                f"schedule {chosen.name!r} has {chosen.chunks} chunks per device, not {chunks}; leave chunks out, "
+                f"schedule {chosen.name!r} has {own} per device, not {chunks}; leave chunks out, "
                 "or use 'interleaved', which takes any number"
             )
     unknown = sorted(set(options) - set(chosen.options))

@@ -138,7 +138,7 @@ def test_memory_cap(pipemem_json, refuses):
         (("1f1b", "-p", -3, "-m", 8), "not -3"),
         (("1f1b", "-p", 4), "--microbatches"),
         (("1f1b", "-m", 4), "--devices"),
-        (("1f1b", "-p", 4, "-m", 8, "--chunks", 2), "1 chunks per device, not 2"),
+        (("1f1b", "-p", 4, "-m", 8, "--chunks", 2), "1 chunk per device, not 2"),
         (("1f1b", "-p", 4, "-m", 8, "-o", "colour=red"), "no option 'colour'"),
         (("interleaved", "-p", 4, "-m", 8, "-o", "chunks"), "write KEY=VALUE"),
         (("interleaved", "-p", 4, "-m", 8, "-o", "=3"), "write KEY=VALUE"),
