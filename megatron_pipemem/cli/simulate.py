@@ -219,11 +219,15 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
     return lower_bound(schedule.placement, schedule.num_microbatches, loaded.costs, cap)
 
 
+_SHORT = {"single_queue_makespan": "one queue: makespan", "single_queue_bubble_rate": "one queue: bubble"}
+"""What would not fit the column of names."""
+
+
 def _told(facts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """The facts in words, without those that are what they usually are."""
     for key, fact in facts.items():
         if any(each != _USUAL.get(key) for each in (fact if isinstance(fact, list) else [fact])):
-            yield key.replace("_", " "), _text(key, fact)
+            yield _SHORT.get(key, key.replace("_", " ")), _text(key, fact)
 
 
 def _text(key: str, fact: object) -> str:

@@ -83,7 +83,9 @@ def test_in_one_hardware_queue_per_rank(pipemem, pipemem_json):
     assert queued.pop("single_queue_makespan") == run_single_queues(program, costs).makespan > usual["makespan"]
     assert 0 < queued.pop("single_queue_bubble_rate") < 1 and queued == usual
     told = pipemem(*arguments, "--single-queue").output
-    assert "single queue makespan" in told and "single queue bubble" in told
+    assert "one queue: makespan" in told and "one queue: bubble" in told
+    lines = [line for line in told.splitlines() if line]
+    assert all(line[20] == " " and line[21] != " " for line in lines), "names that are too long push their numbers"
 
 
 def test_costs_from_a_file(pipemem_json, tmp_path):
