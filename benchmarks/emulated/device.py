@@ -14,7 +14,7 @@ from collections import defaultdict
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, current_queue
+from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, WeightGradientQueue, current_queue
 from megatron_pipemem.schedule.action import Action, Kind
 
 ROWS, WIDTH = 2, 8
@@ -137,7 +137,7 @@ class _WeightPath(torch.autograd.Function):
         return gradient, None, None
 
 
-class _DeferredWeight:
+class _DeferredWeight(DeferredWeightGradient):
     """A W that waits in the queue."""
 
     def __init__(self, stage: SleepingStage, activation: torch.Tensor, gradient: torch.Tensor):

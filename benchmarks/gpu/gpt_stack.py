@@ -11,7 +11,12 @@ import torch
 from torch.nn import functional as F
 
 from megatron_pipemem.runtime.offload import OffloadEngine
-from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, collecting, current_queue
+from megatron_pipemem.runtime.weight_gradients import (
+    DeferredWeightGradient,
+    WeightGradientQueue,
+    collecting,
+    current_queue,
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Shape:
 
 
 @dataclass
-class _Gemm:
+class _Gemm(DeferredWeightGradient):
     weight: torch.nn.Parameter
     input: torch.Tensor
     grad_output: torch.Tensor
