@@ -22,7 +22,6 @@ from megatron_pipemem.mcore.step import (
     WITH_INTERLEAVING,
     WITHOUT_INTERLEAVING,
     observe,
-    permanent_tensors,
 )
 from megatron_pipemem.mcore.weight_memory import count_weights
 from megatron_pipemem.schedule.action import Action, Kind
@@ -71,7 +70,7 @@ class _Observer:
             chunks = model if isinstance(model, list) else [model]
             self._record.group = group
             dist.barrier(group=group)
-            self._observed = observed = observe(permanent_tensors(chunks))
+            self._observed = observed = observe(chunks)
             try:
                 result = original(data_iterator=watch_batches(data_iterator, observed.ledger), **call)
             finally:

@@ -36,7 +36,7 @@ from megatron_pipemem.mcore.fused_kernels import FlashAttention, fused_rms_norm
 from megatron_pipemem.mcore.patching import PatchSet
 from megatron_pipemem.mcore.placement import ChunkPlacement
 from megatron_pipemem.mcore.stages import ChunkStage, StepContext, watch_batches
-from megatron_pipemem.mcore.step import observe, permanent_tensors
+from megatron_pipemem.mcore.step import observe
 from megatron_pipemem.mcore.transformer_engine import delayed_modules
 from megatron_pipemem.planner.activations import gathered_bytes, message_bytes
 from megatron_pipemem.planner.cluster import Cluster
@@ -173,7 +173,7 @@ def run_stage(stage: torch.nn.Module, model: Model, execution: Execution, positi
         tp_group=groups.tp,
         cp_group=groups.cp,
     )
-    observed = observe(permanent_tensors([stage]))
+    observed = observe([stage])
     step = StepContext(
         config, _forward_step, microbatches, execution.cp, False, False, None, False,
         num_tokens=torch.zeros([], dtype=torch.int, device=torch.cuda.current_device()),

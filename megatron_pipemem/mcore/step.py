@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from weakref import WeakSet
@@ -37,7 +37,7 @@ from megatron_pipemem.mcore.stages import (
     no_gradient_sync,
     watch_batches,
 )
-from megatron_pipemem.mcore.transformer_engine import delayed_modules
+from megatron_pipemem.mcore.transformer_engine import delayed_modules, uncountable
 from megatron_pipemem.mcore.vocabulary.step import VocabularySteps
 from megatron_pipemem.mcore.weight_memory import count_weights
 from megatron_pipemem.mcore.whole_model import check_whole_model
@@ -213,8 +213,7 @@ class ForwardBackward:
             num_microbatches,
             config.microbatch_group_size_per_vp_stage if known_chunks > 1 else None,
         )
-        parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
-        self._offloading.device = next((parameter.device for parameter in parameters), torch.device("cpu"))
+        self._offloading.device = device_of(chunks)
         self._programs.single_queue = has_single_queue(self._offloading.device, self._single_queue)
         if not forward_only:
             self._plan_anew(shape, pipeline, placement, message)
@@ -249,16 +248,14 @@ class ForwardBackward:
             num_tokens=torch.zeros([], dtype=torch.int, device=torch.cuda.current_device()),
         )
         engine = self._offloading.engine() if program.schedule.offloads else None
-        observed, permanent = StepRecord(None, None), []
+        observed, buffers = StepRecord(None, None), () if call is None else call.buffers
         if not forward_only:
             # A window of an asynchronous schedule begins with what the one before has left, and that must be known.
             counts = self._record is not None and (call is not None or self._record.counts(program))
             counts |= self._replanner is not None and self._replanner.wants_bytes
-            if counts or engine is not None:
-                permanent = [*permanent_tensors(chunks), *(() if call is None else call.buffers)]
-            observed = self._observe(permanent, pp_group, counts)
+            observed = self._observe(chunks, pp_group, counts, buffers)
         if call is not None:
-            observed.ledger = call.ledger(observed.ledger, permanent)
+            observed.ledger = call.ledger(observed.ledger, [*permanent_tensors(chunks), *buffers])
         counters = [counter for counter in (observed.ledger, engine) if counter is not None]
         iterators = watch_batches(iterators, *counters)
         dealer = None
@@ -307,6 +304,7 @@ class ForwardBackward:
             stack.enter_context(no_gradient_sync(config))
             stack.enter_context(torch.no_grad() if forward_only else nullcontext())
             if engine is not None:
+                permanent = [*permanent_tensors(chunks), *buffers]
                 stack.enter_context(engine.step(permanent, observed.on_device))
             if not forward_only:
                 _start_parameter_gather(config, chunks)
@@ -348,16 +346,19 @@ class ForwardBackward:
         if news is not None:
             self._programs.renew(news)
 
-    def _observe(self, permanent: list[torch.Tensor], group: dist.ProcessGroup, count: bool) -> StepRecord:
+    def _observe(
+        self, chunks: list[torch.nn.Module], group: dist.ProcessGroup, count: bool, buffers: Iterable[torch.Tensor]
+    ) -> StepRecord:
         """What must be watched in a training step."""
         replanner = self._replanner
         if self._record is not None:
             self._record.group = group
             dist.barrier(group=group)  # one origin of time for all ranks of the pipeline
         return observe(
-            permanent,
+            chunks,
             count,
             time=self._record is not None or (replanner is not None and replanner.wants_seconds),
+            buffers=buffers,
         )
 
     def _connect(self, group: dist.ProcessGroup, placement: Placement, device: torch.device | int) -> _Pipeline:
@@ -448,8 +449,26 @@ def permanent_tensors(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
     return permanent
 
 
-def observe(permanent: list[torch.Tensor], count: bool = True, time: bool = True) -> StepRecord:
-    """A ledger, if bytes are to be counted, and a clock, if actions are to be timed, for one step beside these tensors."""
-    on_gpu = any(tensor.device.type == "cuda" for tensor in permanent)
-    trace = (CudaTrace() if on_gpu else HostTrace()) if time else None
-    return StepRecord(ActivationLedger(permanent) if count else None, trace)
+def device_of(chunks: list[torch.nn.Module]) -> torch.device:
+    """Where the model is; a rank without parameters has the host alone."""
+    parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
+    return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
+
+def observe(
+    chunks: list[torch.nn.Module], count: bool = True, time: bool = True, buffers: Iterable[torch.Tensor] = ()
+) -> StepRecord:
+    """A ledger, if bytes are to be counted, and a clock, if actions are to be timed, for one step of these chunks.
+
+    Args:
+        chunks: of this rank.
+        count: whether bytes are to be counted. Where that would break the training, the ledger has failed from the start.
+        time: whether actions are to be timed.
+        buffers: what is no activation either, beside what the chunks hold.
+    """
+    ledger = None
+    if count:
+        ledger = ActivationLedger([*permanent_tensors(chunks), *buffers])
+        ledger.failure = ledger.failure or uncountable(chunks)
+    trace = (CudaTrace() if device_of(chunks).type == "cuda" else HostTrace()) if time else None
+    return StepRecord(ledger, trace)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron_pipemem.mcore.patching import Symbol
 from megatron_pipemem.mcore.refusals import check_model
@@ -33,6 +34,8 @@ DDP = Symbol(
     "DistributedDataParallel.__init__",
     ("self", "config", "ddp_config", "module"),
 )
+
+MARKS_THE_PARAMETER = "2.20.2"
 
 STAYS_DELAYED = (
     "the Transformer Engine modules of this model were built to delay their weight gradients, which nobody but this plugin "
@@ -99,6 +102,27 @@ def _hooked_by_module(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.P
     for name, parameter in module.named_parameters(recurse=False):
         if getattr(parameter, "skip_backward_post_hook", False):
             yield name, parameter
+
+
+def uncountable(chunks: list[torch.nn.Module]) -> str | None:
+    """Why no hook may watch what these chunks save for their backward, or ``None``.
+
+    With fused accumulation a module tells DDP by a mark on its weight that the gradient is in ``main_grad``. Before
+    ``MARKS_THE_PARAMETER`` it marks the weight that it saved, and of that a hook returns another object: DDP would find
+    neither mark nor gradient. Modules whose weight gradients are delayed are told by ``backward_dw()``.
+    """
+    if not any(_marks_what_it_saved(part) for chunk in chunks for part in chunk.modules()):
+        return None
+    if is_te_min_version(MARKS_THE_PARAMETER):
+        return None
+    return (
+        f"Transformer Engine {get_te_version()} with fused gradient accumulation does not bear that its saved tensors are "
+        f"watched; install {MARKS_THE_PARAMETER} or newer, or pass --no-gradient-accumulation-fusion"
+    )
+
+
+def _marks_what_it_saved(module: torch.nn.Module) -> bool:
+    return getattr(module, "fuse_wgrad_accumulation", False) and not any(_hooked_by_module(module))
 
 
 def defer(modules: tuple[torch.nn.Module, ...], queue: WeightGradientQueue) -> None:

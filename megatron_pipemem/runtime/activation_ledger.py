@@ -148,7 +148,10 @@ class ActivationLedger:
 
     @contextmanager
     def watch_saved(self) -> Iterator[None]:
-        """Count everything that autograd saves within this context."""
+        """Count everything that autograd saves within this context; once counting has failed, leave autograd alone."""
+        if self.failure is not None:
+            yield
+            return
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             self.hold(tensor, "saved")

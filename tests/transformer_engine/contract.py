@@ -29,9 +29,11 @@ from megatron.core.extensions.transformer_engine import (  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
+from megatron.core.utils import is_te_min_version  # noqa: E402
 
 from megatron_pipemem.mcore import profiling  # noqa: E402
-from megatron_pipemem.mcore.transformer_engine import defer, delayed_modules  # noqa: E402
+from megatron_pipemem.mcore.step import observe  # noqa: E402
+from megatron_pipemem.mcore.transformer_engine import MARKS_THE_PARAMETER, defer, delayed_modules  # noqa: E402
 from megatron_pipemem.planner.activations import layer_bytes  # noqa: E402
 from megatron_pipemem.planner.model import Execution, Model  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
@@ -131,6 +133,8 @@ def cases() -> Iterator[tuple[str, Callable[..., None], tuple]]:
             yield name, _exact, (bias, fusion, overlap, ORDERS[order])
     yield "frozen weights", _frozen, ()
     yield "bytes of what waits for W", _bytes, ()
+    for delayed in (False, True):
+        yield f"counting what is saved, {'delayed' if delayed else 'not delayed'}", _counted, (delayed,)
     for sequence_parallel in (False, True):
         yield f"bytes that the planner foretells, sequence parallel {sequence_parallel}", _planned, (sequence_parallel,)
 
@@ -167,6 +171,16 @@ def _bytes() -> None:
     gradients(net, ORDERS["IIWIWW"], count)
     one = 4 * SEQUENCE * 2 * (HIDDEN + INNER + INNER + HIDDEN)
     assert counted == [one, 2 * one, one, 2 * one, one, 0], counted
+
+
+def _counted(delayed: bool) -> None:
+    """A ledger that watches what modules save takes no gradient away; where it would, it leaves them alone and says why."""
+    net, order = build(True, delayed, True, True), ORDERS["IIWIWW"] if delayed else None
+    ledger = observe([net]).ledger
+    assert (ledger.failure is None) == (delayed or is_te_min_version(MARKS_THE_PARAMETER)), ledger.failure
+    with ledger.watch_saved():
+        found = gradients(net, order)
+    same(found, gradients(build(True, False, True, False), None))
 
 
 def _planned(sequence_parallel: bool) -> None:
