@@ -10,6 +10,12 @@ from typer.testing import CliRunner, Result
 from megatron_pipemem.cli.app import app
 
 
+@pytest.fixture(autouse=True)
+def no_columns(monkeypatch) -> None:
+    """Output goes to a file unless a test says otherwise; pytest-xdist gives its workers a terminal's width."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def pipemem() -> Callable[..., Result]:
     """``pipemem("simulate", "1f1b", "-p", 4)``: exit code, stdout and stderr of one call."""
