@@ -16,7 +16,7 @@ setup(
     install_requires=["matplotlib>=3.8", "numpy>=1.26", "pyyaml>=6", "rich>=13", "typer>=0.12"],
     extras_require={
         "megatron": ["torch>=2.6", "megatron-core[training]>=0.19,<0.21", "psutil>=5.9"],
-        "gpu": ["transformer-engine[pytorch]"],
+        "gpu": ["transformer-engine[pytorch]>=2.8"],
         "test": [
             "hypothesis>=6.100",
             "pytest>=8",
