@@ -64,6 +64,7 @@ def rank_guard() -> Iterator[None]:
     except SystemExit as stop:
         if stop.code in (None, 0):
             raise
+        done.set()  # or this rank would follow itself, muted
         code = stop.code if isinstance(stop.code, int) else 1
         if board is None or board.claim("the script ended itself", seconds=0.0):
             if not isinstance(stop.code, int):
@@ -75,6 +76,7 @@ def rank_guard() -> Iterator[None]:
             _exit(code, board)
         _follow_down()
     except BaseException as error:  # whatever it is, the other ranks are waiting for this one
+        done.set()
         patience = _ANNOUNCEMENT_SECONDS if _lost_a_peer(error) else 0.0
         if board is None or board.claim(_summary(error), seconds=patience):
             _report(error)
@@ -152,7 +154,7 @@ def _follow(board: _FailureBoard, done: threading.Event) -> None:
     """End this process soon after another rank has failed, until ``done``."""
     while not done.wait(_POLL_SECONDS):
         try:
-            if board.announced():
+            if board.announced() and not done.is_set():
                 _follow_down()
         except ConnectionError:
             return  # rank 0 has ended, perhaps in peace; if not, the next collective fails

@@ -149,6 +149,8 @@ def test_an_interrupt_of_a_real_process(tmp_path):
     words = "simulate auto -p 16 -m 64 --costs 1,1.5,.5 --memory-cap .625 -o seconds=60".split()
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     program = f"""
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background, it is ignored
 from megatron_pipemem.cli import simulate
 from megatron_pipemem.cli.app import app
 load = simulate.load_schedule
@@ -175,13 +177,15 @@ def grid_file(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_grid_says_how_to_go_on(pipemem, monkeypatch, grid_file, tmp_path, number, code):
+def test_an_interrupted_grid_says_how_to_go_on(pipemem, monkeypatch, request, grid_file, tmp_path, number, code):
     def training(store, index) -> Command:
         """The second one ends the whole grid."""
         script = f"import os, time; os.kill({os.getpid()}, {int(number)}); time.sleep(60)" if index == 1 else ""
         return Command((sys.executable, "-c", script), {})
 
     monkeypatch.setattr(local, "_on_this_node", training)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     folder = tmp_path / "a folder"
     options = ["--output", folder, "--set", "training.iterations=3"]
     result = pipemem("grid", grid_file, "--max-parallel", 1, *options)
