@@ -23,6 +23,8 @@ from pathlib import Path
 
 import proof
 
+from megatron_pipemem.files import write_whole
+
 RANKS, MICROBATCHES, STEPS = 4, 8, 2
 FIRST_SECONDS, CASE_SECONDS = 120, 30
 """How long the ranks may take to start and run their first case, and for each further one, before they count as stuck."""
@@ -207,9 +209,8 @@ def run_rank(plan: dict) -> int:
         dist.all_gather_object(everyones, losses)
         if dist.get_rank() == 0:
             (result, *_) = (each for each in everyones if each)
-            beside = Path(plan["folder"]) / f"{number}.partial"
-            beside.write_text(json.dumps({"losses": result, "seconds": time.perf_counter() - begin}))
-            beside.rename(Path(plan["folder"]) / str(number))
+            found = {"losses": result, "seconds": time.perf_counter() - begin}
+            write_whole(Path(plan["folder"]) / str(number), json.dumps(found))
     dist.destroy_process_group()
     return 0
 

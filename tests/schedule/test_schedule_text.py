@@ -114,7 +114,7 @@ def test_layout_of_the_file_does_not_matter(schedule, data):
         ("0F0\r\n1F0,0B0\r\n", 2, 2, "stage 0 is on device 1 here and on device 0 above"),
         ("0F0;0B0\n", 1, 1, "'0F0;0B0' is not an action"),
         ("0F0,0BW0\n", 1, 2, "'0BW0' is not an action"),
-        ("0F0\n2F0\n", None, None, "no device runs stage 1"),
+        ("0F0\n2F0\n", 2, 1, "no device runs stage 1"),
         ("", None, None, "the file holds no actions"),
         (" , ,\n\n", None, None, "the file holds no actions"),
     ],
