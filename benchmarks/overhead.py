@@ -1,9 +1,9 @@
 """Counts the host time of a step: what the Python of a schedule costs when the model computes next to nothing.
 
-Claim: 1F1B and interleaved 1F1B by this plugin take no more host time than stock Megatron-Core's own functions. Both run
+Goal: 1F1B and interleaved 1F1B by this plugin take no more host time than stock Megatron-Core's own functions. Both run
 the same chunks through Megatron's own forward and backward steps, in one process in turn, so the ratio is what counts.
 
-    python benchmarks/overhead.py            # p = 2 and 4 on gloo ranks; p = 4, 8 and 16 played by one rank; some minutes
+    python benchmarks/overhead.py            # p = 2 and 4 on gloo ranks; p = 4, 8 and 16 played by one rank; many minutes
     python benchmarks/overhead.py --quick    # fewer sizes, fewer steps
 
 Host time is processor time of the rank's main thread (``time.thread_time``): waiting for a neighbour does not count, nor does
