@@ -12,7 +12,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_pipemem", "megatron_pipemem.*"]),
-    package_data={"megatron_pipemem.report": ["page.*"], "megatron_pipemem.configs": ["*/*.yaml"]},
+    package_data={"megatron_pipemem.report": ["page.*"], "megatron_pipemem.config": ["*/*.yaml"]},
     install_requires=["matplotlib>=3.8", "numpy>=1.26", "pyyaml>=6", "rich>=13", "typer>=0.12"],
     extras_require={
         "megatron": ["torch>=2.6", "megatron-core[training]>=0.19,<0.21", "psutil>=5.9"],

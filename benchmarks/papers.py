@@ -19,22 +19,22 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from megatron_pipemem.config import layout
+from megatron_pipemem.config.cluster import GIB, Cluster
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.model import Model
+from megatron_pipemem.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.planner.cluster import GIB, Cluster
-from megatron_pipemem.planner.loading import load
-from megatron_pipemem.planner.model import Model
 from megatron_pipemem.planner.offload_ratio import CHEAP
-from megatron_pipemem.planner.runs import Parallelism, Run, ScheduleChoice
-from megatron_pipemem.planner.search import layout
-from megatron_pipemem.planner.search.planning import plan
-from megatron_pipemem.planner.search.plans import Answer
-from megatron_pipemem.planner.search.space import Limits
-from megatron_pipemem.planner.search.step import mfu, price
-from megatron_pipemem.planner.search.variants import PLAIN, variants
-from megatron_pipemem.schedule.bounds import lower_bound
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.planner.planning import plan
+from megatron_pipemem.planner.plans import Answer
+from megatron_pipemem.planner.space import Limits
+from megatron_pipemem.planner.step import mfu, price
+from megatron_pipemem.planner.variants import PLAIN, variants
+from megatron_pipemem.schedule.core.bounds import lower_bound
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.simulator import simulate
 
 MACHINE = "a100-80g"
 DEVICES_PER_NODE = 8

@@ -9,12 +9,12 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 from megatron_pipemem.errors import PipememError, ScheduleError, UnknownScheduleError, UnsupportedError, UpstreamError
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import Timeline, simulate
+from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.registry import Family, build_schedule, register_schedule
-from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search import SearchResult, search_schedule
-from megatron_pipemem.schedule.simulator import Timeline, simulate
-from megatron_pipemem.schedule.validator import validate
 
 try:
     __version__ = version("megatron-pipemem")

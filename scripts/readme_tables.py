@@ -18,10 +18,10 @@ import quickstart
 from rich.console import Console
 
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.search import search_schedule
-from megatron_pipemem.schedule.simulator import Timeline, simulate
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 DEVICES, MICROBATCHES = 8, 32

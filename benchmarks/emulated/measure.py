@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from emulated.device import sharpen_timer
 from emulated.runtimes import Step, pass_seconds
-from megatron_pipemem.schedule.action import COMPUTE, Action, Kind
-from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import simulate
+from megatron_pipemem.schedule.core.action import COMPUTE, Action, Kind
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import simulate
 
 Passes = list[tuple[Action, float, float]]
 

@@ -12,8 +12,8 @@ from megatron_pipemem.runtime.vocabulary.embedding import EmbeddingWeightGradien
 from megatron_pipemem.runtime.vocabulary.head import HeadOptions, Scored, VocabularyHead
 from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition, WeightShard
 from megatron_pipemem.runtime.vocabulary.passes import Batch, Channels, VocabularyPasses
-from megatron_pipemem.schedule.action import VOCABULARY_COMPUTE, Action
-from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.core.action import VOCABULARY_COMPUTE, Action
+from megatron_pipemem.schedule.core.schedule import Schedule
 
 WORDS = 61
 

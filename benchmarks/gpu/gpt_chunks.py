@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 
-from megatron_pipemem.mcore.fused_kernels import FlashAttention
+from megatron_pipemem.mcore.model.fused_kernels import FlashAttention
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def measure(size, layers: str, rounds: int) -> dict[str, float]:
     from megatron.core import parallel_state, tensor_parallel
 
     import megatron_pipemem
-    from megatron_pipemem.mcore.transformer_engine import defer, delayed_modules
+    from megatron_pipemem.mcore.model.transformer_engine import defer, delayed_modules
     from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue, collecting
 
     megatron_pipemem.enable("zb-h1")

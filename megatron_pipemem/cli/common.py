@@ -17,11 +17,12 @@ from rich.text import Text
 
 from megatron_pipemem.cli.checks import check_size
 from megatron_pipemem.errors import CostsError, PipememError, ScheduleError, ScheduleFormatError, UnsupportedError
-from megatron_pipemem.schedule.costs import Channel, Costs
-from megatron_pipemem.schedule.csv_format import LETTERS, Table, read_schedule_file, read_table
-from megatron_pipemem.schedule.lint import find_obstacle
-from megatron_pipemem.schedule.memory_cap import MemoryCap, parse_cap, parse_caps
-from megatron_pipemem.schedule.offload import (
+from megatron_pipemem.schedule.core.costs import Channel, Costs
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_cap, parse_caps
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.features.offload import (
     OffloadPlan,
     fastest_within,
     over_cap,
@@ -29,15 +30,14 @@ from megatron_pipemem.schedule.offload import (
     recompute_plans,
     with_early_recompute,
 )
-from megatron_pipemem.schedule.offload.search import OffloadSearchResult, search_offload
+from megatron_pipemem.schedule.features.offload.search import OffloadSearchResult, search_offload
 from megatron_pipemem.schedule.options import AUTO, OFF, check_recompute, parse_options, searched_placements
-from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, check_options, family
-from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search import SearchResult, search_schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.size import is_fitted
-from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.schedule.text.csv_format import LETTERS, Table, read_schedule_file, read_table
+from megatron_pipemem.schedule.text.lint import find_obstacle
 
 CANNOT_RUN = "is valid, but cannot run here, where losses are bit-identical to stock Megatron's"
 """Of a table that other programs run."""

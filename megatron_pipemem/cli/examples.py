@@ -109,7 +109,7 @@ class RunCommand(CommandWithExamples):
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:
         super().format_help(ctx, formatter)
-        from megatron_pipemem.planner.run_flags import flag_parser
+        from megatron_pipemem.launch.flags import flag_parser
 
         flags = flag_parser().format_help().partition(":\n")[2]  # without argparse's own heading
         formatter.write(f"\n Flags after the script\n{indent(flags, ' ')}")

@@ -23,12 +23,12 @@ from megatron_pipemem.cli.launch import Set, check_script_flags
 from megatron_pipemem.cli.progress import duration, showing
 from megatron_pipemem.cli.report import show
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.planner.grid import slurm
-from megatron_pipemem.planner.grid.config import Point, label, load_points
-from megatron_pipemem.planner.grid.local import LocalRunner
-from megatron_pipemem.planner.grid.results import Result
-from megatron_pipemem.planner.grid.store import Store, store_of_point
-from megatron_pipemem.schedule.progress import Listener, listening
+from megatron_pipemem.launch.grid import slurm
+from megatron_pipemem.launch.grid.config import Point, label, load_points
+from megatron_pipemem.launch.grid.local import LocalRunner
+from megatron_pipemem.launch.grid.results import Result
+from megatron_pipemem.launch.grid.store import Store, store_of_point
+from megatron_pipemem.schedule.core.progress import Listener, listening
 
 Launcher = Literal["local", "slurm", "print"]
 _ROOT = Path(__file__).parents[2]

@@ -11,12 +11,12 @@ import typer
 
 from megatron_pipemem.cli.checks import Yes, check_port
 from megatron_pipemem.cli.common import Json, fail, print_json
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable
-from megatron_pipemem.planner.feasibility import feasible
-from megatron_pipemem.planner.launching import Nodes, command, min_nodes, ranks_per_node
-from megatron_pipemem.planner.loading import load
-from megatron_pipemem.planner.runs import Run
+from megatron_pipemem.launch.command import Nodes, command, min_nodes, ranks_per_node
+from megatron_pipemem.launch.feasibility import feasible
 
 Set = Annotated[
     list[str] | None,

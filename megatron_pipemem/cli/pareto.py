@@ -14,13 +14,13 @@ from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, priced_head
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report import pareto as picture
-from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.memory_cap import loosened
-from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.memory_cap import loosened
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.search import MAX_CHUNKS
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.pareto import Choice, bound_line, choices, trades, useful_caps
-from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM
 
 
 def pareto(

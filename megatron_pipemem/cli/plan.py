@@ -14,19 +14,19 @@ from megatron_pipemem.cli.checks import Yes, check_output, check_seconds
 from megatron_pipemem.cli.common import Json, console, fail, print_json
 from megatron_pipemem.cli.launch import Set
 from megatron_pipemem.cli.progress import showing
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.planner.loading import load
+from megatron_pipemem.planner.output import facts, gibibytes, run_files
+from megatron_pipemem.planner.planning import plan
+from megatron_pipemem.planner.plans import Answer, Plan
+from megatron_pipemem.planner.prices import Pace
 from megatron_pipemem.planner.profile import Profile
-from megatron_pipemem.planner.runs import Run
-from megatron_pipemem.planner.search.output import facts, gibibytes, run_files
-from megatron_pipemem.planner.search.planning import plan
-from megatron_pipemem.planner.search.plans import Answer, Plan
-from megatron_pipemem.planner.search.prices import Pace
-from megatron_pipemem.planner.search.space import KEYS, Limits
-from megatron_pipemem.planner.search.variants import PLAIN
+from megatron_pipemem.planner.space import KEYS, Limits
+from megatron_pipemem.planner.variants import PLAIN
 from megatron_pipemem.report.tables import FittingTable
-from megatron_pipemem.schedule.memory_cap import parse_bytes
+from megatron_pipemem.schedule.core.memory_cap import parse_bytes
 from megatron_pipemem.schedule.size import check_affordable
 
 _REASONS = 12

@@ -11,18 +11,18 @@ import typer
 
 from megatron_pipemem.cli.common import Json, console, print_json, report_note
 from megatron_pipemem.cli.progress import showing
+from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.loading import load, typed
+from megatron_pipemem.config.model import Execution, Model
+from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable, write_whole
-from megatron_pipemem.planner.cluster import Cluster
-from megatron_pipemem.planner.loading import load, typed
-from megatron_pipemem.planner.model import Execution, Model
 from megatron_pipemem.planner.offload_ratio import cheap_recompute, cluster_offload_ratio, offload_ratio
 from megatron_pipemem.planner.profile import Bandwidths, Part, Profile, even_layers, from_formulas
-from megatron_pipemem.planner.runs import Run
 from megatron_pipemem.report.tables import FittingTable
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.progress import doing
 from megatron_pipemem.schedule.options import AUTO, STOCK
-from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.progress import doing
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.request import FILE_SUFFIX
 

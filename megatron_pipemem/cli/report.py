@@ -12,11 +12,11 @@ import typer
 from megatron_pipemem.cli.checks import check_output
 from megatron_pipemem.cli.common import Json, console, print_json
 from megatron_pipemem.cli.progress import showing
+from megatron_pipemem.config.runs import REPORT
 from megatron_pipemem.errors import ConfigError, UnsupportedError
-from megatron_pipemem.planner.grid.config import Settings, label
-from megatron_pipemem.planner.grid.results import Result
-from megatron_pipemem.planner.grid.store import Store
-from megatron_pipemem.planner.runs import REPORT
+from megatron_pipemem.launch.grid.config import Settings, label
+from megatron_pipemem.launch.grid.results import Result
+from megatron_pipemem.launch.grid.store import Store
 from megatron_pipemem.reading import read_json
 from megatron_pipemem.report.grid import SUFFIXES, RunPoint, front, save_picture, table
 from megatron_pipemem.report.run import lines

@@ -35,8 +35,8 @@ from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, apply_head
 from megatron_pipemem.report import SUFFIXES, save_comparison, terminal_timeline
 from megatron_pipemem.report.timeline import boxes
-from megatron_pipemem.schedule.simulator import Timeline
-from megatron_pipemem.schedule.simulator import simulate as run_simulator
+from megatron_pipemem.schedule.core.simulator import Timeline
+from megatron_pipemem.schedule.core.simulator import simulate as run_simulator
 
 
 def show(

@@ -37,19 +37,19 @@ from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, apply_head
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.report.timeline import memory_text
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.bounds import lower_bound
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.bounds import lower_bound
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import Timeline, host_peaks, peaks
+from megatron_pipemem.schedule.core.simulator import simulate as run_simulator
+from megatron_pipemem.schedule.core.single_queue import run_single_queues
+from megatron_pipemem.schedule.core.validator import validate_program
+from megatron_pipemem.schedule.features.offload import recomputed_by_mode
+from megatron_pipemem.schedule.features.offload.search import OffloadSearchResult
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.offload import recomputed_by_mode
-from megatron_pipemem.schedule.offload.search import OffloadSearchResult
-from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search import Candidate
-from megatron_pipemem.schedule.simulator import Timeline, host_peaks, peaks
-from megatron_pipemem.schedule.simulator import simulate as run_simulator
-from megatron_pipemem.schedule.single_queue import run_single_queues
-from megatron_pipemem.schedule.validator import validate_program
 
 _USUAL = {
     "search_seconds": 0,

@@ -10,19 +10,19 @@ import typer
 from megatron_pipemem.cli.checks import check_layers
 from megatron_pipemem.cli.common import Loaded
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.magnitudes import LARGEST
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.magnitudes import LARGEST
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.features.vocabulary.baselines import head_on_last_stage
+from megatron_pipemem.schedule.features.vocabulary.choice import REDISTRIBUTE, choose_vocabulary
+from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts
+from megatron_pipemem.schedule.features.vocabulary.search import search_vocabulary
 from megatron_pipemem.schedule.options import OFF
-from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
-from megatron_pipemem.schedule.validator import validate
-from megatron_pipemem.schedule.vocabulary.baselines import head_on_last_stage
-from megatron_pipemem.schedule.vocabulary.choice import REDISTRIBUTE, choose_vocabulary
-from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM
-from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
-from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts
-from megatron_pipemem.schedule.vocabulary.search import search_vocabulary
 
 Switch = Literal["off", "1", "2", "auto"]
 VocabParallel = Annotated[

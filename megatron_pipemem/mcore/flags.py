@@ -7,12 +7,12 @@ import logging
 import os
 from itertools import pairwise
 
+from megatron_pipemem.config import layout
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.launch import cut_flags
+from megatron_pipemem.launch.flags import Parser, flag_parser, plan_parser
 from megatron_pipemem.mcore.plan_file import add_planned_flags
 from megatron_pipemem.mcore.plugin import Settings, source_for
-from megatron_pipemem.planner import cut_flags
-from megatron_pipemem.planner.run_flags import Parser, flag_parser, plan_parser
-from megatron_pipemem.planner.search import layout
 from megatron_pipemem.schedule.model_cut import check_cut, placements_of
 from megatron_pipemem.schedule.options import STOCK, parse_options
 from megatron_pipemem.schedule.request import FILE_SUFFIX

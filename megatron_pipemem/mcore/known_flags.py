@@ -29,7 +29,7 @@ _ASK = """
 import argparse, json, logging, warnings
 warnings.simplefilter("ignore")
 from megatron.training.arguments import add_megatron_arguments
-from megatron_pipemem.planner.run_flags import flag_parser
+from megatron_pipemem.launch.flags import flag_parser
 parser = argparse.ArgumentParser(allow_abbrev=False)
 add_megatron_arguments(parser)
 known = {}

@@ -10,13 +10,16 @@ from typing import NamedTuple
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero
-from megatron_pipemem.mcore.offloading import Offloading
 from megatron_pipemem.mcore.sources import ONE_BY_ONE, Changes, Plan, Shape, Source, with_messages
-from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.costs import Channel, Costs
-from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.memory_cap import MemoryCap, loosened
-from megatron_pipemem.schedule.offload import (
+from megatron_pipemem.mcore.step.offloading import Offloading
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.costs import Channel, Costs
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap, loosened
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Order, Schedule
+from megatron_pipemem.schedule.core.simulator import held_after, peaks
+from megatron_pipemem.schedule.families.plain import serial_schedule
+from megatron_pipemem.schedule.features.offload import (
     OffloadPlan,
     fastest_within,
     over_cap,
@@ -26,12 +29,9 @@ from megatron_pipemem.schedule.offload import (
     with_early_recompute,
     with_recompute,
 )
-from megatron_pipemem.schedule.offload.search import OffloadSearchResult, search_offload
-from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.plain import serial_schedule
-from megatron_pipemem.schedule.schedule import Order, Schedule
+from megatron_pipemem.schedule.features.offload.search import OffloadSearchResult, search_offload
+from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.search.problem import better_full
-from megatron_pipemem.schedule.simulator import held_after, peaks
 
 logger = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.planner.launching import planned_flags
-from megatron_pipemem.planner.loading import load
-from megatron_pipemem.planner.runs import Run
+from megatron_pipemem.launch.command import planned_flags
 
 _REPEATED = ("--pipemem-option", "--pipemem-offload-option")  # each occurrence says something else
 

@@ -12,21 +12,22 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore import linear, observer, transformer_engine
 from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.asynchronous.source import AsynchronousSource
 from megatron_pipemem.mcore.asynchronous.training import AsynchronousTraining
 from megatron_pipemem.mcore.loop_arguments import saves_after
-from megatron_pipemem.mcore.offloading import Offloading, OffloadSettings
+from megatron_pipemem.mcore.model import linear, transformer_engine
+from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.patching import PatchSet, Symbol, is_imported
-from megatron_pipemem.mcore.placement import ChunkPlacement
-from megatron_pipemem.mcore.programs import ProgramCache
 from megatron_pipemem.mcore.replanning import Replanner
-from megatron_pipemem.mcore.run_record import LOSSES, RunRecord
-from megatron_pipemem.mcore.scalars import Scalars
+from megatron_pipemem.mcore.report import observer
+from megatron_pipemem.mcore.report.run_record import LOSSES, RunRecord
+from megatron_pipemem.mcore.report.scalars import Scalars
 from megatron_pipemem.mcore.search_source import source_of
 from megatron_pipemem.mcore.sources import Source
-from megatron_pipemem.mcore.step import USED, WITH_INTERLEAVING, WITHOUT_INTERLEAVING, ForwardBackward
+from megatron_pipemem.mcore.step.forward_backward import USED, WITH_INTERLEAVING, WITHOUT_INTERLEAVING, ForwardBackward
+from megatron_pipemem.mcore.step.offloading import Offloading, OffloadSettings
+from megatron_pipemem.mcore.step.programs import ProgramCache
 from megatron_pipemem.mcore.vocabulary.source import check_vocab_parallel
 from megatron_pipemem.schedule.options import OFF, STOCK
 from megatron_pipemem.schedule.request import PROFILE, check_request, prices_of

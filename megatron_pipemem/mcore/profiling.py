@@ -30,26 +30,26 @@ from megatron.core.transformer.module import Float16Module
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.model import Execution, Model, Passes, head_flops, layer_flops, padded_vocabulary
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore import linear
-from megatron_pipemem.mcore.fused_kernels import FlashAttention, fused_rms_norm
+from megatron_pipemem.mcore.model import linear
+from megatron_pipemem.mcore.model.fused_kernels import FlashAttention, fused_rms_norm
+from megatron_pipemem.mcore.model.placement import ChunkPlacement
+from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext, watch_batches
+from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.patching import PatchSet
-from megatron_pipemem.mcore.placement import ChunkPlacement
-from megatron_pipemem.mcore.stages import ChunkStage, StepContext, watch_batches
-from megatron_pipemem.mcore.step import observe
-from megatron_pipemem.mcore.transformer_engine import delayed_modules
+from megatron_pipemem.mcore.step.forward_backward import observe
 from megatron_pipemem.planner.activations import gathered_bytes, message_bytes
-from megatron_pipemem.planner.cluster import Cluster
-from megatron_pipemem.planner.model import Execution, Model, Passes, head_flops, layer_flops, padded_vocabulary
 from megatron_pipemem.planner.profile import Part, Profile, adam_seconds, modelled_seconds, speed
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.trace import TracedAction
-from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.progress import doing
+from megatron_pipemem.schedule.families.plain import serial_schedule
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.plain import serial_schedule
-from megatron_pipemem.schedule.progress import doing
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # A pipeline of three: the stage that reads the data, one in the middle, and the one with the loss.

@@ -13,9 +13,9 @@ from megatron_pipemem.runtime.activation_ledger import ActivationLedger, bytes_p
 from megatron_pipemem.runtime.measured_costs import Medians, Stopwatch, average, costs_from, drift
 from megatron_pipemem.runtime.trace import Trace, TracedAction
 from megatron_pipemem.runtime.transport import Edge
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.placement import Placement
 
 logger = logging.getLogger(__name__)
 

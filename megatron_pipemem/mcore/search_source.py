@@ -12,7 +12,6 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero, tell
 from megatron_pipemem.mcore.asynchronous.source import AsynchronousSource
 from megatron_pipemem.mcore.offload_source import OffloadSource
-from megatron_pipemem.mcore.offloading import Offloading
 from megatron_pipemem.mcore.sources import (
     ONE_BY_ONE,
     Changes,
@@ -24,15 +23,20 @@ from megatron_pipemem.mcore.sources import (
     microbatches_of_the_run,
     with_messages,
 )
+from megatron_pipemem.mcore.step.offloading import Offloading
 from megatron_pipemem.mcore.vocabulary.source import VocabularySource, check_vocab_parallel
-from megatron_pipemem.schedule.action import VOCABULARY, Kind
-from megatron_pipemem.schedule.bounds import lower_bound
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.core.action import VOCABULARY, Kind
+from megatron_pipemem.schedule.core.bounds import lower_bound
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap, format_bytes, loosened, parse_caps
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Order, Schedule
+from megatron_pipemem.schedule.core.simulator import held_after, peaks
+from megatron_pipemem.schedule.families.plain import serial_schedule
+from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.features.vocabulary.search import search_vocabulary
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.memory_cap import MemoryCap, format_bytes, loosened, parse_caps
 from megatron_pipemem.schedule.options import AUTO, OFF, searched_placements
-from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.plain import serial_schedule
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.request import (
     FILE_SUFFIX,
@@ -41,13 +45,9 @@ from megatron_pipemem.schedule.request import (
     check_search_options,
     prices_of,
 )
-from megatron_pipemem.schedule.schedule import Order, Schedule
 from megatron_pipemem.schedule.search import SearchResult, search_schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.problem import better_full
-from megatron_pipemem.schedule.simulator import held_after, peaks
-from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
-from megatron_pipemem.schedule.vocabulary.search import search_vocabulary
 
 logger = logging.getLogger(__name__)
 

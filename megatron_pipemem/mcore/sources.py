@@ -12,18 +12,18 @@ from typing import NamedTuple
 from megatron.core import num_microbatches_calculator
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.launch.cut_flags import as_built
 from megatron_pipemem.mcore.agreement import is_first_rank
-from megatron_pipemem.planner.cut_flags import as_built
 from megatron_pipemem.report.run import plan_line
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import Timeline, simulate
+from megatron_pipemem.schedule.families.plain import forward_schedule
 from megatron_pipemem.schedule.model_cut import placements_of
-from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.plain import forward_schedule
 from megatron_pipemem.schedule.registry import build_schedule, chunks_per_device, family
 from megatron_pipemem.schedule.request import check_devices_of_file, check_microbatches_of_file, schedule_of_file
-from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import Timeline, simulate
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,15 @@
-"""What to run: shapes of models and machines, what their layers cost, and which configuration is fastest.
+"""``pipemem plan``: every way to run a model on a cluster, priced, and the best of them.
 
-* ``loading``         YAML files into typed, frozen dataclasses
-* ``model``           the shape of a model: parameters, FLOPs
-* ``cluster``         a machine park: memory, speed, links
 * ``activations``     the bytes a microbatch keeps, by what needs them
-* ``offload_ratio``   the time activations take to the host and back, over the time they are computed with
 * ``profile``         what layers cost, measured or modelled, and the costs of stages made of them
+* ``prices``          what a layer, the embedding and the head take on one rank, messages included
+* ``offload_ratio``   the time activations take to the host and back, over the time they are computed with
+* ``partition``       which layers go to which stage
+* ``step``            a run on a placement: costs of stages, bytes of ranks, what a step takes beside its schedule
+* ``memory``          whether a run as configured fits its devices
+* ``space``           what there is to choose from
+* ``replay``          one order under many costs
+* ``variants``        what runs can do beside computing in another order
+* ``planning``        the search
+* ``output``          a plan as a run configuration and as JSON
 """

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_pipemem.planner.model import Execution, Model, groups_per_rank, padded_vocabulary, tokens
+from megatron_pipemem.config.model import Execution, Model, groups_per_rank, padded_vocabulary, tokens
 
 _SUM = 4  # bytes of a statistic, a softmax's sum, or a logit's exponential: always fp32
 

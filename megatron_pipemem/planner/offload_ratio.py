@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_pipemem.config.cluster import Cluster, HostChannel
+from megatron_pipemem.config.model import Execution, Model, layer_flops
 from megatron_pipemem.planner.activations import moved_bytes
-from megatron_pipemem.planner.cluster import Cluster, HostChannel
-from megatron_pipemem.planner.model import Execution, Model, layer_flops
 
 CHEAP = ("layernorm", "activation")
 """What is cheaper to compute again than to move."""

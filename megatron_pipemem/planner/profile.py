@@ -13,11 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.planner.activations import Kept, embedding_bytes, head_bytes, layer_bytes, message_bytes
-from megatron_pipemem.planner.cluster import Cluster, Link
-from megatron_pipemem.planner.loading import typed
-from megatron_pipemem.planner.model import (
+from megatron_pipemem.config.cluster import Cluster, Link
+from megatron_pipemem.config.loading import typed
+from megatron_pipemem.config.model import (
     Execution,
     Model,
     Passes,
@@ -27,11 +25,13 @@ from megatron_pipemem.planner.model import (
     layer_flops,
     layer_parameters,
 )
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.planner.activations import Kept, embedding_bytes, head_bytes, layer_bytes, message_bytes
 from megatron_pipemem.reading import read_json
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.magnitudes import LARGEST, shortened
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.magnitudes import LARGEST, shortened
+from megatron_pipemem.schedule.core.placement import Placement
 
 Source = Literal["formulas", "fake tensors", "measured"]
 

@@ -31,8 +31,8 @@ from megatron_pipemem.report.timeline import (
     legend,
     memory_text,
 )
-from megatron_pipemem.schedule.action import MEMORY, VOCABULARY, Kind
-from megatron_pipemem.schedule.simulator import Timeline
+from megatron_pipemem.schedule.core.action import MEMORY, VOCABULARY, Kind
+from megatron_pipemem.schedule.core.simulator import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -27,7 +27,7 @@ from megatron_pipemem.report.timeline import (
     legend_name,
     memory_text,
 )
-from megatron_pipemem.schedule.simulator import Timeline
+from megatron_pipemem.schedule.core.simulator import Timeline
 
 
 def page(timelines: Sequence[Timeline]) -> str:

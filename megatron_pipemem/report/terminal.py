@@ -22,8 +22,8 @@ from megatron_pipemem.report.timeline import (
     legend,
     memory_text,
 )
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.simulator import Timeline
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.simulator import Timeline
 
 _MAX_CELL = 4
 """Columns of the shortest action when there is room: ``F12`` and a gap."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from megatron_pipemem.schedule.action import VOCABULARY, Action, Kind
-from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import Timeline, dependencies, held_after
+from megatron_pipemem.schedule.core.action import VOCABULARY, Action, Kind
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import Timeline, dependencies, held_after
 
 KIND_NAMES = {
     Kind.F: "forward",

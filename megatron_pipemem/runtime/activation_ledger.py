@@ -20,8 +20,8 @@ from functools import wraps
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.simulator import held_after
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.simulator import held_after
 
 logger = logging.getLogger(__name__)
 

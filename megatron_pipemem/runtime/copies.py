@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pipemem.runtime.groups import new_groups
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.placement import Placement
 
 Channels = Mapping[tuple[int, ...], dist.ProcessGroup]
 

@@ -18,8 +18,8 @@ from megatron_pipemem.runtime.trace import Trace
 from megatron_pipemem.runtime.transport import Transport
 from megatron_pipemem.runtime.vocabulary.passes import VocabularyPasses
 from megatron_pipemem.runtime.weight_gradients import ImmediateWeightGradients, WeightGradientQueue, collecting
-from megatron_pipemem.schedule.action import VOCABULARY, VOCABULARY_COMPUTE, Action, Kind
-from megatron_pipemem.schedule.schedule import Program
+from megatron_pipemem.schedule.core.action import VOCABULARY, VOCABULARY_COMPUTE, Action, Kind
+from megatron_pipemem.schedule.core.schedule import Program
 
 _NOTHING = nullcontext()
 

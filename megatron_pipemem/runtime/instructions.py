@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.schedule import Program
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.schedule import Program
 
 Key = tuple[int, int]
 """Stage and microbatch: what belongs to one forward of one stage."""

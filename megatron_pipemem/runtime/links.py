@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pipemem.runtime.transport import Edge, MessageFormat, edges
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.placement import Placement
 
 _ROUND_TRIPS = 5
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from megatron_pipemem.runtime.trace import TracedAction
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import SELECTIVE_SECONDS, Costs
-from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import SELECTIVE_SECONDS, Costs
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts
 
 Medians = dict[tuple[Kind, int], float]
 """Seconds of a kind of action on a stage."""

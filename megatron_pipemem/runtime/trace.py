@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_pipemem.schedule.action import Action
+from megatron_pipemem.schedule.core.action import Action
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_pipemem.runtime.groups import new_groups
-from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.placement import Placement
 
 Edge = tuple[int, int]
 

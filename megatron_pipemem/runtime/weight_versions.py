@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from megatron_pipemem.schedule.action import Action, Kind
+from megatron_pipemem.schedule.core.action import Action, Kind
 
 _ALIGNMENT = 128  # bytes, so that every parameter begins where kernels like it
 

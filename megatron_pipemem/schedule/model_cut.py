@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.options import AUTO, searched_placements
-from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, family
 
 

@@ -12,11 +12,11 @@ from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 
 from megatron_pipemem.errors import PipememError, UnknownScheduleError, UnsupportedError
-from megatron_pipemem.schedule.brief import brief
-from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.memory_cap import loosened, per_device
-from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import peaks
+from megatron_pipemem.schedule.core.brief import brief
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.memory_cap import loosened, per_device
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import peaks
 
 ENTRY_POINT_GROUP = "megatron_pipemem.schedules"
 

@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.csv_format import read_schedule_file
-from megatron_pipemem.schedule.memory_cap import parse_caps
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.memory_cap import parse_caps
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.features.windows import UPDATE_EVERY
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, check_effort, searched_placements
-from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import check_options, family
-from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.validator import validate
-from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM
-from megatron_pipemem.schedule.windows import UPDATE_EVERY
+from megatron_pipemem.schedule.text.csv_format import read_schedule_file
 
 PROFILE = "profile"
 FILE_SUFFIX = ".csv"

@@ -13,7 +13,7 @@ from typer.main import get_command
 
 from megatron_pipemem.cli.app import app
 from megatron_pipemem.cli.examples import EXAMPLES
-from megatron_pipemem.planner import run_flags
+from megatron_pipemem.launch import flags as run_flags
 
 COMMANDS = ["schedules", "simulate", "show", "check", "convert", "run"]
 

@@ -22,17 +22,17 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megatron_pipemem.cli.app import app
+from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.loading import SHIPPED, load
+from megatron_pipemem.config.model import Execution, Model
+from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import PipememError
-from megatron_pipemem.planner.cluster import Cluster
-from megatron_pipemem.planner.grid.results import Result
-from megatron_pipemem.planner.grid.store import Store
-from megatron_pipemem.planner.loading import SHIPPED, load
-from megatron_pipemem.planner.model import Execution, Model
+from megatron_pipemem.launch.grid.results import Result
+from megatron_pipemem.launch.grid.store import Store
 from megatron_pipemem.planner.profile import Profile, from_formulas
-from megatron_pipemem.planner.runs import Run
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.registry import build_schedule, families
-from megatron_pipemem.schedule.schedule import Schedule
 
 TIMES = int(os.environ.get("PIPEMEM_FUZZ", "1"))
 SECONDS = 60  # of a busy core, for what takes one at most

@@ -17,14 +17,14 @@ from rich.console import Console
 
 from megatron_pipemem import Costs, search_schedule
 from megatron_pipemem.cli import app, check, convert, grid, pareto, plan, profile, progress, show, simulate
-from megatron_pipemem.planner.grid import local
-from megatron_pipemem.planner.launching import Command
-from megatron_pipemem.planner.loading import load
-from megatron_pipemem.planner.runs import Run
-from megatron_pipemem.planner.search.planning import plan as make_plan
-from megatron_pipemem.schedule import progress as told
-from megatron_pipemem.schedule.costs import Channel
-from megatron_pipemem.schedule.offload.search import search_offload
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.runs import Run
+from megatron_pipemem.launch.command import Command
+from megatron_pipemem.launch.grid import local
+from megatron_pipemem.planner.planning import plan as make_plan
+from megatron_pipemem.schedule.core import progress as told
+from megatron_pipemem.schedule.core.costs import Channel
+from megatron_pipemem.schedule.features.offload.search import search_offload
 from megatron_pipemem.schedule.search.pareto import choices
 
 RUN = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from rich.console import Console
 
-from megatron_pipemem.planner.grid.config import load_points
-from megatron_pipemem.planner.grid.results import Result
-from megatron_pipemem.planner.grid.store import Store
+from megatron_pipemem.launch.grid.config import load_points
+from megatron_pipemem.launch.grid.results import Result
+from megatron_pipemem.launch.grid.store import Store
 from megatron_pipemem.report.tables import FittingTable
 
 GIB, MIB = 1 << 30, 1 << 20

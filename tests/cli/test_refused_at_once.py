@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.registry import build_schedule, families
-from megatron_pipemem.schedule.simulator import simulate
 from megatron_pipemem.schedule.size import estimated, is_fitted
 
 ROOT = Path(__file__).parents[2]

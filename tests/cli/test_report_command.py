@@ -7,8 +7,8 @@ import json
 import pytest
 
 from megatron_pipemem.report.run import plan_line
+from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.simulator import simulate
 
 PLAN = {
     "schedule": "v-half",

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.core.schedule import Schedule
 
 SIZE = ("simulate", "1f1b", "-p", 4, "-m", 8)
 
@@ -75,8 +75,8 @@ def test_refusals(refuses):
 
 
 def test_a_file_keeps_its_passes(pipemem, pipemem_json, tmp_path):
+    from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
     from megatron_pipemem.schedule.registry import build_schedule
-    from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
 
     schedule = with_vocabulary(build_schedule("v-half", num_devices=3, num_microbatches=4), 2)
     path = tmp_path / "v.csv"

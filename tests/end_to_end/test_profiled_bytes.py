@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.simulator import held_after
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.simulator import held_after
 
 RUN = """
 model: tiny-gpt

@@ -9,7 +9,7 @@ pytest.importorskip("megatron.core")
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.search_source import source_of
 from megatron_pipemem.mcore.sources import FamilySource, Shape
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.registry import build_schedule, families, family
 
 RUNNABLE = [each.name for each in families() if not each.simulated_only]

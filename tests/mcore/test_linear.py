@@ -9,8 +9,8 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.tensor_parallel import layers  # noqa: E402
 
-from megatron_pipemem.mcore import linear  # noqa: E402
-from megatron_pipemem.mcore.linear import GRADIENT_READY, attach_ddp_hooks, split_linear  # noqa: E402
+from megatron_pipemem.mcore.model import linear  # noqa: E402
+from megatron_pipemem.mcore.model.linear import GRADIENT_READY, attach_ddp_hooks, split_linear  # noqa: E402
 from megatron_pipemem.runtime.weight_gradients import (  # noqa: E402
     ImmediateWeightGradients,
     WeightGradientQueue,

@@ -11,9 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from megatron_pipemem.mcore import losses  # noqa: E402
-from megatron_pipemem.mcore.losses import LossCarrier, gather_losses  # noqa: E402
-from megatron_pipemem.mcore.stages import StepContext  # noqa: E402
+from megatron_pipemem.mcore.model.stages import StepContext  # noqa: E402
+from megatron_pipemem.mcore.step import losses  # noqa: E402
+from megatron_pipemem.mcore.step.losses import LossCarrier, gather_losses  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
 
 

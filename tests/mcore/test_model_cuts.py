@@ -15,9 +15,9 @@ import torch.distributed as dist  # noqa: E402
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags  # noqa: E402
+from megatron_pipemem.mcore.model.whole_model import check_whole_model, look_into  # noqa: E402
 from megatron_pipemem.mcore.search_source import source_of  # noqa: E402
-from megatron_pipemem.mcore.whole_model import check_whole_model, look_into  # noqa: E402
-from megatron_pipemem.schedule.placement import Placement  # noqa: E402
+from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
 
 SIZES = ["--pipeline-model-parallel-size", "4", "--num-layers", "24"]

@@ -10,20 +10,21 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore import agreement, offloading
+from megatron_pipemem.mcore import agreement
+from megatron_pipemem.mcore.model.stages import Tape, watch_batches
 from megatron_pipemem.mcore.offload_source import ASSUMED_RATIO, OffloadSource
-from megatron_pipemem.mcore.offloading import Offloading, OffloadSettings
 from megatron_pipemem.mcore.plugin import Settings, source_for
 from megatron_pipemem.mcore.sources import Plan, Shape
-from megatron_pipemem.mcore.stages import Tape, watch_batches
+from megatron_pipemem.mcore.step import offloading
+from megatron_pipemem.mcore.step.offloading import Offloading, OffloadSettings
 from megatron_pipemem.runtime.offload.host_link import HostLink
-from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.costs import Channel, Costs
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.costs import Channel, Costs
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.simulator import peaks
+from megatron_pipemem.schedule.core.validator import validate, validate_program
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.search.problem import better_full
-from megatron_pipemem.schedule.simulator import peaks
-from megatron_pipemem.schedule.validator import validate, validate_program
 
 SHAPE = Shape(4, 2, 8)
 MESSAGE = 3

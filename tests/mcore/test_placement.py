@@ -13,10 +13,10 @@ pytest.importorskip("megatron.core")
 from megatron.core import parallel_state  # noqa: E402
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.mcore.model.placement import ChunkPlacement, RoundRobinRank, round_robin_rank  # noqa: E402
 from megatron_pipemem.mcore.patching import PatchSet  # noqa: E402
-from megatron_pipemem.mcore.placement import ChunkPlacement, RoundRobinRank, round_robin_rank  # noqa: E402
 from megatron_pipemem.mcore.sources import FamilySource  # noqa: E402
-from megatron_pipemem.schedule.placement import Placement  # noqa: E402
+from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
 
 
 class Group:

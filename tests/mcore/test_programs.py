@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
-from megatron_pipemem.mcore.programs import ProgramCache
-from megatron_pipemem.mcore.single_queue import has_single_queue
 from megatron_pipemem.mcore.sources import FamilySource, Shape
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.validator import validate_program
+from megatron_pipemem.mcore.step.programs import ProgramCache
+from megatron_pipemem.mcore.step.single_queue import has_single_queue
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.validator import validate_program
 
 
 def compile(programs, m=8, chunks=2, forward_only=False, agree=lambda digest: None, group_size=None):

@@ -12,7 +12,7 @@ from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.asynchronous.optimizer import StageOptimizer  # noqa: E402
 from megatron_pipemem.mcore.asynchronous.refusals import check_asynchronous  # noqa: E402
 from megatron_pipemem.mcore.plugin import disable, enable  # noqa: E402
-from megatron_pipemem.mcore.refusals import check_chunks, check_config  # noqa: E402
+from megatron_pipemem.mcore.step.refusals import check_chunks, check_config  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
 
 

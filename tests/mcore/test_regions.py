@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.mlp import MLP  # noqa: E402
 
-from megatron_pipemem.mcore.regions import regions_of  # noqa: E402
+from megatron_pipemem.mcore.model.regions import regions_of  # noqa: E402
 from megatron_pipemem.runtime.selective import Recorder  # noqa: E402
 
 TOKENS, HIDDEN, INNER = 5, 4, 16

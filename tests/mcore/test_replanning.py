@@ -8,15 +8,15 @@ pytest.importorskip("megatron.core")
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import replanning
-from megatron_pipemem.mcore.programs import ProgramCache
 from megatron_pipemem.mcore.replanning import FIRST_STEPS, WINDOW, News, Replanner, merge_bytes
 from megatron_pipemem.mcore.search_source import source_of
 from megatron_pipemem.mcore.sources import FamilySource, Shape
+from megatron_pipemem.mcore.step.programs import ProgramCache
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
 from megatron_pipemem.runtime.trace import TracedAction
-from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.placement import Placement
 
 ALONE = Shape(1, 1, 2)
 

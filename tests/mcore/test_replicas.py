@@ -13,21 +13,21 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.mcore.dealing import deal  # noqa: E402
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags  # noqa: E402
-from megatron_pipemem.mcore.refusals import check_chunks  # noqa: E402
-from megatron_pipemem.mcore.replicas import check_config, gradients  # noqa: E402
+from megatron_pipemem.mcore.model.replicas import check_config, gradients  # noqa: E402
+from megatron_pipemem.mcore.model.weight_memory import count_weights, predict_weights  # noqa: E402
 from megatron_pipemem.mcore.sources import FamilySource, Shape  # noqa: E402
+from megatron_pipemem.mcore.step.dealing import deal  # noqa: E402
+from megatron_pipemem.mcore.step.refusals import check_chunks  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.source import VocabularySource  # noqa: E402
-from megatron_pipemem.mcore.weight_memory import count_weights, predict_weights  # noqa: E402
-from megatron_pipemem.schedule.action import Kind  # noqa: E402
+from megatron_pipemem.schedule.core.action import Kind  # noqa: E402
+from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
+from megatron_pipemem.schedule.core.simulator import simulate  # noqa: E402
+from megatron_pipemem.schedule.core.validator import validate, validate_program  # noqa: E402
+from megatron_pipemem.schedule.families.plain import forward_schedule, serial_schedule  # noqa: E402
 from megatron_pipemem.schedule.lowering import lower  # noqa: E402
-from megatron_pipemem.schedule.placement import Placement  # noqa: E402
-from megatron_pipemem.schedule.plain import forward_schedule, serial_schedule  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
 from megatron_pipemem.schedule.request import check_copies  # noqa: E402
-from megatron_pipemem.schedule.simulator import simulate  # noqa: E402
-from megatron_pipemem.schedule.validator import validate, validate_program  # noqa: E402
 
 
 class Counted:

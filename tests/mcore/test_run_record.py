@@ -15,15 +15,16 @@ pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 import torch.distributed as dist  # noqa: E402
 
 from megatron_pipemem.errors import OutputError, UnsupportedError  # noqa: E402
-from megatron_pipemem.mcore import plugin, scalars  # noqa: E402
-from megatron_pipemem.mcore.run_record import RunRecord, StepRecord  # noqa: E402
-from megatron_pipemem.mcore.scalars import Scalars  # noqa: E402
+from megatron_pipemem.mcore import plugin  # noqa: E402
+from megatron_pipemem.mcore.model.weight_memory import WeightBytes  # noqa: E402
+from megatron_pipemem.mcore.report import scalars  # noqa: E402
+from megatron_pipemem.mcore.report.run_record import RunRecord, StepRecord  # noqa: E402
+from megatron_pipemem.mcore.report.scalars import Scalars  # noqa: E402
 from megatron_pipemem.mcore.sources import FamilySource, Plan, Shape  # noqa: E402
-from megatron_pipemem.mcore.weight_memory import WeightBytes  # noqa: E402
 from megatron_pipemem.report.run import lines, table  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.trace import TracedAction  # noqa: E402
-from megatron_pipemem.schedule.action import COMPUTE, Kind  # noqa: E402
+from megatron_pipemem.schedule.core.action import COMPUTE, Kind  # noqa: E402
 from megatron_pipemem.schedule.lowering import lower  # noqa: E402
 
 

@@ -13,12 +13,12 @@ from megatron_pipemem.errors import PipememError, ScheduleError, ScheduleFormatE
 from megatron_pipemem.mcore import search_source
 from megatron_pipemem.mcore.search_source import SearchSource, source_of
 from megatron_pipemem.mcore.sources import ONE_BY_ONE, Shape
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.simulator import held_after, simulate
+from megatron_pipemem.schedule.core.validator import validate, validate_program
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.simulator import held_after, simulate
-from megatron_pipemem.schedule.validator import validate, validate_program
 
 QUICK = {"seconds": 1}
 

@@ -13,17 +13,17 @@ pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 import torch.distributed as dist  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 
-from megatron_pipemem.mcore import step  # noqa: E402
-from megatron_pipemem.mcore.placement import ChunkPlacement  # noqa: E402
+from megatron_pipemem.mcore.model.placement import ChunkPlacement  # noqa: E402
+from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext  # noqa: E402
 from megatron_pipemem.mcore.plugin import Settings, source_for  # noqa: E402
-from megatron_pipemem.mcore.programs import ProgramCache  # noqa: E402
-from megatron_pipemem.mcore.stages import ChunkStage, StepContext  # noqa: E402
-from megatron_pipemem.mcore.step import ForwardBackward  # noqa: E402
+from megatron_pipemem.mcore.step import forward_backward as step  # noqa: E402
+from megatron_pipemem.mcore.step.forward_backward import ForwardBackward  # noqa: E402
+from megatron_pipemem.mcore.step.programs import ProgramCache  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.stages import FirstStage, LastStage  # noqa: E402
 from megatron_pipemem.runtime.executor import StageRunner  # noqa: E402
 from megatron_pipemem.runtime.groups import new_groups  # noqa: E402
 from megatron_pipemem.runtime.transport import edges  # noqa: E402
-from megatron_pipemem.schedule.placement import Placement  # noqa: E402
+from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
 
 ONE_CHUNK, TWO_CHUNKS = Placement.linear(4), Placement.interleaved(4, 2)
 

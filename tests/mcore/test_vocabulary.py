@@ -18,11 +18,11 @@ from megatron_pipemem.mcore.vocabulary import source as vocabulary_source  # noq
 from megatron_pipemem.mcore.vocabulary.batches import calls_of  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.choice import choose_barriers, head_in_layers  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.refusals import check_configuration  # noqa: E402
-from megatron_pipemem.schedule.costs import Costs  # noqa: E402
+from megatron_pipemem.schedule.core.costs import Costs  # noqa: E402
+from megatron_pipemem.schedule.core.simulator import simulate  # noqa: E402
+from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary  # noqa: E402
+from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
-from megatron_pipemem.schedule.simulator import simulate  # noqa: E402
-from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary  # noqa: E402
-from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts  # noqa: E402
 
 
 class Model(torch.nn.Module):

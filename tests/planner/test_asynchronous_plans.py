@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pipemem.planner.cluster import Cluster, HostChannel, Link
-from megatron_pipemem.planner.feasibility import feasible
-from megatron_pipemem.planner.model import Model
-from megatron_pipemem.planner.runs import Parallelism, Run
-from megatron_pipemem.planner.search.planning import plan
-from megatron_pipemem.planner.search.space import Limits
+from megatron_pipemem.config.cluster import Cluster, HostChannel, Link
+from megatron_pipemem.config.model import Model
+from megatron_pipemem.config.runs import Parallelism, Run
+from megatron_pipemem.launch.feasibility import feasible
+from megatron_pipemem.planner.planning import plan
+from megatron_pipemem.planner.space import Limits
 
 CLUSTER = Cluster(
     memory_gib=24.0,

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.planner.activations import head_bytes, layer_bytes, layer_tensors, moved_bytes
-from megatron_pipemem.planner.cluster import Cluster, HostChannel
-from megatron_pipemem.planner.loading import load
-from megatron_pipemem.planner.model import (
+from megatron_pipemem.config.cluster import Cluster, HostChannel
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.model import (
     Execution,
     Model,
     head_flops,
@@ -21,6 +19,8 @@ from megatron_pipemem.planner.model import (
     layer_parameters,
     model_flops,
 )
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.planner.activations import head_bytes, layer_bytes, layer_tensors, moved_bytes
 from megatron_pipemem.planner.offload_ratio import (
     cheap_recompute,
     cluster_offload_ratio,

@@ -11,13 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_pipemem.cli.app import app
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.planner.grid.config import load_points
-from megatron_pipemem.planner.grid.results import Result, collect, read_result
-from megatron_pipemem.planner.grid.slurm import queued
-from megatron_pipemem.planner.grid.store import Store
-from megatron_pipemem.planner.loading import load
-from megatron_pipemem.planner.runs import Run
+from megatron_pipemem.launch.grid.config import load_points
+from megatron_pipemem.launch.grid.results import Result, collect, read_result
+from megatron_pipemem.launch.grid.slurm import queued
+from megatron_pipemem.launch.grid.store import Store
 
 TINY = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
 RANK = {

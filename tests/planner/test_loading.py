@@ -8,10 +8,9 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.planner.cluster import Cluster
-from megatron_pipemem.planner.loading import load, names
-from megatron_pipemem.planner.model import (
+from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.loading import load, names
+from megatron_pipemem.config.model import (
     Execution,
     Model,
     embedding_parameters,
@@ -19,6 +18,7 @@ from megatron_pipemem.planner.model import (
     layer_parameters,
     padded_vocabulary,
 )
+from megatron_pipemem.errors import ConfigError
 
 
 @dataclass(frozen=True)

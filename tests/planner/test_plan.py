@@ -13,26 +13,26 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megatron_pipemem.cli.app import app
+from megatron_pipemem.config.cluster import GIB, HostChannel
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.model import Execution, Passes
+from megatron_pipemem.config.runs import Parallelism, Run
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
-from megatron_pipemem.planner.cluster import GIB, HostChannel
-from megatron_pipemem.planner.feasibility import feasible
-from megatron_pipemem.planner.loading import load
-from megatron_pipemem.planner.model import Execution, Passes
+from megatron_pipemem.launch.feasibility import feasible
+from megatron_pipemem.planner import variants as variants_module
+from megatron_pipemem.planner.memory import held
+from megatron_pipemem.planner.output import gibibytes
+from megatron_pipemem.planner.planning import SEARCHED, plan
+from megatron_pipemem.planner.prices import Pace, layer
 from megatron_pipemem.planner.profile import from_formulas
-from megatron_pipemem.planner.runs import Parallelism, Run
-from megatron_pipemem.planner.search import variants as variants_module
-from megatron_pipemem.planner.search.memory import held
-from megatron_pipemem.planner.search.output import gibibytes
-from megatron_pipemem.planner.search.planning import SEARCHED, plan
-from megatron_pipemem.planner.search.prices import Pace, layer
-from megatron_pipemem.planner.search.space import Limits, cuts, orders
-from megatron_pipemem.planner.search.step import DISTRIBUTED, least_seconds, least_static, price
-from megatron_pipemem.planner.search.variants import PLAIN, Variant, register_variant
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.planner.space import Limits, cuts, orders
+from megatron_pipemem.planner.step import DISTRIBUTED, least_seconds, least_static, price
+from megatron_pipemem.planner.variants import PLAIN, Variant, register_variant
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import Timeline, simulate
+from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import Timeline, simulate
-from megatron_pipemem.schedule.validator import validate
 from tests.planner.small_run import CLUSTER, FAMILIES, MODEL, RUN
 
 

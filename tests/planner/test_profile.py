@@ -14,11 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_pipemem.cli.app import app
-from megatron_pipemem.cpu import activate
-from megatron_pipemem.errors import ConfigError, UnsupportedError
-from megatron_pipemem.planner.cluster import Cluster, Link
-from megatron_pipemem.planner.loading import load
-from megatron_pipemem.planner.model import (
+from megatron_pipemem.config.cluster import Cluster, Link
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.model import (
     Execution,
     Model,
     embedding_parameters,
@@ -26,15 +24,17 @@ from megatron_pipemem.planner.model import (
     layer_flops,
     layer_parameters,
 )
+from megatron_pipemem.cpu import activate
+from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.planner.profile import Profile, even_layers, from_formulas
 from megatron_pipemem.runtime.offload.bandwidth import measure_bandwidths
 from megatron_pipemem.runtime.offload.host_channel import HostChannel
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.progress import listening
+from megatron_pipemem.schedule.core.simulator import held_after, simulate
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.progress import listening
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.simulator import held_after, simulate
 
 GPT = Model(layers=6, hidden=256, heads=4, vocabulary=1500, sequence=128)
 LLAMA = replace(GPT, kv_heads=2, ffn=704, activation="swiglu", norm="rmsnorm", position="rope", bias="none")

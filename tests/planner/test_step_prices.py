@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_pipemem.config import layout
+from megatron_pipemem.config.cluster import GIB, HostChannel, Link
+from megatron_pipemem.config.model import Execution
+from megatron_pipemem.config.runs import Parallelism, ScheduleChoice
+from megatron_pipemem.launch.feasibility import feasible
 from megatron_pipemem.planner.activations import head_bytes, layer_bytes
-from megatron_pipemem.planner.cluster import GIB, HostChannel, Link
-from megatron_pipemem.planner.feasibility import feasible
-from megatron_pipemem.planner.model import Execution
-from megatron_pipemem.planner.runs import Parallelism, ScheduleChoice
-from megatron_pipemem.planner.search import layout
-from megatron_pipemem.planner.search.memory import held
-from megatron_pipemem.planner.search.prices import all_reduce, embedding, head, layer
-from megatron_pipemem.planner.search.replay import Replay, measured
-from megatron_pipemem.planner.search.step import DISTRIBUTED, price
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.planner.memory import held
+from megatron_pipemem.planner.prices import all_reduce, embedding, head, layer
+from megatron_pipemem.planner.replay import Replay, measured
+from megatron_pipemem.planner.step import DISTRIBUTED, price
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules
-from megatron_pipemem.schedule.simulator import simulate
 from tests.planner.small_run import CLUSTER, FAMILIES, MODEL, RUN
 
 

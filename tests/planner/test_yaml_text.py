@@ -10,8 +10,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_pipemem.planner.values import converted
-from megatron_pipemem.planner.yaml_text import MOST_LEVELS, YamlError, read_yaml
+from megatron_pipemem.config.values import converted
+from megatron_pipemem.config.yaml_text import MOST_LEVELS, YamlError, read_yaml
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ from megatron_pipemem.report import save_timeline, terminal_timeline
 from megatron_pipemem.report.html import page
 from megatron_pipemem.report.perfetto import trace
 from megatron_pipemem.report.timeline import boxes, copies, held_steps, legend
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import Channel, Costs
-from megatron_pipemem.schedule.offload import plan_offload, with_recompute
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Channel, Costs
+from megatron_pipemem.schedule.core.simulator import Timeline
+from megatron_pipemem.schedule.features.offload import plan_offload, with_recompute
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.simulator import Timeline
 
 COSTS = replace(Costs(), channel=Channel(0.5))
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_pipemem.report import save_comparison, save_timeline
 from megatron_pipemem.report.timeline import awaited, boxes, bubbles
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.core.costs import Costs
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 

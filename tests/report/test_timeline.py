@@ -22,11 +22,11 @@ from megatron_pipemem.report.timeline import (
     memory_text,
     messages,
 )
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import Timeline, simulate
 
 NAMES = ["gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zbv"]
 

@@ -8,12 +8,12 @@ from rich.console import Console
 
 from megatron_pipemem.report import save_timeline, terminal_timeline
 from megatron_pipemem.report.timeline import boxes, headline, legend
-from megatron_pipemem.schedule.action import COLLECTIVES, Kind
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.core.action import COLLECTIVES, Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
-from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts
 
 
 def timeline_of(name, embed):

@@ -15,7 +15,7 @@ from megatron_pipemem.runtime.activation_ledger import (  # noqa: E402
     bytes_per_action,
     predict_peak_bytes,
 )
-from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
+from megatron_pipemem.schedule.core.action import Action, Kind  # noqa: E402
 
 F0, B0 = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
 

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from megatron_pipemem.runtime import copies  # noqa: E402
 from megatron_pipemem.runtime.copies import CopySums, connect_copies  # noqa: E402
-from megatron_pipemem.schedule.placement import Placement  # noqa: E402
+from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
 
 
 def test_the_middle_device_of_an_odd_number_adds_by_itself():

@@ -8,9 +8,9 @@ pytest.importorskip("torch")
 
 from megatron_pipemem.runtime.measured_costs import Stopwatch, average, costs_from, drift
 from megatron_pipemem.runtime.trace import TracedAction
-from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.costs import SELECTIVE_SECONDS, Costs
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.costs import SELECTIVE_SECONDS, Costs
+from megatron_pipemem.schedule.core.placement import Placement
 
 V2 = Placement.v_shape(2)
 

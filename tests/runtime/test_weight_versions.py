@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from megatron_pipemem.runtime.weight_versions import WeightSwitch, WeightVersions  # noqa: E402
-from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
+from megatron_pipemem.schedule.core.action import Action, Kind  # noqa: E402
 
 
 def parameters() -> list[torch.nn.Parameter]:

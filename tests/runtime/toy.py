@@ -28,11 +28,11 @@ from megatron_pipemem.runtime.selective import region
 from megatron_pipemem.runtime.trace import HostTrace
 from megatron_pipemem.runtime.transport import MessageFormat, Transport, connect
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, current_queue
-from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.schedule import Program, Schedule
+from megatron_pipemem.schedule.core.validator import validate_program
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.schedule import Program, Schedule
-from megatron_pipemem.schedule.validator import validate_program
 
 WIDTH, ROWS = 6, 3
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from fractions import Fraction
 
-from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.core.schedule import Schedule
 
 Node = tuple[str, int, int]  # letter, stage, microbatch (or piece, counted through all microbatches)
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from random_schedules import random_schedules
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
-from megatron_pipemem.schedule.action import Kind
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.core.weights import WeightUpdates, weight_versions
 from megatron_pipemem.schedule.registry import build_schedule, families
-from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.validator import validate
-from megatron_pipemem.schedule.weights import WeightUpdates, weight_versions
 
 NAMES = ("pipedream", "pipedream-2bw")
 

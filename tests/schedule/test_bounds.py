@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from random_schedules import random_schedules
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
-from megatron_pipemem.schedule.bounds import lower_bound
-from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.bounds import lower_bound
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.registry import build_schedule, families
-from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import simulate
 
 UNIT_V = Costs(2, 2, 2)
 PRICE = st.floats(0.01, 10)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron_pipemem.errors import CostsError
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, SELECTIVE_SECONDS, Channel, Costs
-from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, SELECTIVE_SECONDS, Channel, Costs
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts
 
 V = Placement.v_shape(2)
 

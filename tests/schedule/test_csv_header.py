@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from megatron_pipemem.errors import ScheduleFormatError
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.weights import WeightUpdates
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.weights import WeightUpdates
 
 ROW = "0F0,0B0\n"
 

@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pipemem.errors import PipememError, ScheduleFormatError
-from megatron_pipemem.schedule.action import ORDERED, WHOLE_STAGE, Action, Kind
-from megatron_pipemem.schedule.costs import Channel, Costs
-from megatron_pipemem.schedule.csv_format import LETTERS, read_table, write_table
-from megatron_pipemem.schedule.csv_header import write_header
+from megatron_pipemem.schedule.core.action import ORDERED, WHOLE_STAGE, Action, Kind
+from megatron_pipemem.schedule.core.costs import Channel, Costs
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Program, Schedule
+from megatron_pipemem.schedule.features.offload import plan_offload, with_recompute
+from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.lowering.paired import lower_paired
-from megatron_pipemem.schedule.offload import plan_offload, with_recompute
-from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
-from megatron_pipemem.schedule.schedule import Program, Schedule
-from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.text.csv_format import LETTERS, read_table, write_table
+from megatron_pipemem.schedule.text.csv_header import write_header
 
 CHANNEL = replace(Costs(), channel=Channel.of_ratio(0.3, Costs()))
 

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import Timeline, simulate
+from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.registry import build_schedule, families, family
-from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import Timeline, simulate
-from megatron_pipemem.schedule.validator import validate
 
 NAMES = (
     *("gpipe", "1f1b", "1f1b-eager", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-auto", "gis", "gis-h"),

@@ -56,7 +56,9 @@ def test_only_mcore_and_cpu_name_megatron(source):
         ("files", {"errors"}),
         ("reading", {"errors"}),
         ("schedule", {"errors", "files", "reading", "schedule"}),
-        ("planner", {"errors", "files", "reading", "schedule", "planner", "report"}),
+        ("config", {"errors", "files", "reading", "schedule", "config"}),
+        ("planner", {"errors", "files", "reading", "schedule", "config", "planner", "report"}),
+        ("launch", {"errors", "files", "reading", "schedule", "config", "planner", "report", "launch"}),
         ("report", {"errors", "files", "schedule", "report"}),
         ("runtime", {"errors", "schedule", "runtime"}),
         ("cpu", {"errors", "cpu"}),
@@ -74,7 +76,7 @@ def test_setup_installs_what_the_command_line_imports():
     setup = ast.parse((PACKAGE.parent / "setup.py").read_text(encoding="utf-8"))
     required = next(k.value for k in ast.walk(setup) if isinstance(k, ast.keyword) and k.arg == "install_requires")
     installed = {requirement.split(">=")[0] for requirement in ast.literal_eval(required)}
-    parts = ("cli", "planner", "report", "schedule")
+    parts = ("cli", "config", "launch", "planner", "report", "schedule")
     names = {name.split(".")[0] for source in SOURCES if part_of(source) in parts for name in imported(source)}
     others = names - set(sys.stdlib_module_names) - {"megatron_pipemem", "torch"}
     assert {{"yaml": "pyyaml"}.get(name, name) for name in others} == installed
@@ -89,7 +91,7 @@ for name in ("torch", "megatron", "numpy"):
 import megatron_pipemem
 import megatron_pipemem.schedule as schedule
 names = [m.name for m in pkgutil.walk_packages(schedule.__path__, schedule.__name__ + ".")]
-for name in ("search.periodic", "offload.planner", "offload.timetable"):
+for name in ("search.periodic", "features.offload.planner", "features.offload.timetable"):
     names.remove("megatron_pipemem.schedule." + name)
 for name in names:
     importlib.import_module(name)
@@ -112,8 +114,8 @@ for name in ("torch", "megatron", "numpy"):
     sys.modules[name] = None
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.validator import validate_program
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.core.validator import validate_program
 schedule = build_schedule("v-half", num_devices=8, num_microbatches=33)
 validate_program(lower(schedule))
 timeline = simulate(schedule)

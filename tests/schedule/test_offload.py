@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from random_schedules import random_schedules
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.action import COMPUTE, Kind
-from megatron_pipemem.schedule.costs import Channel, Costs
+from megatron_pipemem.schedule.core.action import COMPUTE, Kind
+from megatron_pipemem.schedule.core.costs import Channel, Costs
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.core.validator import validate, validate_program
 from megatron_pipemem.schedule.families.offload import uniform_repeating
+from megatron_pipemem.schedule.features.offload import OffloadPlan, plan_offload, planner
+from megatron_pipemem.schedule.features.offload.copies import plan_round_trips
+from megatron_pipemem.schedule.features.offload.search import search_offload
+from megatron_pipemem.schedule.features.offload.weights import with_prompt_weights
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.offload import OffloadPlan, plan_offload, planner
-from megatron_pipemem.schedule.offload.copies import plan_round_trips
-from megatron_pipemem.schedule.offload.search import search_offload
-from megatron_pipemem.schedule.offload.weights import with_prompt_weights
-from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, families
-from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.validator import validate, validate_program
 
 
 def costs_of(ratio: float, duplex: bool = False, switches: tuple[tuple[int, ...], ...] = ()) -> Costs:

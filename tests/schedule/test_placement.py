@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.placement import Placement
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from random_schedules import random_schedules
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.action import RECOMPUTE, Kind
-from megatron_pipemem.schedule.costs import SELECTIVE_BYTES, Channel, Costs
-from megatron_pipemem.schedule.offload import (
+from megatron_pipemem.schedule.core.action import RECOMPUTE, Kind
+from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, Channel, Costs
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.features.offload import (
     OffloadPlan,
     fastest_within,
     over_cap,
@@ -22,12 +25,9 @@ from megatron_pipemem.schedule.offload import (
     with_early_recompute,
     with_recompute,
 )
-from megatron_pipemem.schedule.offload.recompute import recompute_steps
-from megatron_pipemem.schedule.offload.search import search_offload
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.features.offload.recompute import recompute_steps
+from megatron_pipemem.schedule.features.offload.search import search_offload
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.validator import validate
 
 
 def planned(schedule: Schedule, costs: Costs, cap: float | None = None) -> OffloadPlan:

@@ -12,7 +12,8 @@ import pytest
 
 from megatron_pipemem.errors import UnknownScheduleError, UnsupportedError
 from megatron_pipemem.schedule import registry
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.registry import (
     Family,
     build_schedule,
@@ -22,7 +23,6 @@ from megatron_pipemem.schedule.registry import (
     family,
     register_schedule,
 )
-from megatron_pipemem.schedule.simulator import simulate
 
 
 @pytest.fixture(autouse=True)

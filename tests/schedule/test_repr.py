@@ -6,21 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_pipemem import Costs, build_schedule, search_schedule, simulate
-from megatron_pipemem.planner.loading import load
-from megatron_pipemem.planner.runs import Run
-from megatron_pipemem.planner.search.planning import plan
-from megatron_pipemem.planner.search.space import Limits
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import Channel
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.runs import Run
+from megatron_pipemem.planner.planning import plan
+from megatron_pipemem.planner.space import Limits
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Channel
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.features.offload import plan_offload
+from megatron_pipemem.schedule.features.offload.search import search_offload
+from megatron_pipemem.schedule.features.vocabulary.choice import choose_vocabulary
+from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.offload import plan_offload
-from megatron_pipemem.schedule.offload.search import search_offload
-from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import families
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.pareto import choices, trades
-from megatron_pipemem.schedule.vocabulary.choice import choose_vocabulary
-from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts
 
 RUN = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
 PER_STAGE = Costs(

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from random_schedules import FAMILIES, build_or_skip, family_schedules, random_schedules
 
 from megatron_pipemem.errors import PipememError, ScheduleFormatError
-from megatron_pipemem.schedule.action import WHOLE_STAGE, Action, Kind
-from megatron_pipemem.schedule.csv_format import read_table
-from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.validator import validate
+from megatron_pipemem.schedule.core.action import WHOLE_STAGE, Action, Kind
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.text.csv_format import read_table
 
 # Both files are what torch.distributed.pipelining wrote for two devices: before and since it renamed its letters.
 OLDER_TORCH = """\

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from random_schedules import FAMILIES, build_or_skip, family_schedules, random_schedules
 
 from megatron_pipemem.errors import CostsError, ScheduleError
-from megatron_pipemem.schedule.action import COMPUTE, MESSAGES, Action, Kind
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.core.action import COMPUTE, MESSAGES, Action, Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Order, Program, Schedule
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.core.validator import validate, validate_program
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.schedule import Order, Program, Schedule
-from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.validator import validate, validate_program
 
 Orders = tuple[Order, ...]
 

@@ -9,19 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pipemem.errors import CostsError, PipememError, ScheduleError, UnsupportedError
-from megatron_pipemem.schedule.action import COLLECTIVES, Action, Kind
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.core.action import COLLECTIVES, Action, Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Program, Schedule
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.core.validator import validate, validate_program
+from megatron_pipemem.schedule.features.vocabulary.baselines import head_on_last_stage, interlaced, redistribute
+from megatron_pipemem.schedule.features.vocabulary.choice import choose_vocabulary
+from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts
+from megatron_pipemem.schedule.features.vocabulary.search import search_vocabulary
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules
-from megatron_pipemem.schedule.schedule import Program, Schedule
-from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.validator import validate, validate_program
-from megatron_pipemem.schedule.vocabulary.baselines import head_on_last_stage, interlaced, redistribute
-from megatron_pipemem.schedule.vocabulary.choice import choose_vocabulary
-from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
-from megatron_pipemem.schedule.vocabulary.prices import VocabularyCosts
-from megatron_pipemem.schedule.vocabulary.search import search_vocabulary
 from tests.schedule import program_oracle
 from tests.schedule.random_schedules import random_schedules
 from tests.schedule.vocabulary_oracle import expected, hangs, makespan, present
@@ -319,7 +319,7 @@ def test_a_searched_schedule_keeps_the_cap_with_its_passes(cap, barriers):
 
 def test_one_after_another_keeps_a_cap_that_takes_full_backwards(monkeypatch):
     """I takes memory that W gives back, so a split backward holds more than the full one."""
-    monkeypatch.setattr("megatron_pipemem.schedule.vocabulary.search._SEARCHES", 1)
+    monkeypatch.setattr("megatron_pipemem.schedule.features.vocabulary.search._SEARCHES", 1)
     costs = Costs(memory={"F": (2.0, 2.0), "I": (2.0, 2.0), "W": (-4.0, -4.0)})
     arguments = {"num_devices": 2, "num_microbatches": 4, "costs": costs, "placements": [Placement.linear(2)]}
     result = search_vocabulary(barriers=2, memory_cap=4.0, known=[], seconds=0, effort=0, **arguments)

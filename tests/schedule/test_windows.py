@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.windows import (
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.features.windows import (
     Moment,
     Window,
     _check_messages,
@@ -22,6 +20,8 @@ from megatron_pipemem.schedule.windows import (
     horizon,
     steady,
 )
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.registry import build_schedule
 
 
 def cut(name: str, p: int, batch: int, moment: Moment) -> Window:

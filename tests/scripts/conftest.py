@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_pipemem.planner.grid.config import load_points
-from megatron_pipemem.planner.grid.store import Store
+from megatron_pipemem.launch.grid.config import load_points
+from megatron_pipemem.launch.grid.store import Store
 
 TINY = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
 

@@ -15,13 +15,13 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_pipemem.cli.app import app
+from megatron_pipemem.config import runs
+from megatron_pipemem.config.loading import load, names
+from megatron_pipemem.config.model import Model
+from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.planner import runs
-from megatron_pipemem.planner.feasibility import feasible
-from megatron_pipemem.planner.launching import Nodes, command, min_nodes, model_flags, script_flags, words
-from megatron_pipemem.planner.loading import load, names
-from megatron_pipemem.planner.model import Model
-from megatron_pipemem.planner.runs import Run
+from megatron_pipemem.launch.command import Nodes, command, min_nodes, model_flags, script_flags, words
+from megatron_pipemem.launch.feasibility import feasible
 from megatron_pipemem.schedule.registry import build_schedule
 
 ROOT = Path(__file__).parents[2]

@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 
 from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import ConfigError, UnsupportedError
-from megatron_pipemem.planner.grid.config import flat, label, load_points
-from megatron_pipemem.planner.grid.local import LocalRunner, _end_left_over
-from megatron_pipemem.planner.grid.results import Result, collect, read_result, step_seconds, write_result
-from megatron_pipemem.planner.grid.store import Store, store_of_point, try_lock
-from megatron_pipemem.planner.launching import Command
+from megatron_pipemem.launch.command import Command
+from megatron_pipemem.launch.grid.config import flat, label, load_points
+from megatron_pipemem.launch.grid.local import LocalRunner, _end_left_over
+from megatron_pipemem.launch.grid.results import Result, collect, read_result, step_seconds, write_result
+from megatron_pipemem.launch.grid.store import Store, store_of_point, try_lock
 
 ROOT = Path(__file__).parents[2]
 
@@ -301,8 +301,8 @@ GRID = """
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from megatron_pipemem.planner.grid.local import LocalRunner
-from megatron_pipemem.planner.grid.store import Store
+from megatron_pipemem.launch.grid.local import LocalRunner
+from megatron_pipemem.launch.grid.store import Store
 from test_launch_grid import training
 store = Store(Path({folder!r}))
 with store.claimed():

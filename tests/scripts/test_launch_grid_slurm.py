@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.planner.grid import slurm
-from megatron_pipemem.planner.grid.config import load_points
-from megatron_pipemem.planner.grid.store import Store
+from megatron_pipemem.launch.grid import slurm
+from megatron_pipemem.launch.grid.config import load_points
+from megatron_pipemem.launch.grid.store import Store
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "grid.sbatch"
 

@@ -31,14 +31,14 @@ from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron.core.utils import is_te_min_version  # noqa: E402
 
+from megatron_pipemem.config.model import Execution, Model  # noqa: E402
 from megatron_pipemem.mcore import profiling  # noqa: E402
-from megatron_pipemem.mcore.step import observe  # noqa: E402
-from megatron_pipemem.mcore.transformer_engine import MARKS_THE_PARAMETER, defer, delayed_modules  # noqa: E402
+from megatron_pipemem.mcore.model.transformer_engine import MARKS_THE_PARAMETER, defer, delayed_modules  # noqa: E402
+from megatron_pipemem.mcore.step.forward_backward import observe  # noqa: E402
 from megatron_pipemem.planner.activations import layer_bytes  # noqa: E402
-from megatron_pipemem.planner.model import Execution, Model  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue  # noqa: E402
-from megatron_pipemem.schedule.action import Action, Kind  # noqa: E402
+from megatron_pipemem.schedule.core.action import Action, Kind  # noqa: E402
 
 MICROBATCHES, SEQUENCE, HIDDEN, INNER = 3, 4, 8, 16
 # Each W right after its I, and a W that has no I of its own right before it.

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from megatron_pipemem.config.asynchronous_refusals import refused
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.patching import Symbol
-from megatron_pipemem.planner.asynchronous_refusals import refused
 
 _PARAMETERS = ("config", "model_chunks")
 GET_OPTIMIZER = Symbol("megatron.core.optimizer", "get_megatron_optimizer", _PARAMETERS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_pipemem.config.asynchronous_refusals import TIED, refused
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.planner.asynchronous_refusals import TIED, refused
 
 
 def check_asynchronous(config, chunks: list[torch.nn.Module], loop_updates: bool) -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_pipemem.mcore.sources import FamilySource, Plan, Shape
-from megatron_pipemem.schedule.simulator import Timeline
-from megatron_pipemem.schedule.windows import Moment, Window, check_batch, family_window, updates_per_batch
+from megatron_pipemem.schedule.core.simulator import Timeline
+from megatron_pipemem.schedule.features.windows import Moment, Window, check_batch, family_window, updates_per_batch
 
 
 @dataclass(frozen=True, kw_only=True)

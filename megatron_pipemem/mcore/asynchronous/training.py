@@ -16,14 +16,14 @@ from megatron_pipemem.mcore.asynchronous.optimizer import GET_OPTIMIZER, GET_TRA
 from megatron_pipemem.mcore.asynchronous.refusals import check_asynchronous
 from megatron_pipemem.mcore.asynchronous.source import AsynchronousSource, WindowPlan
 from megatron_pipemem.mcore.loop_arguments import steps_left
+from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.patching import Symbol
-from megatron_pipemem.mcore.programs import digest_of
 from megatron_pipemem.mcore.sources import Shape, announce
-from megatron_pipemem.mcore.weight_memory import WeightBytes
+from megatron_pipemem.mcore.step.programs import digest_of
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor, InFlight
 from megatron_pipemem.runtime.weight_versions import WeightSwitch, WeightVersions
-from megatron_pipemem.schedule.windows import Moment, horizon
+from megatron_pipemem.schedule.features.windows import Moment, horizon
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.stages import Tape
+from megatron_pipemem.mcore.model.stages import Tape
 from megatron_pipemem.runtime.vocabulary.passes import Batch
 
 # Megatron's language models take these by position or by name.

@@ -20,7 +20,7 @@ from megatron_pipemem.mcore.vocabulary.layers import NAME, ArrivingEmbedding, De
 from megatron_pipemem.mcore.vocabulary.refusals import check_model
 from megatron_pipemem.runtime.vocabulary.head import HeadOptions
 from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.placement import Placement
 
 _PIECE_BYTES = 64 * 2**20
 

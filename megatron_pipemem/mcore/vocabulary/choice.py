@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatron_pipemem.mcore.agreement import tell
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.features.vocabulary.choice import REDISTRIBUTE, choose_vocabulary
+from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.options import OFF
-from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.vocabulary.choice import REDISTRIBUTE, choose_vocabulary
-from megatron_pipemem.schedule.vocabulary.needs import BARRIERS_OF_ALGORITHM
 
 logger = logging.getLogger(__name__)
 

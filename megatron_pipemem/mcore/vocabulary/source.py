@@ -14,13 +14,13 @@ from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.sources import Changes, Plan, Shape, Source, microbatches_of_the_run
 from megatron_pipemem.mcore.vocabulary.build import cut_vocabulary, layout_of
 from megatron_pipemem.mcore.vocabulary.choice import choose_barriers
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS, BARRIERS_OF_ALGORITHM, check_placement
+from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.options import AUTO, OFF, VOCABULARY
-from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.validator import validate
-from megatron_pipemem.schedule.vocabulary.needs import BARRIERS, BARRIERS_OF_ALGORITHM, check_placement
-from megatron_pipemem.schedule.vocabulary.passes import with_vocabulary
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.stages import ChunkStage, StepContext
+from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext
 from megatron_pipemem.mcore.vocabulary.layers import ArrivingEmbedding, DepartingHead
 
 

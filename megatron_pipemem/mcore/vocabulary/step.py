@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_pipemem.mcore.stages import ChunkStage, StepContext
+from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext
 from megatron_pipemem.mcore.vocabulary.batches import Call, calls_of, share_batch
 from megatron_pipemem.mcore.vocabulary.build import shards_group_of, shards_of
 from megatron_pipemem.mcore.vocabulary.stages import FirstStage, LastStage
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.groups import new_groups
 from megatron_pipemem.runtime.vocabulary.passes import Channels, VocabularyPasses
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.placement import Placement
 
 
 class VocabularySteps:

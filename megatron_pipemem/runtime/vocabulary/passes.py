@@ -19,8 +19,8 @@ from megatron_pipemem.runtime.vocabulary.head import Scored
 from megatron_pipemem.runtime.vocabulary.head_gradients import Normalised, OneBarrier, finish_input_gradient
 from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient
-from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.placement import Placement
 
 
 class ShardedLayers(Protocol):

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.weights import WeightUpdates
 from megatron_pipemem.schedule.families.one_f_one_b import one_f_one_b
-from megatron_pipemem.schedule.passes import check_whole
+from megatron_pipemem.schedule.families.passes import check_whole
 from megatron_pipemem.schedule.registry import Family, register_schedule
-from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.weights import WeightUpdates
 
 
 def pipedream(num_devices: int, num_microbatches: int, vertical_sync: bool = False) -> Schedule:

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Iterator
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Order, Schedule
 from megatron_pipemem.schedule.registry import Family, register_schedule
-from megatron_pipemem.schedule.schedule import Order, Schedule
 
 
 def chimera(num_devices: int, num_microbatches: int, doubling: bool = False) -> Schedule:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import zip_longest
 from math import gcd
 
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.passes import Pass, check_whole, in_microbatch_order
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.families.passes import Pass, check_whole, in_microbatch_order
 from megatron_pipemem.schedule.registry import Family, register_schedule
-from megatron_pipemem.schedule.schedule import Schedule
 
 # F, I and W of one chunk.
 _SLOTS = 3

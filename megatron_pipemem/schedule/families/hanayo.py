@@ -6,13 +6,13 @@ import heapq
 from collections.abc import Iterator
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.blocks import SLOTS, Block, build
-from megatron_pipemem.schedule.passes import Pass, check_whole, in_microbatch_order
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.families.blocks import SLOTS, Block, build
+from megatron_pipemem.schedule.families.passes import Pass, check_whole, in_microbatch_order
 from megatron_pipemem.schedule.registry import Family, register_schedule
-from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import simulate
 
 # Extra slots between one chunk's forwards and the next's that are tried to make a block's lifespans shorter.
 _DELAYS = range(6)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.passes import Pass, check_whole, in_microbatch_order
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.families.passes import Pass, check_whole, in_microbatch_order
 from megatron_pipemem.schedule.registry import Family, register_schedule
-from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import simulate
 
 
 def interleaved(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None) -> Schedule:

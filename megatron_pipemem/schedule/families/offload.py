@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.costs import Channel, Costs
+from megatron_pipemem.schedule.core.costs import Channel, Costs
+from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.gis import gis_h
+from megatron_pipemem.schedule.families.passes import check_whole
 from megatron_pipemem.schedule.families.v_shape import zbv
-from megatron_pipemem.schedule.offload.plan import plan_offload
-from megatron_pipemem.schedule.offload.weights import with_prompt_weights
-from megatron_pipemem.schedule.passes import check_whole
+from megatron_pipemem.schedule.features.offload.plan import plan_offload
+from megatron_pipemem.schedule.features.offload.weights import with_prompt_weights
 from megatron_pipemem.schedule.registry import Family, register_schedule
-from megatron_pipemem.schedule.schedule import Schedule
 
 
 def po_h(

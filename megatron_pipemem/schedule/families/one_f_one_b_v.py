@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.blocks import Block, build
-from megatron_pipemem.schedule.passes import Pass
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.families.blocks import Block, build
+from megatron_pipemem.schedule.families.passes import Pass
 from megatron_pipemem.schedule.registry import Family, register_schedule
-from megatron_pipemem.schedule.schedule import Schedule
 
 # What a device computes for one microbatch, in slots: two chunks of F (1) and B (2).
 INTERVAL = 6

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.passes import check_whole
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import WHY_NOT_RUN, Order, Schedule
+from megatron_pipemem.schedule.families.passes import check_whole
 from megatron_pipemem.schedule.registry import Family, register_schedule
-from megatron_pipemem.schedule.schedule import WHY_NOT_RUN, Order, Schedule
 
 
 def seq1f1b(num_devices: int, num_microbatches: int, pieces: int = 2) -> Schedule:

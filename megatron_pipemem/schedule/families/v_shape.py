@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.blocks import Block, build
-from megatron_pipemem.schedule.passes import Pass, in_microbatch_order
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.families.blocks import Block, build
+from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
 from megatron_pipemem.schedule.registry import Family, register_schedule
-from megatron_pipemem.schedule.schedule import Schedule
 
 # What a device computes for one microbatch, in slots: two chunks of F, I and W.
 INTERVAL = 6

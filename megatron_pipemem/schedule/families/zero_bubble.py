@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.passes import Pass, in_microbatch_order
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
 from megatron_pipemem.schedule.registry import Family, register_schedule
-from megatron_pipemem.schedule.schedule import Schedule
 
 
 def zb_h1(num_devices: int, num_microbatches: int) -> Schedule:

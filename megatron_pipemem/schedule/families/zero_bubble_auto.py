@@ -9,15 +9,15 @@ from itertools import product, starmap
 from math import inf
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.action import Kind
-from megatron_pipemem.schedule.costs import Costs
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.memory_cap import loosened
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
 from megatron_pipemem.schedule.families.zero_bubble import zb_h1, zb_h2
-from megatron_pipemem.schedule.memory_cap import loosened
-from megatron_pipemem.schedule.passes import Pass, in_microbatch_order
-from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import Family, register_schedule
-from megatron_pipemem.schedule.schedule import Schedule
-from megatron_pipemem.schedule.simulator import simulate
 
 NAME = "zb-auto"
 

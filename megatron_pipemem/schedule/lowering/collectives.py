@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from heapq import heappop, heappush
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.action import COLLECTIVES, Action, Kind
+from megatron_pipemem.schedule.core.action import COLLECTIVES, Action, Kind
+from megatron_pipemem.schedule.core.schedule import Order, Schedule
+from megatron_pipemem.schedule.core.simulator import dependencies, simulate
 from megatron_pipemem.schedule.lowering.messages import Router
-from megatron_pipemem.schedule.schedule import Order, Schedule
-from megatron_pipemem.schedule.simulator import dependencies, simulate
 
 
 def add_messages_in_sequence(schedule: Schedule) -> tuple[Order, ...]:

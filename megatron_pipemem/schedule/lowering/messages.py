@@ -15,9 +15,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.action import MEMORY, Action, Kind
-from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.schedule import Order
+from megatron_pipemem.schedule.core.action import MEMORY, Action, Kind
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Order
 
 Edge = tuple[int, int]
 

@@ -8,10 +8,10 @@ after them. There both ends must post the messages of a *pair* in one order, whi
 from __future__ import annotations
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.action import Action
+from megatron_pipemem.schedule.core.action import Action
+from megatron_pipemem.schedule.core.schedule import Order, Program, Schedule
 from megatron_pipemem.schedule.lowering.gradients import add_gradient_reductions
 from megatron_pipemem.schedule.lowering.messages import Router
-from megatron_pipemem.schedule.schedule import Order, Program, Schedule
 
 
 def lower_paired(schedule: Schedule) -> Program:

@@ -12,8 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.search.result import Candidate, SearchResult
 
 logger = logging.getLogger(__name__)

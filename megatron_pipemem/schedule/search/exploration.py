@@ -10,11 +10,12 @@ from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING
 
-from megatron_pipemem.schedule.bounds import lower_bound
-from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.memory_cap import loosened
+from megatron_pipemem.schedule.core.bounds import lower_bound
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.memory_cap import loosened
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.options import AUTO
-from megatron_pipemem.schedule.placement import Placement
 from megatron_pipemem.schedule.registry import Family
 from megatron_pipemem.schedule.search.clock import Clock, Step
 from megatron_pipemem.schedule.search.exact import solve
@@ -30,7 +31,6 @@ from megatron_pipemem.schedule.search.portfolio import (
 from megatron_pipemem.schedule.search.problem import better_full, keeps_memory_exactly, make_problem, to_schedule
 from megatron_pipemem.schedule.search.result import Candidate
 from megatron_pipemem.schedule.search.robust import most_robust
-from megatron_pipemem.schedule.simulator import simulate
 
 if TYPE_CHECKING:
     from megatron_pipemem.schedule.search.periodic import Block

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_pipemem.errors import PipememError, UnsupportedError
-from megatron_pipemem.schedule.bounds import lower_bound
-from megatron_pipemem.schedule.brief import brief
-from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.progress import doing, tell
+from megatron_pipemem.schedule.core.bounds import lower_bound
+from megatron_pipemem.schedule.core.brief import brief
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.progress import doing, tell
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.features.vocabulary.search import families_with_passes, search_vocabulary
 from megatron_pipemem.schedule.registry import synchronous_schedules
-from megatron_pipemem.schedule.schedule import Schedule
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.search import MAX_CHUNKS, search_schedule
-from megatron_pipemem.schedule.simulator import simulate
-from megatron_pipemem.schedule.vocabulary.search import families_with_passes, search_vocabulary
 
 _TOLERANCE = 1e-9
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from random import Random
 
 from megatron_pipemem.errors import PipememError
-from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.placement import Placement
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.registry import Family, build_schedule
 from megatron_pipemem.schedule.search.dispatch import dispatch
 from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible

@@ -13,11 +13,11 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 from megatron_pipemem.errors import CostsError
-from megatron_pipemem.schedule.action import Action, Kind
-from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.memory_cap import loosened
-from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.memory_cap import loosened
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
 
 FORWARD, INPUT, WEIGHT = range(3)
 KINDS = (Kind.F, Kind.I, Kind.W)

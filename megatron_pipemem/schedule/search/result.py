@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_pipemem.schedule.brief import brief
-from megatron_pipemem.schedule.schedule import Schedule
+from megatron_pipemem.schedule.core.brief import brief
+from megatron_pipemem.schedule.core.schedule import Schedule
 
 
 @dataclass(frozen=True)

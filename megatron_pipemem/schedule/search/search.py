@@ -10,13 +10,13 @@ from itertools import pairwise
 from random import Random
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
-from megatron_pipemem.schedule.bounds import least_held
-from megatron_pipemem.schedule.costs import Costs
-from megatron_pipemem.schedule.memory_cap import loosened
+from megatron_pipemem.schedule.core.bounds import least_held
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.memory_cap import loosened
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.progress import tell
+from megatron_pipemem.schedule.core.rare_collection import rare_collection
 from megatron_pipemem.schedule.options import check_effort
-from megatron_pipemem.schedule.placement import Placement
-from megatron_pipemem.schedule.progress import tell
-from megatron_pipemem.schedule.rare_collection import rare_collection
 from megatron_pipemem.schedule.registry import synchronous_families
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.clock import Clock, Step

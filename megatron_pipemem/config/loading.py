@@ -1,0 +1,268 @@
+"""YAML files into frozen dataclasses, every value checked against its annotation.
+
+A file may name others. Where a dataclass is wanted, text is the name of a file of that kind (``model: llama3-8b``), and a
+mapping with the key ``base`` is such a file with some keys changed (``model: {base: llama3-8b, layers: 16}``); a file may
+have a ``base`` too. Kinds with files of their own say in which folder by ``config_folder``. A name is looked up in that
+folder beside the file that uses it and beside that file's own folder, so ``configs/runs/mine.yaml`` finds
+``configs/models/mine.yaml``; then among the files that ship with the package. Text that ends in ``.yaml`` is a path, from
+the folder of the file that uses it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, get_args, get_origin, get_type_hints
+
+from megatron_pipemem.config.values import converted
+from megatron_pipemem.config.yaml_text import YamlError, read_yaml
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.schedule.core.magnitudes import shortened
+
+BASE = "base"
+SHIPPED = Path(__file__).parent
+"""The folder of the files that ship with the package."""
+
+
+class Configured(Protocol):
+    """A dataclass that has files. Its ``__post_init__`` may raise ConfigError with the key at fault and no file."""
+
+    config_folder: ClassVar[str]
+
+
+def load[T](source: str | Path, kind: type[T], overrides: Sequence[str] = ()) -> T:
+    """Read a configuration.
+
+    Args:
+        source: a path, or the name of a file of this kind.
+        kind: a dataclass; dataclasses within it are read likewise.
+        overrides: ``key.of.a.key=value``, the value in YAML; applied to the file before what it names is read.
+
+    Raises:
+        ConfigError: no such file, no YAML, an unknown or missing key, or a value that does not fit; it names file and key
+            and says what would fit.
+    """
+    path = locate(str(source), kind)
+    raw = read_raw(path)
+    for text in overrides:
+        override(raw, *parse_override(text))
+    return typed(raw, kind, path)
+
+
+def read_raw(path: str | Path) -> dict[str, Any]:
+    """What a YAML file says, with nothing resolved or checked.
+
+    Raises:
+        ConfigError: it cannot be read, or is no mapping.
+    """
+    try:
+        loaded = read_yaml(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror or error}", file=path) from error
+    except (YamlError, UnicodeDecodeError) as error:
+        raise ConfigError(f"is no YAML: {error}", file=path) from error
+    if loaded is None:  # an empty file
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError("is no mapping of keys to values", file=path)
+    return loaded
+
+
+def typed[T](raw: Mapping[str, Any], kind: type[T], file: Path | None = None) -> T:
+    """What ``read_raw`` gave, perhaps changed, as a dataclass.
+
+    Args:
+        raw: keys and values.
+        kind: a dataclass.
+        file: where it is from: errors name it, and names in it are looked up from its folder.
+
+    Raises:
+        ConfigError: see ``load``.
+    """
+    return _build(kind, _checked(_resolve(raw, kind, file, "", ()), kind, file, ""), file, "")
+
+
+def override(raw: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in what ``read_raw`` gave. A name on the way (``model: llama3-8b``) becomes the base of a change."""
+    *parents, last = key.split(".")
+    here = raw
+    for part in parents:
+        inner = here.get(part)
+        if isinstance(inner, str):
+            inner = {BASE: inner}
+        here[part] = here = dict(inner) if isinstance(inner, Mapping) else {}
+    here[last] = value
+
+
+def check_key(kind: type, key: str, user: str = "", file: Path | None = None) -> None:
+    """Whether files of a kind can have a dotted key; below a mapping that takes any key, everything goes.
+
+    Args:
+        kind: a dataclass.
+        key: as for ``override``.
+        user: what stands before the key in ``file``, with a dot behind it.
+        file: where the key is from.
+
+    Raises:
+        ConfigError: they cannot; it names the file and the key as it is there.
+    """
+    here: Any = kind
+    for part in key.split("."):
+        if get_origin(here) is dict:
+            return
+        known = list(_fields(here)) if is_dataclass(here) else []
+        if part != BASE and part not in known:
+            raise ConfigError(f"unknown key; {nearest(part, known)}", key=f"{user}{key}", file=file)
+        hint = str if part == BASE else _fields(here)[part].type
+        here = _dataclass_in(hint) or hint
+
+
+def names(kind: type[Configured]) -> list[str]:
+    """The configurations of a kind that ship with the package."""
+    return sorted(path.stem for path in (SHIPPED / kind.config_folder).glob("*.yaml"))
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Half a sentence for an error about ``word``: the most alike of ``known``, or all of them."""
+    choices = sorted(known)
+    alike = difflib.get_close_matches(word, choices, n=1)
+    return f"did you mean {alike[0]!r}?" if alike else f"known are {', '.join(choices) or 'none'}"
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Key and value of ``key.of.a.key=value``.
+
+    Raises:
+        ConfigError: it is not written so.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise ConfigError(f"override {shortened(text)}: write KEY=VALUE, as in model.layers=16")
+    try:
+        return key, read_yaml(value)
+    except YamlError as error:
+        raise ConfigError(f"override {shortened(text)}: the value is no YAML: {error}") from error
+
+
+def locate(name: str, kind: type, user: Path | None = None, key: str | None = None) -> Path:
+    """The file that ``name`` means in the file ``user``, or on a command line."""
+    if name.endswith((".yaml", ".yml")):
+        path = (user.parent if user else Path()) / name
+        if path.is_file():
+            return path
+        raise ConfigError(f"there is no file {path}", key=key, file=user)
+    folder = getattr(kind, "config_folder", None)
+    if folder is None:
+        raise ConfigError(f"{name!r} is no file; give a path that ends in .yaml, or a mapping", key=key, file=user)
+    beside = [user.parent, user.parent.parent] if user else [Path("configs"), Path()]
+    places = [place / folder for place in (*beside, SHIPPED)]
+    for place in places:
+        if (place / f"{name}.yaml").is_file():
+            return place / f"{name}.yaml"
+    known = {path.stem for place in places for path in place.glob("*.yaml")}
+    looked = ", ".join(dict.fromkeys(str(place) for place in places))
+    raise ConfigError(
+        f"there is no {name!r}; {nearest(name, known)} (looked in {looked}; a path ends in .yaml)", key=key, file=user
+    )
+
+
+def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[Path, ...]) -> dict[str, Any]:
+    """Put what files say in the place of their names, and refuse keys that ``kind`` does not have."""
+    hints = {name: field.type for name, field in _fields(kind).items()}
+    own = {BASE: raw} if isinstance(raw, str) else raw
+    if not isinstance(own, Mapping):
+        raise ConfigError(
+            f"is {shortened(raw)}; give a name, or a mapping of {', '.join(hints)}", key=prefix[:-1], file=file
+        )
+    resolved: dict[str, Any] = {}
+    if BASE in own:
+        resolved = _resolve_base(own[BASE], kind, file, prefix[:-1] if isinstance(raw, str) else prefix + BASE, trail)
+    for key, value in own.items():
+        if key == BASE:
+            continue
+        if key not in hints:
+            raise ConfigError(f"unknown key; {nearest(key, [*hints, BASE])}", key=f"{prefix}{key}", file=file)
+        inner = _dataclass_in(hints[key])
+        if inner is not None and value is not None:
+            if isinstance(value, str) or (isinstance(value, Mapping) and BASE in value):
+                resolved.pop(key, None)
+            value = _resolve(value, inner, file, f"{prefix}{key}.", trail)
+        if isinstance(value, Mapping) and isinstance(resolved.get(key), Mapping):
+            value = _merged(resolved[key], value)
+        resolved[key] = value
+    return resolved
+
+
+def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The base with some keys changed, within mappings too."""
+    merged = dict(base)
+    for key, value in changes.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
+
+
+def _resolve_base(base: Any, kind: type, file: Path | None, key: str, trail: tuple[Path, ...]) -> dict[str, Any]:
+    if not isinstance(base, str):
+        raise ConfigError(f"is {shortened(base)}; give the name of a file", key=key, file=file)
+    path = locate(base, kind, file, key)
+    if path.resolve() in trail:
+        raise ConfigError(f"{base!r} is based on itself", key=key, file=file)
+    resolved = _resolve(read_raw(path), kind, path, "", (*trail, path.resolve()))
+    _checked(resolved, kind, path, "")  # so that an error names this file, and the key as it is here
+    return resolved
+
+
+def _checked(resolved: Mapping[str, Any], kind: type, file: Path | None, prefix: str) -> dict[str, Any]:
+    """Every value as its annotation says; what is missing may still come, or have a default."""
+    checked = {}
+    for name, field in _fields(kind).items():
+        if name not in resolved:
+            continue
+        value, inner, key = resolved[name], _dataclass_in(field.type), f"{prefix}{name}"
+        if inner is not None and isinstance(value, Mapping):
+            checked[name] = _checked(value, inner, file, f"{key}.")
+            continue
+        try:
+            checked[name] = converted(value, field.type)
+        except ValueError as error:
+            raise ConfigError(str(error), key=key, file=file) from error
+    return checked
+
+
+def _build(kind: type, values: Mapping[str, Any], file: Path | None, prefix: str) -> Any:
+    arguments = {}
+    for name, field in _fields(kind).items():
+        inner = _dataclass_in(field.type)
+        if name not in values:
+            if field.default is MISSING and field.default_factory is MISSING:
+                raise ConfigError("is missing and has no default", key=f"{prefix}{name}", file=file)
+        elif inner is not None and values[name] is not None:
+            arguments[name] = _build(inner, values[name], file, f"{prefix}{name}.")
+        else:
+            arguments[name] = values[name]
+    try:
+        return kind(**arguments)
+    except ConfigError as error:
+        raise ConfigError(error.message, key=prefix + error.key if error.key else prefix[:-1], file=file) from error
+
+
+@cache
+def _fields(kind: type) -> dict[str, Field]:
+    """What a dataclass is made of, with types in the place of their names."""
+    hints = get_type_hints(kind)
+    found = {field.name: copy(field) for field in fields(kind) if field.init}
+    for name, field in found.items():
+        field.type = hints[name]
+    return found
+
+
+def _dataclass_in(hint: Any) -> type | None:
+    """The dataclass of a hint like ``Model`` or ``Model | None``."""
+    if get_origin(hint) in (dict, list, tuple):
+        return None
+    return next((each for each in (hint, *get_args(hint)) if is_dataclass(each)), None)

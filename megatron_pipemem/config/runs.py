@@ -1,0 +1,249 @@
+"""A run: a model on a cluster, cut up in a given way, under a schedule, with the rest of its flags.
+
+model: llama3-8b
+cluster: h100-80g
+parallelism: {tp: 4, pp: 4, dp: 2, micro_batch: 1, global_batch: 64}
+schedule: {name: v-half}
+training: {iterations: 1000, save_interval: 100}
+megatron: {lr: 3.0e-4, bf16: true}
+output: out/runs/mine
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.limits import MOST_DEVICES, check_counts
+from megatron_pipemem.config.model import Execution, Model, Recompute
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.schedule.options import OFFLOAD, STOCK, VOCABULARY
+from megatron_pipemem.schedule.request import FILE_SUFFIX
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How a model is cut up.
+
+    Args:
+        tp: tensor-parallel ranks.
+        pp: pipeline ranks.
+        dp: data-parallel ranks.
+        cp: context-parallel ranks.
+        ep: expert-parallel ranks, of the data-parallel ones.
+        chunks: stages per pipeline rank, where the schedule leaves a choice.
+        micro_batch: sequences of a microbatch.
+        global_batch: sequences of a step, over all data-parallel ranks.
+        sequence_parallel: shard what lies between tensor-parallel layers along the sequence.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    chunks: int | None = None
+    micro_batch: int = 1
+    global_batch: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        check_counts(self, ("tp", "pp", "dp", "cp", "ep"), most=MOST_DEVICES)
+        check_counts(self, ("micro_batch", "global_batch", *(() if self.chunks is None else ("chunks",))))
+        if self.ranks > MOST_DEVICES:
+            raise ConfigError(f"makes {self.ranks:,} ranks; give at most {MOST_DEVICES:,}", key="tp")
+
+    @property
+    def ranks(self) -> int:
+        """Devices of the whole run."""
+        return self.tp * self.pp * self.dp * self.cp
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a pipeline in a step."""
+        return self.global_batch // (self.micro_batch * self.dp)
+
+
+REPORT = "report.json"
+"""What a run writes about itself into its output folder."""
+
+BY_ACTION = ("core_attn", "layernorm", "activation")
+"""What ``--pipemem-recompute selective`` makes again of layers whose attention is not fused and whose norms stand alone."""
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """Which schedule, and what it does beside computing.
+
+    Args:
+        name: a family of ``pipemem schedules``, a schedule file (``.csv``), ``auto`` for a search, or ``stock`` for
+            Megatron's own.
+        memory_cap: the most a rank may hold: activation units (``"0.5"``) or, with ``auto``, bytes (``"6GiB"``).
+        costs: ``unit``, ``profile`` or a JSON file.
+        options: of the family.
+        offload: which activations wait on the host: ``off``, ``half``, ``full`` or ``auto``.
+        vocab_parallel: ``off``, Algorithm ``1`` or ``2`` of arXiv 2411.05288, or ``auto``.
+        recompute: which forwards run again before their backward, see ``Execution``.
+        recompute_modules: what ``selective`` runs again; ``BY_ACTION`` are run again by an action of the schedule, where it is
+            not Megatron's own.
+    """
+
+    name: str = STOCK
+    memory_cap: str | None = None
+    costs: str = "unit"
+    options: dict[str, Any] = field(default_factory=dict)
+    offload: Any = "off"
+    vocab_parallel: Any = "off"
+    recompute: Recompute = "none"
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+
+    @property
+    def recomputes_by_action(self) -> bool:
+        """Whether what is recomputed is an action of the schedule, rather than Megatron's own business."""
+        return self.recompute == "selective" and self.name != STOCK and set(self.recompute_modules) == set(BY_ACTION)
+
+    def __post_init__(self) -> None:
+        for key, allowed in (("offload", OFFLOAD), ("vocab_parallel", VOCABULARY)):
+            value = getattr(self, key)
+            text = "off" if value is False else str(value)  # YAML reads off as false
+            if text not in allowed:
+                raise ConfigError(f"is {text!r}; give {', '.join(allowed[:-1])} or {allowed[-1]}", key=key)
+            object.__setattr__(self, key, text)
+
+
+@dataclass(frozen=True)
+class Training:
+    """How long, on what, and what is kept.
+
+    Args:
+        iterations: training steps in all, over all restarts.
+        save_interval: steps between checkpoints; 0 for none. Checkpoints are resumed from when the run starts again.
+        load: folder of a checkpoint to start from, where the run has none of its own yet.
+        data: prefix of a Megatron dataset (files ``.bin`` and ``.idx``), several as ``weight prefix weight prefix``, or
+            ``mock`` for made-up tokens.
+        cache: folder of the datasets' index files.
+    """
+
+    iterations: int = 10
+    save_interval: int = 0
+    load: str | None = None
+    data: str = "mock"
+    cache: str | None = None
+
+    def __post_init__(self) -> None:
+        check_counts(self, ("iterations",))
+        check_counts(self, ("save_interval",), least=0)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that starts a training run.
+
+    Args:
+        model: its shape.
+        cluster: where it runs.
+        parallelism: how it is cut up.
+        schedule: in which order.
+        training: how long, on what.
+        precision: of parameters and activations.
+        megatron: every other flag of the training script: ``lr: 1e-4`` is ``--lr 1e-4``, ``true`` gives a bare flag,
+            ``false`` and ``null`` leave it out, a list gives several values.
+        environment: variables of every rank.
+        output: folder of the run's report, timelines and checkpoints, from the working directory.
+        trace: whether timelines of plan and run are drawn.
+        script: the training script; by default ``scripts/pretrain_gpt.py`` of this repository.
+    """
+
+    config_folder: ClassVar[str] = "runs"
+
+    model: Model
+    cluster: Cluster
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    schedule: ScheduleChoice = field(default_factory=ScheduleChoice)
+    training: Training = field(default_factory=Training)
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    megatron: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    output: str = "out/runs/run"
+    trace: bool = False
+    script: str | None = None
+
+    @property
+    def report(self) -> Path:
+        """What it writes about itself."""
+        return Path(self.output) / REPORT
+
+    @property
+    def checkpoints(self) -> str:
+        """The folder of its checkpoints, where it saves any."""
+        return f"{self.output}/checkpoints"
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether its last checkpoint is of a step before the last: starting the run again goes on from there."""
+        try:
+            saved = int((Path(self.checkpoints) / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return self.training.save_interval > 0 and saved < self.training.iterations
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.cluster.backend == "gloo"
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """What it says under ``megatron``, by the names of the training script's flags without dashes in front."""
+        return {key.replace("_", "-"): value for key, value in self.megatron.items()}
+
+    @property
+    def schedule_options(self) -> dict[str, Any]:
+        """Options of its schedule, stages per pipeline rank included; a file has none, and says that number itself."""
+        chunks = None if self.schedule.name.endswith(FILE_SUFFIX) else self.parallelism.chunks
+        return self.schedule.options | ({} if chunks is None else {"chunks": chunks})
+
+    @property
+    def execution(self) -> Execution:
+        """What the costs of a microbatch depend on."""
+        cut, choice = self.parallelism, self.schedule
+        return Execution(
+            micro_batch=cut.micro_batch,
+            tp=cut.tp,
+            sequence_parallel=cut.sequence_parallel,
+            cp=cut.cp,
+            ep=cut.ep,
+            recompute=choice.recompute,
+            recompute_modules=choice.recompute_modules,
+            attention="unfused" if self.on_cpu else "flash",
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+
+    @property
+    def implementation(self) -> Literal["local", "transformer_engine"]:
+        """Whose layers it trains: Transformer Engine's are Megatron's default, and CPU ranks have them only if asked."""
+        default = "local" if self.on_cpu else "transformer_engine"
+        return "local" if self.flags.get("transformer-impl", default) == "local" else "transformer_engine"
+
+
+def resolve_script(run: Run) -> Path:
+    """The training script of a run.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if run.script is not None:
+        path = Path(run.script)
+        if not path.is_file():
+            raise ConfigError(f"there is no training script {path}; give the path of one", key="script")
+        return path
+    path = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
+    if not path.is_file():
+        raise ConfigError(
+            "names no training script, and this package was installed without its repository's; give the path of "
+            "scripts/pretrain_gpt.py in a checkout, or of a script of your own",
+            key="script",
+        )
+    return path

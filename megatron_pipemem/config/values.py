@@ -1,0 +1,69 @@
+"""A value from a file as the annotation of a dataclass's field wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from megatron_pipemem.schedule.core.magnitudes import shortened
+
+
+def converted(value: Any, hint: Any) -> Any:
+    """The value as that type: lists become tuples, whole numbers floats, numbers text.
+
+    Args:
+        value: as YAML or JSON gives it.
+        hint: ``Any``, ``bool``, ``int``, ``float``, ``str``, ``Literal``, ``tuple[T, ...]``, ``list[T]``, ``dict[str, T]``, or
+            one of them with ``| None``. For a dataclass nothing but ``None`` fits: whoever knows its fields converts them.
+
+    Raises:
+        ValueError: it does not fit; the message says what would.
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (Union, UnionType):
+        if value is None and NoneType in arguments:
+            return None
+        (hint,) = (each for each in arguments if each is not NoneType)
+        return converted(value, hint)
+    if origin is Literal and value in arguments and type(value) in map(type, arguments):
+        return value
+    if origin in (tuple, list) and isinstance(value, (list, tuple)):
+        return origin(converted(each, arguments[0]) for each in value)
+    if origin is dict and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: converted(each, arguments[1]) for key, each in value.items()}
+    if hint is bool and isinstance(value, bool):
+        return value
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if hint is int and number and value == value // 1:
+        return int(value)
+    if hint is float and number:
+        return _as_float(value)
+    if hint is str and (number or isinstance(value, str)):
+        return str(value)
+    raise ValueError(f"is {shortened(value)}; give {_wanted(hint, origin, arguments)}")
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(f"is {shortened(value)}, which is too large") from error
+
+
+def _wanted(hint: Any, origin: Any, arguments: tuple) -> str:
+    if origin is Literal:
+        *most, last = map(str, arguments)
+        return f"{', '.join(most)} or {last}" if most else last
+    if origin in (tuple, list):
+        return "a list of values"
+    if origin is dict:
+        return "a mapping of keys to values"
+    return {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text, in quotes if YAML would read it otherwise",
+    }.get(hint, "a name or a mapping")

@@ -1,0 +1,8 @@
+"""From a run's configuration to processes: flags, commands, grids of runs, Slurm.
+
+* ``command``       the command that starts a run
+* ``flags``         the ``--pipemem-*`` flags
+* ``cut_flags``     the training script's flags that cut a model
+* ``feasibility``   whether a run can work, as far as that is known without a device
+* ``grid``          many runs that differ in a few keys
+"""

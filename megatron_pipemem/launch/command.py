@@ -1,0 +1,307 @@
+"""From a run to the command that starts it: the one place that knows the training script's flags."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_pipemem.config.model import Model
+from megatron_pipemem.config.runs import BY_ACTION, Run, resolve_script
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.schedule.options import STOCK
+
+Flags = dict[str, Any]
+"""Name without dashes in front -> value, as under ``megatron:`` of a run."""
+
+EXIT_SIGNAL = "SIGUSR1"
+"""Asks a run to save a checkpoint and end. Batch systems send it before they end a job."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Where the ranks of a run are started.
+
+    Args:
+        count: nodes.
+        rank: number of this one.
+        address: of the node with number 0; ``None`` for a run on one node that finds a port itself.
+        port: on that node.
+    """
+
+    count: int = 1
+    rank: int = 0
+    address: str | None = None
+    port: int = 29500
+
+
+@dataclass(frozen=True)
+class Command:
+    """What starts this node's ranks.
+
+    Args:
+        words: program and arguments.
+        environment: what it needs beside the environment of its caller.
+    """
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def text(self) -> str:
+        """For a shell: one command, with one flag on each line."""
+        lines: list[list[str]] = [["env", *(f"{key}={value}" for key, value in self.environment.items())]]
+        for number, word in enumerate(self.words):
+            if number == 0 or (word.startswith("-") and not _is_number(word)):
+                lines.append([])
+            lines[-1].append(word)
+        if not self.environment:
+            del lines[0]
+        return " \\\n    ".join(shlex.join(line) for line in lines)
+
+
+def command(run: Run, nodes: Nodes | None = None) -> Command:
+    """What starts the ranks of a run that are on one of its nodes, under torchrun.
+
+    Raises:
+        ConfigError: the run cannot be written as a command; it names the key at fault.
+    """
+    nodes = nodes or Nodes(count=min_nodes(run))
+    start = [sys.executable, "-m", "megatron_pipemem.cli.ranks", *_rendezvous(run, nodes)]
+    ours = ["-m", "megatron_pipemem", "run", *(["--cpu"] if run.on_cpu else [])]
+    words = [*start, *ours, str(resolve_script(run)), *script_flags(run)]
+    return Command(tuple(words), {key: str(value) for key, value in run.environment.items()})
+
+
+def min_nodes(run: Run) -> int:
+    """The fewest nodes that a run's ranks fit on and share evenly, however many its cluster has."""
+    ranks = run.parallelism.ranks
+    least = -(-ranks // run.cluster.devices_per_node)
+    return next(count for count in range(least, ranks + 1) if ranks % count == 0)
+
+
+def ranks_per_node(run: Run, count: int) -> int:
+    """Raises ConfigError when the ranks of a run do not share ``count`` nodes evenly."""
+    ranks = run.parallelism.ranks
+    if ranks % count:
+        raise ConfigError(f"{ranks} ranks cannot be shared evenly by {count} nodes; change either", key="parallelism")
+    return ranks // count
+
+
+def script_flags(run: Run) -> list[str]:
+    """The training script's flags and ours. What a run says under ``megatron`` comes before our defaults, but may not
+    contradict the run's other keys.
+
+    Raises:
+        ConfigError: it does, or something has no flag.
+    """
+    fixed = _fixed(run, {**_planned(run), "training": _training_flags(run), "output": _output_flags(run)})
+    return words({**fixed, **_defaults(run), **run.flags})
+
+
+def planned_flags(run: Run) -> list[str]:
+    """Those of ``script_flags`` that a plan decides or rests on: model, parallelism, schedule, precision, and what the run
+    says under ``megatron``.
+
+    Raises:
+        ConfigError: as ``script_flags``.
+    """
+    return words({**_fixed(run, _planned(run)), **run.flags})
+
+
+def _planned(run: Run) -> dict[str, Flags]:
+    """By the run's key that they come from."""
+    return {
+        "model": model_flags(run.model),
+        "parallelism": _parallelism_flags(run),
+        "schedule": _schedule_flags(run),
+        "precision": {} if run.precision == "fp32" else {run.precision: True},
+    }
+
+
+def _fixed(run: Run, flags: dict[str, Flags]) -> Flags:
+    for name in run.flags:
+        if name.startswith("-"):
+            raise ConfigError("is written without dashes in front", key=name)
+        for key, names in flags.items():
+            if name in names:
+                raise ConfigError(f"is set by the run's key {key!r} already; change it there", key=name)
+    return {name: value for names in flags.values() for name, value in names.items()}
+
+
+def words(flags: Flags) -> list[str]:
+    """As they are typed: ``True`` is a bare flag, ``False`` and ``None`` are none, a list is several values."""
+    result: list[str] = []
+    for name, value in flags.items():
+        if value is None or value is False:
+            continue
+        values = [] if value is True else value if isinstance(value, (list, tuple)) else [value]
+        result += [f"--{name}", *map(_word, values)]
+    return result
+
+
+def model_flags(model: Model) -> Flags:
+    """The flags of a shape.
+
+    Raises:
+        ConfigError: the training script has no flag for something.
+    """
+    if model.activation == "geglu":
+        raise ConfigError("the training script has no flag for geglu; take swiglu to launch", key="model.activation")
+    if model.bias == "qkv_only":
+        biases: Flags = {"disable-bias-linear": True, "add-qkv-bias": True}
+    else:
+        biases = {"disable-bias-linear": model.bias == "none"}
+    flags: Flags = {
+        "num-layers": model.layers,
+        "hidden-size": model.hidden,
+        "num-attention-heads": model.heads,
+        "group-query-attention": model.key_heads != model.heads,
+        "num-query-groups": model.key_heads if model.key_heads != model.heads else None,
+        "kv-channels": model.head_channels,
+        "ffn-hidden-size": model.ffn_width,
+        "swiglu": model.activation == "swiglu",
+        "squared-relu": model.activation == "squared_relu",
+        "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
+        "position-embedding-type": {"learned": "learned_absolute"}.get(model.position, model.position),
+        "max-position-embeddings": model.sequence,
+        "seq-length": model.sequence,
+        "vocab-size": model.vocabulary,
+        "untie-embeddings-and-output-weights": not model.tied,
+        "attention-dropout": model.dropout,
+        "hidden-dropout": model.dropout,
+        **biases,
+    }
+    if model.experts:
+        flags |= {
+            "num-experts": model.experts,
+            "moe-router-topk": model.experts_per_token,
+            "moe-ffn-hidden-size": model.expert_width,
+            "moe-shared-expert-intermediate-size": model.shared_expert_ffn or None,
+            "moe-layer-freq": model.moe_every if model.moe_every > 1 else None,
+        }
+    return flags
+
+
+def _parallelism_flags(run: Run) -> Flags:
+    cut = run.parallelism
+    return {
+        "tensor-model-parallel-size": cut.tp,
+        "pipeline-model-parallel-size": cut.pp,
+        "context-parallel-size": cut.cp if cut.cp > 1 else None,
+        "expert-model-parallel-size": cut.ep if cut.ep > 1 else None,
+        "sequence-parallel": cut.sequence_parallel,
+        "micro-batch-size": cut.micro_batch,
+        "global-batch-size": cut.global_batch,
+        "num-virtual-stages-per-pipeline-rank": cut.chunks if run.schedule.name == STOCK else None,
+    }
+
+
+def _schedule_flags(run: Run) -> Flags:
+    choice = run.schedule
+    options = choice.options if choice.name == STOCK else run.schedule_options
+    recomputes: Flags = {}
+    if choice.recompute == "selective":
+        if choice.recomputes_by_action:
+            recomputes = {"pipemem-recompute": "selective"}
+        elif "activation" in choice.recompute_modules:
+            raise ConfigError(
+                "Megatron cannot recompute an FFN's activation alone, and --pipemem-recompute selective makes again "
+                f"{', '.join(BY_ACTION)} together, under any schedule but {STOCK}; name these three, or leave it out to launch",
+                key="schedule.recompute_modules",
+            )
+        else:
+            recomputes = {"recompute-granularity": "selective", "recompute-modules": choice.recompute_modules}
+    elif choice.recompute == "full":
+        recomputes = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
+    switches = run.cluster.switches if choice.offload != "off" else ()
+    return {
+        "pipemem-schedule": choice.name,
+        "pipemem-memory-cap": choice.memory_cap,
+        "pipemem-costs": choice.costs if choice.costs != "unit" else None,
+        "pipemem-offload": choice.offload if choice.offload != "off" else None,
+        "pipemem-vocab-parallel": choice.vocab_parallel if choice.vocab_parallel != "off" else None,
+        **recomputes,
+        # Repeated with one option each, as --name=value because a list would be several values of one flag.
+        **{f"pipemem-option={key}={_word(value)}": True for key, value in options.items()},
+        **(
+            {f"pipemem-offload-option=switches={json.dumps(switches, separators=(',', ':'))}": True} if switches else {}
+        ),
+    }
+
+
+def _training_flags(run: Run) -> Flags:
+    training = run.training
+    data: Flags = {"mock-data": True} if training.data == "mock" else {"data-path": training.data.split()}
+    saving: Flags = {}
+    if training.save_interval:
+        saving = {"save": run.checkpoints, "save-interval": training.save_interval}
+        # Asked to end, a rank saves what it has; see EXIT_SIGNAL.
+        saving |= {"exit-signal-handler": True, "exit-signal": EXIT_SIGNAL}
+    load = saving.get("save", training.load)
+    if saving and training.load is not None:
+        # Megatron starts from the pretrained checkpoint only while the run has none of its own.
+        saving["pretrained-checkpoint"] = training.load
+    return {"train-iters": training.iterations, **data, "data-cache-path": training.cache, **saving, "load": load}
+
+
+def _output_flags(run: Run) -> Flags:
+    return {
+        "pipemem-report": str(run.report),
+        "pipemem-trace": f"{run.output}/timelines" if run.trace else None,
+    }
+
+
+def _defaults(run: Run) -> Flags:
+    """What a run may say otherwise."""
+    flags: Flags = {
+        "tokenizer-type": "NullTokenizer",
+        "log-interval": 1,
+        "eval-iters": 0,
+        "eval-interval": 1000,
+        "lr": 1e-4,
+    }
+    return flags | (CPU_FLAGS if run.on_cpu else {})
+
+
+CPU_FLAGS: Flags = {
+    "distributed-backend": "gloo",
+    "transformer-impl": "local",
+    "num-workers": 0,
+    "no-persist-layer-norm": True,
+    "no-gradient-accumulation-fusion": True,
+    "no-masked-softmax-fusion": True,
+    "no-bias-dropout-fusion": True,
+    "no-bias-gelu-fusion": True,
+    "no-bias-swiglu-fusion": True,
+    "no-rope-fusion": True,
+}
+"""What the training script needs to run without CUDA, Transformer Engine and Apex."""
+
+
+def _rendezvous(run: Run, nodes: Nodes) -> list[str]:
+    """Node ranks are given, not negotiated: a rank is then on the same node whenever the run starts."""
+    flags: Flags = {"nproc-per-node": ranks_per_node(run, nodes.count)}
+    if nodes.address is None:
+        if nodes.count > 1:
+            raise ConfigError(
+                f"{run.parallelism.ranks} ranks fill {nodes.count} nodes of the cluster; give the address of the first one "
+                "(--master-addr or MASTER_ADDR) and the number of this one (--node-rank or NODE_RANK)"
+            )
+        return words({"standalone": True, "local-addr": "127.0.0.1", **flags})
+    where: Flags = {"nnodes": nodes.count, "node-rank": nodes.rank}
+    return words({**where, **flags, "master-addr": nodes.address, "master-port": nodes.port})
+
+
+def _word(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True

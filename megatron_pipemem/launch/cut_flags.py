@@ -1,0 +1,186 @@
+"""What the training script's flags say of how a model is cut, and which flags do not go with which placements.
+
+A run asks here when it takes its command line, the launcher before it starts ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron_pipemem.config import layout
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.model_cut import Cut, known_chunks
+
+Flags = Mapping[str, object]
+"""Name without dashes in front -> value, as text or as it is in a run's file; ``True`` for a bare flag."""
+
+VIRTUAL_STAGES = "num-virtual-stages-per-pipeline-rank"
+LAYERS_PER_STAGE = "num-layers-per-virtual-pipeline-stage"
+HYBRID = ("hybrid-layer-pattern", "hybrid-override-pattern")
+CUTS = (VIRTUAL_STAGES, LAYERS_PER_STAGE, layout.FLAG, *HYBRID)
+_ACCOUNTED = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
+
+
+def given(flags: Flags, name: str) -> bool:
+    """Whether a flag is there; a run's file may say that it is not."""
+    return flags.get(name) not in (None, False)
+
+
+def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
+    """How these flags cut a model; ``None`` where they leave it to the schedule, or where Megatron will refuse them.
+
+    Args:
+        flags: of the training script.
+        num_devices: pipeline ranks.
+        layers: of the model; ``None`` where they are not known.
+    """
+    hybrid = next((name for name in HYBRID if given(flags, name)), None)
+    if hybrid is not None:
+        segments = str(flags[hybrid]).split("/")[0].count("|") + 1
+        words = f"the {segments} segments of --{hybrid} on {num_devices} pipeline ranks"
+        whole = segments == 1  # and Megatron cuts the pattern itself, once per rank
+        return Cut(
+            1 if whole else segments / num_devices,
+            f"--{hybrid} without |" if whole else words,
+            lambda chunks: f"write {num_devices * chunks} segments with | between them",
+        )
+    if given(flags, layout.FLAG):
+        stages = layout.stages_of(str(flags[layout.FLAG]))
+        return Cut(
+            stages / num_devices,
+            f"the {stages} stages of --{layout.FLAG} on {num_devices} pipeline ranks",
+            lambda chunks: f"write {num_devices * chunks} stages{_example(layers, num_devices * chunks)}",
+        )
+    number = _whole(flags.get(VIRTUAL_STAGES))
+    if number is not None:
+        return Cut(number, f"--{VIRTUAL_STAGES} {number}", lambda chunks: _pass_virtual_stages(chunks, "instead"))
+    number = _whole(flags.get(LAYERS_PER_STAGE))
+    if number and layers is not None:
+        total = layers + accounted(flags)
+        return Cut(
+            total / (num_devices * number),
+            f"--{LAYERS_PER_STAGE} {number} for {total} layers on {num_devices} pipeline ranks",
+            lambda chunks: _pass_virtual_stages(chunks, "in its place"),
+        )
+    return None
+
+
+def as_built(chunks: int) -> Cut:
+    """How Megatron is about to build a model, or has built it, whatever asked for that."""
+
+    def remedy(needed: int) -> str:
+        if needed == 1:
+            return f"drop --{VIRTUAL_STAGES} or whatever else asks for virtual stages"
+        return (
+            f"pass --{VIRTUAL_STAGES} {needed} or a --{layout.FLAG} with that many stages per rank, or, without "
+            f"megatron.training, virtual_pipeline_model_parallel_size={needed} to initialize_model_parallel() and in the "
+            "model's configuration"
+        )
+
+    return Cut(chunks, "what Megatron builds", remedy)
+
+
+def accounted(flags: Flags) -> int:
+    """How many of embedding and loss count as a layer when Megatron shares layers out evenly."""
+    return sum(given(flags, name) for name in _ACCOUNTED)
+
+
+def counted_layers(flags: Flags, layers: int) -> str:
+    """For messages: what Megatron shares out evenly, and by which flags that is more than the layers."""
+    names = " and ".join(f"--{name}" for name in _ACCOUNTED if given(flags, name))
+    return f"{layers} layers" + (f" and what {names} adds to them" if names else "")
+
+
+def uneven_layers(flags: Flags, layers: int, stages: int) -> str | None:
+    """Where Megatron cannot share the layers out evenly and no flag says how else: the layout that does, else ``None``."""
+    if any(given(flags, name) for name in layout.FLAGS) or (layers + accounted(flags)) % stages == 0:
+        return None
+    return layout.written(layout.spread(layers, stages))
+
+
+def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement]) -> None:
+    """Whether flags mean on all of these placements what they mean on Megatron's own.
+
+    Raises:
+        UnsupportedError: one of them does not; the message says what to do instead.
+    """
+    for names, refused, sentence in _REFUSED:
+        name = next((name for name in names if given(flags, name)), None)
+        placement = next((each for each in placements if refused(each)), None)
+        if name is not None and placement is not None:
+            raise UnsupportedError(
+                f"--{name} does not go with schedule {schedule} (placement {placement.name}): {sentence}"
+            )
+
+
+def remarks(flags: Flags) -> list[str]:
+    """What the user should know of flags that go with every schedule but do less than with Megatron's own."""
+    found = [
+        f"--{name} has no effect: the schedule's messages go over channels of its own, in the order of its plan"
+        for name in _WITHOUT_EFFECT
+        if given(flags, name)
+    ]
+    if flags.get("ckpt-format") == "torch":
+        found.append(
+            "--ckpt-format torch writes a file for every rank with the chunks that it holds, which only a run of the same "
+            "placement can load; pass --ckpt-format torch_dist to load it under other schedules"
+        )
+    return found
+
+
+def is_folded(placement: Placement) -> bool:
+    """Whether one copy of the model goes back and forth over the devices, as in a V or a wave."""
+    return placement.replicas == 1 and any(
+        device != stage % placement.num_devices for stage, device in enumerate(placement.devices)
+    )
+
+
+FIRST_OR_LAST = (
+    "it counts the layers of all chunks of the first or last pipeline rank, and in this placement a rank holds other stages; "
+    f"say what each stage holds by --{layout.FLAG}"
+)
+_REFUSED: tuple[tuple[tuple[str, ...], Callable[[Placement], bool], str], ...] = (
+    (layout.FIRST_OR_LAST, is_folded, FIRST_OR_LAST),
+    (
+        ("iterations-to-skip",),
+        lambda placement: known_chunks(placement) > 1,
+        "Megatron skips batches of one data iterator per rank only, and here every model chunk has its own; drop it, or take a "
+        "schedule with one model chunk per rank, such as zb-h1",
+    ),
+    (
+        ("full-validation",),
+        lambda placement: known_chunks(placement) > 1,
+        "Megatron measures the validation data of every model chunk, and chunks within the model have none; pass --eval-iters, "
+        "or take a schedule with one model chunk per rank, such as zb-h1",
+    ),
+    (
+        ("perform-rl-step",),
+        lambda placement: is_folded(placement) or placement.replicas > 1,
+        "generation looks for the model's last stage on the last pipeline rank, and here it is elsewhere; take a schedule of "
+        "linear or interleaved placement",
+    ),
+)
+_WITHOUT_EFFECT = (
+    "use-ring-exchange-p2p",
+    "pipeline-model-parallel-comm-backend",
+    "no-overlap-p2p-communication",
+    "overlap-p2p-communication-warmup-flush",
+)
+
+
+def _example(layers: int | None, stages: int) -> str:
+    if layers is None or layers < stages:
+        return ""
+    return f", for example '{layout.written(layout.spread(layers, stages))}'"
+
+
+def _pass_virtual_stages(chunks: int, instead: str) -> str:
+    return "leave it out" if chunks == 1 else f"pass --{VIRTUAL_STAGES} {chunks} {instead}"
+
+
+def _whole(value: object) -> int | None:
+    try:
+        return None if value is None else int(str(value))
+    except ValueError:
+        return None

@@ -1,0 +1,157 @@
+"""Whether a run can work, as far as that can be known without a device."""
+
+from __future__ import annotations
+
+from megatron_pipemem.config import layout
+from megatron_pipemem.config.asynchronous_refusals import check_run
+from megatron_pipemem.config.cluster import GIB
+from megatron_pipemem.config.runs import Run, resolve_script
+from megatron_pipemem.config.transformer_engine_refusals import refused_flags
+from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
+from megatron_pipemem.launch import cut_flags
+from megatron_pipemem.launch.command import min_nodes, script_flags
+from megatron_pipemem.planner.memory import held, schedule_of
+from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.model_cut import check_cut, placements_of
+from megatron_pipemem.schedule.options import AUTO, STOCK
+from megatron_pipemem.schedule.registry import family
+from megatron_pipemem.schedule.request import (
+    FILE_SUFFIX,
+    check_barriers,
+    check_copies,
+    check_devices_of_file,
+    check_microbatches_of_file,
+    check_request,
+    prices_of,
+)
+from megatron_pipemem.schedule.size import check_affordable, is_fitted
+
+
+def feasible(run: Run, any_size: bool = False) -> str | None:
+    """Why a run cannot work, in one sentence, or ``None``. Looks at everything that can be known without a device.
+
+    Args:
+        run: what is asked about.
+        any_size: look also at schedules that take long to look at, which are refused otherwise.
+    """
+    try:
+        for check in _CHECKS if any_size else (_affordable, *_CHECKS):
+            check(run)
+    except PipememError as error:
+        return str(error)
+    return None
+
+
+def _affordable(run: Run) -> None:
+    cut = run.parallelism
+    if run.schedule.name != STOCK:
+        what = f"a global batch of {cut.global_batch} on {cut.pp} pipeline ranks makes"
+        check_affordable(cut.pp, cut.microbatches, cut.chunks or 2, what, is_fitted(run.schedule.name))
+
+
+def _divides(run: Run) -> None:
+    cut = run.parallelism
+    batch = cut.micro_batch * cut.dp
+    if cut.global_batch % batch:
+        raise ConfigError(
+            f"global_batch {cut.global_batch} is no multiple of micro_batch x dp = {cut.micro_batch} x {cut.dp}"
+        )
+    if (cut.dp * cut.cp) % cut.ep:
+        raise ConfigError(f"dp x cp = {cut.dp * cut.cp} is no multiple of ep {cut.ep}")
+    run.execution.check(run.model)
+
+
+def _fits_on_cluster(run: Run) -> None:
+    ranks, cluster = run.parallelism.ranks, run.cluster
+    if ranks > cluster.num_devices:
+        raise UnsupportedError(f"tp x pp x dp x cp = {ranks} devices, the cluster has {cluster.num_devices}")
+    if min_nodes(run) > cluster.nodes:
+        raise UnsupportedError(
+            f"tp x pp x dp x cp = {ranks} ranks cannot be shared evenly by {cluster.nodes} nodes or fewer, with "
+            f"{cluster.devices_per_node} devices each"
+        )
+
+
+def _has_command(run: Run) -> None:
+    resolve_script(run)
+    script_flags(run)
+
+
+def _schedules(run: Run) -> None:
+    choice, cut = run.schedule, run.parallelism
+    if cut.pp == 1 and choice.name != STOCK:
+        raise UnsupportedError(f"pp 1 leaves no pipeline for schedule {choice.name}; set schedule.name to {STOCK}")
+    recomputes = choice.recomputes_by_action or run.flags.get("pipemem-recompute", "none") != "none"
+    plans_offload = choice.offload != "off" or recomputes
+    options = run.schedule_options
+    check_request(choice.name, choice.memory_cap, choice.costs, options, plans_offload, choice.vocab_parallel)
+    prices_of(choice.costs)
+    asked = cut_flags.cut_of(run.flags, cut.pp, run.model.layers)
+    if choice.name == AUTO:
+        placements = placements_of(AUTO, options, cut.pp, asked)
+        cut_flags.check_placements(run.flags, AUTO, placements)
+        _stages_hold_layers(run, placements[0].num_chunks)
+        _check_transformer_engine(run, True, recomputes)
+        return
+    schedule = schedule_of(run)
+    placements = (schedule.placement,)
+    if choice.name != STOCK:
+        _check_transformer_engine(run, schedule.splits_backward, recomputes or bool(schedule.recomputed))
+    if choice.name.endswith(FILE_SUFFIX):
+        check_devices_of_file(schedule, cut.pp)
+        check_microbatches_of_file(schedule, cut.microbatches)
+        if cut.chunks not in (None, schedule.placement.num_chunks):
+            raise UnsupportedError(
+                f"{choice.name} has {schedule.placement.num_chunks} chunks per rank, not {cut.chunks}"
+            )
+        if asked is not None:
+            check_cut(asked, choice.name, schedule.placement)
+    elif choice.name != STOCK:
+        validate(schedule)
+        if family(choice.name).asynchronous:
+            check_run(run, choice.name)
+        placements = placements_of(choice.name, options, cut.pp, asked)
+    if choice.name != STOCK:
+        cut_flags.check_placements(run.flags, choice.name, placements)
+    check_barriers(choice.name, schedule.vocabulary, choice.vocab_parallel)
+    check_copies(schedule.placement)
+    _stages_hold_layers(run, schedule.placement.model_stages // cut.pp)
+
+
+def _check_transformer_engine(run: Run, splits: bool, recomputes: bool) -> None:
+    reason = refused_flags(run.flags, splits, recomputes)
+    if reason is not None and run.implementation == "transformer_engine":
+        raise UnsupportedError(reason)
+
+
+def _stages_hold_layers(run: Run, chunks: int) -> None:
+    stages = run.parallelism.pp * chunks
+    if any(cut_flags.given(run.flags, name) for name in cut_flags.CUTS):
+        return
+    proposed = cut_flags.uneven_layers(run.flags, run.model.layers, stages)
+    if proposed is not None:
+        raise UnsupportedError(
+            f"{cut_flags.counted_layers(run.flags, run.model.layers)} cannot be split evenly over {stages} stages (pp "
+            f"{run.parallelism.pp} x {chunks} chunks); say how by {layout.FLAG} under the training script's flags, for example "
+            f"{proposed!r}"
+        )
+
+
+def _fits_in_memory(run: Run) -> None:
+    found = held(run)
+    if found is None:
+        return
+    there, most = run.cluster.memory_bytes, max(found.device)
+    if most > there:
+        raise UnsupportedError(
+            f"pipeline rank {found.device.index(most)} needs {most / GIB:.1f} GiB of {there / GIB:.1f} GiB; cut the model "
+            "further, recompute, or take a schedule with a lower peak"
+        )
+    if (most := max(found.host)) > found.room:
+        raise UnsupportedError(
+            f"pipeline rank {found.host.index(most)} sends {most / GIB:.1f} GiB to its host, which has {found.room / GIB:.1f} "
+            "GiB for each rank; offload less, or cut the model further"
+        )
+
+
+_CHECKS = (_divides, _fits_on_cluster, _has_command, _schedules, _fits_in_memory)

@@ -1,0 +1,95 @@
+"""The ``--pipemem-*`` flags: what they are called and mean. What becomes of them is ``mcore.flags``'."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.options import OFF, OFFLOAD, RECOMPUTE, VOCABULARY
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UnsupportedError, with all flags, where argparse would end the process."""
+
+    def error(self, message: str):
+        raise UnsupportedError(f"{message}; the flags are:\n{self.format_help()}")
+
+
+def plan_parser() -> Parser:
+    """Of the flag that stands for others, which is read first."""
+    parser = Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser.add_argument(
+        "--pipemem-plan",
+        metavar="FILE",
+        help="add what pipemem plan --output wrote: parallelism, layout, schedule; other flags may repeat it, not contradict",
+    )
+    return parser
+
+
+def flag_parser() -> Parser:
+    """Of all flags."""
+    parser = Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS, parents=[plan_parser()])
+    parser.add_argument("--pipemem-schedule", metavar="NAME|FILE.csv|auto|stock", help="which schedule to run")
+    parser.add_argument(
+        "--pipemem-memory-cap",
+        metavar="X|XGiB|XMiB|XB|X,X,...",
+        help="the most a rank may hold: activation units, or, with auto, bytes of activations; one for all pipeline ranks, or "
+        "one each",
+    )
+    parser.add_argument(
+        "--pipemem-costs",
+        metavar="unit|profile|FILE",
+        default="unit",
+        help="what passes take: equal, measured in the run, or as the JSON file says",
+    )
+    parser.add_argument(
+        "--pipemem-offload",
+        metavar="|".join(OFFLOAD),
+        default="off",
+        help="which activations wait on the host for their backward, beside what the schedule itself says",
+    )
+    parser.add_argument(
+        "--pipemem-host-memory",
+        metavar="XGiB",
+        help=f"host memory per node for that, shared by its ranks (default: {DEFAULT_HOST_SHARE:g} of what is available)",
+    )
+    parser.add_argument(
+        "--pipemem-recompute",
+        metavar="|".join(RECOMPUTE),
+        default="none",
+        help="what runs again before its backward: of every stage what is cheap (norms, activation functions, unfused "
+        "attention), or all; auto: whatever of these a memory cap needs, per stage",
+    )
+    parser.add_argument(
+        "--pipemem-offload-option",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="ratio, min_bytes, guard, switches, and bandwidth for CPU ranks",
+    )
+    parser.add_argument("--pipemem-trace", metavar="DIR", help="write timelines of plan and run")
+    parser.add_argument("--pipemem-report", metavar="FILE", help="write predicted and counted bytes, bubbles, losses")
+    parser.add_argument(
+        "--pipemem-vocab-parallel",
+        metavar="|".join(VOCABULARY),
+        default=OFF,
+        help="cut embedding and LM head over the pipeline's ranks, by Algorithm 1 (two barriers, two microbatches more in "
+        "flight) or Algorithm 2 (one barrier, one microbatch more) of arXiv 2411.05288; auto: whichever of the three the "
+        "model's sizes and layout, the costs and the cap call for",
+    )
+    parser.add_argument(
+        "--pipemem-vocab-piece-tokens",
+        metavar="N",
+        type=int,
+        help="compute the cut head's logits for N tokens at a time, which bounds what they take in fp32 (default: all)",
+    )
+    parser.add_argument(
+        "--pipemem-single-queue",
+        action="store_true",
+        help="order what a rank launches for one hardware queue, as is done anyway on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1",
+    )
+    parser.add_argument(
+        "--pipemem-option", metavar="KEY=VALUE", action="append", default=[], help="option of the schedule"
+    )
+    return parser

@@ -1,0 +1,141 @@
+"""Starts points on this machine, several at a time. What a killed grid left running is ended before its point starts again."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from megatron_pipemem.errors import PipememError, UnsupportedError
+from megatron_pipemem.launch.command import Command, command, min_nodes
+from megatron_pipemem.launch.grid.results import Result
+from megatron_pipemem.launch.grid.store import Store, try_lock
+
+_PATIENCE_SECONDS = 60.0
+
+Event = Callable[[int, Result | None], object]
+"""Told a point's number when it starts, and again with its result when it has ended."""
+
+
+class LocalRunner:
+    """Trains points of a grid, each under a launcher process of its own.
+
+    Args:
+        store: the grid.
+        on_event: called from several threads.
+        command_of: what starts a point; by default torchrun on this node.
+    """
+
+    def __init__(self, store: Store, on_event: Event, command_of: Callable[[Store, int], Command] | None = None):
+        self._store = store
+        self._on_event = on_event
+        self._command_of = command_of or _on_this_node
+        self._stopping = threading.Event()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._guard = threading.Lock()
+
+    def train(
+        self, indices: Sequence[int], max_parallel: int, on_stop: Callable[[int], object] = lambda running: None
+    ) -> None:
+        """Returns when all points have a result. Whatever ends it early, an interrupt for example, ends the points too.
+
+        Args:
+            indices: of the points.
+            max_parallel: points at a time.
+            on_stop: told, before it is waited for their end, how many are ended.
+        """
+        with ThreadPoolExecutor(max_parallel, "grid") as pool:
+            futures = [pool.submit(self._train, index) for index in indices]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+            except BaseException:
+                self._stopping.set()
+                with self._guard:
+                    for process in self._running:
+                        process.terminate()
+                    on_stop(len(self._running))
+                raise
+
+    def _train(self, index: int) -> None:
+        if self._stopping.is_set():
+            return
+        try:
+            result = self._result(index)
+        except PipememError as error:  # of this point alone
+            result = self._store.fail(index, str(error))
+        if result is not None:
+            self._on_event(index, result)
+
+    def _result(self, index: int) -> Result | None:
+        """``None`` when all is being ended."""
+        place = self._store.place(index)
+        with (place / ".running").open("a+", encoding="utf-8") as lock:
+            if not try_lock(lock):
+                _end_left_over(lock, place)
+            self._on_event(index, None)
+            self._store.begin(index)
+            code = self._wait(self._command_of(self._store, index), self._store.log(index), lock)
+        return None if self._stopping.is_set() else self._store.finish(index, code)
+
+    def _wait(self, started: Command, log: Path, lock: IO[str]) -> int | None:
+        """The exit code, or ``None`` when all is being ended and it was not started. The child inherits the lock and keeps it
+        should this process be killed."""
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, **started.environment}
+        with log.open("ab") as output, self._guard:
+            if self._stopping.is_set():
+                return None
+            process = subprocess.Popen(
+                started.words,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                pass_fds=[lock.fileno()],
+            )
+            self._running.add(process)
+        lock.truncate(0)
+        json.dump({"pid": process.pid, "host": platform.node()}, lock)
+        lock.flush()
+        code = process.wait()
+        with self._guard:
+            self._running.discard(process)
+        return code
+
+
+def _on_this_node(store: Store, index: int) -> Command:
+    run = store.run(index)
+    if (nodes := min_nodes(run)) > 1:
+        raise UnsupportedError(f"its {run.parallelism.ranks} ranks fill {nodes} nodes; --launcher slurm starts it")
+    return command(run)
+
+
+def _end_left_over(lock: IO[str], place: Path) -> None:
+    """End what still trains a point after its grid was killed, and take the lock over.
+
+    Raises:
+        UnsupportedError: it is on another machine, or does not end.
+    """
+    lock.seek(0)
+    try:
+        holder = json.load(lock)
+    except ValueError:
+        holder = {}
+    if holder.get("host") == platform.node():
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(holder["pid"], signal.SIGTERM)  # it holds the lock, so the number is not yet another process's
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not try_lock(lock):
+        if time.monotonic() > deadline:
+            raise UnsupportedError(f"{place} is still being trained: {holder or 'no process known'}; end that first")
+        time.sleep(0.1)

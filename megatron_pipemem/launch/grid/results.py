@@ -1,0 +1,201 @@
+"""What came of one point: read from the log and the report of its run, kept as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from megatron_pipemem.config.runs import Run
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.files import write_whole
+from megatron_pipemem.reading import read_json
+from megatron_pipemem.schedule.core.magnitudes import LARGEST, shortened
+
+Status = Literal["done", "failed", "infeasible"]
+
+_ITERATION = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
+_FAILURE = re.compile(r"rank \d+ failed: .*")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A point's result.
+
+    Args:
+        index: number of the point.
+        settings: what it changed.
+        status: ``infeasible`` points were never started.
+        reason: why it is not ``done``.
+        exit_code: of its training.
+        devices: ranks it ran on.
+        seconds_per_step: median of all steps but the first of a start, by the training script's clock.
+        tokens_per_second: over all devices.
+        predicted_peak_bytes: of activations, one for each rank; ``None`` where the schedule is not ours.
+        counted_peak_bytes: likewise, as autograd held them.
+        predicted_bubble_rate: of each rank.
+        measured_bubble_rate: of each rank.
+        losses: of every step since the last start; ``None`` where one was no finite number.
+    """
+
+    index: int
+    settings: dict[str, Any]
+    status: Status
+    reason: str | None = None
+    exit_code: int | None = None
+    devices: int | None = None
+    seconds_per_step: float | None = None
+    tokens_per_second: float | None = None
+    predicted_peak_bytes: tuple[int | None, ...] = ()
+    counted_peak_bytes: tuple[int | None, ...] = ()
+    predicted_bubble_rate: tuple[float | None, ...] = ()
+    measured_bubble_rate: tuple[float | None, ...] = ()
+    losses: tuple[float | None, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of the rank that holds most."""
+        return max((peak for peak in self.counted_peak_bytes if peak is not None), default=None)
+
+    @property
+    def predicted_peak(self) -> int | None:
+        """Of the rank that was to hold most."""
+        return max((peak for peak in self.predicted_peak_bytes if peak is not None), default=None)
+
+    @property
+    def peaks_agree(self) -> bool | None:
+        """Whether every rank held what was predicted; ``None`` where nothing was."""
+        pairs = list(zip(self.predicted_peak_bytes, self.counted_peak_bytes, strict=True))
+        known = [predicted == counted for predicted, counted in pairs if predicted is not None]
+        return all(known) if known else None
+
+
+def collect(index: int, settings: dict[str, Any], run: Run, log: Path, exit_code: int) -> Result:
+    """The result of a point whose training has ended.
+
+    Args:
+        index: of the point.
+        settings: of the point.
+        run: with the folder its report is in.
+        log: of all its starts.
+        exit_code: of the last one.
+    """
+    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    path = run.report
+    if exit_code or not path.exists():
+        reason = _why(text, exit_code)
+        return Result(index, settings, "failed", reason, exit_code, run.parallelism.ranks)
+    seconds = step_seconds(text)
+    tokens = run.parallelism.global_batch * run.model.sequence
+    speed = None if not seconds else tokens / seconds
+    try:
+        found = _report(path)
+        result = Result(index, settings, "done", None, exit_code, run.parallelism.ranks, seconds, speed, **found)
+        _check_types(result, path)
+    except ConfigError as error:
+        return Result(index, settings, "failed", str(error), exit_code, run.parallelism.ranks)
+    return result
+
+
+def _report(path: Path) -> dict[str, tuple]:
+    """What a result takes from the report of its run.
+
+    Raises:
+        ConfigError: the file holds no report.
+    """
+    report = read_json(path, "the report of a run")
+    keys = ("predicted_peak_bytes", "counted_peak_bytes", "predicted_bubble_rate", "measured_bubble_rate")
+    try:
+        return {key: tuple(rank[key] for rank in report["ranks"]) for key in keys} | {"losses": tuple(report["losses"])}
+    except KeyError as error:
+        raise ConfigError(f"is no report of a run, it lacks the key {error}; train again", file=path) from error
+    except TypeError as error:
+        raise ConfigError(f"is no report of a run, {error}; train again", file=path) from error
+
+
+def step_seconds(log: str) -> float | None:
+    """Median time of a step; the first after every start opens channels and is left out where there are others."""
+    steps = [(int(number), float(milliseconds)) for number, milliseconds in _ITERATION.findall(log)]
+    later = [time for (before, _), (number, time) in zip(steps, steps[1:], strict=False) if number == before + 1]
+    times = later or [time for _, time in steps]
+    return statistics.median(times) / 1e3 if times else None
+
+
+def write_result(result: Result, path: Path) -> None:
+    """Raises OutputError when it cannot be kept."""
+    write_whole(path, json.dumps(asdict(result), indent=2, allow_nan=False) + "\n")
+
+
+def read_result(path: Path) -> Result | None:
+    """``None`` where there is none.
+
+    Raises:
+        ConfigError: the file holds something else.
+    """
+    if not path.exists():
+        return None
+    raw = read_json(path, "a result")
+    try:
+        result = Result(**{key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()})
+    except (AttributeError, TypeError) as error:
+        raise ConfigError(f"is no result of a grid's point, {error}; delete it and --resume", file=path) from error
+    _check_types(result, path)
+    return result
+
+
+_NUMBERS = {
+    "index": int,
+    "exit_code": int,
+    "devices": int,
+    "seconds_per_step": (int, float),
+    "tokens_per_second": (int, float),
+}
+_LISTS = {
+    "predicted_peak_bytes": int,
+    "counted_peak_bytes": int,
+    "predicted_bubble_rate": (int, float),
+    "measured_bubble_rate": (int, float),
+    "losses": (int, float),
+}
+
+
+def _check_types(result: Result, path: Path) -> None:
+    """Raises:
+    ConfigError: a field of a result that was read from a file is something else.
+    """
+    wrong = [key for key, kind in _NUMBERS.items() if not _is(getattr(result, key), kind)]
+    for key, kind in _LISTS.items():
+        values = getattr(result, key)
+        if not isinstance(values, tuple) or not all(_is(each, kind) for each in values):
+            wrong.append(key)
+    if result.status not in get_args(Status):
+        wrong.append("status")
+    if not isinstance(result.reason, str | None):
+        wrong.append("reason")
+    if not isinstance(result.settings, dict):
+        wrong.append("settings")
+    if not wrong and len(result.predicted_peak_bytes) != len(result.counted_peak_bytes):
+        wrong.append("counted_peak_bytes")
+    if wrong:
+        raise ConfigError(
+            f"is {shortened(getattr(result, wrong[0]))}, which no run and no grid writes; delete the file, and train again",
+            key=wrong[0],
+            file=path,
+        )
+
+
+def _is(value: object, kind: type | tuple[type, ...]) -> bool:
+    """Whether it is ``None`` or a finite number of that kind."""
+    return value is None or (isinstance(value, kind) and not isinstance(value, bool) and abs(value) <= LARGEST)
+
+
+def _why(log: str, exit_code: int) -> str:
+    """The end of a log in a sentence."""
+    if told := _FAILURE.findall(log):
+        return told[-1]
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    last = f"; the log ends: {lines[-1]}" if lines else ""
+    return f"exit code {exit_code}{last}" if exit_code else f"it ended without a report{last}"

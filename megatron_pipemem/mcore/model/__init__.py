@@ -1,0 +1,1 @@
+"""Megatron's models as schedules need them: placed on stages, with backwards that split."""

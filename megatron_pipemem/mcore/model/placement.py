@@ -1,0 +1,323 @@
+"""Placements that stock Megatron cannot express.
+
+Megatron deals model chunks round robin: chunk ``c`` of pipeline rank ``r`` is stage ``c * p + r``. In a V, device ``r`` holds
+stage ``2p - 1 - r`` as its chunk 1, which round robin would have given to rank ``p - 1 - r``. So one idea covers every
+placement: *a chunk is built and run as if its device were the rank that round robin would give this chunk*. While a chunk
+is being built or executed, Megatron's question "which pipeline rank am I" gets that rank for an answer; layer numbers, layouts,
+embedding, head and batch reading then come out right by themselves. Outside, the answer is the real rank.
+
+A bidirectional pipeline has two copies of the model, one stage of either per device. Megatron knows of one and has no virtual
+pipeline then; the other copy's stages are the devices' chunk 1, of whom the same idea holds. What both copies share, their
+values and their place in checkpoints and norms, is in ``replicas``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.launch.cut_flags import as_built
+from megatron_pipemem.mcore.model import replicas
+from megatron_pipemem.mcore.patching import Symbol
+from megatron_pipemem.mcore.step.refusals import check_sharing
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.model_cut import check_cut
+from megatron_pipemem.schedule.request import check_copies
+
+RANK = Symbol("megatron.core.parallel_state", "get_pipeline_model_parallel_rank")
+IS_FIRST = Symbol("megatron.core.parallel_state", "is_pipeline_first_stage", ("ignore_virtual", "vp_stage"))
+IS_LAST = Symbol("megatron.core.parallel_state", "is_pipeline_last_stage", ("ignore_virtual", "vp_stage"))
+TIED_GRADIENTS = Symbol(
+    "megatron.core.distributed.finalize_model_grads",
+    "_allreduce_word_embedding_grads",
+    ("model", "config", "embd_group", "pp_group"),
+)
+BUILD_STAGES = Symbol(
+    "megatron.training.models.dist_utils",
+    "build_virtual_pipeline_stages",
+    ("build_model_func", "pg_collection", "vp_size", "model_type"),
+)
+GET_MODEL = Symbol("megatron.training.training", "get_model", ("model_provider_func",))
+
+
+_REAL_RANK = nullcontext()
+
+
+class RoundRobinRank(torch.distributed.ProcessGroup):
+    """Stands in for the pipeline group within one chunk: knows rank and size, cannot communicate."""
+
+    def __init__(self, rank: int, size: int):
+        super().__init__(rank, size)
+
+
+class ChunkPlacement:
+    """Answers Megatron's questions about ranks for the chunks of one schedule family.
+
+    Args:
+        find: ``find(num_devices, num_chunks)`` gives the placement; ``num_chunks`` is ``None`` where nobody knows it yet.
+        is_round_robin: the placement can be no other than Megatron's own, and nothing has to be answered differently.
+        cut: ``cut(chunks, placement, pg_collection)``, called for a rank's chunks when they have been built, or ``None``.
+        name: of the schedule, for messages.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[int, int | None], Placement],
+        is_round_robin: bool,
+        cut: Callable[[list[torch.nn.Module], Placement, ProcessGroupCollection], None] | None = None,
+        name: str = "",
+    ):
+        self._find = find
+        self._name = name
+        self.is_round_robin = is_round_robin
+        self._cut = cut
+        self._found: dict[tuple[int, int | None], Placement] = {}
+        self._rank_now: int | None = None
+        self._num_chunks: int | None = None
+
+    def placement(self, num_devices: int, num_chunks: int | None = None) -> Placement:
+        """The placement on that many devices.
+
+        Args:
+            num_devices: pipeline ranks.
+            num_chunks: model chunks per rank; by default those of the model that was built last, or, before that, of
+                Megatron's virtual pipeline.
+
+        Raises:
+            UnsupportedError: Megatron cannot build it.
+        """
+        key = (num_devices, num_chunks or self._num_chunks or _virtual_pipeline_size())
+        if key not in self._found:
+            placement = self._find(*key)
+            for stages in placement.stages:
+                if [stage // num_devices for stage in stages] != list(range(placement.num_chunks)):
+                    raise UnsupportedError(
+                        f"placement {placement.name} gives some device other than one stage of every round of "
+                        f"{num_devices}; Megatron can only build placements that do"
+                    )
+            check_copies(placement)
+            self._found[key] = placement
+        return self._found[key]
+
+    def chunk(self, chunk: int | None) -> AbstractContextManager:
+        """Within this context the rank is the one round robin would give the chunk; ``None`` changes nothing."""
+        # A chunk dealt round robin would get its real rank.
+        return _REAL_RANK if chunk is None or self.is_round_robin else self._as_rank_of(chunk)
+
+    @contextmanager
+    def _as_rank_of(self, chunk: int) -> Iterator[None]:
+        outer = self._rank_now
+        group = parallel_state.get_pipeline_model_parallel_group()
+        self._rank_now = round_robin_rank(self.placement(group.size()), group.rank(), chunk)
+        try:
+            yield
+        finally:
+            self._rank_now = outer
+
+    def replacements(self) -> list[tuple[Symbol, Callable[[Callable], Callable]]]:
+        """What to rebind in ``megatron.core`` for this placement; nothing for round robin itself."""
+        if self.is_round_robin:
+            return []
+        return [
+            (RANK, self._wrap_rank),
+            (IS_FIRST, self._wrap_predicate),
+            (IS_LAST, self._wrap_predicate),
+            (TIED_GRADIENTS, self._wrap_tied_gradients),
+        ]
+
+    def training_replacements(self) -> list[tuple[Symbol, Callable[[Callable], Callable]]]:
+        """What to rebind in ``megatron.training``, which not every program uses."""
+        if self.is_round_robin and self._cut is None:
+            return []
+        return [(BUILD_STAGES, self._wrap_build_stages), (GET_MODEL, self._wrap_get_model)]
+
+    def for_model(self, num_devices: int, vp_size: int | None) -> Placement:
+        """The placement for a model with Megatron's number of virtual stages, and from now on the one in use.
+
+        Raises:
+            UnsupportedError: the schedule needs another number of them.
+        """
+        placement = self.placement(num_devices, vp_size or 1)
+        check_cut(as_built(vp_size or 1), self._name, placement)
+        self._num_chunks = vp_size or 1
+        return placement
+
+    def build_chunks(
+        self, build: Callable[..., torch.nn.Module], pg_collection, vp_size: int | None
+    ) -> list[torch.nn.Module]:
+        """Build this rank's chunks in order, the two ends of a tied embedding and all copies of a stage equal.
+
+        Args:
+            build: ``build(pre_process=, post_process=, vp_stage=, pg_collection=) -> module``.
+            pg_collection: Megatron's process groups; every chunk gets a copy with its own view of the pipeline.
+            vp_size: Megatron's number of virtual stages per rank, for which it counts every chunk's layers; ``None`` for one.
+
+        Raises:
+            UnsupportedError: the schedule needs another number of them, or the model's configuration shares layers out in a
+                way that this placement does not keep.
+        """
+        device, p = pg_collection.pp.rank(), pg_collection.pp.size()
+        placement = self.for_model(p, vp_size)
+        round_robin = _is_round_robin(placement)
+        chunks = []
+        for chunk, stage in enumerate(placement.stages[device]):
+            rank = round_robin_rank(placement, device, chunk)
+            groups = copy.copy(pg_collection)
+            if rank != device:
+                groups.pp = RoundRobinRank(rank, p)
+            if not round_robin:
+                # The stock embedding group spans the first and the last rank; here both ends may be on one rank.
+                groups.embd = None
+            with self.chunk(chunk):
+                chunks.append(
+                    build(
+                        pre_process=placement.previous_stage(stage) is None,
+                        post_process=placement.next_stage(stage) is None,
+                        vp_stage=chunk if placement.num_chunks > placement.replicas else None,
+                        pg_collection=groups,
+                    )
+                )
+            if not round_robin:
+                _keep_rank_for_checkpoints(chunks[-1], self, chunk)
+        check_sharing(get_model_config(chunks[0]), self._name, placement)
+        if placement.replicas > 1:
+            replicas.make_copies(chunks, placement, pg_collection.pp)
+        if not round_robin:
+            with torch.no_grad():
+                for embedding, head in _tied_weights(chunks):
+                    head.data.copy_(embedding.data)
+        if self._cut is not None:
+            self._cut(chunks, placement, pg_collection)
+        return chunks
+
+    def check_built(self, chunks: list[torch.nn.Module], placement: Placement, device: int) -> None:
+        """Refuse chunks that hold other layers than the placement says.
+
+        Raises:
+            UnsupportedError: the model was built before ``enable()`` or around it.
+        """
+        if _is_round_robin(placement):
+            return
+        for chunk, module in enumerate(chunks):
+            groups = get_attr_wrapped_model(module, "pg_collection")
+            if groups.pp.rank() != round_robin_rank(placement, device, chunk):
+                raise UnsupportedError(
+                    f"chunk {chunk} of pipeline rank {device} was not built for placement {placement.name}; call enable() "
+                    "before the model is built (and after importing megatron.training if you use it), or build the "
+                    "chunks with build_model_chunks()"
+                )
+
+    def _wrap_rank(self, original: Callable[[], int]) -> Callable[[], int]:
+        return lambda: original() if self._rank_now is None else self._rank_now
+
+    def _wrap_predicate(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        def predicate(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+            with self.chunk(vp_stage):
+                return original(ignore_virtual=ignore_virtual, vp_stage=vp_stage)
+
+        return predicate
+
+    def _wrap_tied_gradients(self, original: Callable) -> Callable:
+        def sum_tied_gradients(model, config, embd_group=None, pp_group=None) -> None:
+            size = parallel_state.get_pipeline_model_parallel_world_size() if pp_group is None else pp_group.size()
+            if _is_round_robin(self.placement(size)):
+                original(model, config, embd_group, pp_group)
+            else:
+                _sum_tied_gradients(model)
+
+        return sum_tied_gradients
+
+    def _wrap_build_stages(self, original: Callable) -> Callable:
+        def build_virtual_pipeline_stages(build_model_func, pg_collection, vp_size, model_type=None):
+            placement = self.for_model(pg_collection.pp.size(), vp_size)
+            if _is_round_robin(placement) and self._cut is None:
+                return original(build_model_func, pg_collection, vp_size, model_type)
+            chunks = self.build_chunks(
+                lambda pg_collection, **kwargs: build_model_func(pg_collection, **kwargs), pg_collection, vp_size
+            )
+            for chunk in chunks:
+                chunk.model_type = model_type
+            return chunks
+
+        return build_virtual_pipeline_stages
+
+    def _wrap_get_model(self, original: Callable) -> Callable:
+        def get_model(model_provider_func, *args, **kwargs):
+            built: list[torch.nn.Module] = []
+            vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+            groups = kwargs.get("pg_collection")
+            size = parallel_state.get_pipeline_model_parallel_world_size() if groups is None else groups.pp.size()
+            placement = self.for_model(size, vp_size)
+            if _is_round_robin(placement) and self._cut is None:
+                return original(model_provider_func, *args, **kwargs)
+
+            def provider(*, vp_stage: int | None = None, pg_collection=None, **ignored):
+                if not built:
+                    passed_on = {k: v for k, v in ignored.items() if k not in ("pre_process", "post_process")}
+                    built.extend(
+                        self.build_chunks(lambda **own: model_provider_func(**passed_on, **own), pg_collection, vp_size)
+                    )
+                return built[vp_stage or 0] if placement.replicas == 1 else _Chunks(built)
+
+            return original(provider, *args, **kwargs)
+
+        return get_model
+
+
+class _Chunks(list):
+    """Where Megatron asks for the one chunk of a rank: it takes a list as well, but writes an attribute on it first."""
+
+
+def round_robin_rank(placement: Placement, device: int, chunk: int) -> int:
+    """The pipeline rank that would hold this device's chunk if chunks were dealt round robin."""
+    return placement.stages[device][chunk] % placement.num_devices
+
+
+def _is_round_robin(placement: Placement) -> bool:
+    return all(device == stage % placement.num_devices for stage, device in enumerate(placement.devices))
+
+
+def _virtual_pipeline_size() -> int:
+    return parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+
+
+def _keep_rank_for_checkpoints(module: torch.nn.Module, placement: ChunkPlacement, chunk: int) -> None:
+    """Layer numbers in checkpoint keys are computed anew at every save and load."""
+    original = module.sharded_state_dict
+
+    def sharded_state_dict(*args, **kwargs):
+        with placement.chunk(chunk):
+            return original(*args, **kwargs)
+
+    module.sharded_state_dict = sharded_state_dict
+
+
+def _tied_weights(chunks: list[torch.nn.Module]) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
+    """The embedding's weight and the head's copy of it, on the device that holds both ends of a tied model."""
+    ends = {}
+    for chunk in chunks:
+        model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        if getattr(model, "share_embeddings_and_output_weights", False):
+            for end in ("pre_process", "post_process"):
+                if getattr(model, end):
+                    ends[end] = model
+    if len(ends) < 2:
+        return []
+    embedding, head = (ends[end].shared_embedding_or_output_weight() for end in ("pre_process", "post_process"))
+    return [] if head is None else [(embedding, head)]  # a cut vocabulary has one copy, elsewhere
+
+
+def _sum_tied_gradients(model: list[torch.nn.Module]) -> None:
+    """In place of stock's all-reduce over the first and the last rank: here one rank holds both copies."""
+    for embedding, head in _tied_weights(model):
+        gradients = [w.main_grad if hasattr(w, "main_grad") else w.grad for w in (embedding, head)]
+        total = gradients[0] + gradients[1]
+        for gradient in gradients:
+            gradient.copy_(total)

@@ -1,0 +1,115 @@
+"""Two copies of the model in one pipeline: what makes them one model to Megatron.
+
+Both are trained. Their gradients are added up before anything else looks at them, so that both optimizers do the same to
+equal weights and the copies stay equal without ever being sent again. Checkpoints hold the first copy and are loaded into
+both, and norms of gradients count the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.utils import get_model_config
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.core.placement import Placement
+
+_TIED_ENDS = 2
+"""Megatron saves a tied embedding from its first stage and numbers the copy on its last one behind it."""
+
+_REFUSED = (
+    ("moe_router_enable_expert_bias", bool, "--moe-router-enable-expert-bias"),
+    ("moe_router_load_balancing_type", lambda kind: "global_aux_loss" in kind, "global_aux_loss"),
+    ("moe_router_load_balancing_type", lambda kind: "quantile_balancing" in kind, "quantile_balancing"),
+)
+
+
+def check_config(config) -> None:
+    """Raises:
+    UnsupportedError: the configuration asks for something that looks at all microbatches of a layer, on one rank.
+    """
+    for attribute, refused, flag in _REFUSED:
+        if refused(getattr(config, attribute, None) or ""):
+            raise UnsupportedError(
+                f"{flag} counts the tokens that every expert of a layer gets in a step, and here two copies of the layer get "
+                "half of them each; drop it, or take a schedule with one copy of the model"
+            )
+    if getattr(config, "init_model_with_meta_device", False):
+        raise UnsupportedError(
+            "the second copy of the model gets its values when it is built, and a model on the meta device has none; drop "
+            "--init-model-with-meta-device"
+        )
+
+
+@torch.no_grad()
+def make_copies(chunks: Sequence[torch.nn.Module], placement: Placement, group: dist.ProcessGroup) -> None:
+    """Give this rank's second chunk the values of its stage's first copy, and mark it as a copy.
+
+    Every rank of the pipeline calls this.
+
+    Args:
+        chunks: of this rank: its stage of the first replica, and its stage of the second.
+        placement: of the pipeline, bidirectional.
+        group: of the pipeline.
+    """
+    original, copy = chunks
+    check_config(get_model_config(original))
+    device = group.rank()
+    other = placement.num_devices - 1 - device
+    if device == other:
+        for value, parameter in zip(original.parameters(), copy.parameters(), strict=True):
+            parameter.copy_(value)
+    else:
+        peer = dist.get_global_rank(group, other)
+        for sends in (True, False) if device < other else (False, True):
+            for parameter in (original if sends else copy).parameters():
+                carried = parameter.to(torch.cuda.current_device())
+                if sends:
+                    dist.send(carried, peer, group=group)
+                else:
+                    dist.recv(carried, peer, group=group)
+                    parameter.copy_(carried)
+    for parameter in copy.parameters():
+        parameter.shared = True
+    _save_as_copy(copy)
+
+
+def _save_as_copy(module: torch.nn.Module) -> None:
+    """Its state is loaded from where the first copy's is and never written."""
+    original = module.sharded_state_dict
+
+    def sharded_state_dict(*args, **kwargs):
+        state = original(*args, **kwargs)
+        for entry in nested_values(state):
+            if isinstance(entry, (ShardedTensor, ShardedTensorFactory, ShardedObject)):
+                entry.replica_id = _behind(entry.replica_id)
+        return state
+
+    module.sharded_state_dict = sharded_state_dict
+
+
+def _behind(replica_id: int | tuple[int, ...]) -> int | tuple[int, ...]:
+    """A replica number behind those that Megatron gives to the first copy."""
+    if isinstance(replica_id, int):
+        return replica_id + _TIED_ENDS
+    first, *rest = replica_id
+    return (first + _TIED_ENDS, *rest)
+
+
+def gradients(chunk: torch.nn.Module) -> list[torch.Tensor]:
+    """Where the gradients of a chunk are, parameter by parameter; zeros for those that got none."""
+    found = []
+    for parameter in chunk.parameters():
+        if not parameter.requires_grad:
+            continue
+        if hasattr(parameter, "main_grad"):
+            found.append(parameter.main_grad)
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        found.append(parameter.grad)
+    return found

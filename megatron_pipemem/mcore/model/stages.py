@@ -1,0 +1,242 @@
+"""Runs one model chunk with Megatron's own forward and backward steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import random
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron_pipemem.mcore.model.placement import ChunkPlacement
+from megatron_pipemem.mcore.model.regions import random_numbers_again, regions_of
+from megatron_pipemem.mcore.model.transformer_engine import defer
+from megatron_pipemem.runtime.selective import is_recording
+from megatron_pipemem.runtime.weight_gradients import ImmediateWeightGradients, current_queue
+
+_NO_REGIONS = nullcontext()
+
+
+@dataclass
+class StepContext:
+    """What all chunks of a rank share within one call of the forward-backward function.
+
+    Args:
+        config: Megatron's configuration of the model.
+        forward_step_func: the user's forward step.
+        num_microbatches: microbatches per update of the weights.
+        cp_group_size: context-parallel size, for loss scaling.
+        forward_only: evaluation.
+        collect_non_loss_data: as in Megatron.
+        first_val_step: as in Megatron.
+        force_all_reduce: reduce gradients fully even under the distributed optimizer.
+    """
+
+    config: object
+    forward_step_func: Callable
+    num_microbatches: int
+    cp_group_size: int
+    forward_only: bool
+    collect_non_loss_data: bool
+    first_val_step: bool | None
+    force_all_reduce: bool
+    loss_data: list = field(default_factory=list)
+    num_tokens: torch.Tensor | None = None
+
+
+@dataclass
+class ChunkStage:
+    """A stage of the pipeline on stock Megatron (see ``runtime.executor.StageRunner``).
+
+    Args:
+        step: shared by the rank's chunks.
+        model: the chunk as the training loop holds it, wrapped by DDP or not.
+        data_iterator: the chunk's own iterator.
+        chunk: index among the rank's chunks.
+        num_chunks: chunks of this rank that Megatron knows of.
+        is_last: whether this stage computes the loss.
+        placement: makes Megatron see the chunk's rank while it runs.
+        delayed: Transformer Engine modules of this chunk whose weight gradients wait.
+    """
+
+    step: StepContext
+    model: torch.nn.Module
+    data_iterator: Iterator | None
+    chunk: int
+    num_chunks: int
+    is_last: bool
+    placement: ChunkPlacement
+    delayed: tuple[torch.nn.Module, ...]
+    _again: dict[int, _Again] = field(default_factory=dict)
+    _has_run: bool = False
+    """in this step: quantised weights are made in the first forward and kept, and not every stage begins with microbatch 0"""
+    _set_input_tensor: Callable[[list], None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._set_input_tensor = get_attr_wrapped_model(self.model, "set_input_tensor")
+
+    def forward(self, microbatch: int, input: torch.Tensor | None, again: bool = False) -> torch.Tensor:
+        step, data = self.step, self.data_iterator
+        if again:
+            data = None if data is None else Tape(data)
+            self._again[microbatch] = _Again(data, random._get_all_rng_states())
+        output, num_tokens = self._run(microbatch, input, data, step.loss_data)
+        if self.is_last:
+            step.num_tokens += num_tokens
+        return output
+
+    def recompute(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
+        data, states = self._again.pop(microbatch)
+        if data is not None:
+            data.rewind()
+        with random_numbers_again(states):
+            output, _ = self._run(microbatch, input, data, [])
+        return output
+
+    def _run(
+        self, microbatch: int, input: torch.Tensor | None, data: Iterator | None, loss_data: list
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        step = self.step
+        # Of its own batch: asynchronous schedules run forwards of later ones as well.
+        microbatch %= step.num_microbatches
+        with self.as_chunk(), regions_of(self.model) if is_recording() else _NO_REGIONS:
+            result = schedules.forward_step(
+                step.forward_step_func,
+                data,
+                self.model,
+                step.num_microbatches,
+                input,
+                loss_data,
+                step.config,
+                step.cp_group_size,
+                collect_non_loss_data=step.collect_non_loss_data,
+                is_first_microbatch=schedules.check_first_val_step(
+                    step.first_val_step, step.forward_only, not self._has_run
+                ),
+                current_microbatch=microbatch,
+                vp_stage=self.chunk if self.num_chunks > 1 else None,
+                is_last_stage=self.is_last,
+            )
+        self._has_run = True
+        # The module would hold its input until its next forward.
+        self._set_input_tensor([None])
+        return result
+
+    def release_output(self, output: torch.Tensor) -> None:
+        schedules.deallocate_output_tensor(output, self.step.config.deallocate_pipeline_outputs)
+
+    def backward(
+        self, input: torch.Tensor | None, output: torch.Tensor, output_gradient: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        with self.as_chunk():
+            gradient = schedules.backward_step(input, output, output_gradient, self.step.config)
+        defer(self.delayed, current_queue() or ImmediateWeightGradients())
+        return gradient
+
+    def reduce_gradients(self) -> None:
+        ddp_config = getattr(self.model, "ddp_config", None)
+        if ddp_config is not None and ddp_config.overlap_grad_reduce:
+            for group in self.model.bucket_groups + self.model.expert_parallel_bucket_groups:
+                group.start_grad_sync(force_all_reduce=self.step.force_all_reduce)
+        elif ddp_config is None and self.step.config.grad_sync_func is not None:
+            functions = self.step.config.grad_sync_func
+            function = functions[self.chunk] if isinstance(functions, list) else functions
+            function(self.model.parameters())
+
+    def as_chunk(self):
+        """Within this, Megatron answers questions about ranks for this chunk."""
+        return self.placement.chunk(self.chunk)
+
+
+@contextmanager
+def no_gradient_sync(config) -> Iterator[None]:
+    """Keep DDP from reducing by itself: the program says when a chunk's gradients are complete."""
+    functions = config.no_sync_func
+    with ExitStack() as stack:
+        for function in functions if isinstance(functions, list) else [functions]:
+            if function is not None:
+                stack.enter_context(function())
+        yield
+
+
+class ActivationCounter(Protocol):
+    """Who counts or moves activations, and must be told what is the batch and no activation."""
+
+    def exclude(self, tensors: Iterable[torch.Tensor]) -> None: ...
+
+
+def watch_batches(data_iterator, *counters: ActivationCounter):
+    """The same iterator or list of iterators, telling the counters what is the batch and no activation."""
+    if isinstance(data_iterator, list):
+        return [watch_batches(each, *counters) for each in data_iterator]
+    return data_iterator if data_iterator is None or not counters else _BatchWatcher(data_iterator, counters)
+
+
+class IteratorWrapper:
+    """An iterator that stands in for another one and has all its attributes."""
+
+    def __init__(self, iterator: Iterator):
+        self._iterator = iterator
+
+    def __iter__(self) -> Iterator:
+        return self
+
+    def __getattr__(self, name: str):
+        return getattr(self._iterator, name)
+
+
+class _BatchWatcher(IteratorWrapper):
+    def __init__(self, iterator: Iterator, counters: Sequence[ActivationCounter]):
+        super().__init__(iterator)
+        self._counters = counters
+
+    def __next__(self):
+        batch = next(self._iterator)
+        for counter in self._counters:
+            counter.exclude(tensors_in(batch))
+        return batch
+
+
+class Tape(IteratorWrapper):
+    """Passes on what an iterator yields; rewound, it yields the same once more and leaves the iterator alone."""
+
+    def __init__(self, iterator: Iterator):
+        super().__init__(iterator)
+        self._seen: list = []
+        self._rewound = False
+
+    def __next__(self):
+        if self._rewound:
+            if not self._seen:
+                raise RuntimeError("a recomputed forward asked for more data than the forward itself")
+            return self._seen.pop(0)
+        batch = next(self._iterator)
+        self._seen.append(copy.copy(batch))  # whoever reads a batch may take entries out of it
+        return batch
+
+    def rewind(self) -> None:
+        self._rewound = True
+
+
+class _Again(NamedTuple):
+    """What a forward needs to run once more as it ran: its data, and the states of the random number generators."""
+
+    data: Tape | None
+    random_states: tuple
+
+
+def tensors_in(data) -> Iterator[torch.Tensor]:
+    """Every tensor in nested dictionaries, lists and tuples."""
+    if isinstance(data, torch.Tensor):
+        yield data
+    elif isinstance(data, dict):
+        for value in data.values():
+            yield from tensors_in(value)
+    elif isinstance(data, Sequence) and not isinstance(data, str):
+        for value in data:
+            yield from tensors_in(value)

@@ -1,0 +1,197 @@
+"""Splits the backward of Transformer Engine's linear layers with Transformer Engine's own means.
+
+A TE module built with ``delay_wgrad_compute`` keeps ``(input, grad_output)`` in a queue of its own and computes one weight
+gradient per call of ``backward_dw()``, in the order of its backwards, and DDP hands it the gradient-ready hook. So the W of a
+chunk is one ``backward_dw()`` of each of its TE modules. Megatron refuses the flag for plain pipelines, so it is set after
+the configuration has been checked.
+
+``backward_dw()`` alone is right only if its microbatch is the one whose backward ran last and DDP keeps the gradients:
+
+* It replaces ``grad`` instead of adding to it, which forgets earlier microbatches where there is no ``main_grad``.
+* With fused accumulation it leaves ``grad`` alone, and DDP's hook takes a missing one for an error.
+* Before 2.20 it fails on a bias that Megatron adds itself, unless the bias has a ``grad`` already.
+
+So what a backward leaves in ``grad`` is taken away with its microbatch, and put back for its W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.utils import get_te_version, is_te_min_version
+
+from megatron_pipemem.mcore.patching import Symbol
+from megatron_pipemem.mcore.step.refusals import check_model
+from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, WeightGradientQueue
+
+LANGUAGE_MODULE = Symbol(
+    "megatron.core.models.common.language_module.language_module", "LanguageModule.__init__", ("self", "config")
+)
+DDP = Symbol(
+    "megatron.core.distributed.distributed_data_parallel",
+    "DistributedDataParallel.__init__",
+    ("self", "config", "ddp_config", "module"),
+)
+
+MARKS_THE_PARAMETER = "2.20.2"
+
+STAYS_DELAYED = (
+    "the Transformer Engine modules of this model were built to delay their weight gradients, which nobody but this plugin "
+    "asks for: enable() it again before you train the model further, and build models to train without it from a new "
+    "configuration (delay_wgrad_compute is set on this one)"
+)
+"""For whoever takes the plugin off such a model."""
+
+
+def replacements(splits: bool, recomputes: bool) -> list[tuple[Symbol, Callable[[Callable], Callable]]]:
+    """Check models that are built from now on, and make those with Transformer Engine delay their weight gradients.
+
+    Args:
+        splits: whether some schedule of the run may split a backward; otherwise nothing is delayed.
+        recomputes: whether one may recompute.
+    """
+
+    def checked(original: Callable) -> Callable:
+        def __init__(self, config, *args, **kwargs):
+            check_model(config, splits, recomputes)
+            original(self, config, *args, **kwargs)
+
+        return __init__
+
+    if not splits:
+        return [(LANGUAGE_MODULE, checked)]
+    return [(LANGUAGE_MODULE, lambda original: checked(_delay_in_model(original))), (DDP, _delay_in_ddp)]
+
+
+def _delay_in_model(original: Callable) -> Callable:
+    def __init__(self, config, *args, **kwargs):
+        if getattr(config, "transformer_impl", None) == "transformer_engine":
+            config.delay_wgrad_compute = True
+        original(self, config, *args, **kwargs)
+
+    return __init__
+
+
+def _delay_in_ddp(original: Callable) -> Callable:
+    def __init__(self, config, ddp_config, module, *args, **kwargs):
+        if delayed_modules(module):
+            ddp_config.delay_wgrad_compute = True
+        original(self, config, ddp_config, module, *args, **kwargs)
+
+    return __init__
+
+
+def delayed_modules(module: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
+    """The submodules that wait for ``backward_dw()``, in the module's own order.
+
+    Megatron's attention and MLP have a ``backward_dw`` too that only forwards the call; the modules that really wait are
+    those that told DDP not to hook their weights. One whose weights are frozen queues nothing.
+    """
+    return tuple(
+        part
+        for part in module.modules()
+        if hasattr(part, "backward_dw")
+        and any("weight" in name and weight.requires_grad for name, weight in _hooked_by_module(part))
+    )
+
+
+def _hooked_by_module(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Those of the module's own parameters whose gradients are ready when its ``backward_dw()`` says so."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if getattr(parameter, "skip_backward_post_hook", False):
+            yield name, parameter
+
+
+def uncountable(chunks: list[torch.nn.Module]) -> str | None:
+    """Why no hook may watch what these chunks save for their backward, or ``None``.
+
+    With fused accumulation a module tells DDP by a mark on its weight that the gradient is in ``main_grad``. Before
+    ``MARKS_THE_PARAMETER`` it marks the weight that it saved, and of that a hook returns another object: DDP would find
+    neither mark nor gradient. Modules whose weight gradients are delayed are told by ``backward_dw()``.
+    """
+    if not any(_marks_what_it_saved(part) for chunk in chunks for part in chunk.modules()):
+        return None
+    if is_te_min_version(MARKS_THE_PARAMETER):
+        return None
+    return (
+        f"Transformer Engine {get_te_version()} with fused gradient accumulation does not bear that its saved tensors are "
+        f"watched; install {MARKS_THE_PARAMETER} or newer, or pass --no-gradient-accumulation-fusion"
+    )
+
+
+def _marks_what_it_saved(module: torch.nn.Module) -> bool:
+    return getattr(module, "fuse_wgrad_accumulation", False) and not any(_hooked_by_module(module))
+
+
+def defer(modules: tuple[torch.nn.Module, ...], queue: WeightGradientQueue) -> None:
+    """Put into ``queue`` what the backward that has just run left to its W, in Transformer Engine and in ``grad``."""
+    for module in modules:
+        queue.put(DelayedWeightGradient(module, *_left_by_backward(module)))
+
+
+@dataclass(frozen=True)
+class DelayedWeightGradient(DeferredWeightGradient):
+    """The weight gradients of one TE module for one microbatch.
+
+    Args:
+        module: keeps the work, and computes the oldest it has.
+        gradients: what autograd has found already: above all of biases that Megatron adds itself.
+        kept: what the work keeps alive beside these.
+    """
+
+    module: torch.nn.Module
+    gradients: dict[torch.nn.Parameter, torch.Tensor]
+    kept: tuple[torch.Tensor, ...]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (*self.kept, *self.gradients.values())
+
+    @torch.no_grad()
+    def run(self) -> None:
+        earlier: dict[torch.nn.Parameter, torch.Tensor] = {}
+        for name, parameter in _hooked_by_module(self.module):
+            if parameter in self.gradients:
+                parameter.grad = self.gradients[parameter]
+            if not _is_computed(self.module, name):
+                if parameter.grad is None:
+                    parameter.grad = parameter.new_zeros(()).expand_as(parameter)
+            elif parameter.grad is not None:
+                earlier[parameter], parameter.grad = parameter.grad, None
+        self.module.backward_dw()
+        for parameter, gradient in earlier.items():
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
+
+def _left_by_backward(
+    module: torch.nn.Module,
+) -> tuple[dict[torch.nn.Parameter, torch.Tensor], tuple[torch.Tensor, ...]]:
+    gradients = {}
+    for name, parameter in _hooked_by_module(module):
+        if parameter.grad is None or not hasattr(parameter, "main_grad"):
+            continue
+        # What a fused backward leaves in a weight is a dummy, as large as the weight.
+        if not ("weight" in name and module.fuse_wgrad_accumulation):
+            gradients[parameter] = parameter.grad
+        parameter.grad = None
+    queue = module.wgrad_store.context.queue
+    return gradients, tuple(_tensors_in(queue[-1][0])) if queue else ()
+
+
+def _is_computed(module: torch.nn.Module, name: str) -> bool:
+    """Whether ``backward_dw()`` sets this parameter's ``grad``: of weights unless it accumulates, of biases that it added."""
+    if "weight" in name:
+        return not module.fuse_wgrad_accumulation
+    return module.apply_bias and not getattr(module, "gemm_bias_unfused_add", False)
+
+
+def _tensors_in(kept: object) -> Iterator[torch.Tensor]:
+    if hasattr(kept, "get_data_tensors"):  # a quantized tensor is several
+        kept = kept.get_data_tensors()
+    if isinstance(kept, torch.Tensor):
+        yield kept
+    elif isinstance(kept, (list, tuple)):
+        for each in kept:
+            yield from _tensors_in(each)

@@ -1,0 +1,50 @@
+"""Bytes of the weights that a rank holds: of all its stages, copies of the model and versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from megatron_pipemem.schedule.core.placement import Placement
+
+
+class WeightBytes(NamedTuple):
+    """Of the parameters on one rank, gradients and optimizer not included."""
+
+    of_stages: Mapping[int, int]
+    """bytes of one version of every stage that the rank holds"""
+    counted: int
+    """bytes of all versions and copies, as they are there"""
+    planned_versions: int
+    versions: int
+    """how many there have been at once"""
+
+
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """What these take, each once."""
+    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+
+
+def count_weights(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> WeightBytes:
+    """Of chunks with one version of their parameters.
+
+    Args:
+        chunks: of this rank.
+        stages: their numbers.
+    """
+    of_stages = {stage: tensor_bytes(chunk.parameters()) for stage, chunk in zip(stages, chunks, strict=True)}
+    return WeightBytes(of_stages, sum(of_stages.values()), 1, 1)
+
+
+def predict_weights(placement: Placement, device: int, bytes_of: Mapping[int, int], versions: int = 1) -> int:
+    """Bytes of a device's weights as its schedule says.
+
+    Args:
+        placement: of the schedule.
+        device: whose.
+        bytes_of: parameters of every stage of the first copy of the model, wherever it is.
+        versions: of every stage that the device holds.
+    """
+    return versions * sum(bytes_of[stage % placement.model_stages] for stage in placement.stages[device])

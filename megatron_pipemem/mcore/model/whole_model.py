@@ -1,0 +1,131 @@
+"""Whether the chunks of all pipeline ranks together are the model: every layer once, in order, between its two ends.
+
+Megatron counts a chunk's layers from sizes in a configuration and in global state. A training script whose sizes disagree
+builds chunks that fit together well enough to train, with layers twice or missing. Layers know their global numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.agreement import tell
+from megatron_pipemem.schedule.core.placement import Placement
+
+logger = logging.getLogger(__name__)
+
+
+class _Chunk(NamedTuple):
+    """What one model chunk holds."""
+
+    layers: tuple[int, ...]
+    """global numbers, from 1"""
+    of: int
+    """layers of the whole model, as its configuration says"""
+    embeds: bool
+    has_head: bool
+    parameters: int
+
+
+def check_whole_model(
+    chunks: Sequence[torch.nn.Module],
+    placement: Placement,
+    group: dist.ProcessGroup,
+    check_own: Callable[[], None],
+) -> None:
+    """Every rank of the pipeline calls this before the first step of a model.
+
+    Models whose layers have no numbers where Megatron's language models have them are left alone, with a line in the log.
+
+    Args:
+        chunks: of this rank.
+        placement: of the schedule.
+        group: of the pipeline.
+        check_own: raises UnsupportedError for what is wrong with this rank's chunks alone, which all ranks must hear of.
+
+    Raises:
+        UnsupportedError: on every rank, where the chunks are not the model.
+    """
+    problem = None
+    try:
+        check_own()
+    except UnsupportedError as error:
+        problem = str(error)
+    gathered: list = [None] * group.size()
+    dist.all_gather_object(gathered, (problem, [look_into(chunk) for chunk in chunks]), group=group)
+    for told, _ in gathered:
+        if told is not None:
+            raise UnsupportedError(told)
+    stages: list[_Chunk | None] = [None] * placement.num_stages
+    for device, (_, held) in enumerate(gathered):
+        for stage, chunk in zip(placement.stages[device], held, strict=True):
+            stages[stage] = chunk
+    unseen = [stage for stage, chunk in enumerate(stages) if chunk is None]
+    if unseen:
+        tell(logger, "stages %s have no numbered layers; whether the chunks are the whole model is not checked", unseen)
+        return
+    for replica in range(placement.replicas):
+        first = replica * placement.model_stages
+        _check_copy(stages[first : first + placement.model_stages])
+    tell(
+        logger,
+        "the model's %d layers are on %d stages, %d parameters on each tensor-parallel rank",
+        stages[0].of,
+        placement.model_stages,
+        sum(chunk.parameters for chunk in stages[: placement.model_stages]),
+    )
+
+
+def look_into(chunk: torch.nn.Module) -> _Chunk | None:
+    """What a chunk holds; ``None`` where that cannot be seen."""
+    try:
+        model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        numbers = tuple(layer.layer_number for layer in model.decoder.layers)
+        pattern = getattr(model, "hybrid_layer_pattern", None)
+        # Of a hybrid model the pattern decides; what stands behind "/" predicts further tokens.
+        layers = model.config.num_layers if pattern is None else len(pattern.split("/")[0].replace("|", ""))
+        ends = bool(model.pre_process), bool(model.post_process)
+    except (AttributeError, RuntimeError, TypeError):  # a model of another kind
+        return None
+    if not all(isinstance(number, int) for number in (layers, *numbers)):
+        return None
+    return _Chunk(numbers, layers, *ends, sum(parameter.numel() for parameter in chunk.parameters()))
+
+
+def _check_copy(stages: Sequence[_Chunk]) -> None:
+    """Raises:
+    UnsupportedError: the stages of one copy of the model are not the model.
+    """
+    layers = [number for chunk in stages for number in chunk.layers]
+    held = "; ".join(f"stage {stage}: {_written(chunk.layers)}" for stage, chunk in enumerate(stages))
+    remedy = (
+        f"have the model cut into {len(stages)} stages wherever its sizes are given: by --num-virtual-stages-per-pipeline-rank "
+        "or the flag in its place, or, without megatron.training, by virtual_pipeline_model_parallel_size both of "
+        "initialize_model_parallel() and of the model's configuration"
+    )
+    if layers != list(range(1, stages[0].of + 1)):
+        raise UnsupportedError(
+            f"the pipeline's stages hold {len(layers)} layers where the model has {stages[0].of}, each once and in order "
+            f"({held}); {remedy}"
+        )
+    embeds = [number for number, chunk in enumerate(stages) if chunk.embeds]
+    heads = [number for number, chunk in enumerate(stages) if chunk.has_head]
+    if embeds != [0] or heads != [len(stages) - 1]:
+        raise UnsupportedError(
+            f"stages {embeds} were built with the embedding and stages {heads} with the head, which belong on stages [0] and "
+            f"[{len(stages) - 1}]; pass pre_process and post_process on to the model as build_model_chunks() gives them"
+        )
+
+
+def _written(layers: Sequence[int]) -> str:
+    if not layers:
+        return "none"
+    if len(layers) > 2 and list(layers) == list(range(layers[0], layers[-1] + 1)):
+        return f"{layers[0]} to {layers[-1]}"
+    return ", ".join(map(str, layers))

@@ -1,0 +1,136 @@
+"""Watches Megatron's own schedules, so that a stock run is measured by the same ledger and clock as ours.
+
+Megatron's loops run what our ``1f1b`` and ``interleaved`` plan, action by action, so a stock run has a plan too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+
+from megatron_pipemem.mcore.model.stages import tensors_in, watch_batches
+from megatron_pipemem.mcore.model.weight_memory import count_weights
+from megatron_pipemem.mcore.patching import Symbol
+from megatron_pipemem.mcore.report.run_record import STEPS, RunRecord, StepRecord
+from megatron_pipemem.mcore.sources import FamilySource, Plan, announce
+from megatron_pipemem.mcore.step.forward_backward import (
+    BACKWARD_STEP,
+    FORWARD_STEP,
+    WITH_INTERLEAVING,
+    WITHOUT_INTERLEAVING,
+    observe,
+)
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.schedule import Program
+from megatron_pipemem.schedule.options import STOCK
+
+
+def replacements(
+    record: RunRecord | None, costs: Costs, priced_by: str
+) -> list[tuple[Symbol, Callable[[Callable], Callable]]]:
+    """What to rebind to fill ``record``; nothing without one. Stock's results are passed through untouched.
+
+    Args:
+        record: of the run.
+        costs: prices of the plan.
+        priced_by: where ``costs`` are from.
+    """
+    if record is None:
+        return []
+    observer = _Observer(record)
+    interleaved, linear = (FamilySource(name, costs=costs, priced_by=priced_by) for name in ("interleaved", "1f1b"))
+    return [
+        (WITH_INTERLEAVING, lambda original: observer.wrap_schedule(original, interleaved)),
+        (WITHOUT_INTERLEAVING, lambda original: observer.wrap_schedule(original, linear)),
+        (FORWARD_STEP, observer.wrap_forward),
+        (BACKWARD_STEP, observer.wrap_backward),
+    ]
+
+
+class _Observer:
+    def __init__(self, record: RunRecord):
+        self._record = record
+        self._observed: StepRecord | None = None
+        # Megatron's backward step is not told its stage and microbatch, but it gets the forward's output object.
+        self._forward_of: dict[int, Action] = {}
+
+    def wrap_schedule(self, original: Callable, source: FamilySource) -> Callable:
+        plans: dict[tuple, Plan] = {}
+
+        def forward_backward(*, model, data_iterator, num_microbatches: int, forward_only: bool = False, **kwargs):
+            call = {"model": model, "num_microbatches": num_microbatches, "forward_only": forward_only, **kwargs}
+            if forward_only:
+                return original(data_iterator=data_iterator, **call)
+            group = parallel_state.get_pipeline_model_parallel_group()
+            chunks = model if isinstance(model, list) else [model]
+            self._record.group = group
+            dist.barrier(group=group)
+            self._observed = observed = observe(chunks)
+            try:
+                result = original(data_iterator=watch_batches(data_iterator, observed.ledger), **call)
+            finally:
+                self._observed = None
+                self._forward_of.clear()
+            with self._record.guarded(STEPS):
+                group_size = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage
+                shape = (group.size(), len(chunks), num_microbatches, group_size)
+                if shape not in plans:
+                    schedule = replace(source.build(*shape), name=STOCK)
+                    plans[shape] = Plan(schedule, source.costs, source.priced_by, "Megatron's own")
+                    announce(plans[shape])
+                schedule = plans[shape].schedule
+                # What Megatron's loop variables keep alive depends on where the loop is, so its peak is counted, not foretold.
+                program = Program(schedule, schedule.orders)
+                observed.weights = count_weights(chunks, schedule.placement.stages[group.rank()])
+                self._record.add_step(plans[shape], program, group.rank(), observed, foretell=False)
+            return result
+
+        return forward_backward
+
+    def wrap_forward(self, original: Callable) -> Callable:
+        def forward_step(forward_step_func, data_iterator, model, num_microbatches, input_tensor, *args, **kwargs):
+            call = (forward_step_func, data_iterator, model, num_microbatches, input_tensor, *args)
+            observed, action = self._observed, None
+            if observed is not None:
+                with self._record.guarded(STEPS):
+                    group = parallel_state.get_pipeline_model_parallel_group()
+                    stage = (kwargs.get("vp_stage") or 0) * group.size() + group.rank()
+                    action = Action(Kind.F, stage, kwargs["current_microbatch"])
+                    self._hold_boundary(input_tensor)
+            if action is None:
+                return original(*call, **kwargs)
+            with observed.trace.measure(action), observed.ledger.watch_saved():
+                result = original(*call, **kwargs)
+            with self._record.guarded(STEPS):
+                for output in tensors_in(result[0]):
+                    self._forward_of[id(output)] = action
+                observed.ledger.record(action)
+            return result
+
+        return forward_step
+
+    def wrap_backward(self, original: Callable) -> Callable:
+        def backward_step(input_tensor, output_tensor, output_tensor_grad, config):
+            observed, action = self._observed, None
+            if observed is not None:
+                with self._record.guarded(STEPS):
+                    (forward,) = {self._forward_of.pop(id(output)) for output in tensors_in(output_tensor)}
+                    action = forward._replace(kind=Kind.B)
+                    self._hold_boundary(output_tensor_grad)
+            if action is None:
+                return original(input_tensor, output_tensor, output_tensor_grad, config)
+            with observed.trace.measure(action):
+                result = original(input_tensor, output_tensor, output_tensor_grad, config)
+            observed.ledger.record(action)
+            return result
+
+        return backward_step
+
+    def _hold_boundary(self, tensors) -> None:
+        for tensor in tensors_in(tensors):
+            self._observed.ledger.hold(tensor, "boundary")

@@ -1,0 +1,251 @@
+"""The report of a run, put together from what every rank has seen."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from megatron_pipemem.mcore.model.weight_memory import WeightBytes, predict_weights
+from megatron_pipemem.mcore.sources import Plan
+from megatron_pipemem.report.run import peak_activation
+from megatron_pipemem.runtime.offload import OffloadStatistics
+from megatron_pipemem.runtime.offload.channel import Direction
+from megatron_pipemem.runtime.trace import TracedAction
+from megatron_pipemem.schedule.core.action import COMPUTE, Kind
+from megatron_pipemem.schedule.core.simulator import Timeline, count_messages
+
+Plans = Sequence[tuple[int, Plan]]
+"""The step that each plan was first run in, and the plan."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step of a rank.
+
+    Args:
+        plan: number of the plan it ran.
+        end: seconds from its beginning to the end of this rank's last action.
+        work: seconds of this rank's actions.
+        peak: the most bytes of activations that it held.
+        offload: what it moved; ``None`` for nothing.
+    """
+
+    plan: int
+    end: float
+    work: float
+    peak: int
+    offload: OffloadStatistics | None
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the ranks of a pipeline tell each other.
+
+    Args:
+        of_stages: bytes of one version of every stage that the rank holds.
+        ends: of its steps, in seconds.
+    """
+
+    of_stages: Mapping[int, int]
+    ends: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What a rank held at most, foretold and counted; ``None`` where nobody foretold it."""
+
+    predicted_peak: int | None = None
+    counted_peak: int = 0
+    predicted_host_peak: int = 0
+    counted_host_peak: int = 0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A rank's part of the report.
+
+    Args:
+        rank: of the world.
+        losses: of every step, where this rank knows them.
+        grad_norms: likewise.
+        failure: what could not be measured, and why.
+        measured: its entry of the report; ``None`` where nothing was measured.
+        plans: as the report shows them.
+        steps: that were measured.
+        last: its actions of the last step.
+    """
+
+    rank: int
+    losses: list[float | None]
+    grad_norms: list[float | None]
+    failure: str | None
+    measured: dict | None = None
+    plans: Sequence[dict] = ()
+    steps: int = 0
+    last: Sequence[TracedAction] = ()
+
+
+_OF_A_RANK = (
+    "predicted_peak_bytes",
+    "counted_peak_bytes",
+    "predicted_weight_bytes",
+    "counted_weight_bytes",
+    "weight_versions",
+    "predicted_host_peak_bytes",
+    "counted_host_peak_bytes",
+    "offloaded_bytes",
+    "reloaded_bytes",
+    "stall_seconds",
+    "stalls",
+    "predicted_bubble_rate",
+    "measured_bubble_rate",
+)
+
+
+def report_of(ranks: Sequence[Summary], timelines: Path | None) -> dict:
+    """What ``--pipemem-report`` writes.
+
+    Args:
+        ranks: of the world, in their order.
+        timelines: folder of its pictures, if there is one.
+    """
+
+    def known(values: list[list[float | None]]) -> list[float | None]:
+        return next(([_finite(each) for each in own] for own in reversed(values) if own), [])
+
+    first = ranks[0]
+    return {
+        "schedule": first.plans[-1]["schedule"] if first.plans else "",
+        "steps": first.steps,
+        "losses": known([each.losses for each in ranks]),
+        "grad_norms": known([each.grad_norms for each in ranks]),
+        "timelines": None if timelines is None else str(timelines),
+        "plans": list(first.plans),
+        "ranks": [
+            {"rank": each.rank, **(each.measured or dict.fromkeys(_OF_A_RANK)), "failure": each.failure}
+            for each in ranks
+        ],
+    }
+
+
+def measured(
+    steps: Sequence[Step],
+    plan: Plan,
+    device: int,
+    held: Bytes,
+    weights: WeightBytes,
+    shared: Sequence[Shared] | None,
+) -> dict:
+    """A rank's entry of the report.
+
+    Args:
+        steps: of the rank.
+        plan: of the last one.
+        device: its place in the pipeline.
+        held: activations.
+        weights: of the rank.
+        shared: of all ranks of its pipeline; ``None`` where one of them could not measure.
+    """
+    timeline, placement = plan.timeline, plan.schedule.placement
+    rates, predicted_weights = [], None
+    if shared is not None:
+        of_stages = {stage: nbytes for each in shared for stage, nbytes in each.of_stages.items()}
+        predicted_weights = predict_weights(placement, device, of_stages, weights.planned_versions)
+        rates = [1 - step.work / makespan for step, makespan in zip(steps, makespans(shared), strict=True)]
+    # The first step pays for lazily opened channels and allocator growth.
+    values = {
+        "predicted_peak_bytes": held.predicted_peak,
+        "counted_peak_bytes": held.counted_peak,
+        "predicted_weight_bytes": predicted_weights,
+        "counted_weight_bytes": weights.counted,
+        "weight_versions": weights.versions,
+        "predicted_host_peak_bytes": held.predicted_host_peak,
+        "counted_host_peak_bytes": held.counted_host_peak,
+        **_offload_summary([step.offload for step in steps]),
+        "predicted_bubble_rate": 1 - timeline.work[device] / timeline.makespan,
+        "measured_bubble_rate": fmean(rates[1:] or rates) if rates else None,
+    }
+    return {key: values[key] for key in _OF_A_RANK}
+
+
+def makespans(shared: Sequence[Shared]) -> list[float]:
+    """Of every step of a pipeline."""
+    return [max(ends) for ends in zip(*(each.ends for each in shared), strict=True)]
+
+
+def described(number: int, plans: Plans, steps: Sequence[Step], shared: Sequence[Shared] | None) -> dict:
+    """A plan as the report shows it. A plan's first step is not typical and counts only where it is the only one."""
+    first, plan = plans[number]
+    schedule = plan.schedule
+    times = zip(steps, makespans(shared), strict=True) if shared is not None else ()
+    own = [makespan for step, makespan in times if step.plan == number]
+    return {
+        "step": first,
+        "reason": plan.reason,
+        "schedule": schedule.name,
+        "placement": schedule.placement.name,
+        "devices": schedule.num_devices,
+        "chunks": schedule.placement.num_chunks,
+        "microbatches": schedule.num_microbatches,
+        "peak_activation": peak_activation(schedule),
+        "vocabulary_barriers": schedule.vocabulary,
+        "priced_by": plan.priced_by,
+        "costs": _costs(plan),
+        "planned_makespan": plan.timeline.makespan,
+        "measured_makespan": fmean(own[1:] or own) if own else None,
+        "lower_bound": plan.lower_bound,
+        "search_seconds": plan.search_seconds,
+        "notes": plan.notes,
+    }
+
+
+def last_step(pipeline: Sequence[Summary], plan: Plan) -> Timeline:
+    """The last step of a pipeline as it ran.
+
+    Raises:
+        ValueError: a rank of the pipeline has not timed all of it.
+    """
+    schedule = plan.schedule
+    compute = tuple(tuple(traced.action for traced in member.last) for member in pipeline)
+    if compute != tuple(tuple(a for a in order if a.kind in COMPUTE) for order in schedule.orders):
+        raise ValueError("not every action of the last step was timed")
+    spans = tuple(tuple((traced.start, traced.end) for traced in member.last) for member in pipeline)
+    # Copies are not timed.
+    return Timeline(replace(schedule, orders=compute), plan.costs, spans, plan.timeline.peaks, count_messages(schedule))
+
+
+def _offload_summary(steps: list[OffloadStatistics | None]) -> dict:
+    """Bytes of the last step; seconds per step, on average. The first step is not typical here either."""
+    typical = steps[1:] or steps
+    waits: Counter[tuple[Kind, int]] = Counter()
+    for step in typical:
+        for stall in step.stalls if step is not None else ():
+            kind = Kind.WAIT_OFFLOAD if stall.direction is Direction.OUT else Kind.WAIT_RELOAD
+            waits[kind, stall.key[0]] += stall.seconds / len(typical)
+    return {
+        "offloaded_bytes": steps[-1].bytes_out if steps[-1] is not None else 0,
+        "reloaded_bytes": steps[-1].bytes_in if steps[-1] is not None else 0,
+        "stall_seconds": sum(waits.values()),
+        "stalls": [
+            {"waited_for": kind.value, "stage": stage, "seconds": seconds}
+            for (kind, stage), seconds in sorted(waits.items(), key=lambda wait: -wait[1])
+        ],
+    }
+
+
+def _costs(plan: Plan) -> dict:
+    """One value per stage; the time of a message between every two neighbours."""
+    placement, seconds = plan.schedule.placement, plan.costs.seconds(plan.schedule.placement)
+    neighbours = sorted({tuple(sorted(pair)) for pair in zip(placement.devices, placement.devices[1:], strict=False)})
+    links = {f"{a}-{b}": plan.costs.link_seconds(a, b) for a, b in neighbours if a != b}
+    names = {"forward": Kind.F, "backward_input": Kind.I, "backward_weight": Kind.W}
+    return {name: list(seconds[kind]) for name, kind in names.items()} | {"p2p": links}
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has neither NaN nor infinity: what is no number becomes ``null``."""
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,89 @@
+"""Numbers of every step for TensorBoard and W&B, through the writers that Megatron's own training loop has opened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron.core import parallel_state
+
+from megatron_pipemem.mcore.agreement import gather
+from megatron_pipemem.mcore.loop_arguments import open_writers, scalar_interval
+from megatron_pipemem.mcore.report.run_record import STEPS, RunRecord
+
+
+class _Numbers(NamedTuple):
+    """Of one step on one rank."""
+
+    end: float
+    work: float
+    peak: int
+    predicted_peak: int | None
+    planned_bubble: float
+
+
+class Scalars:
+    """Writes what a run measures beside what Megatron logs, where and when Megatron does.
+
+    Of the pipeline of the last rank, which is the rank that has the writers. A step's times are known one step later, so its
+    numbers are written then, under its own iteration.
+
+    Args:
+        record: of the run.
+    """
+
+    def __init__(self, record: RunRecord):
+        self._record = record
+        self._iteration: int | None = None
+
+    def before_log(self, iteration: int) -> None:
+        """Write the step before. Every rank must call this when its loop is about to log ``iteration``."""
+        before, self._iteration = self._iteration, iteration
+        if before is not None:
+            self._write(before)
+
+    def finish(self) -> None:
+        """Write the last step. Every rank must call this when the last step's times have been read."""
+        before, self._iteration = self._iteration, None
+        if before is not None:
+            self._write(before)
+
+    def _write(self, iteration: int) -> None:
+        interval = scalar_interval()
+        if interval is None or iteration % interval:  # on every rank alike
+            return
+        with self._record.guarded("scalars"):
+            everyones = gather(self._numbers(), parallel_state.get_pipeline_model_parallel_group())
+            tensorboard, wandb = open_writers()
+            if None in everyones:
+                return
+            scalars = _of_pipeline(everyones)
+            if tensorboard is not None:
+                for name, value in scalars.items():
+                    tensorboard.add_scalar(name, value, iteration)
+                tensorboard.flush()
+            if wandb is not None:
+                wandb.log(scalars, iteration)
+
+    def _numbers(self) -> _Numbers | None:
+        """Of the last step of this rank; ``None`` where it could not be measured."""
+        record = self._record
+        with record.guarded(STEPS):
+            if record.is_whole and record.steps:
+                step = record.steps[-1]
+                planned = record.last_plan.timeline.bubble_rate
+                return _Numbers(step.end, step.work, step.peak, record.held.predicted_peak, planned)
+        return None
+
+
+def _of_pipeline(ranks: Sequence[_Numbers]) -> dict[str, float]:
+    makespan = max(each.end for each in ranks)
+    scalars = {
+        "pipemem/peak-activation-bytes": max(each.peak for each in ranks),
+        "pipemem/bubble-rate": 1 - max(each.work for each in ranks) / makespan,
+        "pipemem/planned-bubble-rate": ranks[0].planned_bubble,
+        "pipemem/makespan-seconds": makespan,
+    }
+    if all(each.predicted_peak is not None for each in ranks):
+        scalars["pipemem/predicted-peak-activation-bytes"] = max(each.predicted_peak for each in ranks)
+    return scalars

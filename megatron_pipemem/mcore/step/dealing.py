@@ -1,0 +1,71 @@
+"""One stream of batches for two copies of the model."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.model.stages import IteratorWrapper
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.schedule import Schedule
+
+
+class Dealer:
+    """Hands the microbatches of one data iterator to the chunks that read them.
+
+    The copies of the model take turns, in an order of their own, with the batches that Megatron reads for the whole step. A
+    rank that holds the first stage of one and the last stage of the other reads every batch of the step once.
+
+    Args:
+        stream: Megatron's iterator of this rank; ``None`` where batches come by other ways.
+        num_microbatches: of the step.
+    """
+
+    def __init__(self, stream: Iterator | None, num_microbatches: int):
+        self._stream = stream
+        self._num_microbatches = num_microbatches
+        self._read = 0
+        self._waiting: dict[int, object] = {}
+
+    def hand(self, microbatches: Sequence[int]) -> Iterator | None:
+        """An iterator over the batches of these microbatches."""
+        return None if self._stream is None else _Hand(self, self._stream, microbatches)
+
+    def batch(self, microbatch: int) -> object:
+        while self._read <= microbatch:
+            self._waiting[self._read] = next(self._stream)
+            self._read += 1
+        return self._waiting.pop(microbatch)
+
+    def finish(self) -> None:
+        """Read on to the end of the step, so that the next one begins behind it on every rank that reads."""
+        if self._read:
+            while self._read < self._num_microbatches:
+                next(self._stream)
+                self._read += 1
+
+
+class _Hand(IteratorWrapper):
+    def __init__(self, dealer: Dealer, stream: Iterator, microbatches: Sequence[int]):
+        super().__init__(stream)
+        self._dealer = dealer
+        self._coming = deque(microbatches)
+
+    def __next__(self):
+        if not self._coming:
+            raise UnsupportedError(
+                "the forward step asked for more than one batch per microbatch, and then nobody can say which of them belong "
+                "to which copy of the model; read all of a microbatch at once, or take a schedule with one copy"
+            )
+        return self._dealer.batch(self._coming.popleft())
+
+
+def deal(stream: Iterator | None, schedule: Schedule, device: int) -> tuple[Dealer, list[Iterator | None]]:
+    """One iterator per chunk of a device, and who hands out their batches."""
+    dealer = Dealer(stream, schedule.num_microbatches)
+    hands = [
+        dealer.hand([a.microbatch for a in schedule.orders[device] if a.kind is Kind.F and a.stage == stage])
+        for stage in schedule.placement.stages[device]
+    ]
+    return dealer, hands

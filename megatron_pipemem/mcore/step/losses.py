@@ -1,0 +1,192 @@
+"""Brings what the loss functions return to the last pipeline rank, where Megatron's training loops read it.
+
+In a V the loss is computed on the first device, and every replica of a model has losses of its own. What a loss function
+returns is the user's: nested dictionaries and lists of tensors and numbers. How it looks is told once, as a pickled object.
+From then on the tensors alone travel, in one message on the device, for as long as it looks the same. The sender's host
+never waits for it; the receiver's waits for the message, not for the computation that it has queued.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable, Hashable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_pipemem.mcore.model.stages import StepContext
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.schedule import Schedule
+
+_ALIGNMENT = 16
+"""Bytes. Tensors of every type begin at a multiple of their element's size."""
+
+
+class _Leaf(NamedTuple):
+    """Where a tensor stood."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    @property
+    def padded(self) -> int:
+        return -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class LossCarrier:
+    """Carries data from one rank of a group to another, step after step.
+
+    Args:
+        group: the pipeline's process group. Between two steps nothing else may be sent point to point on it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+        self._known: dict[tuple[int, int, Hashable], bytes] = {}
+        """The form of the last data of every route and kind, pickled; alike at both ends."""
+        self._sent: tuple[dist.Work, torch.Tensor] | None = None
+
+    def send(self, data: object, destination: int, kind: Hashable) -> None:
+        """Send to a rank of the group; returns at once unless ``data`` looks otherwise than the last of this kind.
+
+        Args:
+            data: nested dictionaries, lists and tuples of tensors and of whatever can be pickled.
+            destination: rank within the group.
+            kind: both ends must name the same; data of one kind should look alike.
+        """
+        self.finish()
+        key = (self._group.rank(), destination, kind)
+        tensors: list[torch.Tensor] = []
+        form = pickle.dumps(_describe(data, tensors))
+        known = self._known.get(key)
+        if known is not None:
+            same, leaves = known == form, _leaves(pickle.loads(known))
+            buffer = _buffer(leaves)
+            buffer[0] = same
+            if same:
+                for place, tensor in zip(_places(leaves, buffer), tensors, strict=True):
+                    place.copy_(tensor)
+            self._sent = (self._group.send([buffer], destination, 0), buffer)
+            if same:
+                return
+        self._known[key] = form
+        everything = [(form, [tensor.cpu() for tensor in tensors])]
+        dist.send_object_list(everything, dist.get_global_rank(self._group, destination), self._group)
+
+    def receive(self, source: int, kind: Hashable) -> object:
+        """What that rank of the group sends, with all tensors on this rank's device."""
+        key = (source, self._group.rank(), kind)
+        known = self._known.get(key)
+        if known is not None:
+            form = pickle.loads(known)
+            leaves = _leaves(form)
+            # Beside what is queued already: whether the message holds the data is for the host to see.
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                buffer = _buffer(leaves)
+                self._group.recv([buffer], source, 0).wait()
+                same = bool(buffer[0].item())
+            queued = torch.cuda.current_stream()
+            queued.wait_stream(stream)
+            if buffer.device.type == "cuda":
+                buffer.record_stream(queued)
+            if same:
+                return _restore(form, _places(leaves, buffer))
+        payload: list[object] = [None]
+        dist.recv_object_list(payload, dist.get_global_rank(self._group, source), self._group)
+        form, tensors = payload[0]
+        self._known[key] = form
+        device = torch.cuda.current_device()
+        return _restore(pickle.loads(form), (tensor.to(device) for tensor in tensors))
+
+    def finish(self) -> None:
+        """Let go of what was sent last; it has left long ago."""
+        if self._sent is not None:
+            work, _ = self._sent
+            work.wait()
+            self._sent = None
+
+
+def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, pp_group: dist.ProcessGroup) -> None:
+    """Training loops read losses on the last pipeline rank, and gradients are scaled by its token count.
+
+    Every replica of the model has its losses on a device of its own; there they come in the order of their forwards.
+    Every rank of the pipeline calls this after its last action; ``step.loss_data`` is empty afterwards but on the last.
+    """
+    last, rank, placement = pp_group.size() - 1, pp_group.rank(), schedule.placement
+    ends = {stage for stage in range(placement.num_stages) if placement.next_stage(stage) is None}
+    sources = sorted({placement.devices[stage] for stage in ends})
+    if sources == [last]:
+        return
+    kind = (step.forward_only, step.collect_non_loss_data, schedule.num_microbatches)
+    own = {"losses": step.loss_data, "tokens": step.num_tokens}
+    step.loss_data = []
+    if rank != last:
+        if rank in sources:
+            carrier.send(own, last, kind)
+        return
+    found: list[tuple[int, object]] = []
+    num_tokens = torch.zeros_like(step.num_tokens)
+    for source in sources:
+        data = own if source == last else carrier.receive(source, kind)
+        order = [a.microbatch for a in schedule.orders[source] if a.kind is Kind.F and a.stage in ends]
+        found += zip(order, data["losses"], strict=True)
+        num_tokens += data["tokens"]
+    step.loss_data = [data for _, data in sorted(found, key=lambda each: each[0])]
+    step.num_tokens.copy_(num_tokens)
+
+
+def _describe(data: object, tensors: list[torch.Tensor]) -> object:
+    """``data`` with a ``_Leaf`` for every tensor; the tensors are added to the list in order."""
+    if isinstance(data, torch.Tensor):
+        tensors.append(data.detach())
+        return _Leaf(data.dtype, tuple(data.shape))
+    return _mapped(data, lambda value: _describe(value, tensors))
+
+
+def _restore(form: object, tensors: Iterator[torch.Tensor]) -> object:
+    """The inverse of ``_describe``."""
+    return next(tensors) if isinstance(form, _Leaf) else _mapped(form, lambda value: _restore(value, tensors))
+
+
+def _mapped(data: object, change: Callable[[object], object]) -> object:
+    """The same dictionary, list or tuple with its values changed; anything else as it is."""
+    if isinstance(data, dict):
+        return {key: change(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        values = [change(value) for value in data]
+        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
+    return data
+
+
+def _leaves(form: object) -> list[_Leaf]:
+    found: list[_Leaf] = []
+
+    def visit(value: object) -> object:
+        if isinstance(value, _Leaf):
+            found.append(value)
+            return value
+        return _mapped(value, visit)
+
+    visit(form)
+    return found
+
+
+def _buffer(leaves: list[_Leaf]) -> torch.Tensor:
+    """Bytes for all tensors, after a first one that says whether they are there."""
+    size = _ALIGNMENT + sum(leaf.padded for leaf in leaves)
+    return torch.empty(size, dtype=torch.uint8, device=torch.cuda.current_device())
+
+
+def _places(leaves: list[_Leaf], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The part of the buffer that is each tensor's, as a tensor of its type and shape."""
+    start = _ALIGNMENT
+    for leaf in leaves:
+        yield buffer[start : start + leaf.nbytes].view(leaf.dtype).view(leaf.shape)
+        start += leaf.padded

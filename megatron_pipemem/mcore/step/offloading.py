@@ -1,0 +1,273 @@
+"""What a run says about activation offload and recomputation, and the engine that it asks for."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.agreement import done_by_all, gather, tell
+from megatron_pipemem.runtime.offload import OffloadEngine
+from megatron_pipemem.runtime.offload.host_link import HostLink, measure_host_link
+from megatron_pipemem.runtime.offload.host_memory import available_memory
+from megatron_pipemem.schedule.core.memory_cap import format_bytes, parse_bytes
+from megatron_pipemem.schedule.options import OFFLOAD, RECOMPUTE
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OffloadSettings:
+    """How activations leave the device, or are made again.
+
+    Args:
+        mode: ``off`` for what the schedule itself says and no more, ``half`` for the longest-lived half of every
+            device's chunks, ``full`` for all of them, ``auto`` for what a memory cap needs.
+        recompute: ``none``, ``selective`` for the cheap parts of every stage, ``full`` for all of it, ``auto`` for whichever of
+            these a memory cap needs, per stage.
+        host_memory: bytes per node, shared by its ranks; ``None`` for ``DEFAULT_HOST_SHARE`` of what is available.
+        bandwidth: bytes per second to pretend on CPU ranks, each way; ``None`` for as fast as memory is.
+        min_bytes: storages below this stay on the device; a copy costs the host a few microseconds however small it is.
+        guard: overwrite what has left with NaN, and compare checksums of what left and what returned. Slow; finds users
+            of memory that is away.
+        ratio: the seconds of a round trip of a layer's activations over those of its F, I and W; ``None`` to measure it.
+        switches: groups of ranks of a node, counted on every node from 0, whose devices share a channel to the host.
+    """
+
+    mode: str = "off"
+    recompute: str = "none"
+    host_memory: float | None = None
+    bandwidth: float | None = None
+    min_bytes: int = 1 << 16
+    guard: bool = False
+    ratio: float | None = None
+    switches: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def plans(self) -> bool:
+        """Whether anything is to be added to what a schedule says itself."""
+        return self.mode != "off" or self.recompute != "none"
+
+    @property
+    def leaves_choice(self) -> bool:
+        """Whether it is left open what is offloaded or recomputed, so that a search may choose it with the order."""
+        return self.plans and self.mode in ("off", "auto") and self.recompute in ("none", "auto")
+
+    @classmethod
+    def of(cls, mode: str, recompute: str, host_memory: str | None, options: Mapping[str, object]) -> OffloadSettings:
+        """Read what a user wrote.
+
+        Args:
+            mode: see the class.
+            recompute: see the class.
+            host_memory: ``64GiB``, ``800MiB``, ``123456B``.
+            options: ``bandwidth`` and ``min_bytes`` (``1GiB``, ``64KiB``, ``100B``), ``guard`` (0 or 1), ``ratio``,
+                ``switches`` (``[[0, 1], [2, 3]]``).
+
+        Raises:
+            UnsupportedError: one of them is nothing of the kind.
+        """
+        for what, given, allowed in (("offload", mode, OFFLOAD), ("recompute", recompute, RECOMPUTE)):
+            if given not in allowed:
+                raise UnsupportedError(f"--pipemem-{what} {given!r} is none of {', '.join(allowed)}")
+        readers = {
+            "bandwidth": _bytes,
+            "min_bytes": _whole_bytes,
+            "guard": _switch,
+            "ratio": _positive,
+            "switches": _groups,
+        }
+        assert set(readers) < {each.name for each in fields(cls)}
+        unknown = sorted(set(options) - set(readers))
+        if unknown:
+            raise UnsupportedError(
+                f"activation offload has no option {unknown[0]!r}; its options: {', '.join(readers)}"
+            )
+        read = {name: readers[name](f"offload option {name}", value) for name, value in options.items()}
+        budget = None if host_memory is None else _bytes("--pipemem-host-memory", host_memory)
+        return cls(mode, recompute, budget, **read)
+
+
+class _Node(NamedTuple):
+    """What a rank knows of its host."""
+
+    name: str
+    available: int
+
+
+class Offloading:
+    """The host side of a run: a budget, an engine when one is needed first, and how fast its link is.
+
+    All methods but ``close`` are called by every rank of the job at the same time when they are called first.
+
+    Args:
+        settings: of the run.
+
+    Attributes:
+        device: of the model; to be set before anything else is asked.
+    """
+
+    def __init__(self, settings: OffloadSettings):
+        self.settings = settings
+        self.device = torch.device("cpu")
+        self._budget: int | None = None
+        self._engine: OffloadEngine | None = None
+        self._links: tuple[HostLink, ...] | None = None
+        self._switches: tuple[tuple[int, ...], ...] | None = None
+
+    def budget(self) -> int:
+        """Bytes of host memory that every rank may take: an equal part of its node's, and the least of all nodes.
+
+        Raises:
+            UnsupportedError: the nodes do not have that much.
+        """
+        if self._budget is None:
+            nodes = gather(done_by_all(lambda: _Node(socket.gethostname(), available_memory())))
+            self._budget = _rank_budget(nodes, self.settings.host_memory)
+            tell(logger, "every rank may keep %s of activations on its host", format_bytes(self._budget))
+        return self._budget
+
+    def engine(self) -> OffloadEngine:
+        """The engine of this rank, kept from step to step."""
+        if self._engine is None:
+            self._engine = OffloadEngine.on(
+                self.device,
+                self.budget(),
+                bandwidth=self.settings.bandwidth,
+                min_bytes=self.settings.min_bytes,
+                guard=self.settings.guard,
+            )
+        return self._engine
+
+    def switches(self) -> tuple[tuple[int, ...], ...]:
+        """Places in the pipeline that share a channel to the host, by what the settings say of a node."""
+        if self._switches is None:
+            self._switches = ()
+            if self.settings.switches:
+                self._switches = _shared_channels(gather((socket.gethostname(), _place())), self.settings.switches)
+                tell(logger, "places that share a channel to the host: %s", self._switches)
+        return self._switches
+
+    def links(self, num_devices: int) -> tuple[HostLink, ...]:
+        """The link of every place in the pipeline: the slowest that any rank at that place measures."""
+        if self._links is None:
+            self.budget()
+            engine = done_by_all(self.engine)
+            place, groups, own = _place(), self.switches(), None
+            own_turn = next((group.index(place) for group in groups if place in group), 0)
+            # A plan takes turns on a channel that it knows to be shared. Who shares one unknown to it measures it together.
+            for turn in range(max(map(len, groups), default=1)):
+                measured = done_by_all(partial(measure_host_link, engine.channel) if turn == own_turn else _wait)
+                own = measured or own
+            seen = gather((place, own))
+            self._links = tuple(_slowest([link for at, link in seen if at == device]) for device in range(num_devices))
+            tell(logger, "links to the host: %s", self._links)
+        return self._links
+
+    def close(self) -> None:
+        """Give up the engine's threads, streams and memory."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+
+def _wait() -> None:
+    """For others, whose turn it is."""
+
+
+def _place() -> int:
+    """Of this rank in its pipeline."""
+    return parallel_state.get_pipeline_model_parallel_rank() if parallel_state.is_initialized() else 0
+
+
+def _shared_channels(
+    ranks: Sequence[tuple[str, int]], switches: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], ...]:
+    """Places in the pipeline of which some ranks share a switch, directly or through others: all pipelines have one plan.
+
+    Args:
+        ranks: host and place of every rank of the job, in the order of world ranks.
+        switches: ranks of a node, counted on every node from 0.
+    """
+    seen: Counter[str] = Counter()
+    behind: dict[tuple[str, int], set[int]] = {}
+    for host, place in ranks:
+        for number, members in enumerate(switches):
+            if seen[host] in members:
+                behind.setdefault((host, number), set()).add(place)
+        seen[host] += 1
+    groups: list[set[int]] = []
+    for places in behind.values():
+        joined = places.union(*(group for group in groups if group & places))
+        groups = [group for group in groups if not group & places] + [joined]
+    return tuple(sorted(tuple(sorted(group)) for group in groups if len(group) > 1))
+
+
+def _slowest(links: Sequence[HostLink]) -> HostLink:
+    return HostLink(
+        min(link.out for link in links), min(link.back for link in links), all(link.duplex for link in links)
+    )
+
+
+def _rank_budget(nodes: Sequence[_Node], per_node: float | None) -> int:
+    """The least of the ranks' equal parts of their nodes.
+
+    Raises:
+        UnsupportedError: a node does not have what the user promised.
+    """
+    ranks = Counter(node.name for node in nodes)
+    available = {name: min(node.available for node in nodes if node.name == name) for name in ranks}
+    for name, nbytes in available.items():
+        if per_node is not None and per_node > nbytes:
+            raise UnsupportedError(
+                f"host {name} has {format_bytes(nbytes)} of memory available, less than --pipemem-host-memory "
+                f"{format_bytes(per_node)}; lower it"
+            )
+    shares = [
+        (DEFAULT_HOST_SHARE * available[name] if per_node is None else per_node) / count
+        for name, count in ranks.items()
+    ]
+    return int(min(shares))
+
+
+def _bytes(what: str, value: object) -> float:
+    return parse_bytes(what, value if isinstance(value, str) else f"{value}B")
+
+
+def _whole_bytes(what: str, value: object) -> int:
+    return int(_bytes(what, value))
+
+
+def _switch(what: str, value: object) -> bool:
+    if value not in (0, 1, False, True):
+        raise UnsupportedError(f"{what} {value!r} is neither 0 nor 1")
+    return bool(value)
+
+
+def _groups(what: str, value: object) -> tuple[tuple[int, ...], ...]:
+    groups = value if isinstance(value, (list, tuple)) else [None]
+    members = [each for group in groups for each in (group if isinstance(group, (list, tuple)) else [None])]
+    if len(set(map(str, members))) < len(members) or not all(type(each) is int and each >= 0 for each in members):
+        raise UnsupportedError(
+            f"{what} {value!r} are no groups of ranks of a node, each in one of them; write [[0, 1], [2, 3]]"
+        )
+    return tuple(map(tuple, groups))
+
+
+def _positive(what: str, value: object) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise UnsupportedError(f"{what} {value!r} is no positive number")
+    return number

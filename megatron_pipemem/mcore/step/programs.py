@@ -1,0 +1,131 @@
+"""From a source of schedules to the validated program of one step."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megatron_pipemem.errors import PipememError, UnsupportedError
+from megatron_pipemem.mcore.agreement import gather, is_first_rank
+from megatron_pipemem.mcore.replanning import News
+from megatron_pipemem.mcore.sources import Plan, Shape, Source, announce
+from megatron_pipemem.schedule.core.schedule import Program, Schedule
+from megatron_pipemem.schedule.core.validator import validate_program
+from megatron_pipemem.schedule.lowering import lower
+
+logger = logging.getLogger(__name__)
+
+
+class Compiled(NamedTuple):
+    """A program, and the plan it came from; evaluation has none."""
+
+    program: Program
+    plan: Plan | None
+
+
+def digest_of(program: Program) -> str:
+    """Hash of all that ranks must agree on before they run it."""
+    text = program.schedule.digest + "".join(f"{d}:{','.join(map(str, a))};" for d, a in enumerate(program.actions))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class ProgramCache:
+    """Compiles programs on demand; batch-size ramp-up and evaluation change the number of microbatches between steps.
+
+    Args:
+        source: makes the schedules.
+    """
+
+    def __init__(self, source: Source):
+        self._source = source
+        self._training: dict[Shape, Compiled] = {}
+        self._evaluation: dict[Shape, Compiled] = {}
+        self._outdated: dict[Shape, Compiled] = {}
+        self._news: News | None = None
+
+    @property
+    def name(self) -> str:
+        return self._source.name
+
+    @property
+    def single_queue(self) -> bool:
+        """Whether programs are lowered for ranks that serve everything in one queue, and proved to end there."""
+        return self._source.single_queue
+
+    @single_queue.setter
+    def single_queue(self, single: bool) -> None:
+        if single != self._source.single_queue:
+            self.clear()
+            self._source.single_queue = single
+
+    def compile(self, shape: Shape, *, forward_only: bool, agree: Callable[[str], None]) -> Compiled:
+        """The validated program of one step.
+
+        Args:
+            shape: of the step.
+            forward_only: evaluation.
+            agree: called once per new program with its hash, to compare it with the other ranks'.
+
+        Raises:
+            UnsupportedError: there is no such schedule.
+            ScheduleError: the schedule or its lowering is wrong; it is never executed.
+        """
+        programs = self._evaluation if forward_only else self._training
+        if shape not in programs:
+            before = None if forward_only else self._outdated.get(shape)
+            compiled = self._build(shape, forward_only) if before is None else self._build_again(shape, before)
+            agree(digest_of(compiled.program))
+            programs[shape] = compiled
+            self._outdated.pop(shape, None)
+            if compiled.plan is not None and compiled is not before:
+                announce(compiled.plan)
+        return programs[shape]
+
+    def renew(self, news: News) -> None:
+        """Plan again, with what is known now, whatever training steps come."""
+        self._source.measured(news.costs, news.changes)
+        self._news = news
+        self._outdated |= self._training
+        self._training.clear()
+
+    def clear(self) -> None:
+        for memory in (self._training, self._evaluation, self._outdated):
+            memory.clear()
+        self._news = None
+
+    def _build(self, shape: Shape, forward_only: bool) -> Compiled:
+        if forward_only:
+            return self._compiled(self._source.forwards(shape), None)
+        first = not self._training and self._news is None
+        plan = self._source.plan(shape, "start" if first else f"step of {shape.num_microbatches} microbatches")
+        return self._compiled(plan.schedule, plan)
+
+    def _build_again(self, shape: Shape, before: Compiled) -> Compiled:
+        """By the news, or the program that has run so far: a plan that fails does not end a run that goes well.
+
+        Raises:
+            UnsupportedError: the bytes that were counted break the cap, whatever the schedule.
+        """
+        found, failure = before, None
+        try:
+            plan = self._source.plan(shape, self._news.reason, before.plan, self._news.minimum_gain)
+            found = self._compiled(plan.schedule, plan)
+        except Exception as error:  # the other ranks must hear of it, whatever it is
+            failure = error
+        failures = gather(None if failure is None else (f"{failure}", isinstance(failure, PipememError)))
+        message, is_refusal = next((told for told in failures if told is not None), (None, False))
+        if message is None:
+            return found
+        if is_refusal and self._news.changes is not None:
+            raise failure or UnsupportedError(message)
+        if is_first_rank():
+            logger.warning("could not plan again (%s): %s; the schedule stays", self._news.reason, message)
+        return before
+
+    def _compiled(self, schedule: Schedule, plan: Plan | None) -> Compiled:
+        costs = self._source.costs if plan is None else plan.costs
+        program = lower(schedule, single_queue=self.single_queue, costs=costs)
+        validate_program(program, single_queue=self.single_queue)
+        return Compiled(program, plan)

@@ -1,0 +1,93 @@
+"""Asynchronous schedules, for those who ask for them: they train differently, so they never compete with the others.
+
+A step takes the makespan of a window, because the training loop joins all ranks at its end, and so is not free of bubbles. A
+rank holds several versions of its parameters, and the whole optimizer, which cannot be shared out. What updates after every
+microbatch pays for the reduction and the optimizer so often, with nothing to hide them behind.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_pipemem.config.asynchronous_refusals import check_run
+from megatron_pipemem.config.runs import Run
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.planner.prices import Pace, all_reduce
+from megatron_pipemem.planner.space import Limits
+from megatron_pipemem.planner.step import DISTRIBUTED, Step, price
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.features.windows import family_window, steady, updates_per_batch
+from megatron_pipemem.schedule.registry import Family, families
+
+_GRADIENT = 4  # bytes per parameter
+_SHARED = (DISTRIBUTED, "overlap-param-gather")
+_PER_MICROBATCH = ("overlap-grad-reduce",)
+
+
+@dataclass(frozen=True)
+class Priced:
+    """An asynchronous way to run a cut.
+
+    Args:
+        name: of the family.
+        run: with the flags that the family can run with.
+        step: with all versions of the parameters among what is there all the time.
+        makespan: seconds of a step in the middle of the run.
+        peaks: per device, bytes of activations.
+    """
+
+    name: str
+    run: Run
+    step: Step
+    makespan: float
+    peaks: tuple[float, ...]
+
+
+def asynchronous(run: Run, limits: Limits, pace: Pace | None, rejected: Counter[str]) -> Iterator[Priced]:
+    """The asynchronous families that are named in the limits and can run this cut, priced.
+
+    Args:
+        run: a cut, without a schedule.
+        limits: what may be chosen.
+        pace: what was measured.
+        rejected: counts what cannot be, by reason.
+    """
+    named = limits.allowed.get("schedule", ())
+    p = run.parallelism.pp
+    for family in families():
+        if not family.asynchronous or family.name not in named or p == 1:
+            continue
+        per_batch = updates_per_batch(family.name)
+        if not limits.admits(chunks=1):
+            continue
+        dropped = _SHARED if per_batch else (*_SHARED, *_PER_MICROBATCH)
+        clipping = {} if per_batch else {"clip-grad": 0}
+        flags = clipping | {name: value for name, value in run.flags.items() if name not in dropped}
+        own = replace(run, megatron=flags)
+        try:
+            check_run(own, family.name)
+        except UnsupportedError as error:
+            rejected[f"{family.name}: {error}"] += 1
+            continue
+        yield _priced(family, own, price(own, Placement.linear(p), pace=pace), per_batch)
+
+
+def _priced(family: Family, run: Run, step: Step, per_batch: bool) -> Priced:
+    p, m = run.parallelism.pp, run.parallelism.microbatches
+    batch = min(m, 2 * p)
+
+    middle = family_window(family.name, p, batch, steady(p, batch))
+    timeline = middle.simulate(step.costs)
+    # In the middle of a step the busiest device never waits.
+    makespan = timeline.makespan + (m - batch) * max(timeline.work) / batch
+    more = tuple((versions - 1) * nbytes for versions, nbytes in zip(middle.versions_held, step.weights, strict=True))
+    static = tuple(map(sum, zip(step.static, more, strict=True)))
+    if not per_batch:
+        execution, cluster = run.execution, run.cluster
+        replicas = run.parallelism.dp * run.parallelism.cp
+        link = cluster.link(replicas, execution.tp)
+        gradients = max(step.weights) / execution.element * _GRADIENT
+        step = replace(step, optimizer=m * step.optimizer, reduction=m * all_reduce(gradients, replicas, link))
+    return Priced(family.name, run, replace(step, static=static), makespan, timeline.peaks)

@@ -1,0 +1,67 @@
+"""Activations that wait on the host, as a variant of any schedule (arXiv 2503.01328).
+
+The copies are planned within the memory of each device and of its host, the longest-lived activations first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
+from megatron_pipemem.config.runs import Run, ScheduleChoice
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.planner.activations import moved_bytes
+from megatron_pipemem.planner.prices import Pace
+from megatron_pipemem.planner.step import Step, price
+from megatron_pipemem.planner.variants import Variant, register_variant
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Channel
+from megatron_pipemem.schedule.core.memory_cap import parse_cap
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.features.offload import plan_offload
+
+HOST_MEMORY = "pipemem-host-memory"
+"""The flag that says how much of a node's memory its ranks may use; a share of it otherwise."""
+
+
+def offload_step(
+    run: Run, placement: Placement, pace: Pace | None = None, layers: tuple[int, ...] | None = None
+) -> Step:
+    """As ``price``, with the channel to the host, what goes over it, and how much of it the host can hold."""
+    step = price(run, placement, layers, pace)
+    host, sharing = run.cluster.host, run.cluster.sharing(0)
+    per_layer = moved_bytes(run.model, run.execution)
+    moved = tuple(per_layer * count for count in step.layers)
+    # Devices that share a switch take turns, so that one sends while another receives.
+    channel = Channel(
+        offload=tuple(nbytes / (host.d2h_gb_per_s * host.duplex * 1e9) for nbytes in moved),
+        reload=tuple(nbytes / (host.h2d_gb_per_s * host.duplex * 1e9) for nbytes in moved),
+        duplex=sharing == 1,
+    )
+    away = {Kind.WAIT_OFFLOAD: tuple(-nbytes for nbytes in moved), Kind.RELOAD: moved}
+    costs = replace(step.costs, channel=channel, memory={**(step.costs.memory or {}), **away})
+    return replace(step, costs=costs, host=host_bytes(run))
+
+
+def host_bytes(run: Run) -> float:
+    """Of host memory, for one rank's activations."""
+    given = run.flags.get(HOST_MEMORY)
+    if given is None:
+        return DEFAULT_HOST_SHARE * run.cluster.host_bytes
+    return parse_cap(str(given)).amount / run.cluster.devices_per_node
+
+
+def _choice(choice: ScheduleChoice) -> ScheduleChoice:
+    return replace(choice, offload="auto")
+
+
+def _apply(schedule: Schedule, step: Step, room: tuple[float, ...]) -> Schedule:
+    plan = plan_offload(schedule, step.costs, memory_cap=room, host_budget=step.host)
+    if not plan.keeps_cap:
+        why = ", ".join(sorted(plan.obstacles)) or "what runs at the time"
+        raise UnsupportedError(f"too much has to stay on a device ({why})")
+    return plan.schedule
+
+
+register_variant(Variant("offload", choice=_choice, prepare=offload_step, apply=_apply, frees_memory=True))

@@ -1,0 +1,158 @@
+"""Which layers go to which stage: the slowest device as fast as whole layers allow.
+
+Stages are contiguous slices of the model, as in Alpa's inter-operator pass (arXiv 2201.12023), with GPipe's cost function
+(arXiv 1811.06965): what a stage takes per microbatch is the sum of its layers, and a pipeline is as fast as its slowest
+stage. A dynamic programme over (stages, layers) is exact for that; among equals a second one takes the least memory.
+Where a device holds several stages, single layers then move away from the slowest device as long as that helps, which is
+exact too when all layers take the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.core.placement import Placement
+
+_DIGITS = 8  # behind the first one that counts
+_SMALLEST = 1e-300
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What has to be shared out.
+
+    Args:
+        seconds: of every layer, forward and backward of one microbatch.
+        first: seconds of what stands before the layers (embedding), on the first stage.
+        last: seconds of what stands behind them (head and loss), on the last stage.
+        static: bytes of every layer that do not depend on the schedule: parameters, gradients, optimizer.
+        kept: bytes of every layer's activations of one microbatch.
+        first_bytes: static bytes of what stands on the first stage.
+        last_bytes: likewise on the last stage.
+    """
+
+    seconds: Sequence[float]
+    first: float = 0.0
+    last: float = 0.0
+    static: Sequence[float] = ()
+    kept: Sequence[float] = ()
+    first_bytes: float = 0.0
+    last_bytes: float = 0.0
+
+
+def partition(loads: Loads, placement: Placement) -> tuple[int, ...]:
+    """Layers of every stage, in model order.
+
+    Raises:
+        UnsupportedError: there are no layers, or the placement holds more than one copy of the model.
+    """
+    if not loads.seconds or placement.replicas > 1:
+        raise UnsupportedError(
+            f"{len(loads.seconds)} layers cannot be cut for {placement.replicas} copies of the model; give at least one "
+            "layer, and a placement of one copy"
+        )
+    measure = _Measure(loads, placement)
+    seconds, nbytes = measure.stage_tables()
+    slowest = _least_maximum(seconds)[0]
+    counts = _least_maximum(
+        [np.where(s <= slowest * (1 + _TOLERANCE), b, np.inf) for s, b in zip(seconds, nbytes, strict=True)]
+    )[1]
+    return tuple(counts if placement.num_chunks == 1 else _move_layers(counts, measure))
+
+
+def _least_maximum(tables: Sequence[np.ndarray]) -> tuple[float, list[int]]:
+    """The cut whose largest stage is smallest.
+
+    Args:
+        tables: per stage, ``table[i, j]`` is its load with layers ``i`` to ``j - 1``; infinite where ``j < i``.
+    """
+    best = np.full(len(tables[0]), np.inf)
+    best[0] = 0.0
+    choices = []
+    for table in tables:
+        largest = np.maximum(best[:, None], table)
+        choices.append(largest.argmin(axis=0))
+        best = largest.min(axis=0)
+    end, counts = len(best) - 1, []
+    for choice in reversed(choices):
+        begin = int(choice[end])
+        counts.append(end - begin)
+        end = begin
+    return float(best[-1]), counts[::-1]
+
+
+class _Measure:
+    """Loads of stages and devices."""
+
+    def __init__(self, loads: Loads, placement: Placement) -> None:
+        layers, stages = len(loads.seconds), placement.num_stages
+        self.devices = np.array(placement.devices)
+        self.num_devices = placement.num_devices
+        self._owners = np.eye(self.num_devices)[self.devices]  # [stage, device]
+        self._seconds = _sums(loads.seconds)
+        self._static = _sums(loads.static or [0.0] * layers)
+        self._kept = _sums(loads.kept or [0.0] * layers)
+        # As many microbatches wait on a stage for their backward as in 1F1B: fewer towards the end.
+        self._in_flight = (stages - np.arange(stages)) / stages * placement.num_devices
+        self._end_seconds, self._end_bytes = np.zeros(stages), np.zeros(stages)
+        self._end_seconds[0] += loads.first
+        self._end_seconds[-1] += loads.last
+        self._end_bytes[0] += loads.first_bytes
+        self._end_bytes[-1] += loads.last_bytes
+
+    def stage_tables(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Seconds and bytes of every stage for every slice."""
+        size = len(self._seconds)
+        valid = np.arange(size)[:, None] <= np.arange(size)[None, :]
+        seconds, static, kept = (
+            np.where(valid, sums[None, :] - sums[:, None], np.inf) for sums in (self._seconds, self._static, self._kept)
+        )
+        return (
+            [seconds + end for end in self._end_seconds],
+            [static + kept * n + end for n, end in zip(self._in_flight, self._end_bytes, strict=True)],
+        )
+
+    def keys(self, counts: np.ndarray) -> np.ndarray:
+        """Of every row of counts, to be minimised: the slowest device; the squares of all, so that several slow ones
+        improve one by one; the slowest stage; the most memory."""
+        ends = np.cumsum(counts, axis=1)
+        begins = ends - counts
+        seconds = self._seconds[ends] - self._seconds[begins] + self._end_seconds
+        nbytes = self._static[ends] - self._static[begins] + self._end_bytes
+        nbytes = nbytes + (self._kept[ends] - self._kept[begins]) * self._in_flight
+        per_device = seconds @ self._owners
+        memory = (nbytes @ self._owners).max(axis=1)
+        values = np.stack((per_device.max(axis=1), (per_device**2).sum(axis=1), seconds.max(axis=1), memory), axis=1)
+        # Rounded, so that sums of equal layers are equal.
+        unit = 10.0 ** (np.floor(np.log10(np.maximum(values, _SMALLEST))) - _DIGITS)
+        return np.round(values / unit) * unit
+
+    def slowest_stages(self, counts: np.ndarray) -> list[int]:
+        """Stages with layers, of the slowest device."""
+        ends = np.cumsum(counts)
+        seconds = self._seconds[ends] - self._seconds[ends - counts] + self._end_seconds
+        slowest = np.bincount(self.devices, seconds, self.num_devices).argmax()
+        return [stage for stage in np.flatnonzero(self.devices == slowest) if counts[stage]]
+
+
+def _move_layers(start: list[int], measure: _Measure) -> list[int]:
+    """Take single layers off the slowest device as long as the measure falls."""
+    counts = np.array(start)
+    moves = np.eye(len(counts), dtype=int)
+    while True:
+        taken = [counts + moves - moves[source] for source in measure.slowest_stages(counts)]
+        tried = np.concatenate([counts[None, :], *taken])
+        keys = measure.keys(tried)
+        best = tried[np.lexsort(keys.T[::-1])[0]]  # the first of equals, which is to stay
+        if (best == counts).all():
+            return [int(count) for count in counts]
+        counts = best
+
+
+def _sums(values: Sequence[float]) -> np.ndarray:
+    return np.concatenate(([0.0], np.cumsum(np.asarray(values, dtype=float))))

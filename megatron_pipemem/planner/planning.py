@@ -1,0 +1,389 @@
+"""The fastest ways to run a model on a cluster within its memory.
+
+A best-first search. Every cut of the model first stands with a bound that takes a few sums: all its work, evenly shared. The
+most promising is priced stage by stage and then stands with the certified bound of its placement within the memory left
+for activations, then its schedules with what they really take. Whatever comes out of the queue with its real time is the
+next best of all; what still waits then cannot beat it, but for two things. A variant of an order is taken to be no faster
+than the order alone, which is tested and not proven; and offload that takes long to plan is set aside, and counted as such.
+At the end a search for better orders starts from the cuts that have room for one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from megatron_pipemem.config import layout
+from megatron_pipemem.config.runs import Run
+from megatron_pipemem.errors import PipememError
+from megatron_pipemem.planner.asynchronous import asynchronous
+from megatron_pipemem.planner.plans import Answer, Base, Entry, Group, Plan
+from megatron_pipemem.planner.prices import Pace
+from megatron_pipemem.planner.replay import lengths, measured, replay, same_passes
+from megatron_pipemem.planner.space import SEARCHED, Limits, Order, cuts, orders
+from megatron_pipemem.planner.step import Step, least_seconds, least_static, price
+from megatron_pipemem.planner.variants import PLAIN, Variant, variants
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.bounds import lower_bound
+from megatron_pipemem.schedule.core.memory_cap import loosened
+from megatron_pipemem.schedule.core.progress import doing, tell
+from megatron_pipemem.schedule.core.rare_collection import rare_collection
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.options import STOCK
+from megatron_pipemem.schedule.registry import build_schedule, family
+from megatron_pipemem.schedule.search import search_schedule
+
+logger = logging.getLogger(__name__)
+
+TOO_MUCH_STATIC = "parameters, gradients and optimizer alone exceed the memory"
+TOO_MUCH_KEPT = "one microbatch's activations exceed the memory left"
+TOO_HIGH = "the schedule's peak exceeds the memory left"
+SLOWER = "slower than those listed, by a bound or by their time"
+UNTRIED = "offload that takes long to plan: not tried, could be faster; leave the planner less by --only"
+_LARGEST_SEARCH = 60_000  # passes of a step that is worth searching
+_SEARCHES = 3
+_EFFORT = 20_000  # passes times chunks in which copies are planned while other ways are left
+_WORTH_SEARCHING = 0.005  # of the time: what a better order could save at least
+
+
+def plan(
+    run: Run,
+    memory: float | None = None,
+    limits: Limits | None = None,
+    top: int = 10,
+    search_seconds: float = 5.0,
+    pace: Pace | None = None,
+) -> Answer:
+    """Rank the ways to run a model.
+
+    Args:
+        run: model, cluster, global batch, context and expert parallelism; the rest is chosen.
+        memory: bytes of a device that may be used; by default all that its cluster leaves to the model.
+        limits: what may be chosen.
+        top: how many plans.
+        search_seconds: for each search of an order, of at most three; 0 for none.
+        pace: what was measured of the model; by default all takes what the formulas say.
+
+    Returns:
+        No plans where nothing fits.
+
+    Raises:
+        ConfigError: the limits allow what is nothing to choose for this run.
+    """
+    started = time.perf_counter()
+    memory = run.cluster.memory_bytes if memory is None else memory
+    limits = limits or Limits()
+    limits.check(run)
+    with rare_collection():
+        planner = _Planner(run, memory, limits, pace)
+        plans = planner.best(top)
+        if search_seconds > 0 and planner.limits.admits(schedule=SEARCHED):
+            plans += planner.search(plans, search_seconds)
+    plans = sorted(plans, key=lambda each: each.seconds)[:top]
+    rejected = planner.rejected + Counter({SLOWER: planner.waiting, UNTRIED: planner.untried})
+    return Answer(tuple(plans), rejected, rejected.total() + len(plans), time.perf_counter() - started)
+
+
+class _Planner:
+    def __init__(self, run: Run, memory: float, limits: Limits, pace: Pace | None) -> None:
+        self._pace = pace
+        self._memory, self.limits = memory, limits
+        self.rejected: Counter[str] = Counter()
+        self._groups: list[Group] = []
+        self._serial = itertools.count()
+        self._queue: list[Entry] = []
+        self._aside: list[Entry] = []
+        self._effort: float = _EFFORT
+        self._times: dict[object, tuple[float, tuple[float, ...]]] = {}
+        for cut in cuts(run, limits, self.rejected):
+            if least_static(cut) > memory:
+                self.rejected[TOO_MUCH_STATIC] += 1
+            else:
+                self._put(least_seconds(cut, pace), cut)
+
+    @property
+    def untried(self) -> int:
+        """Variants that would have taken too long to work out."""
+        return _count(self._aside)
+
+    @property
+    def waiting(self) -> int:
+        """What was never looked at, or comes later."""
+        return _count(self._queue)
+
+    def best(self, count: int) -> list[Plan]:
+        """The next of all."""
+        found: list[Plan] = []
+        while (self._queue or self._aside) and len(found) < count:
+            if not self._queue:
+                self._queue, self._aside, self._effort = self._aside, [], float("inf")
+            bound, _, entry = heapq.heappop(self._queue)
+            if isinstance(entry, Plan) and not entry.extended:
+                found.append(entry)
+                continue
+            tell(partial(_standing, len(found), count, len(self._queue), bound))
+            if isinstance(entry, Group | Base) and not self._affords(entry):
+                heapq.heappush(self._aside, (bound, next(self._serial), entry))
+            elif isinstance(entry, Group):
+                self._run_orders(entry)
+            elif isinstance(entry, Base):
+                self._vary(entry, _short(entry.group.run))
+            elif isinstance(entry, Plan):
+                self._run_in_full(entry)
+            else:
+                self._price(entry)
+        return found
+
+    def search(self, plans: list[Plan], seconds: float) -> Iterator[Plan]:
+        """Better orders for the most promising groups, if a bound leaves hope."""
+        slowest = plans[-1].seconds if plans else float("inf")
+        reached: dict[int, float] = {}
+        for each in plans:
+            reached[id(each.step)] = min(each.seconds, reached.get(id(each.step), float("inf")))
+        hopeful = [
+            group
+            for group in sorted(self._groups, key=lambda group: group.bound)
+            if group.variant is None
+            and group.step.placement.replicas == 1
+            and group.bound < min(slowest, reached.get(id(group.step), slowest)) * (1 - _WORTH_SEARCHING)
+            and 3 * group.run.parallelism.microbatches * group.step.placement.num_stages <= _LARGEST_SEARCH
+        ]
+        for group in hopeful[:_SEARCHES]:
+            p, m = group.run.parallelism.pp, group.run.parallelism.microbatches
+            try:
+                with doing(f"searching an order for p = {p}, m = {m}"):
+                    found = search_schedule(
+                        num_devices=p,
+                        num_microbatches=m,
+                        costs=group.step.costs,
+                        memory_cap=group.step.room(self._memory),
+                        placements=[group.step.placement],
+                        seconds=seconds,
+                    )
+            except PipememError as error:
+                logger.info("no order found: %s", error)
+                continue
+            if (made := self._found(group, Order(SEARCHED), found.schedule)) is not None:
+                yield made
+
+    def _put(self, seconds: float, entry: Run | Group | Base | Plan) -> None:
+        heapq.heappush(self._queue, (seconds, next(self._serial), entry))
+
+    def _price(self, run: Run) -> None:
+        for placement, found in orders(run, self.limits, self.rejected).items():
+            step = price(run, placement, pace=self._pace)
+            if self.limits.admits(variant=PLAIN):
+                self._bound(run, step, found, None)
+            for variant in variants() if placement.replicas == 1 and run.parallelism.pp > 1 else ():
+                if self.limits.admits(variant=variant.name):
+                    self._bound(run, variant.prepare(run, placement, self._pace), found, variant)
+        for each in asynchronous(run, self.limits, self._pace, self.rejected):
+            group = Group(each.run, each.step, (), None, each.makespan + each.step.outside, 0.0)
+            if self._fits(group, each.peaks):
+                self._put(group.bound, self._plan(group, Order(each.name), None, each.makespan, each.peaks))
+            else:
+                self.rejected[TOO_HIGH] += 1
+
+    def _bound(self, run: Run, step: Step, found: list[Order], variant: Variant | None) -> None:
+        room = step.room(self._memory)
+        if min(room) <= 0:
+            self.rejected[TOO_MUCH_STATIC] += len(found)
+            return
+        m = run.parallelism.microbatches
+        if step.placement.replicas > 1:  # how they share the microbatches is their orders' business
+            free = m * sum(step.work) / step.placement.num_devices
+        else:
+            free = max(lower_bound(step.placement, m, step.costs), m * _busiest(step))
+        bound = free
+        if variant is not None and variant.frees_memory:
+            kept = (step.costs.memory or {}).get(Kind.F, (0,) * step.placement.num_stages)
+            if any(kept[stage] > room[device] for stage, device in enumerate(step.placement.devices)):
+                self.rejected[TOO_MUCH_KEPT] += len(found)
+                return
+        elif step.placement.replicas == 1:
+            try:
+                bound = max(free, lower_bound(step.placement, m, step.costs, room))
+            except PipememError:
+                self.rejected[TOO_MUCH_KEPT] += len(found)
+                return
+        group = Group(run, step, tuple(found), variant, bound + step.outside, bound - free)
+        self._groups.append(group)
+        self._put(group.bound, group)
+
+    def _run_orders(self, group: Group) -> None:
+        for order in group.orders:
+            try:
+                if group.variant is not None:
+                    self._consider(group, group.variant, order)
+                    continue
+                made = self._run_order(group, order)
+            except PipememError:
+                self.rejected[f"{order.name} does not take so many pipeline ranks or microbatches"] += 1
+                continue
+            self._wait(made)
+
+    def _wait(self, made: Plan | None) -> None:
+        if made is None:
+            self.rejected[TOO_HIGH] += 1
+        else:
+            self._put(made.seconds, made)
+
+    def _run_in_full(self, plan: Plan) -> None:
+        """Let a plan whose step was extended from shorter ones wait with what all its microbatches take."""
+        cut = plan.run.parallelism
+        if plan.base is not None:
+            self._vary(plan.base, cut.microbatches)
+            return
+        whole = replay(plan.schedule, cut.pp, cut.microbatches, cut.chunks)
+        costs, step = plan.step.costs, plan.step
+        peaks = step.held(whole.peaks(costs))
+        made = replace(plan, makespan=whole.makespan(costs), peaks=peaks, extended=False)
+        self._wait(made if max(peaks) <= self._memory else None)
+
+    def _run_order(self, group: Group, order: Order) -> Plan | None:
+        """``None`` where it does not fit."""
+        cut, costs = group.run.parallelism, group.step.costs
+        size = {"num_devices": cut.pp, "num_microbatches": cut.microbatches}
+        if order.chunks is not None:
+            size["chunks"] = order.chunks
+        if "costs" in family(order.name).options:
+            return self._found(group, order, build_schedule(order.name, **size, costs=costs))
+        seconds, peaks = self._measured(group, order)
+        if not self._may_fit(group, peaks):
+            return None
+        made = self._plan(group, order, None, seconds, peaks)
+        return replace(made, extended=_extended(group.run))
+
+    def _measured(self, group: Group, order: Order) -> tuple[float, tuple[float, ...]]:
+        """Seconds and peaks of an order alone, which offload and both ways to cut the vocabulary start from."""
+        cut, costs = group.run.parallelism, group.step.costs
+        key = (order, cut.pp, cut.microbatches, same_passes(costs))
+        if key not in self._times:
+            self._times[key] = measured(order.name, cut.pp, cut.microbatches, order.chunks, costs)
+        return self._times[key]
+
+    def _consider(self, group: Group, variant: Variant, order: Order) -> None:
+        """Let a variant of an order wait with what the order takes alone."""
+        seconds, peaks = self._measured(group, order)
+        if variant.frees_memory and self._fits(group, peaks):
+            self.rejected[f"{variant.name}: the order fits without"] += 1
+        elif not variant.frees_memory and not self._may_fit(group, peaks):
+            self.rejected[TOO_HIGH] += 1
+        else:
+            self._put(max(group.bound, seconds + group.step.outside), Base(group, variant, order))
+
+    def _affords(self, entry: Group | Base) -> bool:
+        """Whether to look at it now: planning copies takes long, and longer than all else where there are many chunks."""
+        group = entry.group if isinstance(entry, Base) else entry
+        if group.variant is None or not group.variant.frees_memory:
+            return True
+        placement = group.step.placement
+        effort = 3 * _short(group.run) * placement.num_stages * placement.num_chunks
+        if effort > self._effort:
+            return False
+        if isinstance(entry, Base):
+            self._effort -= effort
+        return True
+
+    def _vary(self, base: Base, microbatches: int) -> None:
+        """Let a variant wait with what so many microbatches take, and for the rest what the busiest device computes."""
+        rest = base.group.run.parallelism.microbatches - microbatches
+        try:
+            found = self._varied(base, microbatches)
+        except PipememError as error:
+            self.rejected[f"{base.variant.name} cannot be had with {base.order.name}: {error}"] += 1
+            return
+        if found is not None and rest:
+            makespan = found.makespan + rest * _busiest(base.group.step)
+            found = replace(found, order=None, makespan=makespan, extended=True)
+        self._wait(found)
+
+    def _varied(self, base: Base, microbatches: int) -> Plan | None:
+        """A step of so many."""
+        order, pp = base.order, base.group.run.parallelism.pp
+        options = {} if order.chunks is None else {"chunks": order.chunks}
+        alone = build_schedule(order.name, num_devices=pp, num_microbatches=microbatches, **options)
+        room = base.group.step.room(self._memory)
+        found = self._found(base.group, order, base.variant.apply(alone, base.group.step, room))
+        return None if found is None else replace(found, base=base)
+
+    def _found(self, group: Group, order: Order, schedule: Schedule) -> Plan | None:
+        """A plan for an order that no family's name stands for, if it fits."""
+        timeline = simulate(schedule, group.step.costs)
+        if self._fits(group, timeline.peaks):
+            return self._plan(group, order, schedule, timeline.makespan, timeline.peaks)
+        return None
+
+    def _fits(self, group: Group, peaks: Sequence[float]) -> bool:
+        return max(group.step.held(peaks)) <= self._memory
+
+    def _may_fit(self, group: Group, peaks: Sequence[float]) -> bool:
+        """An extended peak is rounded: one that is over by a hair is judged when all microbatches have been run."""
+        most = loosened(self._memory) if _extended(group.run) else self._memory
+        return max(group.step.held(peaks)) <= most
+
+    def _plan(
+        self, group: Group, order: Order, schedule: Schedule | None, makespan: float, peaks: Sequence[float]
+    ) -> Plan:
+        step = group.step
+        return Plan(
+            run=_configured(group, order),
+            schedule=order.name,
+            variant=PLAIN if group.variant is None else group.variant.name,
+            order=schedule,
+            step=step,
+            makespan=makespan,
+            peaks=step.held(peaks),
+            capacity=self._memory,
+            memory_seconds=group.memory_seconds,
+        )
+
+
+def _standing(found: int, count: int, waiting: int, bound: float) -> str:
+    return f"{found} of {count} plans found, {waiting} ways left to look at, none of which takes less than {bound:.4g} s a step"
+
+
+def _short(run: Run) -> int:
+    """Microbatches of the shortest step that tells of a whole one."""
+    return lengths(run.parallelism.pp, run.parallelism.microbatches)[0]
+
+
+def _extended(run: Run) -> bool:
+    """Whether seconds and peaks of its step come from shorter ones at first."""
+    return len(lengths(run.parallelism.pp, run.parallelism.microbatches)) > 1
+
+
+def _busiest(step: Step) -> float:
+    """Seconds per microbatch that some device computes at least, the passes of a cut vocabulary included."""
+    prices, vocabulary = step.costs.seconds(step.placement), step.costs.vocabulary
+    cut = {} if vocabulary is None else vocabulary.seconds(step.placement.num_devices)
+    return max(
+        sum(prices[kind][stage] for kind in (Kind.F, Kind.I, Kind.W) for stage in stages)
+        + sum(seconds[device] for kind, seconds in cut.items() if kind is not Kind.LOSS)
+        for device, stages in enumerate(step.placement.stages)
+    )
+
+
+def _count(entries: Sequence[Entry]) -> int:
+    return sum(len(entry.orders) if isinstance(entry, Group) else 1 for _, _, entry in entries)
+
+
+def _configured(group: Group, order: Order) -> Run:
+    """The run with this schedule and, where layers are not shared evenly, its layout."""
+    # Without a pipeline Megatron takes its own step, which no schedule of ours replaces.
+    choice = replace(group.run.schedule, name=order.name if group.run.parallelism.pp > 1 else STOCK)
+    if group.variant is not None:
+        choice = group.variant.choice(choice)
+    flags = {key: value for key, value in group.run.megatron.items() if key.replace("_", "-") not in layout.FLAGS}
+    stages = group.step.placement.model_stages
+    if group.step.layers != layout.even(group.run.model.layers, stages):
+        flags[layout.FLAG] = layout.written(group.step.layers)
+    cut = replace(group.run.parallelism, chunks=order.chunks)
+    return replace(group.run, parallelism=cut, schedule=choice, megatron=flags)

@@ -1,0 +1,131 @@
+"""What the planner finds, and what waits in its queue."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from megatron_pipemem.config.runs import Run
+from megatron_pipemem.planner.space import Order
+from megatron_pipemem.planner.step import Step, mfu
+from megatron_pipemem.planner.variants import Variant
+from megatron_pipemem.schedule.core.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way to run, and what comes of it.
+
+    Args:
+        run: what `pipemem launch` takes, but for ``schedule.name`` of a searched order, which is a file still to be written.
+        schedule: name of its order.
+        variant: what else it does; ``plain`` for nothing.
+        order: the passes, where no family's name stands for them.
+        step: stages, bytes, costs.
+        makespan: seconds of the schedule alone.
+        peaks: bytes per pipeline rank, everything included.
+        capacity: bytes of a device for all that.
+        memory_seconds: what the least time of this cut would lose without its limit of memory.
+        base: what a variant's order is made from.
+        extended: from shorter steps, until it is run in full.
+    """
+
+    run: Run = field(repr=False)
+    schedule: str
+    variant: str
+    order: Schedule | None = field(repr=False)
+    step: Step = field(repr=False)
+    makespan: float
+    peaks: tuple[float, ...] = field(repr=False)
+    capacity: float
+    memory_seconds: float
+    base: Base | None = field(default=None, repr=False)
+    extended: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.makespan + self.step.outside
+
+    @property
+    def peak(self) -> float:
+        return max(self.peaks)
+
+    @property
+    def mfu(self) -> float:
+        return mfu(self.run, self.seconds)
+
+    @property
+    def work(self) -> float:
+        """Seconds the busiest rank computes."""
+        return self.run.parallelism.microbatches * max(self.step.work)
+
+    @property
+    def bubble_rate(self) -> float:
+        """Part of the makespan that the busiest rank idles."""
+        return max(0.0, 1 - self.work / self.makespan)
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Seconds of a step that are not the model's own computing, by cause, the largest first."""
+        m, step = self.run.parallelism.microbatches, self.step
+        busiest = step.work.index(max(step.work))
+        found = {
+            "bubble": self.makespan - self.work,
+            "uneven stages": self.work - m * sum(step.work) / len(step.work),
+            "messages within layers": m * step.communication[busiest],
+            "recompute": m * step.again[busiest],
+            "gradient reduction": step.reduction,
+            "optimizer": step.optimizer,
+        }
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @property
+    def binds(self) -> str:
+        """What takes most of the time beside computing, and whether more memory would help."""
+        cause, seconds = next(iter(self.losses.items()))
+        text = f"{cause} {seconds / self.seconds:.1%}"
+        gained = self.memory_seconds / self.seconds
+        return f"{text}; memory {gained:.1%}" if gained >= 0.01 else text
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the planner found.
+
+    Args:
+        plans: the fastest first.
+        rejected: how many ways there were besides, by reason.
+        considered: ways in all.
+        seconds: it took.
+    """
+
+    plans: tuple[Plan, ...] = field(repr=False)
+    rejected: Counter[str] = field(repr=False)
+    considered: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Group:
+    """A cut with a placement, and the schedules for it."""
+
+    run: Run
+    step: Step
+    orders: tuple[Order, ...]
+    variant: Variant | None
+    bound: float
+    memory_seconds: float
+
+
+@dataclass(frozen=True)
+class Base:
+    """An order that a variant is still to change."""
+
+    group: Group
+    variant: Variant
+    order: Order
+
+
+Entry = tuple[float, int, Run | Group | Base | Plan]
+"""Seconds, a number that tells equals apart, and what takes so long, or longer."""

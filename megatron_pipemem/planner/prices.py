@@ -1,0 +1,220 @@
+"""What the parts of a model take on one rank: seconds of F, I and W, bytes, parameters.
+
+Formulas, with ``n`` tokens of a microbatch on the rank and ``e`` bytes per element:
+
+* matrix products: FLOPs of ``planner.model`` over the speed that the cluster achieves on large ones. Tiles are computed in
+  waves over the device's multiprocessors, of which the last is half empty on average, so a product of ``n`` by ``k`` and
+  ``k`` by ``c`` takes as long as one with ``_HALF_WAVE`` results more than ``n c``: small microbatches and slices are slower;
+* norms, activations, residuals: F writes and reads every tensor that the layer could keep once, I does that twice, at the
+  speed of the device's memory;
+* tensor parallelism: two all-reduces of ``n h e`` bytes in F and in I, or with sequence parallelism as many bytes in gathers
+  and scatters. What W gathers again is hidden behind the products of I, as in Megatron;
+* context parallelism: keys and values go round the ring in F, with their gradients in I; hidden behind the attention where
+  that takes longer;
+* expert parallelism: two all-to-all in F and in I of the tokens that leave the rank;
+* a ring of ``r`` ranks moves ``(r - 1) / r`` of the bytes in a gather or scatter, twice that in an all-reduce;
+* recomputing belongs to I, with its communication.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from megatron_pipemem.config.cluster import Cluster, Link
+from megatron_pipemem.config.model import (
+    Execution,
+    Model,
+    Passes,
+    embedding_parameters,
+    groups_per_rank,
+    head_flops,
+    head_parameters,
+    layer_flops,
+    layer_parameters,
+    padded_vocabulary,
+    tokens,
+)
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.planner.activations import (
+    Kept,
+    embedding_bytes,
+    head_bytes,
+    layer_bytes,
+    layer_tensors,
+)
+from megatron_pipemem.planner.profile import Profile
+
+_HALF_WAVE = 2**20  # results: half of some 120 multiprocessors times a tile of 128 x 128
+_AS_MODELLED = Passes(1.0, 1.0, 1.0)
+_LOGIT = 4  # bytes: the loss is computed in fp32
+
+
+@dataclass(frozen=True)
+class Part:
+    """One layer, the embedding or the head, on one rank and for one microbatch.
+
+    Args:
+        seconds: of F, I and W, everything included.
+        communication: seconds of them in tensor-, context- and expert-parallel messages.
+        again: seconds of I that recompute.
+        kept: bytes of activations.
+        parameters: on the rank.
+        experts: of them, those of experts, which fewer ranks share the optimizer of.
+    """
+
+    seconds: Passes = Passes()
+    communication: Passes = Passes()
+    again: float = 0.0
+    kept: Kept = Kept()
+    parameters: int = 0
+    experts: int = 0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How much longer computing takes than by the formulas, pass by pass, as a profile of one cut says of all."""
+
+    layer: Passes = _AS_MODELLED
+    head: Passes = _AS_MODELLED
+
+    @classmethod
+    def of(cls, profile: Profile, cluster: Cluster) -> Pace:
+        """From what was measured on a device of this cluster.
+
+        Raises:
+            ConfigError: nothing was measured.
+        """
+        if profile.source != "measured":
+            raise ConfigError(f"its seconds are from {profile.source}, not measured; run `pipemem profile` on a device")
+        modelled = (layer(profile.model, profile.execution, cluster), head(profile.model, profile.execution, cluster))
+        return cls(
+            *(
+                _each(lambda took, whole, messages: took / (whole - messages), *seconds)
+                for seconds in (
+                    (measured.seconds, part.seconds, part.communication)
+                    for measured, part in zip((profile.layer, profile.last), modelled, strict=True)
+                )
+            )
+        )
+
+
+def _each(function: Callable[..., float], *passes: Passes) -> Passes:
+    return Passes(*(function(*(getattr(each, kind) for each in passes)) for kind in ("forward", "input", "weight")))
+
+
+@lru_cache(maxsize=1024)
+def layer(
+    model: Model, execution: Execution, cluster: Cluster, experts: bool = False, pace: Passes = _AS_MODELLED
+) -> Part:
+    """One transformer layer."""
+    flops = layer_flops(model, execution, experts)
+    plain = layer_flops(model, replace(execution, recompute="none"), experts)
+    touched = sum(each.nbytes for each in layer_tensors(model, execution, experts))
+    moving = 2 * touched / (cluster.memory_gb_per_s * 1e9)
+    messages = _layer_messages(model, execution, cluster, experts)
+    everything_again = execution.recompute == "full"
+    communication = Passes(messages, messages * (2 if everything_again else 1), 0.0)
+    again = (flops.input - plain.input) / cluster.flops + everything_again * moving
+    if execution.recompute == "selective":
+        # What is made again is written, from about as much that is read.
+        dropped = layer_bytes(model, replace(execution, recompute="none"), experts).saved
+        dropped -= layer_bytes(model, execution, experts).saved
+        again += 2 * max(0.0, dropped) / (cluster.memory_gb_per_s * 1e9)
+    tails = _tails(model, execution, experts)
+    computing = (plain + tails) * (1 / cluster.flops) + Passes(moving, 2 * moving)
+    if everything_again:
+        again += tails.forward / cluster.flops
+    computing = _each(operator.mul, computing, pace)
+    again = again * pace.input + everything_again * messages
+    return Part(
+        seconds=computing + Passes(messages, messages + again),
+        communication=communication,
+        again=again,
+        kept=layer_bytes(model, execution, experts),
+        parameters=layer_parameters(model, execution, experts),
+        experts=_expert_parameters(model, execution) if experts else 0,
+    )
+
+
+@lru_cache(maxsize=1024)
+def embedding(model: Model, execution: Execution, cluster: Cluster) -> Part:
+    """The input embedding: its rows are copied, their gradients added; with tensor parallelism, summed over the ranks."""
+    nbytes = tokens(model, execution) * model.hidden * execution.element
+    moving = 2 * nbytes / (cluster.memory_gb_per_s * 1e9)
+    messages = all_reduce(nbytes, execution.tp, cluster.link(execution.tp))
+    return Part(
+        seconds=Passes(moving + messages, 0.0, moving),
+        communication=Passes(messages),
+        kept=embedding_bytes(model, execution),
+        parameters=embedding_parameters(model, execution),
+    )
+
+
+@lru_cache(maxsize=1024)
+def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _AS_MODELLED) -> Part:
+    """Final norm, output layer and loss. The logits are read and written in fp32 twice in F and once in I."""
+    flops = head_flops(model, execution)
+    between = tokens(model, execution) * model.hidden * execution.element
+    moving = 2 * logit_bytes(model, execution) / (cluster.memory_gb_per_s * 1e9)
+    messages = all_reduce(between, execution.tp, cluster.link(execution.tp))
+    computing = _each(operator.mul, flops * (1 / cluster.flops) + Passes(2 * moving, moving), pace)
+    sums = 3 * all_reduce(tokens(model, execution) * _LOGIT, execution.tp, cluster.link(execution.tp))
+    gathered = messages / 2 if execution.sequence_parallel else 0.0
+    communication = Passes(gathered + sums, messages / 2 if execution.sequence_parallel else messages)
+    return Part(
+        seconds=computing + communication,
+        communication=communication,
+        kept=head_bytes(model, execution),
+        parameters=head_parameters(model, execution),
+    )
+
+
+def logit_bytes(model: Model, execution: Execution) -> float:
+    """Of the logits of one microbatch on one rank, in fp32."""
+    return tokens(model, execution) * padded_vocabulary(model, execution.tp) / execution.tp * _LOGIT
+
+
+def gather(nbytes: float, ranks: int, link: Link) -> float:
+    """Seconds until every rank has all ``nbytes``, or each the sum of its share of them."""
+    return link.seconds(nbytes * (ranks - 1) / ranks) if ranks > 1 else 0.0
+
+
+def all_reduce(nbytes: float, ranks: int, link: Link) -> float:
+    """Seconds: a scatter of sums, and a gather."""
+    return 2 * gather(nbytes, ranks, link)
+
+
+def _tails(model: Model, execution: Execution, experts: bool) -> Passes:
+    """FLOPs that the time of half-empty waves would be enough for: inner dimensions of all products of a layer, summed."""
+    tp, n = execution.tp, tokens(model, execution)
+    width = model.expert_width if experts else model.ffn_width
+    into = (model.projections - 1) * width / tp
+    inner = (model.hidden, model.query_width / tp, model.hidden, width / tp)
+    gradients = (model.qkv_width / tp, model.hidden, into, model.hidden)
+    return Passes(sum(inner), sum(gradients), len(inner) * n) * (2 * _HALF_WAVE)
+
+
+def _layer_messages(model: Model, execution: Execution, cluster: Cluster, experts: bool) -> float:
+    """Seconds in F, and as many in I."""
+    n, e, tp = tokens(model, execution), execution.element, execution.tp
+    seconds = 2 * all_reduce(n * model.hidden * e, tp, cluster.link(tp))
+    if model.key_heads < tp:  # every rank gathers queries, keys and values of all heads, and scatters their gradients
+        seconds += gather(n * model.qkv_width * e, tp, cluster.link(tp))
+    if execution.cp > 1:
+        keys = 2 * n * groups_per_rank(model, execution) * model.channels * e
+        ring = cluster.link(execution.cp, tp).seconds(keys) * (execution.cp - 1)
+        core = 4 * n * model.sequence * model.query_width / tp / cluster.flops
+        seconds += max(0.0, ring - core)
+    if experts and execution.ep > 1:
+        visits = n * model.experts_per_token * model.hidden / execution.sequence_ranks * e
+        seconds += 2 * gather(visits, execution.ep, cluster.link(execution.ep, tp))
+    return seconds
+
+
+def _expert_parameters(model: Model, execution: Execution) -> int:
+    """Those of one layer's experts on one rank: what more expert parallelism would take away from it."""
+    here, halved = (layer_parameters(model, replace(execution, ep=ep), True) for ep in (execution.ep, 2 * execution.ep))
+    return 2 * (here - halved)

@@ -1,0 +1,216 @@
+"""What there is to choose from: every cut of a model over a cluster, and every schedule for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from megatron_pipemem.config.loading import nearest
+from megatron_pipemem.config.runs import Run, ScheduleChoice
+from megatron_pipemem.errors import ConfigError, PipememError
+from megatron_pipemem.planner.activations import layer_bytes
+from megatron_pipemem.planner.step import DISTRIBUTED
+from megatron_pipemem.planner.variants import PLAIN, variants
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.registry import Family, build_schedule, families, family
+
+RECOMPUTE = ("none", "selective", "full")
+SEARCHED = "search"
+"""Stands among the names of families for an order that is searched for."""
+OUTCLASSED = {
+    "gpipe": "1f1b is as fast and holds less",
+    "looped-bfs": "interleaved is as fast and holds less",
+    "dualpipe-v": "zbv is as fast and holds less",
+    "zb-auto": "the search starts from it",
+    "po-h": "the offload variant moves no more than memory asks for",
+    "po-f": "the offload variant moves no more than memory asks for",
+    "chimera": "two copies of the model take more memory than they save",
+    "gems": "two copies of the model take more memory than they save",
+    "dualpipe": "two copies of the model take more memory than they save",
+}
+"""Families that are never worth their memory, and why; considered where a user names them."""
+_OF_REPLICAS = {DISTRIBUTED: True, "overlap-grad-reduce": True, "overlap-param-gather": True}
+"""What the prices of several data-parallel ranks take for granted, where the run does not say otherwise."""
+_MOST_CHUNKS = 8
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
+_LEAST_SAVED = 0.02  # of a layer's bytes
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a user leaves to the planner: key -> allowed values; every key that is left out is free.
+
+    Args:
+        allowed: of ``KEYS``.
+
+    Raises:
+        ConfigError: an unknown key.
+    """
+
+    allowed: Mapping[str, Collection[object]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key in self.allowed:
+            if key not in KEYS:
+                raise ConfigError(f"cannot be limited; {nearest(key, KEYS)}", key=key)
+
+    def check(self, run: Run) -> None:
+        """Raises:
+        ConfigError: a value that is nothing the planner could choose for this run.
+        """
+        for key, values in self.allowed.items():
+            possible = KEYS[key](run)
+            for value in values:
+                if value in possible:
+                    continue
+                if isinstance(possible[0], str):
+                    hint = nearest(str(value), possible)
+                else:
+                    hint = f"possible on {run.cluster.num_devices} devices are {', '.join(map(str, possible))}"
+                raise ConfigError(f"cannot be {value!r}; {hint}", key=key)
+
+    def admits(self, **values: object) -> bool:
+        return all(value in self.allowed[key] for key, value in values.items() if key in self.allowed)
+
+
+def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
+    """Every way to cut a run's model over all devices of its cluster that Megatron can run, without a schedule.
+
+    Context and expert parallelism, the global batch and what a selective recompute repeats stay as the run has them.
+
+    Args:
+        run: supplies everything that is not chosen.
+        limits: what may be chosen.
+        rejected: counts what cannot be, by reason.
+    """
+    given, devices = run.parallelism, run.cluster.num_devices
+    if devices % given.cp:
+        rejected[f"cp {given.cp} does not divide {devices} devices"] += 1
+        return
+    for tp in KEYS["tp"](run):
+        for pp in KEYS["pp"](run):
+            dp = devices // (given.cp * tp * pp)
+            if dp * given.cp * tp * pp != devices or not limits.admits(tp=tp, pp=pp, dp=dp):
+                continue
+            if pp > run.model.layers + 2:
+                rejected["more pipeline ranks than layers, embedding and head"] += 1
+                continue
+            for micro_batch in KEYS["micro_batch"](run):
+                for recompute in RECOMPUTE:
+                    if not limits.admits(micro_batch=micro_batch, recompute=recompute):
+                        continue
+                    cut = replace(
+                        given, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch, chunks=None, sequence_parallel=tp > 1
+                    )
+                    choice = ScheduleChoice(recompute=recompute, recompute_modules=run.schedule.recompute_modules)
+                    flags = {**_OF_REPLICAS, **run.megatron} if dp * given.cp > 1 else run.megatron
+                    candidate = replace(run, parallelism=cut, schedule=choice, megatron=flags)
+                    if (reason := _impossible(candidate)) is None:
+                        yield candidate
+                    else:
+                        rejected[reason] += 1
+
+
+def _impossible(run: Run) -> str | None:
+    cut = run.parallelism
+    if cut.global_batch % (cut.micro_batch * cut.dp):
+        return "the global batch is no multiple of micro_batch x dp"
+    if (cut.dp * cut.cp) % cut.ep:
+        return f"dp x cp is no multiple of ep {cut.ep}"
+    execution = run.execution
+    try:
+        execution.check(run.model)
+    except ConfigError as error:
+        return f"{error.key} {error.message}"
+    if execution.recompute == "selective":
+        everything = layer_bytes(run.model, replace(execution, recompute="none")).saved
+        if layer_bytes(run.model, execution).saved > everything * (1 - _LEAST_SAVED):
+            return f"recomputing {', '.join(execution.recompute_modules)} saves next to nothing here"
+    return None
+
+
+@dataclass(frozen=True)
+class Order:
+    """A family of schedules with as many chunks.
+
+    Args:
+        name: of the family.
+        chunks: stages per device; ``None`` where the family leaves no choice.
+    """
+
+    name: str
+    chunks: int | None = None
+
+
+def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, list[Order]]:
+    """The families of schedules for a cut, by their placement."""
+    found: dict[Placement, list[Order]] = {}
+    pp, layers = run.parallelism.pp, run.model.layers
+    named = limits.allowed.get("schedule", ())
+    for each in families():
+        if each.simulated_only or each.asynchronous or not limits.admits(schedule=each.name):
+            continue
+        if each.name in OUTCLASSED and each.name not in named:
+            rejected[f"{each.name}: {OUTCLASSED[each.name]}"] += 1
+            continue
+        if pp < each.min_devices or (pp == 1 and each.name != "1f1b" and each.name not in named):
+            rejected["schedules for more pipeline ranks"] += 1
+            continue
+        for chunks in range(2, _MOST_CHUNKS + 1) if "chunks" in each.options else (None,):
+            if not limits.admits(chunks=chunks or each.chunks):
+                continue
+            placement = _placement(each, pp, chunks)
+            if placement is None:
+                rejected[f"{each.name} does not take so many pipeline ranks or chunks"] += 1
+            elif placement.model_stages > max(layers + 2, pp):
+                rejected["more stages than layers, embedding and head"] += 1
+            else:
+                found.setdefault(placement, []).append(Order(each.name, chunks))
+    return found
+
+
+_BY_NAME = {
+    "linear": lambda p, v: Placement.linear(p),
+    "interleaved": Placement.interleaved,
+    "v": lambda p, v: Placement.v_shape(p),
+}
+
+
+@lru_cache(maxsize=4096)
+def _named_placement(name: str, num_devices: int, chunks: int | None) -> Placement | None:
+    """Of a family whose placement has a name of its own."""
+    options = {} if chunks is None else {"chunks": chunks}
+    try:
+        fewest = family(name).fewest_microbatches(num_devices)
+        return build_schedule(name, num_devices=num_devices, num_microbatches=fewest, **options).placement
+    except PipememError:
+        return None
+
+
+def _placement(of: Family, num_devices: int, chunks: int | None) -> Placement | None:
+    if of.placement in _BY_NAME:
+        return _BY_NAME[of.placement](num_devices, chunks or of.chunks)
+    return _named_placement(of.name, num_devices, chunks)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _pipelines(run: Run) -> list[int]:
+    return _divisors(run.cluster.num_devices // run.parallelism.cp)
+
+
+KEYS: Mapping[str, Callable[[Run], Sequence[object]]] = {
+    "tp": lambda run: _divisors(run.cluster.devices_per_node),
+    "pp": _pipelines,
+    "dp": _pipelines,
+    "micro_batch": lambda run: _MICRO_BATCHES,
+    "chunks": lambda run: range(1, _MOST_CHUNKS + 1),
+    "recompute": lambda run: RECOMPUTE,
+    "schedule": lambda run: [SEARCHED, *(each.name for each in families() if not each.simulated_only)],
+    "variant": lambda run: [PLAIN, *(each.name for each in variants())],
+}
+"""What may be limited -> the values there are for a run."""

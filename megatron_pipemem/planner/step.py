@@ -1,0 +1,322 @@
+"""A run on a given placement: costs of its stages, bytes of its ranks, seconds of a step beside the pipeline.
+
+A step takes the makespan of the schedule, then what of the data-parallel reduction no computing hides, then the optimizer:
+
+* with the distributed optimizer every rank reduces the fp32 gradients of its shard, and gathers parameters, over the
+  data-parallel (and context-parallel) ranks; without it, gradients are reduced for all. The reduction may run behind the
+  backward of the last microbatch, the gather behind the forward of the first; what takes longer than that is exposed;
+* the optimizer reads and writes gradients, master parameters and moments of the rank's shard once;
+* a message of the pipeline holds one microbatch's activations and goes within a node where both ranks are on one, ranks
+  counted as Megatron counts them: tensor, context, data, pipeline.
+
+Bytes of a rank are parameters, fp32 gradients, the optimizer or its shard of it, the activations that the schedule keeps, and
+buffers: messages that are sent and received, the logits' gradient where the head is, and one layer's working set where whole
+layers are recomputed. Where the devices hold the model more than once, all of that stands there once per copy, but a
+microbatch runs through one of them; and the fp32 gradients of the copies are added up, two ranks at a time, before they are
+reduced, when nothing is left that could hide either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import inf
+
+from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.model import Execution, Model, Passes, model_flops
+from megatron_pipemem.config.runs import Run
+from megatron_pipemem.planner.activations import Kept, layer_bytes, message_bytes
+from megatron_pipemem.planner.prices import Pace, Part, all_reduce, embedding, gather, head, layer, logit_bytes
+from megatron_pipemem.planner.profile import adam_seconds
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.placement import Placement
+
+DISTRIBUTED = "use-distributed-optimizer"
+"""The flag that shares the optimizer out."""
+_GRADIENT = 4  # bytes per parameter
+_OPTIMIZER = {"bf16": 12, "fp16": 12, "fp32": 8}  # master parameters where they are not fp32 already, and two moments
+_MESSAGES_IN_FLIGHT = 2  # per stage and direction: one that is used, one that arrives
+
+
+@dataclass(frozen=True)
+class Step:
+    """What does not depend on the order of the passes.
+
+    Args:
+        placement: of the stages.
+        layers: of every stage of one copy of the model.
+        costs: seconds of F, I and W, bytes, messages.
+        weights: per device, bytes of one version of the parameters.
+        static: per device, bytes that are there all the time.
+        buffers: per device, bytes beside activations that are there now and then.
+        communication: per device, seconds per microbatch in tensor-, context- and expert-parallel messages.
+        again: per device, seconds per microbatch that recompute.
+        work: per device, seconds per microbatch.
+        reduction: seconds of data-parallel messages that nothing hides, on the worst device.
+        optimizer: seconds, on the worst device.
+        host: bytes of host memory that a rank's activations may take.
+    """
+
+    placement: Placement
+    layers: tuple[int, ...]
+    costs: Costs
+    weights: tuple[float, ...]
+    static: tuple[float, ...]
+    buffers: tuple[float, ...]
+    communication: tuple[float, ...]
+    again: tuple[float, ...]
+    work: tuple[float, ...]
+    reduction: float
+    optimizer: float
+    host: float = inf
+
+    def held(self, kept: Sequence[float]) -> tuple[float, ...]:
+        """Per device, all bytes, from those that its activations take at most: what is listed, and compared with a limit."""
+        return tuple(a + s + b for a, s, b in zip(kept, self.static, self.buffers, strict=True))
+
+    def room(self, memory: float) -> tuple[float, ...]:
+        """Per device, about what is left for activations: subtracting rounds in another way than ``held`` adds."""
+        return tuple(memory - s - b for s, b in zip(self.static, self.buffers, strict=True))
+
+    @property
+    def outside(self) -> float:
+        """Seconds of a step that are no part of the schedule."""
+        return self.reduction + self.optimizer
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What the costs of a stage depend on."""
+
+    model: Model
+    execution: Execution
+    cluster: Cluster
+    dp: int
+    distributed: bool
+    pace: Pace
+    shared_ends: bool = False
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters, but for experts."""
+        return self.dp * self.execution.cp
+
+    def parts(self) -> list[Part]:
+        """Of every layer, in order."""
+        return [
+            layer(self.model, self.execution, self.cluster, self.model.has_experts(index), self.pace.layer)
+            for index in range(self.model.layers)
+        ]
+
+    def ends(self) -> tuple[Part, Part]:
+        """What stands before and behind the layers: embedding and head, unless all devices share them."""
+        return (Part(), Part()) if self.shared_ends else self.vocabulary()
+
+    def share(self, devices: int) -> list[Part]:
+        """Of embedding and head on every device, where all share them. Their messages are the schedule's."""
+        if not self.shared_ends:
+            return []
+        return [
+            Part(
+                seconds=(part.seconds + part.communication * -1) * (1 / devices),
+                parameters=-(-part.parameters // devices),
+            )
+            for part in self.vocabulary()
+        ]
+
+    def vocabulary(self) -> tuple[Part, Part]:
+        """Embedding and head."""
+        return (
+            embedding(self.model, self.execution, self.cluster),
+            head(self.model, self.execution, self.cluster, self.pace.head),
+        )
+
+    def everything(self) -> list[Part]:
+        return [*self.parts(), *self.vocabulary()]
+
+    def static(self, part: Part) -> float:
+        """Bytes on one rank."""
+        element, optimizer = self.execution.element, _OPTIMIZER[self.execution.precision]
+        return part.parameters * (element + _GRADIENT) + optimizer * self.updated(part)
+
+    def updated(self, part: Part) -> float:
+        """Parameters in the rank's shard of the optimizer."""
+        if not self.distributed:
+            return part.parameters
+        of_experts = part.experts / max(1.0, self.replicas / self.execution.ep)
+        return (part.parameters - part.experts) / self.replicas + of_experts
+
+
+def price(
+    run: Run,
+    placement: Placement,
+    layers: tuple[int, ...] | None = None,
+    pace: Pace | None = None,
+    shared_ends: bool = False,
+) -> Step:
+    """Price a run.
+
+    Args:
+        run: model, cluster, parallelism, recompute; its schedule's order does not matter here.
+        placement: of the stages.
+        layers: of every stage of one copy of the model; by default the planner's own partition.
+        pace: what was measured; by default all is as the formulas say.
+        shared_ends: every device holds an equal share of embedding and head; what they take is not in the costs then.
+
+    """
+    cut = replace(_cut(run, pace), shared_ends=shared_ends)
+    return _step(cut, placement, layers or balanced(cut, placement))
+
+
+def _cut(run: Run, pace: Pace | None) -> _Cut:
+    distributed = any(run.megatron.get(key) for key in (DISTRIBUTED, DISTRIBUTED.replace("-", "_")))
+    return _Cut(run.model, run.execution, run.cluster, run.parallelism.dp, distributed, pace or Pace())
+
+
+def least_seconds(run: Run, pace: Pace | None = None) -> float:
+    """No placement makes a step of this cut faster: all work, shared evenly."""
+    cut = _cut(run, pace)
+    work = sum(part.seconds.total for part in cut.everything())
+    return run.parallelism.microbatches * work / run.parallelism.pp
+
+
+def least_static(run: Run) -> float:
+    """No placement has a rank with fewer bytes of parameters, gradients and optimizer on the fullest one."""
+    cut = _cut(run, None)
+    return sum(cut.static(part) for part in cut.everything()) / run.parallelism.pp
+
+
+@lru_cache(maxsize=4096)
+def balanced(cut: _Cut, placement: Placement) -> tuple[int, ...]:
+    """Layers of every stage by the planner's partition."""
+    from megatron_pipemem.planner.partition import Loads, partition  # numpy takes a while to load
+
+    parts = cut.parts()
+    first, last = cut.ends()
+    loads = Loads(
+        seconds=[part.seconds.total for part in parts],
+        first=first.seconds.total,
+        last=last.seconds.total,
+        static=[cut.static(part) for part in parts],
+        kept=[part.kept.saved for part in parts],
+        first_bytes=cut.static(first),
+        last_bytes=cut.static(last) + last.kept.saved,
+    )
+    # Every copy is cut alike, and both of its ways run over all devices.
+    return partition(loads, placement if placement.replicas == 1 else Placement.linear(placement.num_devices))
+
+
+@lru_cache(maxsize=1024)
+def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> Step:
+    parts = cut.parts()
+    ends = list(accumulate(layers))
+    stages = [parts[end - count : end] for end, count in zip(ends, layers, strict=True)]
+    first, last = cut.ends()
+    stages[0] = [first, *stages[0]]
+    stages[-1] = [*stages[-1], last]
+    stages *= placement.replicas
+    seconds = [sum((part.seconds for part in stage), Passes()) for stage in stages]
+    kept = [sum((part.kept for part in stage), Kept()) for stage in stages]
+    costs = Costs(
+        forward=tuple(each.forward for each in seconds),
+        backward_input=tuple(each.input for each in seconds),
+        backward_weight=tuple(each.weight for each in seconds),
+        p2p=_links(cut, placement),
+        memory={
+            Kind.F: tuple(each.saved for each in kept),
+            Kind.I: tuple(each.after_input - each.saved for each in kept),
+            Kind.W: tuple(-each.after_input for each in kept),
+        },
+    )
+    share = cut.share(placement.num_devices)
+    held = [[*share, *(part for stage in owned for part in stages[stage])] for owned in placement.stages]
+    copies = placement.replicas
+    updated = [sum(cut.updated(part) for part in device) for device in held]
+    return Step(
+        placement=placement,
+        layers=layers,
+        costs=costs,
+        weights=tuple(cut.execution.element * sum(part.parameters for part in device) for device in held),
+        static=tuple(sum(cut.static(part) for part in device) for device in held),
+        buffers=_buffers(cut, placement, layers),
+        communication=tuple(sum(part.communication.total for part in device) / copies for device in held),
+        again=tuple(sum(part.again for part in device) / copies for device in held),
+        work=tuple(sum(part.seconds.total for part in device) / copies for device in held),
+        reduction=max(_exposed(cut, device, copies) for device in held)
+        + max(_sums(cut, device, placement) for device in held),
+        optimizer=max(updated) * adam_seconds(cut.cluster),
+    )
+
+
+def _links(cut: _Cut, placement: Placement) -> dict[tuple[int, int], float]:
+    execution, cluster = cut.execution, cut.cluster
+    nbytes = message_bytes(cut.model, execution)
+    apart = execution.tp * execution.cp * cut.dp
+
+    def seconds(source: int, destination: int) -> float:
+        nodes = {device * apart // cluster.devices_per_node for device in (source, destination)}
+        return (cluster.intra_node if len(nodes) == 1 else cluster.inter_node).seconds(nbytes)
+
+    links = {}
+    for a, b in pairwise(placement.devices):
+        links |= {(a, b): seconds(a, b), (b, a): seconds(b, a)}
+    return links
+
+
+def _buffers(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> tuple[float, ...]:
+    model, execution = cut.model, cut.execution
+    whole = 0.0
+    if execution.recompute == "full":
+        whole = layer_bytes(model, replace(execution, recompute="none")).saved
+    per_stage = 2 * _MESSAGES_IN_FLIGHT * message_bytes(model, execution) * (placement.num_devices > 1)
+    return tuple(
+        per_stage * len(owned)
+        + whole * any(layers[stage % placement.model_stages] for stage in owned)
+        + logit_bytes(model, execution)
+        * (not cut.shared_ends and any(placement.next_stage(stage) is None for stage in owned))
+        for owned in placement.stages
+    )
+
+
+def _sums(cut: _Cut, device: list[Part], placement: Placement) -> float:
+    """Seconds in which one rank adds up the gradients of its stages with those of their copies, elsewhere."""
+    if placement.replicas == 1:
+        return 0.0
+    nbytes = sum(part.parameters for part in device) * _GRADIENT
+    link = cut.cluster.link(placement.num_devices, cut.execution.tp * cut.execution.cp * cut.dp)
+    return all_reduce(nbytes, placement.replicas, link)
+
+
+def _exposed(cut: _Cut, device: list[Part], copies: int) -> float:
+    """Seconds of one rank's data-parallel messages that nothing hides."""
+    if cut.replicas == 1:
+        return 0.0
+    experts = sum(part.experts for part in device)
+    others = sum(part.parameters for part in device) - experts
+    of_experts = max(1, cut.replicas // cut.execution.ep)
+    link = cut.cluster.link(cut.replicas, cut.execution.tp)
+    apart = cut.cluster.link(of_experts, cut.execution.tp * cut.execution.ep)
+
+    def messages(nbytes: int) -> float:
+        return gather(others * nbytes, cut.replicas, link) + gather(experts * nbytes, of_experts, apart)
+
+    forward = sum(part.seconds.forward for part in device)
+    backward = sum(part.seconds.input + part.seconds.weight for part in device) if copies == 1 else 0.0
+    if not cut.distributed:
+        return max(0.0, 2 * messages(_GRADIENT) - backward)
+    return max(0.0, messages(_GRADIENT) - backward) + max(0.0, messages(cut.execution.element) - forward)
+
+
+def mfu(run: Run, seconds: float) -> float:
+    """Part of the devices' peak that a step's model FLOPs are."""
+    flops = model_flops(run.model) * run.parallelism.global_batch
+    return flops / (seconds * run.parallelism.ranks * run.cluster.tflops * 1e12)
+
+
+def ends_seconds(run: Run, pace: Pace | None = None) -> tuple[float, float]:
+    """Seconds per microbatch that embedding and head compute, forward and backward, on one rank."""
+    embedding, head = (part.seconds.total - part.communication.total for part in _cut(run, pace).vocabulary())
+    return embedding, head

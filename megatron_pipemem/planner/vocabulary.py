@@ -1,0 +1,71 @@
+"""Embedding and head cut over all pipeline ranks, as a variant of any schedule of one pipeline (arXiv 2411.05288).
+
+Every rank then holds an equal share of both, with its passes and collectives between the others. Collectives go over the
+slowest link of the pipeline; that they slow the layers' kernels down is not priced (7 to 8 % of F and B in the paper's
+profile).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from megatron_pipemem.config.model import tokens
+from megatron_pipemem.config.runs import Run, ScheduleChoice
+from megatron_pipemem.planner.activations import message_bytes
+from megatron_pipemem.planner.prices import Pace, gather, logit_bytes
+from megatron_pipemem.planner.step import Step, ends_seconds, price
+from megatron_pipemem.planner.variants import Variant, register_variant
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts
+
+_STATISTICS = 3 * 4  # bytes per token: maximum, sum and label's logit
+
+
+def _choice(algorithm: int, choice: ScheduleChoice) -> ScheduleChoice:
+    return replace(choice, vocab_parallel=str(algorithm))
+
+
+def vocabulary_step(
+    barriers: int, run: Run, placement: Placement, pace: Pace | None = None, layers: tuple[int, ...] | None = None
+) -> Step:
+    """As ``price``, with embedding and head cut over all devices, and what their passes take and keep."""
+    step = price(run, placement, layers, pace, shared_ends=True)
+    p, execution = placement.num_devices, run.execution
+    cut = run.parallelism
+    link = run.cluster.link(p, cut.tp * cut.cp * cut.dp)
+    hidden, n = message_bytes(run.model, execution), tokens(run.model, execution)
+    whole = link.seconds(hidden)  # a ring passes on what it gets while more arrives
+    collectives = {
+        Kind.REDUCE_E: whole,
+        Kind.BCAST_X: whole,
+        Kind.REDUCE_X: whole,
+        Kind.BCAST_E: whole,
+        Kind.STATS: gather(n * _STATISTICS * p, p, link),
+        Kind.BCAST_G: gather(n * 4, p, link),
+    }
+    embedding, head = ends_seconds(run, pace)
+    costs = VocabularyCosts.of_head(head, p, barriers, embedding=embedding, collectives=collectives)
+    # A shard's logits and the head's input from S to T; with one barrier the two halves of the input's gradient too.
+    held = logit_bytes(run.model, execution) / p + hidden * (1 + 2 * (barriers == 1))
+    memory = {**(step.costs.memory or {}), Kind.S: (held,) * p, Kind.T: (-held,) * p}
+    return replace(step, costs=replace(step.costs, vocabulary=costs, memory=memory))
+
+
+def _apply(barriers: int, schedule: Schedule, step: Step, room: tuple[float, ...]) -> Schedule:
+    return with_vocabulary(schedule, barriers, step.costs)
+
+
+for _algorithm, _barriers in BARRIERS_OF_ALGORITHM.items():
+    register_variant(
+        Variant(
+            f"vocabulary-{_algorithm}",
+            choice=partial(_choice, _algorithm),
+            prepare=partial(vocabulary_step, _barriers),
+            apply=partial(_apply, _barriers),
+        )
+    )

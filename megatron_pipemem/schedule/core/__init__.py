@@ -1,0 +1,1 @@
+"""Schedules as data: actions, placements, orders, costs, and what follows from them."""

@@ -1,0 +1,36 @@
+"""How long every action of a program takes by itself."""
+
+from __future__ import annotations
+
+from megatron_pipemem.schedule.core.action import Action
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.schedule import Schedule
+
+
+class ActionPrices:
+    """Seconds of every action of a program."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        placement, pieces = schedule.placement, schedule.pieces
+        self._costs, self._pieces = costs, pieces
+        seconds = {**costs.seconds(placement), **costs.copy_seconds(placement, schedule.recomputed)}
+        self._seconds = {kind: tuple(each / pieces for each in prices) for kind, prices in seconds.items()}
+        self._sums = costs.copy_sum_seconds(placement) if placement.replicas > 1 else ()
+        if schedule.vocabulary:
+            vocabulary = costs.vocabulary_costs(placement, schedule.vocabulary)
+            self._seconds |= vocabulary.seconds(placement.num_devices)
+            everywhere = range(placement.num_devices)
+            self._seconds |= {k: tuple(s for _ in everywhere) for k, s in vocabulary.collective_seconds().items()}
+
+    def of_action(self, device: int, action: Action) -> float:
+        """Of one that is no message. Waits for copies, and reductions of gradients, take no time here."""
+        prices = self._seconds.get(action.kind)
+        return 0.0 if prices is None else prices[action.stage]
+
+    def of_message(self, edge: tuple[int, int]) -> float:
+        """From one device to another."""
+        return self._costs.link_seconds(*edge) / self._pieces
+
+    def of_sum(self, stage: int) -> float:
+        """Of the gradients of a stage of the model."""
+        return self._sums[stage]

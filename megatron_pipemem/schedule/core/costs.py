@@ -1,0 +1,360 @@
+"""What actions take: seconds of a device, seconds on a link, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+from megatron_pipemem.errors import CostsError
+from megatron_pipemem.schedule.core.action import VOCABULARY, Kind
+from megatron_pipemem.schedule.core.brief import changed_fields
+from megatron_pipemem.schedule.core.magnitudes import LARGEST, shortened
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts, per_device
+
+PerStage = float | Sequence[float]
+
+
+_PRICED = (
+    ("forward", Kind.F),
+    ("backward_input", Kind.I),
+    ("backward_weight", Kind.W),
+    ("recompute", Kind.R),
+    ("recompute_selective", Kind.RS),
+    ("copy_sum", Kind.SUM_COPIES),
+)
+
+SELECTIVE_SECONDS = 0.05
+"""Of F that RS takes where nothing better is known: norms and GELU move about 24 bytes per element of the hidden state
+(16-bit), F computes 24 times its width: about 150 / h at 300 TFLOP/s and 2 TB/s."""
+SELECTIVE_BYTES = 13 / 32
+"""Of what F keeps that RS makes again: 14 of 34 bytes per element (arXiv 2503.01328), as a fraction whose sums are exact."""
+
+
+@dataclass(frozen=True)
+class Channel:
+    """What it takes to move activations between a device and the host.
+
+    Every device has one channel, which serves its copies one at a time, in the order in which they are issued.
+
+    Args:
+        offload: seconds to copy activations to the host; as the prices of ``Costs``, one number for a device's whole share
+            of the model, or one per stage.
+        reload: seconds to copy them back; ``None``: as long.
+        duplex: one copy of each direction at a time, rather than one at all.
+        switches: devices that share one channel, for example behind one PCIe switch.
+    """
+
+    offload: PerStage
+    reload: PerStage | None = None
+    duplex: bool = False
+    switches: tuple[tuple[int, ...], ...] = ()
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
+
+    def __post_init__(self) -> None:
+        for name in ("offload", "reload"):
+            price = getattr(self, name)
+            if price is None:
+                price = self.offload
+            price = _checked(f"seconds of {name}", price)
+            if any(seconds < 0 for seconds in _listed(price)):
+                raise CostsError(f"seconds of {name} are negative: {min(_listed(price))}")
+            object.__setattr__(self, name, price)
+        switches = tuple(tuple(map(int, devices)) for devices in self.switches)
+        members = [device for devices in switches for device in devices]
+        if len(members) != len(set(members)):
+            raise CostsError(f"switches {switches} name a device twice; a device is behind one switch")
+        object.__setattr__(self, "switches", switches)
+
+    @classmethod
+    def of_ratio(
+        cls, ratio: float, costs: Costs, duplex: bool = False, switches: tuple[tuple[int, ...], ...] = ()
+    ) -> Channel:
+        """The channel on which activations take ``ratio`` times as long to the host and back as their F, I and W.
+
+        Raises:
+            CostsError: the ratio is no finite number of at least 0, or the costs mix numbers with sequences.
+        """
+        if isinstance(_checked("offload ratio", ratio), tuple) or ratio < 0:
+            raise CostsError(f"offload ratio is {ratio!r}; give one number of at least 0")
+        prices = (costs.forward, costs.backward_input, costs.backward_weight)
+        if len({len(price) if isinstance(price, tuple) else None for price in prices}) > 1:
+            raise CostsError("an offload ratio needs F, I and W all as one number, or all with one per stage")
+        sums = tuple(ratio / 2 * sum(each) for each in zip(*map(_listed, prices), strict=True))
+        return cls(sums if isinstance(costs.forward, tuple) else sums[0], duplex=duplex, switches=switches)
+
+    def seconds(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+        """Seconds of a copy in either direction, one value per stage.
+
+        Raises:
+            CostsError: a sequence has not one value per stage, or a switch has devices that are not there.
+        """
+        if any(not 0 <= device < placement.num_devices for devices in self.switches for device in devices):
+            raise CostsError(
+                f"switches {self.switches} name devices beyond 0 to {placement.num_devices - 1}; leave those out"
+            )
+        return {
+            Kind.OFFLOAD: _per_stage("offload", self.offload, placement),
+            Kind.RELOAD: _per_stage("reload", self.reload, placement),
+        }
+
+    def lane_of(self, device: int, kind: Kind) -> tuple[int, bool]:
+        """What serves copies of a direction one after another: whose channel, and which half of a duplex one."""
+        owner = next((members[0] for members in self.switches if device in members), device)
+        return owner, self.duplex and kind is Kind.RELOAD
+
+    @property
+    def is_shared(self) -> bool:
+        return any(len(devices) > 1 for devices in self.switches)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Prices of the actions of one microbatch.
+
+    A single number is the price of one *device's whole share* of the model: a stage on a device with ``v`` chunks costs
+    ``1/v`` of it, so makespans of different placements are comparable. A device of a bidirectional pipeline has its share
+    of every replica, and each at the full price: it does either for a part of the microbatches only. A sequence holds one
+    price per stage, or one per stage of a replica when all replicas cost the same.
+
+    Args:
+        forward: seconds of F.
+        backward_input: seconds of I.
+        backward_weight: seconds of W. B costs I + W.
+        p2p: seconds of one message between two devices; one number, or ``{(source, destination): seconds}``.
+        memory: by how much each kind of action changes what its device holds, per kind one number or one per stage.
+            Default: activation units, where a stage's forward takes ``1/model_stages`` (the whole model's activations of one
+            microbatch are 1.0) and its W or B gives them back. With bytes instead, I gives a part back already; B defaults to
+            I + W, and W to B - I. A single number is a device's whole share here too. What a forward keeps although its
+            stage is recomputed stands under F, what R takes under R; a stage that is not recomputed takes both with F, and
+            without R, recomputed stages keep nothing (activation units: always). RS takes what a selectively recomputed
+            forward leaves out, by default ``SELECTIVE_BYTES``. WAIT_OFFLOAD gives back what may leave the device, by default
+            all that a forward takes (what RS makes never leaves); RELOAD takes it again. Of the passes and collectives of
+            vocabulary parallelism, which change nothing by default, it is every device's, and a sequence has one per device.
+        recompute: seconds of R; ``None``: those of F.
+        recompute_selective: seconds of RS; ``None``: ``SELECTIVE_SECONDS`` of those of F.
+        channel: how fast activations move to the host; ``None``: at once.
+        vocabulary: seconds of the passes and collectives of vocabulary parallelism. Default: the whole head takes as long
+            as one device's share of the layers (their average), the embedding and the collectives take no time.
+        copy_sum: seconds to add up the gradients of a stage over the devices that hold its copies. Once per step, it is
+            priced like the actions of a microbatch.
+    """
+
+    forward: PerStage = 1.0
+    backward_input: PerStage = 1.0
+    backward_weight: PerStage = 1.0
+    p2p: float | Mapping[tuple[int, int], float] = 0.0
+    memory: Mapping[Kind, PerStage] | None = field(default=None)
+    recompute: PerStage | None = None
+    channel: Channel | None = None
+    vocabulary: VocabularyCosts | None = None
+    copy_sum: PerStage = 0.0
+    recompute_selective: PerStage | None = None
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
+
+    def __post_init__(self) -> None:
+        for name, kind in _PRICED:
+            price = getattr(self, name)
+            if price is None:
+                continue
+            price = _checked(f"cost of {kind}", price)
+            if any(seconds < 0 for seconds in _listed(price)):
+                raise CostsError(f"cost of {kind} is negative: {min(_listed(price))}")
+            object.__setattr__(self, name, price)
+        links = self.p2p.values() if isinstance(self.p2p, Mapping) else (self.p2p,)
+        for seconds in links:
+            if isinstance(_checked("p2p", seconds), tuple) or seconds < 0:
+                raise CostsError(
+                    f"p2p is {self.p2p!r}; give the seconds of a message, one number of at least 0, or one per link"
+                )
+        if self.memory is not None:
+            checked = {Kind(kind): _checked(f"memory of {kind}", change) for kind, change in self.memory.items()}
+            object.__setattr__(self, "memory", checked)
+
+    def seconds(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+        """Seconds of every compute kind, one value per stage.
+
+        Raises:
+            CostsError: a sequence has not one value per stage.
+        """
+        prices = {
+            Kind.F: _per_stage("forward", self.forward, placement),
+            Kind.I: _per_stage("backward_input", self.backward_input, placement),
+            Kind.W: _per_stage("backward_weight", self.backward_weight, placement),
+            Kind.R: _per_stage("recompute", self.forward if self.recompute is None else self.recompute, placement),
+        }
+        if self.recompute_selective is None:
+            prices[Kind.RS] = tuple(SELECTIVE_SECONDS * forward for forward in prices[Kind.F])
+        else:
+            prices[Kind.RS] = _per_stage("recompute_selective", self.recompute_selective, placement)
+        prices[Kind.B] = tuple(i + w for i, w in zip(prices[Kind.I], prices[Kind.W], strict=True))
+        return prices
+
+    def copy_sum_seconds(self, placement: Placement) -> tuple[float, ...]:
+        """Seconds of SUM_COPIES, one value per stage.
+
+        Raises:
+            CostsError: a sequence has not one value per stage.
+        """
+        return _per_stage("copy_sum", self.copy_sum, placement)
+
+    def vocabulary_costs(self, placement: Placement, barriers: int) -> VocabularyCosts:
+        """Of a schedule with so many barriers."""
+        if self.vocabulary is not None:
+            return self.vocabulary
+        seconds = self.seconds(placement)
+        model = sum(map(sum, (seconds[Kind.F], seconds[Kind.B]))) / placement.replicas
+        return VocabularyCosts.of_head(model / placement.num_devices, placement.num_devices, barriers)
+
+    def link_seconds(self, source: int, destination: int) -> float:
+        """Seconds a message from one device to another takes; 0 within a device."""
+        if source == destination:
+            return 0.0
+        if isinstance(self.p2p, Mapping):
+            try:
+                return self.p2p[(source, destination)]
+            except KeyError:
+                raise CostsError(f"no p2p cost for the link {source} -> {destination}") from None
+        return self.p2p
+
+    def memory_unit(self, placement: Placement) -> float:
+        """What one of ``memory_changes`` counts: a stage's share in activation units by default, else 1.
+
+        Sums of whole stages stay exact this way, where sums of ``1/model_stages`` would not.
+        """
+        return 1 / placement.model_stages if self.memory is None else 1.0
+
+    def copy_seconds(
+        self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({})
+    ) -> dict[Kind, tuple[float, ...]]:
+        """Seconds of OFFLOAD and RELOAD, one value per stage; 0 without a channel. ``recomputed`` as in ``memory_changes``."""
+        if self.channel is None:
+            return dict.fromkeys((Kind.OFFLOAD, Kind.RELOAD), (0.0,) * placement.num_stages)
+        seconds = self.channel.seconds(placement)
+        if Kind.RS not in recomputed.values():
+            return seconds
+        whole = self.memory_changes(placement)[Kind.WAIT_OFFLOAD]
+        less = self.memory_changes(placement, recomputed)[Kind.WAIT_OFFLOAD]
+        shares = [b / a if a else 1.0 for a, b in zip(whole, less, strict=True)]
+        return {kind: tuple(s * share for s, share in zip(each, shares, strict=True)) for kind, each in seconds.items()}
+
+    def memory_changes(
+        self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({})
+    ) -> dict[Kind, tuple[float, ...]]:
+        """Change of held memory after every kind of action, one value per stage, in ``memory_unit``.
+
+        Kinds left out change nothing.
+
+        Args:
+            placement: which device holds which stage.
+            recomputed: the stages whose forwards are run again, and whether by R or by RS.
+        """
+        changes = self._changes(placement)
+        again, in_part = changes.pop(Kind.R, None), changes.pop(Kind.RS, None)
+        forwards = changes.get(Kind.F, (0,) * placement.num_stages)
+        if again is None:
+            kept, again = (0,) * placement.num_stages, forwards
+        else:
+            kept, forwards = forwards, tuple(f + r for f, r in zip(forwards, again, strict=True))
+        if Kind.WAIT_OFFLOAD not in changes:
+            changes[Kind.WAIT_OFFLOAD] = tuple(-takes for takes in forwards)
+        changes.setdefault(Kind.RELOAD, tuple(-gives_back for gives_back in changes[Kind.WAIT_OFFLOAD]))
+        if in_part is None:
+            in_part = tuple(SELECTIVE_BYTES * takes for takes in forwards)
+        kinds = [recomputed.get(stage) for stage in range(placement.num_stages)]
+        if Kind.R in kinds:
+            changes[Kind.R] = again
+        if Kind.RS in kinds:
+            changes[Kind.RS] = in_part
+            selective = [part if kind is Kind.RS else 0 for kind, part in zip(kinds, in_part, strict=True)]
+            for kind, sign in ((Kind.WAIT_OFFLOAD, 1), (Kind.RELOAD, -1)):
+                # Not below nothing: what RS makes may be more than what may leave.
+                changes[kind] = tuple(
+                    sign * min(0, sign * whole + part) for whole, part in zip(changes[kind], selective, strict=True)
+                )
+            forwards = tuple(takes - part for takes, part in zip(forwards, selective, strict=True))
+        forwards = tuple(kept[stage] if kind is Kind.R else forwards[stage] for stage, kind in enumerate(kinds))
+        return {**changes, Kind.F: forwards}
+
+    def host_changes(
+        self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({})
+    ) -> dict[Kind, tuple[float, ...]]:
+        """Change of the host memory that a device uses, as ``memory_changes``."""
+        leaves = self.memory_changes(placement, recomputed)[Kind.WAIT_OFFLOAD]
+        return {Kind.OFFLOAD: tuple(-change for change in leaves), Kind.WAIT_RELOAD: leaves}
+
+    def _changes(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+        """What ``memory`` says, or activation units, with the one of B and W that it leaves out."""
+        if self.memory is None:
+            takes, gives_back = (1,) * placement.num_stages, (-1,) * placement.num_stages
+            return {Kind.F: takes, Kind.W: gives_back, Kind.B: gives_back}
+        changes = {
+            kind: per_device(f"memory of {kind}", values, placement.num_devices)
+            if kind in VOCABULARY
+            else _per_stage(f"memory of {kind}", values, placement)
+            for kind, values in self.memory.items()
+        }
+        zero = (0.0,) * placement.num_stages
+        at_input = changes.get(Kind.I, zero)
+        if Kind.B not in changes:
+            changes[Kind.B] = tuple(i + w for i, w in zip(at_input, changes.get(Kind.W, zero), strict=True))
+        elif Kind.W not in changes:
+            changes[Kind.W] = tuple(b - i for b, i in zip(changes[Kind.B], at_input, strict=True))
+        return changes
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Costs:
+        """Read ``{"forward": ..., "backward_input": ..., "backward_weight": ..., "p2p": ..., "memory": {"F": ...}}``.
+
+        ``p2p`` may be one per link, ``{"0-1": ..., "1-0": ...}``. ``recompute``, ``recompute_selective`` and
+        ``copy_sum`` are prices like the others, and ``channel`` is
+        ``{"offload": ..., "reload": ..., "duplex": false, "switches": [[0, 1]]}``, with ``{"ratio": k}`` in place of the
+        first two where ``k`` is all that is known (``Channel.of_ratio``). ``vocabulary`` holds
+        ``{"score": ..., "gradient": ...}``, the fields of ``VocabularyCosts``. What ``profile`` says is for readers of
+        ``pipemem profile``.
+
+        Raises:
+            CostsError: the file is missing, is not JSON, or has unknown keys or values of the wrong type; it names the key.
+        """
+        from megatron_pipemem.schedule.text.costs_file import read_costs  # which needs this class
+
+        return read_costs(path)
+
+
+def _checked(what: str, price: object) -> PerStage:
+    """One number of at most ``LARGEST``, or a tuple of them, from numbers of any library.
+
+    Raises:
+        CostsError: it is something else.
+    """
+    several = hasattr(price, "__len__") and not isinstance(price, str)
+    try:
+        values = tuple(map(float, price)) if several else float(price)  # type: ignore[arg-type, call-overload]
+    except (TypeError, ValueError, OverflowError):
+        raise CostsError(f"{what} is {shortened(price)}; give a number, or one per stage") from None
+    if not all(abs(value) <= LARGEST for value in _listed(values)):  # nor NaN
+        raise CostsError(f"{what} is {shortened(price)}; give finite numbers of at most {LARGEST:g}")
+    return values
+
+
+def _listed(price: PerStage) -> Sequence[float]:
+    return price if isinstance(price, Sequence) else (price,)
+
+
+def _per_stage(name: str, price: PerStage, placement: Placement) -> tuple[float, ...]:
+    if isinstance(price, Sequence):
+        if len(price) == placement.model_stages:
+            return tuple(price) * placement.replicas
+        if len(price) != placement.num_stages:
+            raise CostsError(
+                f"{name} has {len(price)} values but the placement has {placement.num_stages} stages; "
+                "give one value per stage, or a single number for a device's whole share"
+            )
+        return tuple(price)
+    return tuple(price * placement.replicas / len(placement.stages[device]) for device in placement.devices)

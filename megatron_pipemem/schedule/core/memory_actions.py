@@ -1,0 +1,57 @@
+"""The rules of recomputation and of activations that are away: what they add to a proof that a schedule may run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_pipemem.errors import ScheduleError
+from megatron_pipemem.schedule.core.action import RECOMPUTE, Action, Kind
+from megatron_pipemem.schedule.core.schedule import Schedule
+
+_ROUND_TRIP = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
+
+
+def backward_needs(schedule: Schedule, needs: dict[Action, tuple[Action, ...]]) -> None:
+    """Add to what every backward needs that its activations are there: run again, or back on the device. What is run again
+    in part needs the rest of them there too.
+
+    Args:
+        schedule: supplies the stages that are recomputed.
+        needs: of all actions of the schedule; those of I, B and RS are extended.
+    """
+    for action in [action for action in needs if action.kind in (Kind.I, Kind.B, Kind.RS)]:
+        if action.kind is not Kind.RS and action.stage in schedule.recomputed:
+            needs[action] = (*needs[action], action._replace(kind=schedule.recomputed[action.stage]))
+        if any(action._replace(kind=kind) in needs for kind in _ROUND_TRIP):
+            needs[action] = (*needs[action], action._replace(kind=Kind.WAIT_RELOAD))
+
+
+def check_memory_actions(schedule: Schedule, places: Mapping[Action, tuple[int, int]]) -> None:
+    """Every action on memory is part of a whole round trip, of a microbatch that has a backward and is not
+    recomputed as a whole.
+
+    Args:
+        schedule: its local order and the needs of its backwards have been checked.
+        places: device and position of every action.
+
+    Raises:
+        ScheduleError: a round trip is cut short, nobody uses what it brings, or it moves what is not kept.
+    """
+    for action, (device, position) in places.items():
+        again = schedule.recomputed.get(action.stage)
+        if action.kind in RECOMPUTE and action.kind is not again:
+            problem = f"stage {action.stage} has {again} as well; remove one or the other"
+        elif action.kind is Kind.OFFLOAD and again is Kind.R:
+            problem = f"stage {action.stage} is recomputed and keeps nothing to move; remove this round trip, or its R"
+        elif action.kind in (Kind.OFFLOAD, *RECOMPUTE) and not any(
+            action._replace(kind=backward) in places for backward in (Kind.I, Kind.B)
+        ):
+            problem = "no backward uses what it prepares; remove it, or add the backward"
+        elif (
+            action.kind in _ROUND_TRIP[:-1]
+            and (following := action._replace(kind=_ROUND_TRIP[_ROUND_TRIP.index(action.kind) + 1])) not in places
+        ):
+            problem = f"has no {following} after it, so its activations do not come back; add it"
+        else:
+            continue
+        raise ScheduleError(problem, device=device, position=position, action=action)

@@ -1,0 +1,172 @@
+"""A schedule: a placement, and for every device the order of its actions."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron_pipemem.schedule.core.action import FORWARD, RECOMPUTE, Action, Kind
+from megatron_pipemem.schedule.core.brief import brief
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.weights import WeightUpdates
+from megatron_pipemem.schedule.text.csv_format import read_table, write_table
+from megatron_pipemem.schedule.text.csv_header import write_header
+
+Order = tuple[Action, ...]
+
+WHY_NOT_RUN = {
+    "updates": "a file shows a stretch of a pipeline that is never flushed, and not what its steps have in common; name the "
+    "family that made it",
+    "pieces": "attention would have to keep the keys and values of earlier pieces and gather their gradients",
+}
+"""What the executor lacks for schedules with weight updates from elsewhere than their family, or
+of sequence pieces."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Immutable. Says what runs where and in which order, not when and not how messages travel.
+
+    Args:
+        name: the name it was built under, or ``csv`` for an imported one.
+        placement: which device holds which stage.
+        num_microbatches: microbatches of one step, or of the window shown of an asynchronous schedule.
+        orders: one tuple of actions (``action.ORDERED``) per device.
+        pieces: sequence pieces into which every microbatch is cut; each is a unit of its own in ``orders`` (``Action``).
+        updates: when weights change within the orders; ``None`` when they only do at the end of the step.
+        vocabulary: barriers between the last stage's forward and backward when head and embedding are cut over the
+            devices: 1 (Algorithm 2 of arXiv 2411.05288) or 2 (its Algorithm 1). 0: they are part of the end stages.
+    """
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    orders: tuple[Order, ...]
+    pieces: int = 1
+    updates: WeightUpdates | None = None
+    vocabulary: int = 0
+
+    def __repr__(self) -> str:
+        size = f"{self.num_stages} stages on {self.num_devices} devices"
+        return (
+            f"<Schedule {brief(self.name)}: {size} ({self.placement.name}), {self.num_microbatches} microbatches, "
+            f"{sum(map(len, self.orders))} actions>"
+        )
+
+    @property
+    def num_devices(self) -> int:
+        return self.placement.num_devices
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def num_units(self) -> int:
+        """What a stage runs forward and backward once each: microbatches, or the sequence pieces of all of them."""
+        return self.num_microbatches * self.pieces
+
+    @property
+    def simulated_only(self) -> str:
+        """Why it can be simulated but not run; empty when it can run."""
+        if self.updates is not None:
+            return WHY_NOT_RUN["updates"]
+        return WHY_NOT_RUN["pieces"] if self.pieces > 1 else ""
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether any backward is split into I and W."""
+        return any(action.kind is Kind.I for order in self.orders for action in order)
+
+    @cached_property
+    def recomputed(self) -> Mapping[int, Kind]:
+        """The stages whose forwards run again before their backwards, whole (``R``) or in part (``RS``)."""
+        return recomputed_stages(self.orders)
+
+    @cached_property
+    def offloads(self) -> bool:
+        """Whether any activations leave the device."""
+        return any(action.kind is Kind.OFFLOAD for order in self.orders for action in order)
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of everything that affects execution. All ranks of a run compare it before the first step."""
+        text = repr((self.placement.devices, self.num_microbatches)) + self.to_csv()
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def forward_only(self) -> Schedule:
+        """The same schedule with nothing but its forwards, and the losses where they stand in it, for evaluation."""
+        return replace(
+            self,
+            name=f"{self.name} (forward only)",
+            orders=tuple(tuple(a for a in order if a.kind in FORWARD) for order in self.orders),
+            updates=None,
+        )
+
+    def to_csv(self) -> str:
+        """One line per device, one action per cell, as torch's ``_dump_csv`` writes compute-only schedules.
+
+        What those cannot say, replicas, pieces, weight updates and vocabulary parallelism, stands in a first line that
+        starts with ``#``.
+        """
+        return write_header(self, self.orders) + write_table(self.orders)
+
+    @classmethod
+    def from_csv(cls, text: str, dialect: str = "pipemem", name: str = "csv") -> Schedule:
+        """Read what ``to_csv`` writes. The placement is recovered from which device runs which stage.
+
+        Nothing is validated beyond the form: pass the result to ``validate``.
+
+        Args:
+            text: one line per device; empty cells are idle steps and are dropped. A line that starts with ``#`` tells
+                of replicas, pieces, weight updates and vocabulary parallelism.
+            dialect: one of ``csv_format.DIALECTS``. ``pipemem`` reads what ``to_csv`` writes and nothing else. The
+                others also read both generations of torch.distributed.pipelining's letters, drop the messages and
+                sharding actions of its lowered files, because ``lower`` derives our own, and take an ``OVERLAP_F_B``
+                pair for its two actions in turn.
+            name: name of the resulting schedule.
+
+        Raises:
+            ScheduleFormatError: with the line and the cell, when a cell is no such action, or when a stage stands
+                on two devices or on none.
+        """
+        table = read_table(text, dialect)
+        if dialect == "pipemem":
+            table.require_orders_only()
+        header = table.header
+        return cls(
+            name,
+            table.placement(),
+            table.num_microbatches(),
+            table.orders,
+            header.pieces,
+            header.updates,
+            header.vocabulary,
+        )
+
+
+def recomputed_stages(orders: Iterable[Order]) -> dict[int, Kind]:
+    """By which action the forwards of every stage run again that has one in these orders."""
+    return {a.stage: a.kind for order in orders for a in order if a.kind in RECOMPUTE}
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A lowered schedule: what the executor interprets. Equal to itself alone.
+
+    Args:
+        schedule: the schedule it was lowered from.
+        actions: one tuple per device: the schedule's order, with messages and whole-stage actions between.
+    """
+
+    schedule: Schedule
+    actions: tuple[Order, ...]
+
+    def __repr__(self) -> str:
+        return f"<Program of {self.schedule!r}, {sum(map(len, self.actions))} with messages>"
+
+    @property
+    def placement(self) -> Placement:
+        return self.schedule.placement

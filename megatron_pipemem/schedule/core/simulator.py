@@ -1,0 +1,410 @@
+"""When every action runs, what is held, and where the bubbles are."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
+from itertools import accumulate, islice, permutations
+from typing import NamedTuple
+
+from megatron_pipemem.errors import ScheduleError
+from megatron_pipemem.schedule.core.action import COLLECTIVES, MEMORY, VOCABULARY, Action, Kind
+from megatron_pipemem.schedule.core.brief import brief
+from megatron_pipemem.schedule.core.costs import Channel, Costs
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Order, Schedule, recomputed_stages
+from megatron_pipemem.schedule.core.weights import versions_held
+from megatron_pipemem.schedule.features.vocabulary.channel import CollectiveChannel, CollectiveTransfer
+from megatron_pipemem.schedule.features.vocabulary.needs import vocabulary_needs
+
+_FOLLOWS = {
+    Kind.R: Kind.F,
+    Kind.RS: Kind.F,
+    Kind.OFFLOAD: Kind.F,
+    Kind.WAIT_OFFLOAD: Kind.OFFLOAD,
+    Kind.RELOAD: Kind.WAIT_OFFLOAD,
+    Kind.WAIT_RELOAD: Kind.RELOAD,
+}
+"""What stands before these on the same device, for the same stage and microbatch."""
+
+_AWAITED = {Kind.WAIT_OFFLOAD: Kind.OFFLOAD, Kind.WAIT_RELOAD: Kind.RELOAD}
+
+
+class Transfer(NamedTuple):
+    """A copy of activations between a device and the host: when its channel served it."""
+
+    action: Action
+    start: float
+    end: float
+
+
+class CopySum(NamedTuple):
+    """The gradients of a stage of the model are added up over its copies: when their channel did it."""
+
+    stage: int
+    start: float
+    end: float
+
+
+class Stall(NamedTuple):
+    """Computing stood still until a copy had ended, also where it would have had nothing else to do."""
+
+    action: Action
+    seconds: float
+
+
+def dependencies(
+    action: Action, placement: Placement, fused: set[Action], pieces: int = 1, vocabulary: int = 0
+) -> tuple[Action, ...]:
+    """The actions of a schedule's orders that must end before ``action`` starts.
+
+    What a backward needs besides, of a stage that is recomputed or offloaded, its own device has done before it anyway.
+
+    Sequence pieces of one microbatch share the keys and values of attention: a piece runs forward after the piece before
+    it, and backward after the piece behind it, which adds to the gradients of its keys and values.
+
+    Args:
+        action: an action of an order.
+        placement: supplies the neighbours of the stage.
+        fused: every B of the schedule; a stage's gradient comes from its neighbour's I or from its B.
+        pieces: sequence pieces of a microbatch.
+        vocabulary: as ``Schedule`` has it.
+    """
+    kind, stage, microbatch = action
+    if vocabulary:
+        is_full = Action(Kind.B, 0, microbatch) in fused
+        further = vocabulary_needs(action, placement, vocabulary, is_full)
+        if kind in VOCABULARY:
+            return further
+        return (*dependencies(action, placement, fused, pieces), *further)
+    if kind is Kind.F:
+        before = placement.previous_stage(stage)
+        needed = () if before is None else (Action(Kind.F, before, microbatch),)
+        return (*needed, Action(Kind.F, stage, microbatch - 1)) if microbatch % pieces else needed
+    if kind is Kind.W:
+        return (Action(Kind.I, stage, microbatch),)
+    if kind in _FOLLOWS:
+        return (Action(_FOLLOWS[kind], stage, microbatch),)
+    after = placement.next_stage(stage)
+    needed = (Action(Kind.F, stage, microbatch),)
+    if after is not None:
+        full = Action(Kind.B, after, microbatch)
+        needed = (*needed, full if full in fused else Action(Kind.I, after, microbatch))
+    if (microbatch + 1) % pieces:
+        full = Action(Kind.B, stage, microbatch + 1)
+        needed = (*needed, full if full in fused else Action(Kind.I, stage, microbatch + 1))
+    return needed
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The simulated run of a schedule. Seconds are those of the costs; memory is in activation units or bytes.
+
+    Args:
+        schedule: what was run.
+        costs: what it was priced with.
+        spans: per device, ``(start, end)`` of every action of its order, in order. Those on memory take no time: they start
+            and end when the device goes on.
+        peaks: per device, the most it held after any action.
+        messages: number of messages between different devices in one step.
+        transfers: per device, its copies in the order in which it issued them.
+        stalls: per device, its waits for copies that had not ended.
+        host_peaks: per device, the most it held in host memory after any action.
+        collectives: of vocabulary parallelism, in the order of their channel.
+        copy_sums: of every stage with copies on other devices, the deepest first.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    spans: tuple[tuple[tuple[float, float], ...], ...]
+    peaks: tuple[float, ...]
+    messages: int
+    transfers: tuple[tuple[Transfer, ...], ...] = ()
+    stalls: tuple[tuple[Stall, ...], ...] = ()
+    host_peaks: tuple[float, ...] = ()
+    collectives: tuple[CollectiveTransfer, ...] = ()
+    copy_sums: tuple[CopySum, ...] = ()
+
+    def __repr__(self) -> str:
+        schedule = self.schedule
+        return (
+            f"<Timeline of {brief(schedule.name)}: {schedule.num_devices} devices, {schedule.num_microbatches} microbatches, "
+            f"makespan {self.makespan:.6g}, bubble {self.bubble_rate:.2%}, peak {self.peak:.4g}>"
+        )
+
+    @cached_property
+    def makespan(self) -> float:
+        """First start to last end over all devices, sums of copies included."""
+        used = [spans for spans in self.spans if spans]
+        if not used:
+            return 0.0
+        ends = [*(spans[-1][1] for spans in used), *(each.end for each in self.copy_sums)]
+        return max(ends) - min(spans[0][0] for spans in used)
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """Seconds every device computes."""
+        return tuple(sum(end - start for start, end in spans) for spans in self.spans)
+
+    @property
+    def ideal(self) -> float:
+        """Work of the busiest device: no schedule of this placement is faster."""
+        return max(self.work)
+
+    @cached_property
+    def bubble_rate(self) -> float:
+        """1 - ideal / makespan."""
+        return 1 - self.ideal / self.makespan if self.makespan else 0.0
+
+    @cached_property
+    def device_bubble_rate(self) -> float:
+        """As the papers count: 1 - ideal / (longest time from a device's first start to its last end)."""
+        longest = max((spans[-1][1] - spans[0][0] for spans in self.spans if spans), default=0.0)
+        return 1 - self.ideal / longest if longest else 0.0
+
+    @property
+    def peak(self) -> float:
+        return max(self.peaks)
+
+    @property
+    def host_peak(self) -> float:
+        return max(self.host_peaks, default=0.0)
+
+    @cached_property
+    def stall_seconds(self) -> tuple[float, ...]:
+        """Per device, how long it stood still for copies."""
+        return tuple(sum(stall.seconds for stall in stalls) for stalls in self.stalls)
+
+    @cached_property
+    def weight_versions(self) -> tuple[int, ...]:
+        """Per device, the most versions of the weights of any of its stages that it holds at once; 1 when synchronous."""
+        return versions_held(self.schedule)
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[Action] = ()) -> Timeline:
+    """Run ``schedule``: every action starts as soon as its device is free and its inputs have arrived.
+
+    Messages take ``costs.p2p`` and do not occupy the devices; nor do collectives, which run one after the other, each
+    when all devices have posted it. A device posts when it has ready what it brings. Sums of copies take
+    ``costs.copy_sum`` when both ends have their last gradients, one after the other between two devices. One of ``n``
+    sequence pieces costs ``1/n`` of everything: of the seconds, of its messages, and of the memory. Copies to the host wait
+    for their channel: whose copy is issued first is served first. A device that waits for a copy does nothing else.
+
+    Args:
+        schedule: what to run.
+        costs: what it costs; unit costs by default.
+        already: actions that have run before, and whose messages have arrived: what earlier windows of a stream did.
+
+    Raises:
+        ScheduleError: some action waits for ever; the message names it and what it waits for.
+        CostsError: the costs do not fit the placement.
+    """
+    costs = costs or Costs()
+    placement, orders, pieces = schedule.placement, schedule.orders, schedule.pieces
+    seconds = {kind: tuple(s / pieces for s in prices) for kind, prices in costs.seconds(placement).items()}
+    vocabulary = costs.vocabulary_costs(placement, schedule.vocabulary) if schedule.vocabulary else None
+    collectives = CollectiveChannel(placement.num_devices, vocabulary.collective_seconds() if vocabulary else {})
+    seconds |= vocabulary.seconds(placement.num_devices) if vocabulary else {}
+    fused = {action for order in orders for action in order if action.kind is Kind.B}
+    links = {
+        (a, b): costs.link_seconds(a, b) / pieces
+        for stage in range(placement.num_stages)
+        if (after := placement.next_stage(stage)) is not None
+        for a, b in permutations((placement.devices[stage], placement.devices[after]))
+    }
+    copies = _Copies(schedule, costs)
+    # Where devices share a channel, their actions are taken in order of time, so that copies queue up as they are issued.
+    in_turn = schedule.offloads and costs.channel is not None and costs.channel.is_shared
+    needs = _Needs(schedule, fused)
+    devices = placement.devices
+    ends: dict[Action, float] = {}
+    spans: list[list[tuple[float, float]]] = [[] for _ in orders]
+    waiting: dict[Action, list[int]] = {}
+    runnable = [(0.0, device) for device in range(len(orders))]
+
+    def wake(ended: Action, time: float) -> None:
+        for other in waiting.pop(ended, ()):
+            if in_turn:
+                heappush(runnable, (time, other))
+            else:
+                runnable.append((time, other))
+
+    while runnable:
+        _, device = heappop(runnable) if in_turn else runnable.pop()
+        order, ran = orders[device], spans[device]
+        now = ran[-1][1] if ran else 0.0
+        for action in islice(order, len(ran), None):
+            start = now
+            for needed in needs.of(action):
+                if needed in already:
+                    continue
+                arrival = ends.get(needed)
+                if arrival is None:
+                    waiting.setdefault(needed, []).append(device)
+                    break
+                source = device if needed[0] in VOCABULARY else devices[needed[1]]
+                if source != device:
+                    arrival += links[source, device]
+                if arrival > start:
+                    start = arrival
+            else:
+                if in_turn and runnable and start > runnable[0][0]:
+                    heappush(runnable, (start, device))
+                    break
+                if action.kind in COLLECTIVES:
+                    # What is posted must be there: with one barrier REDUCE_X is formed here, of statistics that came.
+                    now = start
+                    ran.append((now, now))
+                    if transfer := collectives.post(action, start):
+                        for each in range(len(orders)):
+                            post = Action(action.kind, each, action.microbatch)
+                            ends[post] = transfer.end
+                            wake(post, transfer.end)
+                    continue
+                if action.kind in MEMORY:
+                    start = now = copies.run(device, action, start)
+                else:
+                    now = start + seconds[action.kind][action.stage]
+                ran.append((start, now))
+                ends[action] = now
+                if action in waiting:
+                    wake(action, now)
+                continue
+            break
+    for device, (order, ran) in enumerate(zip(orders, spans, strict=True)):
+        if len(ran) < len(order):
+            action = order[len(ran)]
+            needed = dependencies(action, placement, fused, pieces, schedule.vocabulary)
+            unmet = [str(each) for each in needed if each not in ends]
+            raise ScheduleError(
+                f"waits for ever for {', '.join(unmet)}; validate() shows why",
+                device=device,
+                position=len(ran),
+                action=action,
+            )
+    return Timeline(
+        schedule,
+        costs,
+        tuple(map(tuple, spans)),
+        peaks(orders, placement, costs, pieces),
+        count_messages(schedule),
+        copies.transfers,
+        copies.stalls,
+        host_peaks(orders, placement, costs, pieces),
+        tuple(collectives.transfers),
+        _copy_sums(placement, costs, ends),
+    )
+
+
+def _copy_sums(placement: Placement, costs: Costs, ends: Mapping[Action, float]) -> tuple[CopySum, ...]:
+    """In the order in which ``lower`` posts them; those within one device take no time."""
+    if placement.replicas == 1:
+        return ()
+    complete: dict[int, float] = {}
+    for (kind, stage, _), end in ends.items():
+        stage %= placement.model_stages
+        if kind in (Kind.W, Kind.B) and len(placement.holders(stage)) > 1:
+            complete[stage] = max(end, complete.get(stage, end))
+    seconds = costs.copy_sum_seconds(placement)
+    vacant: dict[tuple[int, ...], float] = {}
+    sums = []
+    for stage in sorted(complete, reverse=True):
+        channel = placement.holders(stage)
+        start = max(complete[stage], vacant.get(channel, 0.0))
+        vacant[channel] = start + seconds[stage]
+        sums.append(CopySum(stage, start, vacant[channel]))
+    return tuple(sums)
+
+
+class _Needs:
+    """``dependencies`` of the actions of one schedule, looked up once per kind and stage where microbatches are alike."""
+
+    def __init__(self, schedule: Schedule, fused: set[Action]) -> None:
+        self._further = (schedule.placement, fused, schedule.pieces, schedule.vocabulary)
+        self._fused = fused
+        self._are_alike = schedule.pieces == 1 and not schedule.vocabulary
+        self._known: dict[tuple[Kind, int], list[tuple[Kind, int]]] = {}
+
+    def of(self, action: Action) -> Sequence[tuple[Kind, int, int | None]]:
+        """Equal to actions, and quicker to make."""
+        if not self._are_alike:
+            return dependencies(action, *self._further)
+        kind, stage, microbatch = action
+        needed = self._known.get((kind, stage))
+        if needed is None:
+            placement, *_ = self._further
+            needed = [each[:2] for each in dependencies(Action(kind, stage, 0), placement, set())]
+            self._known[kind, stage] = needed
+        fused = self._fused
+        return [
+            full if k is Kind.I and s != stage and (full := (Kind.B, s, microbatch)) in fused else (k, s, microbatch)
+            for k, s in needed
+        ]
+
+
+class _Copies:
+    """The channels of all devices while a schedule runs."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        prices = costs.copy_seconds(schedule.placement, schedule.recomputed) if schedule.offloads else {}
+        self._seconds = {kind: tuple(s / schedule.pieces for s in stages) for kind, stages in prices.items()}
+        self._channel = costs.channel or Channel(0.0)
+        self._vacant: dict[tuple[int, bool], float] = {}
+        self._ends: dict[Action, float] = {}
+        self._transfers: list[list[Transfer]] = [[] for _ in schedule.orders]
+        self._stalls: list[list[Stall]] = [[] for _ in schedule.orders]
+
+    def run(self, device: int, action: Action, now: float) -> float:
+        """An action on memory that its device reaches at ``now``; when the device goes on."""
+        awaited = _AWAITED.get(action.kind)
+        if awaited is None:
+            lane = self._channel.lane_of(device, action.kind)
+            start = max(now, self._vacant.get(lane, now))
+            end = start + self._seconds[action.kind][action.stage]
+            self._vacant[lane] = self._ends[action] = end
+            self._transfers[device].append(Transfer(action, start, end))
+            return now
+        end = self._ends[action._replace(kind=awaited)]
+        if end > now:
+            self._stalls[device].append(Stall(action, end - now))
+        return max(now, end)
+
+    @property
+    def transfers(self) -> tuple[tuple[Transfer, ...], ...]:
+        return tuple(map(tuple, self._transfers))
+
+    @property
+    def stalls(self) -> tuple[tuple[Stall, ...], ...]:
+        return tuple(map(tuple, self._stalls))
+
+
+def count_messages(schedule: Schedule) -> int:
+    """Messages between different devices in one step."""
+    placement = schedule.placement
+    neighbour = {Kind.F: placement.next_stage, Kind.I: placement.previous_stage, Kind.B: placement.previous_stage}
+    crossing = {
+        (kind, stage)
+        for kind, neighbour_of in neighbour.items()
+        for stage in range(placement.num_stages)
+        if (other := neighbour_of(stage)) is not None and placement.devices[other] != placement.devices[stage]
+    }
+    return sum((action.kind, action.stage) in crossing for order in schedule.orders for action in order)
+
+
+def held_after(actions: Sequence[Action], changes: Mapping[Kind, Sequence[float]]) -> list[float]:
+    """What a device holds after each of its actions, starting from nothing."""
+    return list(accumulate(changes[a.kind][a.stage] if a.kind in changes else 0 for a in actions))
+
+
+def peaks(orders: Sequence[Order], placement: Placement, costs: Costs, pieces: int = 1) -> tuple[float, ...]:
+    """The most every device holds after any of its actions. Depends on the orders alone, not on time."""
+    changes, unit = costs.memory_changes(placement, recomputed_stages(orders)), costs.memory_unit(placement) / pieces
+    return tuple(max(held_after(order, changes), default=0) * unit for order in orders)
+
+
+def host_peaks(orders: Sequence[Order], placement: Placement, costs: Costs, pieces: int = 1) -> tuple[float, ...]:
+    """The most host memory that every device uses after any of its actions, from the orders alone."""
+    changes, unit = costs.host_changes(placement, recomputed_stages(orders)), costs.memory_unit(placement) / pieces
+    return tuple(max(held_after(order, changes), default=0) * unit for order in orders)

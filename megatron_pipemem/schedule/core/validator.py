@@ -1,0 +1,472 @@
+"""Proof that a schedule or a program may run: complete, ordered, matched, free of deadlock, within memory.
+
+Every error names the device, the position in its order (or program), the action there, what it lacks, and the mend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+
+from megatron_pipemem.errors import ScheduleError
+from megatron_pipemem.schedule.core.action import MESSAGES, ORDERED, RECEIVES, VOCABULARY, Action, Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.gradient_checks import check_reductions, check_sums
+from megatron_pipemem.schedule.core.memory_actions import backward_needs, check_memory_actions
+from megatron_pipemem.schedule.core.memory_cap import loosened, per_device
+from megatron_pipemem.schedule.core.schedule import Order, Program, Schedule
+from megatron_pipemem.schedule.core.simulator import dependencies, held_after
+from megatron_pipemem.schedule.core.single_queue import run_single_queues
+from megatron_pipemem.schedule.core.weights import weight_uses
+from megatron_pipemem.schedule.features.vocabulary.checks import check_passes, check_switch
+from megatron_pipemem.schedule.features.vocabulary.needs import vocabulary_needs
+from megatron_pipemem.schedule.features.vocabulary.queues import check_queues
+from megatron_pipemem.schedule.lowering.messages import Edge, Message, Router
+
+Places = dict[Action, tuple[int, int]]
+"""Device and position of every action."""
+
+Needs = Mapping[Action, Sequence[Action]]
+"""What must have happened before an action; nothing for the actions left out."""
+
+
+def validate(
+    schedule: Schedule,
+    costs: Costs | None = None,
+    memory_cap: float | Sequence[float] | None = None,
+    host_budget: float | None = None,
+    *,
+    microbatch_order: bool = True,
+) -> None:
+    """Prove that ``schedule`` computes every microbatch correctly on all devices and ends.
+
+    A schedule without any backward is valid when its forwards are: that is what evaluation runs.
+
+    Args:
+        schedule: the schedule to check.
+        costs: its ``memory`` is what the cap is compared with; default activation units.
+        memory_cap: the most a device may hold after any action, one number or one per device, in activation units, or in
+            bytes when ``costs.memory`` is in bytes.
+        host_budget: the most host memory that a device may use, in the same unit.
+        microbatch_order: whether to ask for what only our own runs need, see ``check_microbatch_order``.
+
+    Raises:
+        ScheduleError: the first violation found.
+        CostsError: ``costs`` do not fit the placement.
+        UnsupportedError: there are not as many caps as devices.
+    """
+    check_switch(schedule)
+    places = _place_all(schedule)
+    replica_of = _check_replicas(schedule, places)
+    fused = {action for action in places if action.kind is Kind.B}
+    needs = {
+        action: dependencies(action, schedule.placement, fused, schedule.pieces, schedule.vocabulary)
+        for action in places
+    }
+    backward_needs(schedule, needs)
+    _check_local_order(places, needs)
+    _check_completeness(schedule, places, replica_of)
+    check_memory_actions(schedule, places)
+    if microbatch_order:
+        check_microbatch_order(schedule)
+    if schedule.vocabulary:
+        check_passes(schedule, places)
+    if schedule.updates is not None:
+        _check_weight_versions(schedule)
+    _check_progress(schedule.orders, places, needs)
+    if memory_cap is not None or host_budget is not None:
+        _check_memory(schedule, costs or Costs(), memory_cap, host_budget)
+
+
+def validate_program(program: Program, *, microbatch_order: bool = True, single_queue: bool = False) -> None:
+    """Prove that ``program`` computes its schedule and that its messages match and arrive.
+
+    The rules of the transport: posts never block, a compute action waits for its own message, and every directed edge
+    moves its messages one at a time in posted order, each when both ends have posted it.
+
+    Args:
+        program: the program to check.
+        microbatch_order: see ``validate``.
+        single_queue: prove too that it ends on devices that serve everything in one queue, see ``single_queue``.
+
+    Raises:
+        ScheduleError: the first violation found, in the schedule (see ``validate``) or in the program.
+    """
+    validate(program.schedule, microbatch_order=microbatch_order)
+    _check_compute_actions(program)
+    places: Places = {}
+    for device, actions in enumerate(program.actions):
+        for position, action in enumerate(actions):
+            _check_unique(places, action, device, position)
+    router = Router(program.placement)
+    computed = [action for order in program.schedule.orders for action in order]
+    messages = {action: message for action in computed if (message := router.emitted(action)) is not None}
+    receives = {action: receive for action in computed if (receive := router.awaited(action)) is not None}
+    _check_posts(places, messages, receives)
+    _check_edges(places, messages.values())
+    check_reductions(program, places)
+    sums = check_sums(program, places)
+    # Both ends of an edge post the same sequence, posts never block, and a consumer stands behind its own receive: so
+    # its message, and all before it on the edge, have moved as soon as the source has posted the send.
+    sends = {message.receive: message.send for message in messages.values()}
+    needs = {action: (sends[receive],) for action, receive in receives.items()} | sums
+    if program.schedule.vocabulary:
+        fused = {action for action in computed if action.kind is Kind.B}
+        for action in computed:
+            is_full = Action(Kind.B, 0, action.microbatch) in fused
+            further = vocabulary_needs(action, program.placement, program.schedule.vocabulary, is_full)
+            needs[action] = (*needs.get(action, ()), *further)
+    _check_progress(program.actions, places, needs)
+    if program.schedule.vocabulary:
+        check_queues(program, needs)
+    if single_queue:
+        run_single_queues(program)
+
+
+def _place_all(schedule: Schedule) -> Places:
+    """Where every action stands, once each is known to exist, to be on its stage's device and to be the only one."""
+    placement = schedule.placement
+    if len(schedule.orders) != placement.num_devices:
+        raise ScheduleError(
+            f"the placement has {placement.num_devices} devices but the schedule has {len(schedule.orders)} orders; "
+            "give one order per device"
+        )
+    places: Places = {}
+    for device, order in enumerate(schedule.orders):
+        for position, action in enumerate(order):
+            problem = _problem_of(action, device, schedule)
+            if problem is not None:
+                raise ScheduleError(problem, device=device, position=position, action=action)
+            _check_unique(places, action, device, position)
+    return places
+
+
+def _problem_of(action: Action, device: int, schedule: Schedule) -> str | None:
+    """What is wrong with an action on this device, whatever the other actions are."""
+    kind, stage, microbatch = action
+    devices = schedule.placement.devices
+    if kind not in ORDERED:
+        return "is not a compute action; keep F, I, W, B, R and the actions on memory only, lower() derives the rest"
+    if kind in VOCABULARY and stage != device:
+        return f"is of the shard on device {stage}; move it there, or number it after its own device"
+    if kind not in VOCABULARY and not 0 <= stage < len(devices):
+        return f"needs stage {stage}, but the placement holds stages 0 to {len(devices) - 1}; remove or renumber it"
+    if microbatch is None or not 0 <= microbatch < schedule.num_units:
+        what = "microbatch" if schedule.pieces == 1 else "piece"
+        return (
+            f"needs {what} {microbatch}, but the step has {_plural(what)} 0 to {schedule.num_units - 1}; remove or "
+            "renumber it, or change the number of microbatches"
+        )
+    if kind not in VOCABULARY and devices[stage] != device:
+        return f"needs stage {stage}, which device {devices[stage]} holds; move it there"
+    return None
+
+
+def _plural(what: str) -> str:
+    return f"{what}es" if what.endswith("ch") else f"{what}s"
+
+
+def _check_replicas(schedule: Schedule, places: Places) -> Mapping[int, int]:
+    """Every microbatch runs through the stages of one replica: which one, where there are several."""
+    placement = schedule.placement
+    if placement.replicas == 1:
+        return {}
+    first: dict[int, Action] = {}
+    for action, (device, position) in places.items():
+        # Sequence pieces of one microbatch stay together.
+        microbatch = action.microbatch // schedule.pieces
+        other = first.setdefault(microbatch, action)
+        ours, theirs = placement.replica_of(action.stage), placement.replica_of(other.stage)
+        if ours != theirs:
+            other_device, other_position = places[other]
+            raise ScheduleError(
+                f"runs microbatch {microbatch} on replica {ours}, but {other} at position {other_position} of device "
+                f"{other_device} runs it on replica {theirs}; a microbatch runs through all stages of one replica, so "
+                "remove or renumber one of the two",
+                device=device,
+                position=position,
+                action=action,
+            )
+    return {microbatch: placement.replica_of(action.stage) for microbatch, action in first.items()}
+
+
+def _check_unique(places: Places, action: Action, device: int, position: int) -> None:
+    """Note where an action stands; nothing runs twice."""
+    if action in places:
+        other_device, other_position = places[action]
+        raise ScheduleError(
+            f"stands already at position {other_position} of device {other_device}; remove one of the two, or renumber "
+            "the one that was meant to be another action",
+            device=device,
+            position=position,
+            action=action,
+        )
+    places[action] = (device, position)
+
+
+def _check_local_order(places: Places, needs: Needs) -> None:
+    """Everything an action needs exists and, on the same device, stands before it."""
+    for action, needed_actions in needs.items():
+        device, position = places[action]
+        for needed in needed_actions:
+            if needed not in places:
+                problem = f"needs {_or_fused(needed)}, which no device runs; add it"
+            elif places[needed] > (device, position) and places[needed][0] == device:
+                problem = f"needs {needed}, which comes later, at position {places[needed][1]}; move {needed} before it"
+            else:
+                continue
+            raise ScheduleError(problem, device=device, position=position, action=action)
+
+
+def _or_fused(needed: Action) -> str:
+    """A missing input gradient may be supplied by a full backward as well."""
+    return f"{needed} (or {needed._replace(kind=Kind.B)})" if needed.kind is Kind.I else str(needed)
+
+
+def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[int, int]) -> None:
+    """Every stage runs every microbatch of its replica forward once, and backward once, fused or split, if anything runs
+    backward."""
+    backwards = any(action.kind in (Kind.I, Kind.W, Kind.B) for action in places)
+    for stage in range(schedule.num_stages):
+        replica = schedule.placement.replica_of(stage)
+        for microbatch in range(schedule.num_units):
+            if replica != replica_of.get(microbatch // schedule.pieces, 0):
+                continue
+            kinds = (Kind.F, Kind.I, Kind.W, Kind.B)
+            forward, inputs, weights, full = (Action(kind, stage, microbatch) for kind in kinds)
+            if forward not in places:
+                device = schedule.placement.devices[stage]
+                raise ScheduleError(
+                    "is missing; every stage runs every microbatch forward once, add it",
+                    device=device,
+                    position=len(schedule.orders[device]),
+                    action=forward,
+                )
+            if not backwards:
+                continue
+            if full in places and (inputs in places or weights in places):
+                half = inputs if inputs in places else weights
+                device, position = places[half]
+                twice = f"does what {full} at position {places[full][1]} does too"
+                problem = f"{twice}; keep {full}, or {inputs} and {weights}"
+            elif full in places or weights in places:
+                continue
+            elif inputs in places:
+                device, position = places[inputs]
+                half, problem = inputs, f"has no {weights} after it; add {weights}, or make it {full}"
+            else:
+                device, position = places[forward]
+                half, problem = forward, f"has no backward; add {full}, or {inputs} and {weights}"
+            raise ScheduleError(problem, device=device, position=position, action=half)
+
+
+def check_microbatch_order(schedule: Schedule) -> None:
+    """Prove that training by ``schedule`` can be bit-identical to stock 1F1B, which our runs promise; others may do without.
+
+    Per stage, forwards run in microbatch order because data come from an iterator and dropout from one stream of random
+    numbers, and gradients accumulate in that order. Sequence pieces of one microbatch run backward from the last to the
+    first.
+
+    Raises:
+        ScheduleError: the first action that is out of order.
+    """
+    names = {Kind.F: "forwards", Kind.I: "input gradients", Kind.W: "weight gradients"}
+    pieces, rank = schedule.pieces, range(schedule.num_units)
+    backward_rank = [unit + pieces - 1 - 2 * (unit % pieces) for unit in rank]
+    for device, order in enumerate(schedule.orders):
+        last: dict[tuple[Kind, int], tuple[int, Action]] = {}
+        for position, action in enumerate(order):
+            kind, stage, microbatch = action
+            if kind not in (Kind.F, Kind.I, Kind.W, Kind.B):
+                continue
+            ranks = rank if kind is Kind.F else backward_rank
+            for part in (Kind.I, Kind.W) if kind is Kind.B else (kind,):
+                earlier, before = last.get((part, stage), (position, action))
+                if ranks[before.microbatch] > ranks[microbatch]:
+                    reversed_pieces = "" if kind is Kind.F or pieces == 1 else ", pieces from the last to the first"
+                    raise ScheduleError(
+                        f"comes after {before} at position {earlier}, but the {names[part]} of a stage run in "
+                        f"microbatch order{reversed_pieces}; move it before {before}",
+                        device=device,
+                        position=position,
+                        action=action,
+                    )
+                last[part, stage] = (position, action)
+
+
+def _check_weight_versions(schedule: Schedule) -> None:
+    """Forward and backward of a microbatch on a stage meet one version of the weights, and the stage has it then."""
+    updates = schedule.updates
+    if updates.every < 1 or updates.kept < 1 or (updates.delay or 0) < 0:
+        raise ScheduleError(f"{updates} makes no sense; every and kept are at least 1 and delay at least 0")
+    for action, device, position, version, newest, _ in weight_uses(schedule):
+        if version > newest:
+            problem = (
+                f"uses weight version {version}, but its stage has made version {newest} at most by then; update after "
+                f"fewer microbatches than {updates.every}, allow a longer delay than {updates.delay}, or move it back"
+            )
+        elif version <= newest - updates.kept:
+            problem = (
+                f"uses weight version {version}, as its microbatch did before, but its stage has made version {newest} "
+                f"and keeps {updates.kept}; run fewer forwards ahead or keep {newest - version + 1} versions"
+            )
+        else:
+            continue
+        raise ScheduleError(problem, device=device, position=position, action=action)
+
+
+def _check_memory(
+    schedule: Schedule, costs: Costs, cap: float | Sequence[float] | None, host_budget: float | None
+) -> None:
+    placement = schedule.placement
+    unit = costs.memory_unit(placement) / schedule.pieces
+    what = "activation units" if costs.memory is None else "bytes"
+    device_mend = "run a W or B before it, choose a schedule with a lower peak, or raise the cap"
+    limits = (
+        (cap, costs.memory_changes(placement, schedule.recomputed), "over the memory cap of", device_mend),
+        (
+            host_budget,
+            costs.host_changes(placement, schedule.recomputed),
+            "in host memory, over its budget of",
+            "offload less, or raise it",
+        ),
+    )
+    for wanted, changes, over, mend in limits:
+        if wanted is None:
+            continue
+        for device, limit in enumerate(per_device(wanted, schedule.num_devices)):
+            allowed = loosened(limit / unit)
+            order = schedule.orders[device]
+            for position, held in enumerate(held_after(order, changes)):
+                if held > allowed:
+                    raise ScheduleError(
+                        f"the device holds {held * unit:.12g} {what} after it, {over} {limit:.12g}; {mend}",
+                        device=device,
+                        position=position,
+                        action=order[position],
+                    )
+
+
+def _check_progress(actions: Sequence[Order], places: Places, needs: Needs) -> None:
+    """Run all devices until nothing moves; whoever has not ended is in a deadlock or waits for one."""
+    reached = [0] * len(actions)
+    waiting: dict[Action, list[int]] = {}
+    runnable = list(range(len(actions)))
+    while runnable:
+        device = runnable.pop()
+        order = actions[device]
+        for position in range(reached[device], len(order)):
+            action = order[position]
+            unmet = _first_unmet(needs.get(action, ()), places, reached)
+            if unmet is not None:
+                waiting.setdefault(unmet, []).append(device)
+                break
+            reached[device] = position + 1
+            runnable.extend(waiting.pop(action, ()))
+    stuck = {device: order[reached[device]] for device, order in enumerate(actions) if reached[device] < len(order)}
+    if stuck:
+        raise _deadlock(stuck, places, needs, reached)
+
+
+def _first_unmet(needed_actions: Iterable[Action], places: Places, reached: list[int]) -> Action | None:
+    for needed in needed_actions:
+        device, position = places[needed]
+        if position >= reached[device]:
+            return needed
+    return None
+
+
+def _deadlock(stuck: Mapping[int, Action], places: Places, needs: Needs, reached: list[int]) -> ScheduleError:
+    """Every stuck device waits for one other: following them from any comes round to a cycle."""
+    path: list[int] = []
+    device = next(iter(stuck))
+    while device not in path:
+        path.append(device)
+        device = places[_first_unmet(needs[stuck[device]], places, reached)][0]
+    cycle = path[path.index(device) :]
+    waits = [(stuck[member], _first_unmet(needs[stuck[member]], places, reached)) for member in cycle]
+    steps = "; ".join(
+        f"{action} (device {member}, position {reached[member]}) waits for {needed} (device {places[needed][0]}, "
+        f"position {places[needed][1]}), which comes after {stuck[places[needed][0]]}"
+        for member, (action, needed) in zip(cycle, waits, strict=True)
+    )
+    action, needed = waits[0]
+    return ScheduleError(
+        f"deadlock: {steps}; move {needed} before {stuck[places[needed][0]]} on device {places[needed][0]}",
+        device=cycle[0],
+        position=reached[cycle[0]],
+        action=action,
+    )
+
+
+def _check_compute_actions(program: Program) -> None:
+    """A program without its messages and gradient reductions is the orders of its schedule."""
+    orders = program.schedule.orders
+    if len(program.actions) != len(orders):
+        raise ScheduleError(
+            f"the program has actions for {len(program.actions)} devices but its schedule has {len(orders)}; "
+            "lower the schedule again"
+        )
+    for device, (order, actions) in enumerate(zip(orders, program.actions, strict=True)):
+        computed = [(position, action) for position, action in enumerate(actions) if action.kind in ORDERED]
+        for wanted, found in zip_longest(order, computed):
+            position, action = found or (len(actions), wanted)
+            if action != wanted or found is None:
+                raise ScheduleError(
+                    f"the schedule has {wanted or 'nothing more'} here and the program "
+                    f"{found[1] if found else 'nothing more'}; lower the schedule again",
+                    device=device,
+                    position=position,
+                    action=action,
+                )
+
+
+def _check_posts(places: Places, messages: Mapping[Action, Message], receives: Mapping[Action, Action]) -> None:
+    """Every message is sent after its producer and received before its consumer, on their devices, and none is idle."""
+    for producer, message in messages.items():
+        _check_post(message.send, producer, places, after=True)
+    for consumer, receive in receives.items():
+        _check_post(receive, consumer, places, after=False)
+    known = {message.send for message in messages.values()} | set(receives.values())
+    for action, (device, position) in places.items():
+        if action.kind in MESSAGES and action not in known:
+            use = "needs it" if action.kind in RECEIVES else "produces it for another device"
+            raise ScheduleError(f"no action here {use}; remove it", device=device, position=position, action=action)
+
+
+def _check_post(post: Action, compute: Action, places: Places, *, after: bool) -> None:
+    device, position = places[compute]
+    side = "after" if after else "before"
+    purpose = "its result does not reach the next device" if after else "its input does not reach this device"
+    if post not in places:
+        raise ScheduleError(
+            f"{purpose} without {post}; add {post} {side} it", device=device, position=position, action=compute
+        )
+    post_device, post_position = places[post]
+    if post_device != device:
+        problem = f"belongs to {compute}, which device {device} runs at position {position}; move it there"
+    elif (post_position > position) is not after:
+        problem = f"must come {side} {compute} at position {position}; move it"
+    else:
+        return
+    raise ScheduleError(problem, device=post_device, position=post_position, action=post)
+
+
+def _check_edges(places: Places, messages: Iterable[Message]) -> None:
+    """Both ends of every directed edge post the same messages in the same order."""
+    edges: dict[Edge, list[Message]] = {}
+    for message in messages:
+        edges.setdefault(message.edge, []).append(message)
+    for (source, destination), crossing in edges.items():
+        sent = sorted((places[message.send][1], message) for message in crossing)
+        received = sorted((places[message.receive][1], message) for message in crossing)
+        for (position, message), (other_position, other) in zip(sent, received, strict=True):
+            if message != other:
+                raise ScheduleError(
+                    f"device {source} sends {message.send} at position {position} when device {destination} receives "
+                    f"{other.receive} at position {other_position}; messages from device {source} to device "
+                    f"{destination} arrive in sending order, so receive {message.receive} first",
+                    device=destination,
+                    position=other_position,
+                    action=other.receive,
+                )

@@ -1,0 +1,25 @@
+"""Activations that spend the time between forward and backward in host memory, planned with the schedule.
+
+``megatron_pipemem.schedule.features.offload.search`` chooses the order as well.
+"""
+
+from megatron_pipemem.schedule.features.offload.plan import OffloadPlan, plan_offload
+from megatron_pipemem.schedule.features.offload.recompute import (
+    fastest_within,
+    over_cap,
+    recompute_plans,
+    recomputed_by_mode,
+    with_early_recompute,
+    with_recompute,
+)
+
+__all__ = [
+    "OffloadPlan",
+    "fastest_within",
+    "over_cap",
+    "plan_offload",
+    "recompute_plans",
+    "recomputed_by_mode",
+    "with_early_recompute",
+    "with_recompute",
+]

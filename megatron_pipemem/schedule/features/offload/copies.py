@@ -1,0 +1,204 @@
+"""Which activations leave a device and when their copies run: one channel at a time.
+
+A forward's activations leave as soon as the channel is free, those first that are used last, and return as late as the
+channel allows. What no longer fits between a forward and its backward stays.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+from megatron_pipemem.schedule.core.memory_cap import loosened
+
+TOO_SHORT, CHANNEL_FULL, NO_HOST_MEMORY = "lifespan too short", "channel full", "host memory"
+"""Why activations stay on their device."""
+
+
+class Item(NamedTuple):
+    """The activations of one forward.
+
+    Args:
+        device: whose they are.
+        stage: with ``microbatch``, which forward.
+        microbatch: see ``stage``.
+        made: when the forward ends.
+        used: when the backward starts.
+        out: seconds of the copy to the host.
+        back: seconds of the copy back.
+        size: what leaves the device.
+    """
+
+    device: int
+    stage: int
+    microbatch: int
+    made: float
+    used: float
+    out: float
+    back: float
+    size: float
+
+    @property
+    def lifespan(self) -> float:
+        return self.used - self.made
+
+
+class RoundTrip(NamedTuple):
+    """When the two copies of an item start."""
+
+    item: Item
+    out: float
+    back: float
+
+
+def plan_round_trips(
+    items: Sequence[Item], duplex: bool = False, host_budget: Sequence[float] | None = None
+) -> tuple[list[RoundTrip], dict[Item, str]]:
+    """Run a channel through time.
+
+    Whenever it is free it takes the copy back that would otherwise come too late; failing that, a copy out of what is used
+    last, as long as everything still comes back in time; failing that, it waits.
+
+    Args:
+        items: of all devices of the channel.
+        duplex: whether copies of different directions run at the same time.
+        host_budget: per device, the host memory it may use.
+
+    Returns:
+        The round trips, by the start of their copies out, and for every other item why it stays.
+    """
+    return _Channel(items, duplex, host_budget).run()
+
+
+class _Channel:
+    def __init__(self, items: Sequence[Item], duplex: bool, host_budget: Sequence[float] | None) -> None:
+        self._items, self._duplex = items, duplex
+        self._coming = sorted(items, key=lambda item: item.made, reverse=True)
+        self._resident: list[tuple[float, int, Item]] = []  # those used last first
+        self._away: list[tuple[float, int, Item]] = []  # those used first first
+        self._out_start: dict[Item, float] = {}
+        self._trips: list[RoundTrip] = []
+        self._free = {False: 0.0, True: 0.0}  # per direction; a half duplex channel uses both at once
+        # When the copy back of every item that is away must start for it and all later ones to be in time.
+        self._due = [inf]
+        self._exact = 1e-9 * max((item.used for item in items), default=0.0)
+        self._reasons: dict[Item, str] = {}
+        self._host_budget = host_budget
+        self._host_held: dict[int, float] = {}
+        self._host_uses: list[tuple[float, int, float]] = []
+
+    def run(self) -> tuple[list[RoundTrip], dict[Item, str]]:
+        now, free = 0.0, self._free
+        while self._coming or self._resident or self._away:
+            self._arrive(now)
+            due = self._due[0]
+            if self._away and free[True] <= now + self._exact and due <= now + self._exact:
+                _, _, item = self._away.pop(0)
+                del self._due[0]
+                self._trips.append(RoundTrip(item, self._out_start.pop(item), now))
+                self._occupy(True, now + item.back)
+            elif free[False] <= now + self._exact and (item := self._leaving(now)) is not None:
+                self._out_start[item] = now
+                self._send_away(item)
+                self._occupy(False, now + item.out)
+            else:
+                now = self._next_time(now, due)
+        self._trips.sort(key=lambda trip: trip.out)
+        gone = {trip.item for trip in self._trips}
+        return self._trips, {item: self._reason(item) for item in self._items if item not in gone}
+
+    def _reason(self, item: Item) -> str:
+        if item.lifespan < item.out + item.back - self._exact:
+            return TOO_SHORT
+        return self._reasons.get(item, CHANNEL_FULL)
+
+    def _occupy(self, back: bool, until: float) -> None:
+        for direction in (back,) if self._duplex else (False, True):
+            self._free[direction] = until
+
+    def _arrive(self, now: float) -> None:
+        while self._coming and self._coming[-1].made <= now + self._exact:
+            item = self._coming.pop()
+            insort(self._resident, (-item.used, len(self._coming), item))
+        while self._host_uses and self._host_uses[0][0] <= now + self._exact:
+            _, device, size = heappop(self._host_uses)
+            self._host_held[device] -= size
+
+    def _send_away(self, item: Item) -> None:
+        entry = (item.used, -len(self._out_start), item)
+        away, due = self._away, self._due
+        at = bisect_left(away, entry)
+        away.insert(at, entry)
+        due.insert(at, min(due[at], item.used) - item.back)
+        while at:  # those before it must come back sooner, up to where there is time enough
+            at -= 1
+            used, _, other = away[at]
+            start = min(due[at + 1], used) - other.back
+            if start == due[at]:
+                break
+            due[at] = start
+
+    def _with_another(self, item: Item) -> tuple[float, float]:
+        """If ``item`` left too: when the first copy back would have to start, and when its own."""
+        at = bisect_left(self._away, (item.used,))
+        start = own = min(self._due[at], item.used) - item.back
+        while at:
+            at -= 1
+            used, _, other = self._away[at]
+            start = min(start, used) - other.back
+            if start == self._due[at]:
+                return self._due[0], own
+        return start, own
+
+    def _leaving(self, now: float) -> Item | None:
+        """The item used last that can leave now and all be back in time."""
+        stay: list[tuple[float, int, Item]] = []
+        chosen = None
+        while self._resident and chosen is None:
+            entry = self._resident.pop(0)
+            item = entry[2]
+            arrived = now + item.out
+            if arrived + item.back > item.used + self._exact:
+                continue  # it never can: time only goes on
+            if not self._host_has_room(item):
+                self._reasons[item] = NO_HOST_MEMORY
+                stay.append(entry)
+            elif not self._returns_in_time(item, now):
+                stay.append(entry)
+                break  # those behind it are used sooner, which leaves the channel less time still
+            else:
+                chosen = item
+        self._resident = stay + self._resident
+        if chosen is not None and self._host_budget is not None:
+            self._host_held[chosen.device] = self._host_held.get(chosen.device, 0.0) + chosen.size
+            heappush(self._host_uses, (chosen.used, chosen.device, chosen.size))
+        return chosen
+
+    def _returns_in_time(self, item: Item, now: float) -> bool:
+        """Whether it, and all that is away already, can still come back in time when it leaves now."""
+        arrived = now + item.out
+        first, own = self._with_another(item)
+        vacant = max(now, self._free[True]) if self._duplex else arrived
+        return own >= arrived - self._exact and first >= vacant - self._exact
+
+    def _host_has_room(self, item: Item) -> bool:
+        if self._host_budget is None:
+            return True
+        held = self._host_held.get(item.device, 0.0) + item.size
+        return held <= loosened(self._host_budget[item.device])
+
+    def _next_time(self, now: float, due: float) -> float:
+        """When something changes: a forward ends, a copy ends or must start, host memory is given back."""
+        times = [due, *self._free.values()]
+        if self._coming:
+            times.append(self._coming[-1].made)
+        if self._host_uses:
+            times.append(self._host_uses[0][0])
+        later = [time for time in times if time > now + self._exact]
+        if not later or (not self._coming and not self._away and not self._host_uses):
+            self._resident.clear()  # what is left can never leave
+            return now
+        return min(later)

@@ -1,0 +1,419 @@
+"""Which activations of a schedule go to the host, when they leave and when they return."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.costs import Channel
+from megatron_pipemem.schedule.core.memory_cap import loosened
+from megatron_pipemem.schedule.core.schedule import Order
+from megatron_pipemem.schedule.core.simulator import Timeline
+from megatron_pipemem.schedule.features.offload.copies import (
+    CHANNEL_FULL,
+    NO_HOST_MEMORY,
+    TOO_SHORT,
+    Item,
+    RoundTrip,
+    plan_round_trips,
+)
+from megatron_pipemem.schedule.features.offload.plan import NOT_NEEDED, RECOMPUTED, Key
+from megatron_pipemem.schedule.features.offload.timetable import Timetable, paced, timetables
+
+# Shares of the longest-lived activations that are tried.
+_SHARES = 4
+_GOLDEN = 0.6180339887498949
+# By how much a plan may pretend that computing is slower, where only stalls keep a cap.
+_STRETCHES = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+# Shares of the steady state's interval that the forwards of a warm-up are apart.
+_PACES = (0.5, 0.75, 1.0)
+_ROUND_TRIP = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
+_DEVICE_MEMORY, _HOST_MEMORY = slice(1, 3), slice(0, 4, 3)
+# Copies as they are, and slower ones: their plans hold as well, and are at times the better.
+_SLOWER = (1.0, 1.2)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A plan of the devices that share a channel.
+
+    Args:
+        devices: these.
+        timetable: when their actions run.
+        trips: round trips.
+        kept: why the others of the items stay.
+        over: by how much the devices exceed their caps, all together; 0 without caps.
+        peak: the most that any of them holds.
+    """
+
+    devices: tuple[int, ...]
+    timetable: Timetable
+    trips: Sequence[RoundTrip]
+    kept: dict[Key, str]
+    over: float
+    peak: float
+
+
+class Proposal(NamedTuple):
+    """Orders with round trips, why everything else stays, and when all of it runs at the latest."""
+
+    orders: tuple[Order, ...]
+    kept: dict[Key, str]
+    timetable: Timetable
+
+
+class Planner:
+    """Which activations leave, when, and when they return; see ``plan_offload``.
+
+    Args:
+        timeline: the simulated run of a schedule without actions on memory.
+        caps: the most every device may hold.
+        budgets: the most host memory of every device.
+        pace: see ``plan_offload``.
+        slow_down: see ``plan_offload``.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        caps: tuple[float, ...] | None,
+        budgets: tuple[float, ...] | None,
+        pace: bool,
+        slow_down: bool,
+    ) -> None:
+        base, costs = timeline.schedule, timeline.costs
+        placement = base.placement
+        self._base, self._caps, self._budgets = base, caps, budgets
+        self._channel = costs.channel or Channel(0.0)
+        self._unit = costs.memory_unit(placement) / base.pieces
+        self._changes = costs.memory_changes(placement, base.recomputed)
+        self._host_changes = costs.host_changes(placement, base.recomputed)
+        self._base_changes = [
+            np.array([self._changes[a.kind][a.stage] if a.kind in self._changes else 0 for a in order], dtype=float)
+            for order in base.orders
+        ]
+        prices = costs.copy_seconds(placement, base.recomputed)
+        self._out, self._back = ([s / base.pieces for s in prices[kind]] for kind in (Kind.OFFLOAD, Kind.RELOAD))
+        self._timetables = timetables(timeline)
+        self._lives = [_lives(order) for order in base.orders]
+        self._stretches = _STRETCHES if slow_down and caps is not None else ()
+        self._paced = [paced(base, costs, share) for share in _PACES] if pace or caps is not None else []
+        shared = [devices for devices in self._channel.switches if len(devices) > 1]
+        alone = set(range(base.num_devices)) - {device for devices in shared for device in devices}
+        self._groups = [*shared, *((device,) for device in sorted(alone))]
+
+    def run(self, stages: frozenset[int]) -> list[Proposal]:
+        """Plans to choose from: one where no device waits for the copies of another."""
+        whole = {stage for stage, kind in self._base.recomputed.items() if kind is Kind.R}
+        stages -= whole
+        # Devices wait for one another: only plans for one timetable hold nobody up together.
+        plans = [self._plan_all(stages, timetable, 1.0) for timetable in self._timetables]
+        slower = [(timetable, 1.0) for timetable in self._paced]
+        slower += [(self._paced[-1], stretch) for stretch in self._stretches]
+        if self._caps is None and self._channel.is_shared:
+            plans += [self._plan_all(stages, timetable, stretch) for timetable, stretch in slower]
+            return [self._proposal(plan, whole) for plan in plans]
+        plan = min(plans, key=self._rank)
+        for timetable, stretch in slower:
+            if self._caps is not None and not any(group.over for group in plan):
+                break
+            other = self._plan_all(stages, timetable, stretch)
+            if self._rank(other)[:-2] < self._rank(plan)[:-2]:
+                plan = other
+        return [self._proposal(plan, whole)]
+
+    def _proposal(self, plan: Sequence[_Group], whole: set[int]) -> Proposal:
+        """The orders of a plan of all devices, and why what stays does."""
+        orders = {
+            device: self._order(device, group.timetable, group.trips) for group in plan for device in group.devices
+        }
+        # Stages that were not selected are in no group's plan.
+        kept = {
+            (action.stage, action.microbatch): RECOMPUTED if action.stage in whole else NOT_NEEDED
+            for order in self._base.orders
+            for action in order
+            if action.kind is Kind.F
+        }
+        kept |= {key: why for group in plan for key, why in group.kept.items()}
+        for group in plan:
+            for trip in group.trips:
+                del kept[_key(trip.item)]
+        return Proposal(tuple(orders[device] for device in range(self._base.num_devices)), kept, plan[0].timetable)
+
+    def _rank(self, groups: Sequence[_Group]) -> tuple[float, ...]:
+        peaks, trips = [group.peak for group in groups], sum(len(group.trips) for group in groups)
+        if self._caps is None:
+            return max(peaks), sum(peaks), -trips
+        over = sum(group.over for group in groups)
+        return over, max(peaks) if over else 0.0, sum(peaks) if over else 0.0, trips
+
+    def _plan_all(self, stages: frozenset[int], timetable: Timetable, stretch: float) -> list[_Group]:
+        """The best plan of every device when all but copies takes ``stretch`` times as long."""
+        timetable = timetable.stretched(stretch)
+        return [self._best(devices, stages, timetable) for devices in self._groups]
+
+    def _best(self, devices: tuple[int, ...], stages: frozenset[int], timetable: Timetable) -> _Group:
+        """The plan of some devices: within the caps with the fewest round trips, or else with the lowest peak."""
+        items = self._items(devices, timetable, stages, 1.0)
+        if self._caps is None:
+            best = self._lowest(devices, timetable, stages)
+        else:
+            best = self._group(devices, timetable, [], items)
+            for factor in _SLOWER:
+                if best.over:
+                    best = self._with_fewer(devices, timetable, stages, factor, best)
+            if not best.over:
+                return best
+        reasons = {_key(item): self._why(item) for item in items}
+        kept = {key: reasons[key] if why == NOT_NEEDED else why for key, why in best.kept.items()}
+        return replace(best, kept=kept)
+
+    def _why(self, item: Item) -> str:
+        """Why an item stays that would only be in the way of others."""
+        if self._budgets is not None and item.size * self._unit > self._budgets[item.device]:
+            return NO_HOST_MEMORY
+        return TOO_SHORT if item.lifespan < item.out + item.back else CHANNEL_FULL
+
+    def _lowest(self, devices: tuple[int, ...], timetable: Timetable, stages: frozenset[int]) -> _Group:
+        """Without caps: the longest-lived items, ever fewer of them, until no fewer can be better."""
+        found: list[tuple[tuple[float, ...], float, int, _Group]] = []
+        for factor in _SLOWER:
+            items = self._items(devices, timetable, stages, factor)
+            for count in reversed([0, *_counts(items)]):
+                if found and self._at_best(devices, timetable, items[:count]) > min(found)[0]:
+                    break
+                group = self._plan(devices, timetable, items[:count], items[count:])
+                found.append((_by_peak(group), factor, count, group))
+        return min(found)[-1]
+
+    def _at_best(self, devices: tuple[int, ...], timetable: Timetable, items: Sequence[Item]) -> tuple[float, ...]:
+        """``_by_peak`` of these items if each had a channel to itself: no plan of them, or of fewer, is better."""
+        trips = [RoundTrip(item, item.made, item.used - item.back) for item in items]
+        trips = [trip for trip in trips if trip.out + trip.item.out <= trip.back]
+        return _by_peak(self._group(devices, timetable, trips, ()))
+
+    def _with_fewer(
+        self, devices: tuple[int, ...], timetable: Timetable, stages: frozenset[int], factor: float, best: _Group
+    ) -> _Group:
+        """With caps: the longest-lived items, ever more of them, and then no more than it takes."""
+        items = self._items(devices, timetable, stages, factor)
+        too_few, enough = 0, None
+        for count in _counts(items):
+            group = self._plan(devices, timetable, items[:count], items[count:])
+            best = min(best, group, key=_by_caps)
+            if not group.over:
+                enough = count
+                break
+            too_few = count
+        while enough is not None and enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            group = self._plan(devices, timetable, items[:middle], items[middle:])
+            best = min(best, group, key=_by_caps)
+            if group.over:
+                too_few = middle
+            else:
+                enough = middle
+        return best
+
+    def _items(
+        self, devices: tuple[int, ...], timetable: Timetable, stages: frozenset[int], factor: float
+    ) -> list[Item]:
+        """What may leave, the longest-lived first."""
+        items = []
+        for device in devices:
+            starts, ends = timetable.starts[device].tolist(), timetable.ends[device].tolist()
+            for (stage, microbatch), (made, used) in self._lives[device].items():
+                size = -self._changes[Kind.WAIT_OFFLOAD][stage]
+                if stage in stages and size:  # a stage without layers has nothing to send
+                    out, back = self._out[stage] * factor, self._back[stage] * factor
+                    items.append(Item(device, stage, microbatch, ends[made], starts[used], out, back, size))
+        # Where not all of equally long-lived items have room, those that leave are spread evenly over the step.
+        tick = 1e-6 * max((item.lifespan for item in items), default=1.0) or 1.0
+        return sorted(items, key=lambda item: (-round(item.lifespan / tick), item.microbatch * _GOLDEN % 1, item.stage))
+
+    def _plan(
+        self, devices: tuple[int, ...], timetable: Timetable, chosen: Sequence[Item], others: Sequence[Item]
+    ) -> _Group:
+        """Round trips of as many of ``chosen`` as have room in the channel and in host memory."""
+        if self._budgets is None:
+            return self._plan_within(devices, timetable, chosen, others, None)
+        budgets = [budget / self._unit for budget in self._budgets]
+        while True:
+            group = self._plan_within(devices, timetable, chosen, others, budgets)
+            over = [
+                device
+                for device in devices
+                if self._host_peak(device, timetable, group.trips) > loosened(self._budgets[device])
+            ]
+            if not over:
+                return group
+            # An order issues copies a little ahead of their time: where that is too much, plan with a little less room.
+            for device in over:
+                budgets[device] -= min(item.size for item in chosen if item.device == device)
+
+    def _plan_within(
+        self,
+        devices: tuple[int, ...],
+        timetable: Timetable,
+        chosen: Sequence[Item],
+        others: Sequence[Item],
+        budgets: Sequence[float] | None,
+    ) -> _Group:
+        """Round trips without those that nothing runs in the absence of."""
+        idle: list[Item] = []
+        for _ in range(2):
+            trips, kept = plan_round_trips(chosen, self._channel.duplex, budgets)
+            useless = {item for device in devices for item in _useless(_of(device, trips), timetable, device)}
+            if not useless:
+                break
+            idle += useless
+            chosen = [item for item in chosen if item not in useless]
+        trips = [trip for trip in trips if trip.item not in useless]
+        group = self._group(devices, timetable, trips, others)
+        reasons = {_key(item): why for item, why in kept.items()} | {_key(item): TOO_SHORT for item in idle}
+        return replace(group, kept={**group.kept, **reasons})
+
+    def _group(
+        self, devices: tuple[int, ...], timetable: Timetable, trips: Sequence[RoundTrip], others: Sequence[Item]
+    ) -> _Group:
+        """What these round trips come to."""
+        held = {device: self._peak(device, timetable, trips) for device in devices}
+        over = 0.0
+        for device in devices:
+            if self._caps is not None:
+                over += max(0.0, held[device] - loosened(self._caps[device]))
+        kept = {_key(item): NOT_NEEDED for item in others}
+        return _Group(devices, timetable, trips, kept, over, max(held.values()))
+
+    def _peak(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> float:
+        """The most that a device holds."""
+        base = self._base_changes[device]
+        copies = self._copies(device, timetable, trips)
+        changes = np.append(copies.changes(self._changes, _DEVICE_MEMORY), base)
+        return float(changes[copies.merged(_DEVICE_MEMORY, len(base))].cumsum().max(initial=0.0)) * self._unit
+
+    def _host_peak(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> float:
+        """The most host memory of a device."""
+        copies = self._copies(device, timetable, trips)
+        changes = copies.changes(self._host_changes, _HOST_MEMORY)
+        return float(changes[copies.merged(_HOST_MEMORY, 0)].cumsum().max(initial=0.0)) * self._unit
+
+    def _order(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> Order:
+        """The order of a device with its round trips."""
+        copies, base = self._copies(device, timetable, trips), self._base.orders[device]
+        actions = [Action(kind, *_key(trip.item)) for trip in copies.trips for kind in _ROUND_TRIP]
+        actions += base
+        return tuple(actions[at] for at in copies.merged(slice(None), len(base)))
+
+    def _copies(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> _Copies:
+        """Every copy is issued where the device stands when its channel gets to it."""
+        own = _of(device, trips)
+        starts, ends, lives = timetable.starts[device], timetable.ends[device], self._lives[device]
+        exact = _exact(ends)
+        made, used = np.array([lives[_key(trip.item)] for trip in own], dtype=int).reshape(-1, 2).T
+        times = np.array([(out, out + item.out, back, item.used) for item, out, back in own], dtype=float).reshape(
+            -1, len(_ROUND_TRIP)
+        )
+        out, left, back, _ = times.T
+        # Where passes take no time, many positions have the same time; a round trip's four actions stay in their order.
+        at_out = np.minimum(used, np.maximum(made + 1, ends.searchsorted(out + exact, "right")))
+        at_left = np.maximum(at_out, starts.searchsorted(left - exact))
+        at_back = np.minimum(used, np.maximum(at_left, ends.searchsorted(back + exact, "right")))
+        # Of what happens at one time: what has ended gives room to what begins. A copy that takes no time is both.
+        ranks = [(2 if item.out else -1, 0, 2 if item.back else 0.5, 1) for item, _, _ in own]
+        places = np.stack([at_out, at_left, at_back, used], axis=1)
+        return _Copies(own, places, times, np.array(ranks, dtype=float).reshape(places.shape))
+
+
+class _Copies(NamedTuple):
+    """Where in a device's order the four actions of its round trips go, by their columns in ``_ROUND_TRIP``.
+
+    Args:
+        trips: one row each.
+        places: positions in the order that they go before.
+        times: when they are; decides between those that go before the same position.
+        ranks: decide between those of the same time.
+    """
+
+    trips: Sequence[RoundTrip]
+    places: np.ndarray
+    times: np.ndarray
+    ranks: np.ndarray
+
+    def merged(self, columns: slice, length: int) -> np.ndarray:
+        """The sequence of these columns, counted row by row, and of an order of some length, counted behind them."""
+        chosen = (np.asarray(each)[:, columns].ravel() for each in (self.ranks, self.times, self.places))
+        own = (np.zeros(length), np.full(length, np.inf), np.arange(length))
+        return np.lexsort([np.append(*each) for each in zip(chosen, own, strict=True)])
+
+    def changes(self, changes: Mapping[Kind, Sequence[float]], columns: slice) -> np.ndarray:
+        """What these columns change, row by row."""
+        stages = [trip.item.stage for trip in self.trips]
+        by_kind = [np.array(changes[kind], dtype=float)[stages] for kind in _ROUND_TRIP[columns]]
+        return np.stack(by_kind, axis=1).ravel()
+
+
+def _lives(order: Order) -> dict[Key, tuple[int, int]]:
+    """The positions between which activations may be away: of their F, and of what needs them first."""
+    made: dict[Key, int] = {}
+    lives: dict[Key, tuple[int, int]] = {}
+    for at, action in enumerate(order):
+        key = (action.stage, action.microbatch)
+        if action.kind is Kind.F:
+            made[key] = at
+        elif action.kind in (Kind.RS, Kind.I, Kind.B) and key not in lives:
+            lives[key] = made[key], at
+    return lives
+
+
+def _of(device: int, trips: Sequence[RoundTrip]) -> list[RoundTrip]:
+    return [trip for trip in trips if trip.item.device == device]
+
+
+def _exact(ends: np.ndarray) -> float:
+    """What times may be off by."""
+    return 1e-9 * ends[-1] if len(ends) else 0.0
+
+
+def _useless(trips: Sequence[RoundTrip], timetable: Timetable, device: int) -> list[Item]:
+    """Of a device's items, those in whose absence nothing runs."""
+    starts, ends = timetable.starts[device], timetable.ends[device]
+    exact = _exact(ends)
+    left, back = (np.array(times) for times in ([t.out + t.item.out for t in trips], [t.back for t in trips]))
+    frees = starts.searchsorted(left - exact) < ends.searchsorted(back + exact, "right")
+    return [trip.item for trip, does in zip(trips, frees, strict=True) if not does]
+
+
+def _by_peak(group: _Group) -> tuple[float, ...]:
+    """Without caps, the better the smaller."""
+    return group.peak, -len(group.trips)
+
+
+def _by_caps(group: _Group) -> tuple[float, ...]:
+    """With caps, the better the smaller."""
+    return group.over, group.peak if group.over else 0.0, len(group.trips)
+
+
+def _counts(items: Sequence[Item]) -> list[int]:
+    """How many of the longest-lived items are tried to send away: shares of all, and what the channel can take."""
+    shares = {-(-len(items) * share // _SHARES) for share in range(1, _SHARES + 1)}
+    return sorted((shares | {_capacity(items)}) - {0})
+
+
+def _capacity(items: Sequence[Item]) -> int:
+    """How many of the first items one channel can copy both ways in the time that they span."""
+    if not items:
+        return 0
+    span = max(item.used for item in items) - min(item.made for item in items)
+    copied = list(accumulate(item.out + item.back for item in items))
+    return bisect_right(copied, span)
+
+
+def _key(item: Item) -> Key:
+    return item.stage, item.microbatch

@@ -1,0 +1,83 @@
+"""Vocabulary parallelism for any schedule of one pipeline: where its passes and collectives stand.
+
+A barrier is an exchange between the last stage's forward and backward that every device takes part in at some end of an
+action. So all backwards of a microbatch are put off by one interval per barrier (the time in which a device works one
+microbatch off), which every device then has for its part. That is the order; in a run of all devices in time it is then
+filled with the passes: S as soon as X is there, T at the latest before the next S, so that one softmax is alive at a time,
+the embedding's where a device would idle, or when they are due. Every collective is posted by all devices at the one
+moment of that run when its data are there, by a device that is busy then before what it is busy with, since posting waits
+for nobody: with one barrier a device's part of the input gradient, which needs the statistics, is there when the device next
+is between two actions. The lists are thus cut from one sequence, and cannot wait for one another in a circle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Order, Schedule
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS, check_placement
+from megatron_pipemem.schedule.features.vocabulary.run import BACKWARD, Run
+
+
+def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = None) -> Schedule:
+    """The schedule with head and embedding cut over all devices.
+
+    In flight come ``barriers`` microbatches more: on 1F1B device r holds ``p - r + barriers``.
+
+    Args:
+        schedule: valid, of one pipeline and one model copy, without vocabulary passes; forwards alone are taken too.
+        barriers: 1 (Algorithm 2 of the paper) or 2 (Algorithm 1), see ``Schedule.vocabulary``.
+        costs: what to fit the order to.
+
+    Raises:
+        UnsupportedError: the schedule is not of that sort.
+        ScheduleError: the schedule waits for ever.
+    """
+    if barriers not in BARRIERS:
+        raise UnsupportedError(f"vocabulary parallelism has 1 or 2 barriers, not {barriers!r}")
+    if schedule.vocabulary:
+        raise UnsupportedError(f"schedule {schedule.name!r} has vocabulary passes already; take the one without")
+    if schedule.simulated_only:
+        raise UnsupportedError(
+            f"schedule {schedule.name!r} takes no vocabulary passes: {schedule.simulated_only}; take one that can be run"
+        )
+    if schedule.offloads or schedule.recomputed:
+        raise UnsupportedError(
+            f"schedule {schedule.name!r} moves or recomputes activations, which is not planned together with vocabulary "
+            "passes; take one that does neither"
+        )
+    check_placement(schedule.placement)
+    costs = costs or Costs()
+    orders = _put_off(schedule, barriers, costs)
+    return replace(schedule, orders=Run(schedule, orders, barriers, costs).lists(), vocabulary=barriers)
+
+
+def _put_off(schedule: Schedule, barriers: int, costs: Costs) -> tuple[Order, ...]:
+    """The orders with every backward ``barriers`` intervals later. Whatever came after something it needs still does."""
+    timeline = simulate(schedule, _without_zeros(costs, schedule.placement))
+    later = barriers * timeline.ideal / schedule.num_microbatches
+    # Rounded, so that what differs by rounding only is a tie, in which backwards go first: they give memory back.
+    unit = timeline.makespan * 1e-9
+    orders = []
+    for order, spans in zip(schedule.orders, timeline.spans, strict=True):
+        keyed = [
+            (round((start + later * (action.kind in BACKWARD)) / unit), action.kind not in BACKWARD, position)
+            for position, (action, (start, _)) in enumerate(zip(order, spans, strict=True))
+        ]
+        orders.append(tuple(order[position] for _, _, position in sorted(keyed)))
+    return tuple(orders)
+
+
+def _without_zeros(costs: Costs, placement: Placement) -> Costs:
+    """What takes no time takes a little, so that start times tell the order of everything."""
+    seconds = costs.seconds(placement)
+    longest = max(max(prices) for prices in seconds.values()) or 1.0
+    forward, inputs, weights = (
+        tuple(max(price, 1e-4 * longest) for price in seconds[kind]) for kind in (Kind.F, Kind.I, Kind.W)
+    )
+    return replace(costs, forward=forward, backward_input=inputs, backward_weight=weights)

@@ -1,0 +1,126 @@
+"""What the passes and collectives of vocabulary parallelism take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_pipemem.errors import CostsError
+from megatron_pipemem.schedule.core.action import COLLECTIVES, Kind
+from megatron_pipemem.schedule.core.brief import changed_fields
+from megatron_pipemem.schedule.core.magnitudes import LARGEST, shortened
+
+PerDevice = float | Sequence[float]
+
+_SCORE_SHARE = {1: 2 / 3, 2: 1 / 3}
+"""Of the head's three matrix products per weight (logits, input gradient, weight gradient), those that S does. With one
+barrier it forms the input gradient from the local softmax; only the weight gradient is left to T."""
+
+
+@dataclass(frozen=True)
+class VocabularyCosts:
+    """Seconds of one microbatch: one number for every device, or one per device.
+
+    Args:
+        score: of S.
+        gradient: of T.
+        embed: of IF.
+        embed_gradient: of IB.
+        loss: of LOSS on the last stage's device, one number.
+        collectives: of one collective, one number for all kinds or one per kind; kinds left out take no time.
+    """
+
+    score: PerDevice = 0.0
+    gradient: PerDevice = 0.0
+    embed: PerDevice = 0.0
+    embed_gradient: PerDevice = 0.0
+    loss: float = 0.0
+    collectives: float | Mapping[Kind, float] = 0.0
+
+    def __repr__(self) -> str:
+        return changed_fields(self)
+
+    def __post_init__(self) -> None:
+        for name in ("score", "gradient", "embed", "embed_gradient", "loss"):
+            price = getattr(self, name)
+            if isinstance(price, Sequence) and name != "loss":
+                object.__setattr__(self, name, tuple(_seconds(name, each) for each in price))
+            else:
+                object.__setattr__(self, name, _seconds(name, price))
+        if isinstance(self.collectives, Mapping):
+            prices = {Kind(kind): _seconds(f"collective {kind}", price) for kind, price in self.collectives.items()}
+            if strange := sorted(set(prices) - COLLECTIVES):
+                raise CostsError(f"{strange[0]} is no collective; give {', '.join(sorted(COLLECTIVES))}")
+            object.__setattr__(self, "collectives", prices)
+        else:
+            object.__setattr__(self, "collectives", _seconds("collectives", self.collectives))
+
+    @classmethod
+    def of_head(
+        cls,
+        head: float,
+        num_devices: int,
+        barriers: int,
+        *,
+        embedding: float = 0.0,
+        scaling: float = 1.0,
+        collectives: float | Mapping[Kind, float] = 0.0,
+    ) -> VocabularyCosts:
+        """Equal shards of a head and an embedding.
+
+        Args:
+            head: seconds of forward and backward of the whole head and its loss on one device.
+            num_devices: shards.
+            barriers: 1 or 2; says how the head's matrix products are divided between S and T.
+            embedding: seconds of forward and backward of the whole embedding on one device; a third of it is forward.
+            scaling: how much of a shard's speed is left of the whole head's, 1 at best.
+            collectives: seconds, as above.
+        """
+        shard, rows = head / num_devices / scaling, embedding / num_devices
+        share = _SCORE_SHARE[barriers]
+        return cls(shard * share, shard * (1 - share), rows / 3, 2 * rows / 3, 0.0, collectives)
+
+    def seconds(self, num_devices: int) -> dict[Kind, tuple[float, ...]]:
+        """Of every pass, one value per device.
+
+        Raises:
+            CostsError: a sequence has not one value per device.
+        """
+        prices = {
+            Kind.IF: self.embed,
+            Kind.S: self.score,
+            Kind.LOSS: self.loss,
+            Kind.T: self.gradient,
+            Kind.IB: self.embed_gradient,
+        }
+        return {kind: per_device(f"seconds of {kind}", price, num_devices) for kind, price in prices.items()}
+
+    def collective_seconds(self) -> dict[Kind, float]:
+        """Of every kind of collective."""
+        if isinstance(self.collectives, Mapping):
+            return {kind: self.collectives.get(kind, 0.0) for kind in COLLECTIVES}
+        return dict.fromkeys(COLLECTIVES, self.collectives)
+
+
+def per_device(what: str, price: PerDevice, num_devices: int) -> tuple[float, ...]:
+    """Raises:
+    CostsError: a sequence has not one value per device.
+    """
+    if not isinstance(price, Sequence):
+        return (price,) * num_devices
+    if len(price) != num_devices:
+        raise CostsError(
+            f"{what} has {len(price)} values for {num_devices} devices; give one per device, or one number for all"
+        )
+    return tuple(price)
+
+
+def _seconds(what: str, price: object) -> float:
+    try:
+        seconds = float(price)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if not 0 <= seconds <= LARGEST:
+        raise CostsError(f"{what} of the vocabulary is {shortened(price)}; give seconds from 0 to {LARGEST:g}")
+    return seconds

@@ -1,0 +1,1 @@
+"""Schedules and costs as files that people and other programs write."""

@@ -1,0 +1,136 @@
+"""Costs as a JSON file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_pipemem.errors import CostsError
+from megatron_pipemem.reading import read_json
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Channel, Costs
+from megatron_pipemem.schedule.core.magnitudes import LARGEST, shortened
+from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts
+
+_PRICES = ("forward", "backward_input", "backward_weight", "recompute", "recompute_selective", "copy_sum")
+_KEYS = (*_PRICES, "p2p", "memory", "channel", "vocabulary", "profile")
+_CHANNEL = ("ratio", "offload", "reload", "duplex", "switches")
+
+
+def read_costs(path: str | Path) -> Costs:
+    """What ``Costs.from_json`` reads.
+
+    Raises:
+        CostsError: the file is missing, is not JSON, or has unknown keys or values of the wrong type; it names the key.
+    """
+    data = read_json(path, "costs", CostsError)
+    try:
+        if not isinstance(data, dict) or set(data) - set(_KEYS):
+            unknown = f", not {shortened(sorted(set(data) - set(_KEYS))[0])}" if isinstance(data, dict) else ""
+            raise CostsError(f"costs are one JSON object with the keys {', '.join(_KEYS)}{unknown}")
+        return _costs(data)
+    except CostsError as error:
+        raise CostsError(f"{path}: {error}") from error
+
+
+def _costs(data: Mapping[str, Any]) -> Costs:
+    prices = {key: _price(key, data[key]) for key in _PRICES if key in data}
+    memory = data.get("memory")
+    if memory is not None:
+        memory = {_kind("memory", kind): _price(f"memory.{kind}", values) for kind, values in _object("memory", memory)}
+    p2p = data.get("p2p", 0.0)
+    if isinstance(p2p, dict):
+        p2p = {_link(link): _number(f"p2p.{link}", seconds) for link, seconds in p2p.items()}
+    else:
+        p2p = _number("p2p", p2p)
+    vocabulary = data.get("vocabulary")
+    costs = Costs(**prices, p2p=p2p, memory=memory, vocabulary=None if vocabulary is None else _vocabulary(vocabulary))
+    channel = data.get("channel")
+    return costs if channel is None else replace(costs, channel=_channel(channel, costs))
+
+
+def _channel(value: object, costs: Costs) -> Channel:
+    settings = dict(_object("channel", value, _CHANNEL))
+    duplex, switches = settings.pop("duplex", False), settings.pop("switches", [])
+    if not isinstance(duplex, bool):
+        raise CostsError(f"channel.duplex is {shortened(duplex)}; give true or false")
+    if not isinstance(switches, list) or not all(
+        isinstance(group, list) and all(isinstance(device, int) and abs(device) <= LARGEST for device in group)
+        for group in switches
+    ):
+        raise CostsError(f"channel.switches is {shortened(switches)}; give lists of devices, as in [[0, 1], [2, 3]]")
+    shared = tuple(map(tuple, switches))
+    if "ratio" in settings:
+        if len(settings) > 1:
+            raise CostsError("channel has a ratio, and seconds too; give either")
+        return Channel.of_ratio(_number("channel.ratio", settings["ratio"]), costs, duplex, shared)
+    if "offload" not in settings:
+        raise CostsError("channel lacks the key offload, seconds to the host; give it, or ratio in its place")
+    prices = {name: _price(f"channel.{name}", price) for name, price in settings.items()}
+    return Channel(**prices, duplex=duplex, switches=shared)
+
+
+def _vocabulary(value: object) -> VocabularyCosts:
+    settings = dict(_object("vocabulary", value, [field.name for field in fields(VocabularyCosts)]))
+    collectives = settings.pop("collectives", 0.0)
+    if isinstance(collectives, dict):
+        collectives = {
+            _kind("vocabulary.collectives", kind): _number(f"vocabulary.collectives.{kind}", seconds)
+            for kind, seconds in collectives.items()
+        }
+    else:
+        collectives = _number("vocabulary.collectives", collectives)
+    prices = {
+        name: (_number if name == "loss" else _price)(f"vocabulary.{name}", price) for name, price in settings.items()
+    }
+    return VocabularyCosts(**prices, collectives=collectives)
+
+
+def _object(key: str, value: object, known: Iterable[str] | None = None) -> Iterable[tuple[str, Any]]:
+    """The items of a JSON object."""
+    if not isinstance(value, dict):
+        raise CostsError(f"{key} is {shortened(value)}; give an object, as in {_EXAMPLES[key]}")
+    if known is not None and (unknown := sorted(set(value) - set(known))):
+        raise CostsError(f"{key} has the unknown key {shortened(unknown[0])}; known are {', '.join(known)}")
+    return value.items()
+
+
+def _price(key: str, value: object) -> float | tuple[float, ...]:
+    if isinstance(value, list):
+        if not value:
+            raise CostsError(f"{key} is []; give a number, or a list of one per stage")
+        return tuple(_number(key, each) for each in value)
+    return _number(key, value, "a number, or a list of one per stage")
+
+
+def _number(key: str, value: object, wanted: str = "a number") -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise CostsError(f"{key} is {shortened(value)}; give {wanted}")
+    if not abs(value) <= LARGEST:
+        raise CostsError(f"{key} is {shortened(value)}; give numbers of at most {LARGEST:g}")
+    return float(value)
+
+
+def _kind(key: str, kind: str) -> Kind:
+    try:
+        return Kind(kind)
+    except ValueError:
+        raise CostsError(
+            f"{key} has the unknown key {shortened(kind)}; it takes kinds of actions, {', '.join(Kind)}"
+        ) from None
+
+
+def _link(link: str) -> tuple[int, int]:
+    source, dash, destination = link.partition("-")
+    if not (dash and source.isdecimal() and destination.isdecimal() and len(link) < 20):
+        raise CostsError(f"p2p has the key {shortened(link)}; write links as two devices, as in 0-1")
+    return int(source), int(destination)
+
+
+_EXAMPLES = {
+    "memory": '{"F": 8, "W": -8}',
+    "channel": '{"offload": 1.5}',
+    "vocabulary": '{"score": 0.5, "gradient": 0.25}',
+}

@@ -1,0 +1,285 @@
+"""Schedule tables as text: a line per device, an action per comma-separated cell; empty cells are idle steps.
+
+Three sets of letters are about. Ours are those of torch.distributed.pipelining since 2.6: ``F``, ``I`` input gradient,
+``W`` weight gradient, ``B`` full backward. Before 2.6 torch wrote ``B`` for the input gradient and ``BW`` for the full
+backward. Both torches write gradient messages as ``SEND_B`` and ``RECV_B``, ours are ``SEND_I`` and ``RECV_I``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_pipemem.errors import ScheduleFormatError
+from megatron_pipemem.reading import read_text
+from megatron_pipemem.schedule.core.action import MESSAGES, ORDERED, VOCABULARY, Action, Kind, shown
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.text.csv_header import Header, read_header, split_lines
+
+DIALECTS = ("auto", "pipemem", "torch", "torch-new", "torch-old")
+"""What a reader may be told: ``torch`` leaves open which torch, ``auto`` everything."""
+
+LETTERS = {
+    "pipemem": "F, I, W, B (gradient messages SEND_I, RECV_I)",
+    "torch-new": "torch since 2.6: F, I, W, B (gradient messages SEND_B, RECV_B)",
+    "torch-old": "torch before 2.6: F, B as input gradient, W, BW as full backward",
+}
+
+
+class Cell(NamedTuple):
+    """An action, and where its cell stands. Lines and columns count from 1; an overlapped pair makes two of these."""
+
+    action: Action
+    line: int
+    column: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """A file as read, in our letters and with its messages.
+
+    Args:
+        rows: the cells of every device, in order.
+        letters: a key of ``LETTERS``.
+        reason: why it was read in these letters: ``stated``, or what gave them away.
+        ignored: how often what has no meaning here occurred, for example ``{"UNSHARD": 4}``.
+        pairs: number of overlapped pairs, which are read as their two actions in turn.
+        header: what the line that starts with ``#`` says.
+    """
+
+    rows: tuple[tuple[Cell, ...], ...]
+    letters: str
+    reason: str
+    ignored: dict[str, int]
+    pairs: int
+    header: Header = Header()
+
+    @property
+    def orders(self) -> tuple[tuple[Action, ...], ...]:
+        """What a schedule's orders hold: the actions without messages and gradient reductions."""
+        return tuple(tuple(cell.action for cell in row if cell.action.kind in ORDERED) for row in self.rows)
+
+    @property
+    def actions(self) -> tuple[tuple[Action, ...], ...]:
+        """All actions of every device."""
+        return tuple(tuple(cell.action for cell in row) for row in self.rows)
+
+    @property
+    def has_messages(self) -> bool:
+        return any(cell.action.kind in MESSAGES for row in self.rows for cell in row)
+
+    def require_orders_only(self) -> None:
+        """Raises ScheduleFormatError at the first message or gradient reduction."""
+        for row in self.rows:
+            for action, line, column in row:
+                if action.kind not in ORDERED:
+                    raise ScheduleFormatError(
+                        f"{action} is not a compute action; keep F, I, W, B, R and the actions on memory, messages are "
+                        "derived from them",
+                        line=line,
+                        column=column,
+                    )
+
+    def placement(self) -> Placement:
+        """Which device runs which stage, as the header says, or else as the cells do.
+
+        Raises:
+            ScheduleFormatError: a stage stands on two devices or on none, a device has no stage, there is nothing to run, or
+                the lines or stages are not as many as the header says.
+        """
+        if not any(self.orders):
+            raise ScheduleFormatError(
+                "the file holds no actions; write a line per device, one action per cell, as in 0F0,0B0"
+            )
+        if self.header.devices:
+            placement = Placement.from_devices(self.header.devices, self.header.replicas)
+            if len(self.rows) != placement.num_devices:
+                raise ScheduleFormatError(
+                    f"the file has actions for {len(self.rows)} devices, but the line that starts with # names "
+                    f"{placement.num_devices}; write a line for each, or name those without actions, as in idle=1"
+                )
+            return placement
+        devices: dict[int, int] = {}
+        for device, row in enumerate(self.rows):
+            for action, line, column in row:
+                # Of what is cut over the vocabulary, the number says the device.
+                if action.kind not in VOCABULARY and devices.setdefault(action.stage, device) != device:
+                    raise ScheduleFormatError(
+                        f"stage {action.stage} is on device {device} here and on device {devices[action.stage]} above; "
+                        "a stage belongs to one device",
+                        line=line,
+                        column=column,
+                    )
+        missing = sorted(set(range(len(devices))) - set(devices))
+        if missing:
+            stray = next(
+                cell
+                for row in self.rows
+                for cell in row
+                if cell.action.kind not in VOCABULARY and cell.action.stage > missing[0]
+            )
+            raise ScheduleFormatError(
+                f"{stray.action} is of stage {stray.action.stage}, but no device runs stage {missing[0]}; stages count from 0 "
+                "without a gap",
+                line=stray.line,
+                column=stray.column,
+            )
+        empty = sorted(set(range(len(self.rows))) - set(devices.values()))
+        if empty:
+            raise ScheduleFormatError(
+                f"device {empty[0]} runs no stage; give it one, remove its line, or name the device of every stage in a "
+                "line that starts with #, as in # devices=0-1-1-0"
+            )
+        if len(devices) % self.header.replicas:
+            raise ScheduleFormatError(
+                f"{len(devices)} stages do not make {self.header.replicas} replicas; mend the line that starts with #"
+            )
+        return Placement.from_devices(tuple(devices[stage] for stage in range(len(devices))), self.header.replicas)
+
+    def num_microbatches(self) -> int:
+        """How many microbatches the step has: what most stages say whose forwards are 0, 1, 2 ... without a gap.
+
+        A stray number on a few stages is then out of range, rather than a microbatch that all others lack.
+        """
+        forwards: dict[int, set[int]] = {}
+        stages = (
+            len(self.header.devices) or max((cell.action.stage for row in self.rows for cell in row), default=0) + 1
+        )
+        model_stages = max(1, stages // self.header.replicas)  # replicas share the microbatches
+        for order in self.orders:
+            for kind, stage, microbatch in order:
+                if kind is Kind.F:
+                    forwards.setdefault(stage % model_stages, set()).add(microbatch)
+        votes = Counter(len(found) for found in forwards.values() if max(found) + 1 == len(found))
+        if votes:
+            units = max(votes, key=lambda count: (votes[count], count))
+        else:
+            units = max((action.microbatch for order in self.orders for action in order), default=-1) + 1
+        return -(-units // self.header.pieces)
+
+
+def read_schedule_file(path: str | Path) -> str:
+    """The text of a schedule file.
+
+    Raises:
+        ScheduleFormatError: there is no such file, it cannot be read, or is no text.
+    """
+    return read_text(path, "a schedule", ScheduleFormatError)
+
+
+def read_table(text: str, dialect: str = "auto") -> Table:
+    """Read a table in any dialect.
+
+    Args:
+        text: the file.
+        dialect: one of ``DIALECTS``.
+
+    Raises:
+        ScheduleFormatError: with line and column, when a cell is no action.
+    """
+    if dialect not in DIALECTS:
+        raise ScheduleFormatError(f"unknown dialect {dialect!r}; use {', '.join(DIALECTS)}")
+    header, text = read_header(text)
+    lines = [
+        [(number, column, cell) for column, cell in enumerate(_cells(line), start=1) if cell]
+        for number, line in enumerate(split_lines(text.removeprefix(_BYTE_ORDER_MARK)), start=1)
+    ]
+    lines = [cells for cells in lines if cells]
+    letters, reason = _letters(lines, dialect)
+    ignored: Counter[str] = Counter()
+    pairs = 0
+    rows = []
+    for cells in lines:
+        row = []
+        for line, column, cell in cells:
+            overlap = letters != "pipemem" and _OVERLAP.fullmatch(cell)
+            pairs += bool(overlap)
+            for part in overlap[1].split(";") if overlap else [cell]:
+                if letters != "pipemem" and (sharding := _SHARDING.fullmatch(part)):
+                    ignored[sharding[1]] += 1
+                    continue
+                row.append(Cell(_action(part, letters, line, column), line, column))
+        rows.append(tuple(row))
+    for device in header.idle:
+        rows.insert(device, ())
+    return Table(tuple(rows), letters, reason, dict(ignored), pairs, header)
+
+
+def write_table(actions: Iterable[Sequence[Action]], letters: str = "pipemem") -> str:
+    """A line per device that does anything, in the letters of a key of ``LETTERS``; ``torch`` means the current ones."""
+    names = _WRITTEN.get(letters, {})
+    return "".join(
+        ",".join(
+            f"{action.stage}{names[action.kind]}{action.microbatch}" if action.kind in names else str(action)
+            for action in row
+        )
+        + "\n"
+        for row in actions
+        if row
+    )
+
+
+def in_letters(message: str, letters: str) -> str:
+    """A message with the actions it names in the letters of a key of ``LETTERS``."""
+    names = _WRITTEN.get(letters, {})
+    return _NAMED.sub(lambda found: found[1] + names.get(Kind(found[2]), found[2]) + found[3], message)
+
+
+_BYTE_ORDER_MARK = "\ufeff"  # spreadsheets put it at the start of the file
+_COMPUTE = re.compile(r"(?<![0-9A-Z_])(\d+)(BW|[FIWB])(?=-?\d)")
+_SHARDING = re.compile(r"\s*\d+(UNSHARD|RESHARD)\s*")
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+_TORCH_ONLY = re.compile(r"\d+(?:SEND_B|RECV_B|UNSHARD|RESHARD)|OVERLAP_F_B")
+_NAMED = re.compile(r"\b(\d+)(SEND_I|RECV_I|I|B)(\d+)\b")
+_NEGATIVE = re.compile(r"\d+[A-Z_]+-\d+")
+
+_GRADIENT_MESSAGES = {Kind.SEND_I: "SEND_B", Kind.RECV_I: "RECV_B"}
+_WRITTEN = {
+    "torch": _GRADIENT_MESSAGES,
+    "torch-new": _GRADIENT_MESSAGES,
+    "torch-old": {**_GRADIENT_MESSAGES, Kind.I: "B", Kind.B: "BW"},
+}
+_READ = {letters: {name: kind for kind, name in names.items()} for letters, names in _WRITTEN.items()}
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip().strip('"').strip() for cell in line.split(",")]
+
+
+def _letters(lines: list[list[tuple[int, int, str]]], dialect: str) -> tuple[str, str]:
+    """The letters of a file, and why these."""
+    if dialect not in ("auto", "torch"):
+        return dialect, "stated"
+    cells = [cell for row in lines for _, _, cell in row]
+    kinds = {kind for cell in cells for _, kind in _COMPUTE.findall(cell)}
+    if "BW" in kinds:
+        return "torch-old", "detected: BW occurs"
+    if "W" in kinds and "I" not in kinds:
+        return "torch-old", "detected: W occurs and I does not"
+    if sign := next((found[0].lstrip("0123456789") for cell in cells if (found := _TORCH_ONLY.search(cell))), None):
+        return "torch-new", f"detected: {sign} occurs, BW does not"
+    if dialect == "torch":
+        return "torch-new", "detected: BW does not occur"
+    return "pipemem", "detected: nothing that only torch writes occurs"
+
+
+def _action(text: str, letters: str, line: int, column: int) -> Action:
+    text = text.strip()
+    if _NEGATIVE.fullmatch(text):
+        raise ScheduleFormatError(
+            f"{shown(text)} is not an action: microbatches count from 0, so its table was computed one step too early or "
+            "uses -1 for 'none'; leave the cell empty if nothing runs there",
+            line=line,
+            column=column,
+        )
+    try:
+        return Action.parse(text, _READ.get(letters, {}))
+    except ScheduleFormatError as error:
+        message = str(error)
+        if "BW" in text and letters != "torch-old":
+            message += "; BW is the full backward of torch before 2.6, which the dialect torch-old reads"
+        raise ScheduleFormatError(message, line=line, column=column) from None

@@ -1,0 +1,178 @@
+"""Judging a table that somebody else wrote: its first fault, the cell it is in, and a deadlock as the cycle it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_pipemem.errors import ScheduleError
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.schedule import Order, Program, Schedule
+from megatron_pipemem.schedule.core.simulator import dependencies
+from megatron_pipemem.schedule.core.validator import check_microbatch_order, validate, validate_program
+from megatron_pipemem.schedule.lowering.gradients import add_gradient_reductions
+from megatron_pipemem.schedule.lowering.messages import Router
+from megatron_pipemem.schedule.text.csv_format import Cell, Table, in_letters
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A device that stands still: ``action`` cannot start before ``needed``, which its own device has not reached.
+
+    Args:
+        device: the device that stands still, at ``action`` in ``cell``.
+        needed: what it waits for.
+        owner: the device that would run or send ``needed``, in ``needed_cell``.
+    """
+
+    device: int
+    action: Action
+    cell: Cell | None
+    needed: Action
+    owner: int
+    needed_cell: Cell | None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with a table.
+
+    Args:
+        error: what is wrong and how to mend it, in our letters.
+        message: the same in the letters of the table.
+        cell: where, unless something is missing.
+        cycle: of a deadlock: every device waits for the next, and the last for the first.
+    """
+
+    error: ScheduleError
+    message: str
+    cell: Cell | None
+    cycle: tuple[Wait, ...]
+
+
+def find_fault(table: Table, schedule: Schedule, memory_cap: float | Sequence[float] | None = None) -> Fault | None:
+    """The first fault of ``table``, or None when it computes every microbatch and ends; see also ``find_obstacle``.
+
+    A table with messages is judged by its own: they must match, and every directed pair of devices must send and receive
+    in one order. Without any gradient reduction, as torch writes tables, ours are taken.
+
+    Args:
+        schedule: the compute actions of ``table``.
+        memory_cap: the most a device may hold, one number or one per device, in activation units.
+    """
+    lowered = False
+    try:
+        _check_numbering(schedule)
+        validate(schedule, memory_cap=memory_cap, microbatch_order=False)
+        if table.has_messages:
+            lowered = True
+            validate_program(_program(table, schedule), microbatch_order=False)
+    except ScheduleError as error:
+        cycle = _program_cycle(table, schedule) if lowered else _schedule_cycle(table, schedule)
+        if "deadlock" not in str(error) or not cycle:
+            return _fault(table, error)
+        return Fault(error, in_letters(_describe(cycle), table.letters), cycle[0].cell, cycle)
+    return None
+
+
+def find_obstacle(table: Table, schedule: Schedule) -> Fault | None:
+    """Why a table without fault cannot run here, although it can elsewhere: it adds gradients up in another order."""
+    try:
+        check_microbatch_order(schedule)
+    except ScheduleError as error:
+        return _fault(table, error)
+    return None
+
+
+def _fault(table: Table, error: ScheduleError) -> Fault:
+    return Fault(error, in_letters(str(error), table.letters), _cell(table, error), ())
+
+
+def _describe(cycle: tuple[Wait, ...]) -> str:
+    """Who waits in the circle, and one move that opens it: of what is waited for and is not reached yet."""
+    stands = {wait.device: wait.action for wait in cycle}
+    wait = next(wait for wait in cycle if wait.needed != stands[wait.owner])
+    members = ", ".join(f"device {member.device} at {member.action}" for member in cycle)
+    return (
+        f"deadlock: a circle of {len(cycle)} devices that wait for one another ({members}); "
+        f"move {wait.needed} before {stands[wait.owner]} on device {wait.owner}"
+    )
+
+
+def _program(table: Table, schedule: Schedule) -> Program:
+    if any(action.kind is Kind.REDUCE_GRAD for row in table.actions for action in row):
+        return Program(schedule, table.actions)
+    return Program(schedule, tuple(map(add_gradient_reductions, table.actions)))
+
+
+def _check_numbering(schedule: Schedule) -> None:
+    """A stage whose microbatches are all shifted by one number is told so, not that it lacks the first."""
+    wanted = range(schedule.num_units)
+    for device, order in enumerate(schedule.orders):
+        found: dict[tuple[Kind, int], list[tuple[int, Action]]] = {}
+        for position, action in enumerate(order):
+            found.setdefault((action.kind, action.stage), []).append((position, action))
+        for (kind, stage), places in found.items():
+            numbers = sorted(action.microbatch for _, action in places)
+            shift = numbers[0]
+            if shift and len(numbers) == len(wanted) and numbers == list(range(shift, shift + len(wanted))):
+                position, action = min(places, key=lambda place: place[1].microbatch)
+                raise ScheduleError(
+                    f"stage {stage} numbers its {len(wanted)} actions of kind {kind} from {shift} to {numbers[-1]}, "
+                    f"but the step has microbatches 0 to {len(wanted) - 1}; take {shift} off every one of them, so "
+                    f"that {action} becomes {action._replace(microbatch=0)}",
+                    device=device,
+                    position=position,
+                    action=action,
+                )
+
+
+def _cell(table: Table, error: ScheduleError) -> Cell | None:
+    """Where the action of ``error`` stands in the file; of the same action twice, the second is the fault."""
+    if error.device is None or error.device >= len(table.rows):
+        return None
+    found = [cell for cell in table.rows[error.device] if str(cell.action) == error.action]
+    return found[min(1, len(found) - 1)] if found else None
+
+
+def _schedule_cycle(table: Table, schedule: Schedule) -> tuple[Wait, ...]:
+    fused = {action for order in schedule.orders for action in order if action.kind is Kind.B}
+    placement, pieces, barriers = schedule.placement, schedule.pieces, schedule.vocabulary
+    return _cycle(table, schedule.orders, lambda action: dependencies(action, placement, fused, pieces, barriers))
+
+
+def _program_cycle(table: Table, schedule: Schedule) -> tuple[Wait, ...]:
+    router = Router(schedule.placement)
+    computed = [action for order in schedule.orders for action in order]
+    sends = {message.receive: message.send for action in computed if (message := router.emitted(action))}
+    awaited = {action: sends.get(receive) for action in computed if (receive := router.awaited(action))}
+    return _cycle(table, table.actions, lambda action: (send,) if (send := awaited.get(action)) else ())
+
+
+def _cycle(table: Table, orders: Sequence[Order], needs: Callable[[Action], Iterable[Action]]) -> tuple[Wait, ...]:
+    """Run every device as far as it comes, then follow who waits for whom until somebody comes up twice."""
+    places = {action: device for device, order in enumerate(orders) for action in order}
+    done: set[Action] = set()
+    reached = [0] * len(orders)
+    moved = True
+    while moved:
+        moved = False
+        for device, order in enumerate(orders):
+            while reached[device] < len(order) and all(n in done for n in needs(order[reached[device]]) if n in places):
+                done.add(order[reached[device]])
+                reached[device] += 1
+                moved = True
+    waits: dict[int, Wait] = {}
+    device = next((device for device, order in enumerate(orders) if reached[device] < len(order)), None)
+    while device is not None and device not in waits:
+        action = orders[device][reached[device]]
+        needed = next(n for n in needs(action) if n in places and n not in done)
+        owner = places[needed]
+        waits[device] = Wait(device, action, _find(table, device, action), needed, owner, _find(table, owner, needed))
+        device = owner
+    path = list(waits)
+    return tuple(waits[member] for member in path[path.index(device) :]) if device in waits else ()
+
+
+def _find(table: Table, device: int, action: Action) -> Cell | None:
+    return next((cell for cell in table.rows[device] if cell.action == action), None)
