@@ -66,21 +66,27 @@ class Symbol:
 
 @dataclass
 class PatchSet:
-    """Replaced symbols. ``remove`` puts every original back, also when installing stopped half-way."""
+    """Replaced symbols. ``remove`` puts every original back."""
 
     _originals: list[tuple[object, str, object]] = field(default_factory=list)
 
     def install(self, replacements: Sequence[tuple[Symbol, Callable[[Callable], Callable]]]) -> None:
-        """Replace every symbol by ``wrap(original)``. Nothing is touched unless every symbol is as expected.
+        """Replace every symbol by ``wrap(original)``, all of them or none: whatever fails leaves every symbol as it was.
 
         Raises:
             UpstreamError: a symbol is missing or changed.
+            Exception: what a ``wrap`` raises.
         """
         resolved = [(symbol, symbol.resolve(), wrap) for symbol, wrap in replacements]
-        for symbol, original, wrap in resolved:
-            owner, attribute = symbol.owner()
-            self._originals.append((owner, attribute, original))
-            setattr(owner, attribute, wrap(original))
+        try:
+            for symbol, original, wrap in resolved:
+                owner, attribute = symbol.owner()
+                replacement = wrap(original)
+                self._originals.append((owner, attribute, original))
+                setattr(owner, attribute, replacement)
+        except BaseException:
+            self.remove()
+            raise
 
     def remove(self) -> None:
         while self._originals:

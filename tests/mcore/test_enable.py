@@ -13,6 +13,7 @@ from megatron.core.tensor_parallel import layers
 import megatron_pipemem
 from megatron_pipemem.errors import UnknownScheduleError, UnsupportedError, UpstreamError
 from megatron_pipemem.mcore import plugin
+from megatron_pipemem.mcore.model import linear
 
 WATCHED = (
     (schedules, "forward_backward_pipelining_with_interleaving"),
@@ -104,6 +105,19 @@ def test_a_changed_signature_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(layers, "linear_with_grad_accumulation_and_async_allreduce", lambda input, weight: None)
     with pytest.raises(UpstreamError, match="allreduce_dgrad"):
         megatron_pipemem.enable("zb-h1")
+
+
+def test_a_replacement_that_fails_leaves_the_plugin_off_and_can_be_enabled_later(monkeypatch, stock):
+    def fail(original):
+        raise ArithmeticError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(linear, "split_linear", fail)
+        with pytest.raises(ArithmeticError):
+            megatron_pipemem.enable("v-half")
+    assert bindings() == stock
+    assert plugin._enabled is None
+    megatron_pipemem.enable("v-half")
 
 
 def test_building_chunks_needs_a_schedule():

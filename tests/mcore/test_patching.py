@@ -62,3 +62,17 @@ def test_a_missing_or_changed_symbol_is_named_and_nothing_is_touched(upstream, s
     for word in words:
         assert word in str(error.value)
     assert upstream.step is step
+
+
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+def test_a_wrap_that_fails_leaves_nothing_replaced(upstream, error):
+    def fail(original):
+        raise error
+
+    step, build = upstream.step, upstream.Model.build
+    patches = PatchSet()
+    with pytest.raises(error):
+        patches.install([(STEP, lambda original: lambda *args: "ours"), (BUILD, fail)])
+    assert upstream.step is step and upstream.Model.build is build
+    patches.remove()  # nothing is left to put back
+    assert upstream.step is step
