@@ -17,6 +17,7 @@ setup(
     extras_require={
         "megatron": ["torch>=2.6", "megatron-core[training]>=0.19,<0.21", "psutil>=5.9"],
         "gpu": ["transformer-engine[pytorch]>=2.8"],
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"],
         "test": [
             "hypothesis>=6.100",
             "pytest>=8",

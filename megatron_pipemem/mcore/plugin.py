@@ -135,7 +135,7 @@ class _Enabled:
 _enabled: _Enabled | None = None
 
 
-def enable(schedule: str, **settings) -> None:
+def enable(schedule: str, **settings: object) -> None:
     """Make stock Megatron-Core run pipeline steps by a schedule of this package.
 
     Call it once, before the model is built, on every rank, with the same arguments. Enabling again with the same settings
@@ -235,7 +235,7 @@ def write_report() -> None:
         _enabled.record.write()
 
 
-def build_model_chunks(build: Callable, pg_collection=None) -> list:
+def build_model_chunks(build: Callable, pg_collection: ProcessGroupCollection | None = None) -> list:
     """Build this rank's model chunks where the schedule wants them, for training loops without ``megatron.training``.
 
     There will be as many as ``virtual_pipeline_model_parallel_size`` of ``initialize_model_parallel()`` says; the model's

@@ -1,0 +1,226 @@
+"""Add to the site, while MkDocs builds it, the pages that do not lie in docs/ (a hook of mkdocs.yml).
+
+These are the README, which becomes the start page, and the repository's other documents; a page for every command, from its
+help; the page of the Python API, from ``megatron_pipemem.__all__``; and a page that shows the text of every other file of the
+repository that a document links to, so that links work in the repository and on the site alike.
+"""
+
+from __future__ import annotations
+
+import html
+import inspect
+import os
+import re
+import sys
+from pathlib import Path, PurePosixPath
+
+import typer
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+DOCUMENTS = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "patches/README.md": "patches.md",
+    **{
+        str(path.relative_to(ROOT)): str(path.relative_to(ROOT)).replace("README.md", "index.md")
+        for path in sorted((ROOT / "benchmarks").rglob("*.md"))
+    },
+}
+"""Document of the repository, outside docs/ -> page of the site."""
+
+_LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add all generated pages, and name them in the navigation.
+
+    Args:
+        files: what MkDocs found in docs/.
+        config: of the site. Entries of its navigation that end in ``/`` are replaced by the pages there.
+    """
+    documents = {page: (ROOT / document).read_text(encoding="utf-8") for document, page in DOCUMENTS.items()}
+    pages = documents | command_pages() | {"python-api.md": python_api_page()}
+    for page, text in pages.items():
+        files.append(File.generated(config, page, content=text))
+    sources = {**DOCUMENTS, **{f"docs/{path.name}": path.name for path in (ROOT / "docs").glob("*.md")}}
+    linked = {target for source in sources for target in _linked_files(source)}
+    for target in sorted(linked):
+        shown = File.generated(config, _page_of(target), content=file_page(target), inclusion=InclusionLevel.NOT_IN_NAV)
+        files.append(shown)
+    config.nav = _expanded(config.nav, sorted(pages, key=lambda page: (not page.endswith("/index.md"), page)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Return a page's Markdown with links that hold on the site, and tables that MkDocs reads as the repository's page does.
+
+    Args:
+        markdown: the page's text as it lies in the repository.
+        page: where it stands on the site.
+    """
+    documents = {page: document for document, page in DOCUMENTS.items()}
+    source = documents.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+
+    def on_the_site(link: re.Match) -> str:
+        target = _target(source, link[1])
+        if target is None:
+            return link[0]
+        return f"]({os.path.relpath(_page_of(target), PurePosixPath(page.file.src_uri).parent)}{link[2] or ''})"
+
+    markdown = re.sub(r"^<!--.*?-->\n", "\n", markdown, flags=re.MULTILINE)  # would join the table behind it
+    markdown = re.sub(r"^\|.*$", lambda row: re.sub(r"`[^`]*`", _plain_pipes, row[0]), markdown, flags=re.MULTILINE)
+    return _LINK.sub(on_the_site, markdown)
+
+
+def command_pages() -> dict[str, str]:
+    """Return the Markdown of ``commands/index.md`` and of a page per command of ``pipemem``, by page."""
+    from megatron_pipemem.cli.app import app
+
+    commands = {name: each for name, each in typer.main.get_command(app).commands.items() if not each.hidden}
+    lines = ["# Commands", "", "Every command explains itself with `--help`; these pages are made from that.", ""]
+    lines += ["| command | what it does |", "|---|---|"]
+    lines += [f"| [`pipemem {name}`]({name}.md) | {_first_sentence(each.help)} |" for name, each in commands.items()]
+    pages = {"commands/index.md": "\n".join(lines) + "\n"}
+    return pages | {f"commands/{name}.md": command_page(name, each) for name, each in commands.items()}
+
+
+def command_page(name: str, command: typer.core.TyperCommand) -> str:
+    """Return the Markdown of one command: what it does, its arguments, options and examples.
+
+    Args:
+        name: of the command, without ``pipemem``.
+        command: as the Typer app holds it.
+    """
+    from megatron_pipemem.cli.examples import EXAMPLES, RunCommand
+    from megatron_pipemem.launch.flags import flag_parser
+
+    context = command.make_context(name, [], resilient_parsing=True, help_option_names=["-h", "--help"])
+    usage = " ".join(["pipemem", name, *command.collect_usage_pieces(context)])
+    lines = [f"# pipemem {name}", "", inspect.cleandoc(command.help), "", "```", usage, "```"]
+    arguments = [each for each in command.get_params(context) if each.param_type_name == "argument"]
+    options = [each for each in command.get_params(context) if each.param_type_name == "option"]
+    for heading, parameters in (("Arguments", arguments), ("Options", options)):
+        records = [record for each in parameters if (record := each.get_help_record(context))]
+        lines += _table(heading, records)
+    if isinstance(command, RunCommand):
+        flags = [each for each in flag_parser()._actions if each.help]
+        lines += _table("Flags after the script", [(_flag(each), each.help) for each in flags])
+    lines += ["", "## Examples", "", "```bash"]
+    for line, purpose in EXAMPLES[name]:
+        lines += [f"# {purpose}", line]
+    return "\n".join([*lines, "```", ""])
+
+
+def python_api_page() -> str:
+    """Return the Markdown of the page of the Python API, whose entries mkdocstrings fills in from the docstrings."""
+    import megatron_pipemem
+
+    sections: dict[str, list[str]] = {"On Megatron": [], "Functions": [], "Classes": [], "Errors": []}
+    for name in megatron_pipemem.__all__:
+        if name in megatron_pipemem._NEEDS_MEGATRON:
+            sections["On Megatron"].append(f"megatron_pipemem.mcore.plugin.{name}")
+            if name == "enable":  # whose keyword arguments are its fields
+                sections["On Megatron"].append("megatron_pipemem.mcore.plugin.Settings")
+            continue
+        value = getattr(megatron_pipemem, name)
+        kind = "Functions"
+        if isinstance(value, type):
+            kind = "Errors" if issubclass(value, Exception) else "Classes"
+        sections[kind].append(f"megatron_pipemem.{name}")
+    lines = [
+        "# Python API",
+        "",
+        "Import these names from `megatron_pipemem`, but for `Settings`, whose fields are the keyword arguments of `enable`.",
+    ]
+    for heading, names in sections.items():
+        lines += ["", f"## {heading}"]
+        for name in names:
+            lines += ["", f"::: {name}"]
+    return "\n".join(lines) + "\n"
+
+
+def file_page(target: str) -> str:
+    """Return the Markdown that shows a text file of the repository, or all YAML files of a folder.
+
+    Args:
+        target: its path from the repository's root.
+    """
+    path = ROOT / target
+    shown = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
+    lines = [f"# {target}"]
+    for each in shown:
+        if path.is_dir():
+            lines += ["", f"## {each.name}"]
+        language = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".sbatch": "bash"}.get(each.suffix, "text")
+        lines += ["", f"````{language}", each.read_text(encoding="utf-8").rstrip(), "````"]
+    return "\n".join(lines) + "\n"
+
+
+def _target(source: str, link: str) -> str | None:
+    """The file of the repository to which a relative link of a document leads; None where there is none."""
+    if "://" in link:
+        return None
+    target = os.path.normpath(os.path.join(os.path.dirname(source), link))
+    return None if target.startswith("..") or not (ROOT / target).exists() else target
+
+
+def _linked_files(source: str) -> set[str]:
+    """What a document links to that has no page of its own yet."""
+    links = _LINK.findall((ROOT / source).read_text(encoding="utf-8"))
+    targets = {target for link, _ in links if (target := _target(source, link)) is not None}
+    return {target for target in targets if target not in DOCUMENTS and not target.startswith("docs/")}
+
+
+def _page_of(target: str) -> str:
+    """The page of the site, or its picture, that shows a file of the repository."""
+    if target in DOCUMENTS:
+        return DOCUMENTS[target]
+    return target.removeprefix("docs/") if target.startswith("docs/") else f"files/{target}.md"
+
+
+def _expanded(entries: list, pages: list[str]) -> list:
+    """Navigation whose entries ``title: folder/`` list the pages of that folder."""
+    expanded = []
+    for entry in entries:
+        (title, value), *_ = entry.items()
+        if isinstance(value, list):
+            value = _expanded(value, pages)
+        elif value.endswith("/"):
+            value = [page for page in pages if page.startswith(value)]
+        expanded.append({title: value})
+    return expanded
+
+
+def _first_sentence(text: str) -> str:
+    return " ".join(inspect.cleandoc(text).split("\n\n")[0].split())
+
+
+def _table(heading: str, records: list[tuple[str, str]]) -> list[str]:
+    if not records:
+        return []
+    rows = [f"| {_code(names)} | {_cell(meaning)} |" for names, meaning in records]
+    return ["", f"## {heading}", "", "| | |", "|---|---|", *rows]
+
+
+def _code(text: str) -> str:
+    return f"<code>{_cell(text)}</code>"
+
+
+def _cell(text: str) -> str:
+    return html.escape(" ".join(text.split())).replace("|", "&#124;").replace("*", "&#42;")
+
+
+def _flag(action) -> str:
+    return " ".join(filter(None, (", ".join(action.option_strings), action.metavar)))
+
+
+def _plain_pipes(code: re.Match) -> str:
+    """Within code of a table the repository's page needs ``\\|``; MkDocs would show the backslash."""
+    return code[0].replace("\\|", "|")

@@ -1,0 +1,79 @@
+"""The documentation builds as a site, without one warning, and holds every command and every public name."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import typer
+
+import megatron_pipemem
+from megatron_pipemem.cli.app import app
+from megatron_pipemem.launch.flags import flag_parser
+
+ROOT = Path(__file__).parents[2]
+
+pytest.importorskip("mkdocs", reason="needs MkDocs: pip install '.[docs]'")
+pytest.importorskip("mkdocstrings", reason="needs mkdocstrings: pip install '.[docs]'")
+
+COMMANDS = {name: each for name, each in typer.main.get_command(app).commands.items() if not each.hidden}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def text(page: Path) -> str:
+    """What a reader sees of a page."""
+    article = re.search(r"<article.*</article>", page.read_text(encoding="utf-8"), re.DOTALL)[0]
+    return html.unescape(re.sub(r"<[^>]+>", "", article))
+
+
+def test_every_command_has_a_page_with_all_its_options(site):
+    listed = text(site / "commands" / "index.html")
+    for name, command in COMMANDS.items():
+        page = text(site / "commands" / f"{name}.html")
+        options = [
+            option for each in command.params for option in (*each.opts, *each.secondary_opts) if option[0] == "-"
+        ]
+        assert [option for option in options if option not in page] == [], name
+        assert f"pipemem {name}" in listed
+    flags = [option for each in flag_parser()._actions for option in each.option_strings if each.help]
+    page = text(site / "commands" / "run.html")
+    assert len(flags) > 10 and [flag for flag in flags if flag not in page] == []
+
+
+def test_the_python_api_has_every_public_name(site):
+    page = text(site / "python-api.html")
+    names = re.findall(r"^\s*(?:class|func)?\s*(\w+)\s*¶?\s*$", page, re.MULTILINE)
+    assert [name for name in megatron_pipemem.__all__ if name not in names] == []
+
+
+def test_the_readme_is_the_start_page(site):
+    start = (site / "index.html").read_text(encoding="utf-8")
+    assert 'href="search.html"' in start and 'href="files/configs/runs.html"' in start
+    assert "off|half|full|auto" in text(site / "index.html")  # a pipe in the code of a table
+    assert len(re.findall("<table", start)) >= 3
+    assert "global_batch" in text(site / "files" / "configs" / "runs.html")
+
+
+def test_a_link_to_nowhere_is_left_for_mkdocs_to_find():
+    spec = importlib.util.spec_from_file_location("site_pages", ROOT / "scripts" / "site_pages.py")
+    site_pages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site_pages)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="gpu.md"))
+    shown = site_pages.on_page_markdown("[a](missing.md) [b](../README.md#two-commands) [c](offload.md)", page)
+    assert shown == "[a](missing.md) [b](index.md#two-commands) [c](offload.md)"
