@@ -68,14 +68,14 @@ def convert(
         ).schedule
     with_messages = target.suffix == ".txt" if lowered is None else lowered
     letters = "torch-new" if to_dialect == "torch" else to_dialect
-    header = write_header(schedule, schedule.orders)
+    header = write_header(schedule.header(schedule.orders))
     if header and letters != "pipemem":
         raise UnsupportedError(
             f"torch's files cannot say what {schedule.name!r} needs said ({header.strip('# ').strip()}); write it with "
             "--to pipemem"
         )
     rows = _program(schedule, letters) if with_messages else schedule.orders
-    write_whole(target, write_header(schedule, rows) + write_table(rows, letters))
+    write_whole(target, write_header(schedule.header(rows)) + write_table(rows, letters))
     actions = sum(map(len, rows))
     if as_json:
         print_json(

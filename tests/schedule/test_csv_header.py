@@ -8,8 +8,7 @@ import pytest
 
 from megatron_pipemem.errors import ScheduleFormatError
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.weights import WeightUpdates
+from megatron_pipemem.schedule.core.schedule import Schedule, WeightUpdates
 from megatron_pipemem.schedule.registry import build_schedule
 
 ROW = "0F0,0B0\n"

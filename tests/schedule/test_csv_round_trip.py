@@ -53,12 +53,12 @@ def test_every_family(name: str, p: int, m: int) -> None:
         for dialect in ("auto", "torch-new") if written.splits_backward else ("torch-new",):
             assert same(Schedule.from_csv(written.to_csv(), dialect=dialect), written)
         programs: list[tuple[str, Program]] = [("pipemem", lower(written))] if written.updates is None else []
-        if not write_header(written, written.orders):
+        if not write_header(written.header(written.orders)):
             programs += [(letters, lower_paired(written)) for letters in ("torch-new", "torch-old")]
             for letters in ("torch-new", "torch-old"):
                 assert read_table(write_table(written.orders, letters), letters).orders == written.orders
         for letters, program in programs:
-            text = write_header(written, program.actions) + write_table(program.actions, letters)
+            text = write_header(written.header(program.actions)) + write_table(program.actions, letters)
             table = read_table(text, letters)
             assert table.actions == program.actions and table.orders == written.orders
             assert table.placement().devices == written.placement.devices

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
 from megatron_pipemem.errors import CostsError
+from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.core.action import VOCABULARY, Kind
 from megatron_pipemem.schedule.core.brief import changed_fields
 from megatron_pipemem.schedule.core.magnitudes import LARGEST, shortened
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts, per_device
+from megatron_pipemem.schedule.text.costs_file import costs_arguments
 
 PerStage = float | Sequence[float]
 
@@ -322,9 +324,18 @@ class Costs:
         Raises:
             CostsError: the file is missing, is not JSON, or has unknown keys or values of the wrong type; it names the key.
         """
-        from megatron_pipemem.schedule.text.costs_file import read_costs  # which needs this class
-
-        return read_costs(path)
+        data = read_json(path, "costs", CostsError)
+        try:
+            prices = costs_arguments(data)
+            vocabulary, channel = prices.pop("vocabulary", None), prices.pop("channel", None)
+            costs = cls(**prices, vocabulary=None if vocabulary is None else VocabularyCosts(**vocabulary))
+            if channel is None:
+                return costs
+            if "ratio" in channel:
+                return replace(costs, channel=Channel.of_ratio(costs=costs, **channel))
+            return replace(costs, channel=Channel(**channel))
+        except CostsError as error:
+            raise CostsError(f"{path}: {error}") from error
 
 
 def _checked(what: str, price: object) -> PerStage:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
-from megatron_pipemem.schedule.core.action import FORWARD, RECOMPUTE, Action, Kind
+from megatron_pipemem.schedule.core.action import FORWARD, RECOMPUTE, VOCABULARY, Action, Kind
 from megatron_pipemem.schedule.core.brief import brief
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.weights import WeightUpdates
 from megatron_pipemem.schedule.text.csv_format import read_table, write_table
-from megatron_pipemem.schedule.text.csv_header import write_header
+from megatron_pipemem.schedule.text.csv_header import Header, write_header
 
 Order = tuple[Action, ...]
 
@@ -23,6 +23,21 @@ WHY_NOT_RUN = {
 }
 """What the executor lacks for schedules with weight updates from elsewhere than their family, or
 of sequence pieces."""
+
+
+class WeightUpdates(NamedTuple):
+    """How an asynchronous schedule updates its weights.
+
+    Args:
+        every: microbatches per update; the last group may be smaller.
+        kept: how many versions, counted from the newest, a stage has room for.
+        delay: group ``g`` uses version ``max(0, g - delay)`` on every stage; ``None``: a forward takes the newest version
+            of its stage.
+    """
+
+    every: int
+    kept: int
+    delay: int | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +126,16 @@ class Schedule:
         What those cannot say, replicas, pieces, weight updates and vocabulary parallelism, stands in a first line that
         starts with ``#``.
         """
-        return write_header(self, self.orders) + write_table(self.orders)
+        return write_header(self.header(self.orders)) + write_table(self.orders)
+
+    def header(self, rows: Sequence[Order]) -> Header:
+        """What a table with these rows, one per device, cannot say about the schedule."""
+        placement = self.placement
+        idle = tuple(device for device, row in enumerate(rows) if not row)
+        told = {action.stage for row in rows for action in row if action.kind not in VOCABULARY}
+        tells_devices = placement.replicas == 1 and not idle and told == set(range(placement.num_stages))
+        devices = () if tells_devices else placement.devices
+        return Header(placement.replicas, self.pieces, self.updates, devices, self.vocabulary, idle)
 
     @classmethod
     def from_csv(cls, text: str, dialect: str = "pipemem", name: str = "csv") -> Schedule:
@@ -142,7 +166,7 @@ class Schedule:
             table.num_microbatches(),
             table.orders,
             header.pieces,
-            header.updates,
+            None if header.updates is None else WeightUpdates(*header.updates),
             header.vocabulary,
         )
 

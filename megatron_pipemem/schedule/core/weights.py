@@ -9,27 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from megatron_pipemem.schedule.core.action import Action, Kind
-
-if TYPE_CHECKING:
-    from megatron_pipemem.schedule.core.schedule import Schedule
-
-
-class WeightUpdates(NamedTuple):
-    """How an asynchronous schedule updates its weights.
-
-    Args:
-        every: microbatches per update; the last group may be smaller.
-        kept: how many versions, counted from the newest, a stage has room for.
-        delay: group ``g`` uses version ``max(0, g - delay)`` on every stage; ``None``: a forward takes the newest version
-            of its stage.
-    """
-
-    every: int
-    kept: int
-    delay: int | None = None
+from megatron_pipemem.schedule.core.schedule import Schedule
 
 
 class Use(NamedTuple):

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.weights import WeightUpdates
+from megatron_pipemem.schedule.core.schedule import Schedule, WeightUpdates
 from megatron_pipemem.schedule.families.one_f_one_b import one_f_one_b
 from megatron_pipemem.schedule.families.passes import check_whole
 from megatron_pipemem.schedule.registry import Family, register_schedule

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any
 
 from megatron_pipemem.errors import CostsError
-from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.magnitudes import LARGEST, shortened
 from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts
 
@@ -19,39 +16,40 @@ _KEYS = (*_PRICES, "p2p", "memory", "channel", "vocabulary", "profile")
 _CHANNEL = ("ratio", "offload", "reload", "duplex", "switches")
 
 
-def read_costs(path: str | Path) -> Costs:
-    """What ``Costs.from_json`` reads.
+def costs_arguments(data: object) -> dict[str, Any]:
+    """Check the object in a file of ``Costs.from_json``.
+
+    Returns:
+        The arguments of ``Costs``, of which ``vocabulary`` and ``channel`` are the arguments of ``VocabularyCosts`` and of
+        ``Channel``, or of ``Channel.of_ratio``.
 
     Raises:
-        CostsError: the file is missing, is not JSON, or has unknown keys or values of the wrong type; it names the key.
+        CostsError: it is no object, or has unknown keys or values of the wrong type; the message names the key.
     """
-    data = read_json(path, "costs", CostsError)
-    try:
-        if not isinstance(data, dict) or set(data) - set(_KEYS):
-            unknown = f", not {shortened(sorted(set(data) - set(_KEYS))[0])}" if isinstance(data, dict) else ""
-            raise CostsError(f"costs are one JSON object with the keys {', '.join(_KEYS)}{unknown}")
-        return _costs(data)
-    except CostsError as error:
-        raise CostsError(f"{path}: {error}") from error
+    if not isinstance(data, dict) or set(data) - set(_KEYS):
+        unknown = f", not {shortened(sorted(set(data) - set(_KEYS))[0])}" if isinstance(data, dict) else ""
+        raise CostsError(f"costs are one JSON object with the keys {', '.join(_KEYS)}{unknown}")
+    costs: dict[str, Any] = {key: _price(key, data[key]) for key in _PRICES if key in data}
+    if (memory := data.get("memory")) is not None:
+        costs["memory"] = {
+            _kind("memory", kind): _price(f"memory.{kind}", values) for kind, values in _object("memory", memory)
+        }
+    costs["p2p"] = _number_or_each("p2p", data.get("p2p", 0.0), _link)
+    if (vocabulary := data.get("vocabulary")) is not None:
+        costs["vocabulary"] = _vocabulary(vocabulary)
+    if (channel := data.get("channel")) is not None:
+        costs["channel"] = _channel(channel)
+    return costs
 
 
-def _costs(data: Mapping[str, Any]) -> Costs:
-    prices = {key: _price(key, data[key]) for key in _PRICES if key in data}
-    memory = data.get("memory")
-    if memory is not None:
-        memory = {_kind("memory", kind): _price(f"memory.{kind}", values) for kind, values in _object("memory", memory)}
-    p2p = data.get("p2p", 0.0)
-    if isinstance(p2p, dict):
-        p2p = {_link(link): _number(f"p2p.{link}", seconds) for link, seconds in p2p.items()}
-    else:
-        p2p = _number("p2p", p2p)
-    vocabulary = data.get("vocabulary")
-    costs = Costs(**prices, p2p=p2p, memory=memory, vocabulary=None if vocabulary is None else _vocabulary(vocabulary))
-    channel = data.get("channel")
-    return costs if channel is None else replace(costs, channel=_channel(channel, costs))
+def _number_or_each(key: str, value: object, read_name: Callable[[str], Any]) -> float | dict[Any, float]:
+    """One number, or an object with one for every name."""
+    if isinstance(value, dict):
+        return {read_name(name): _number(f"{key}.{name}", number) for name, number in value.items()}
+    return _number(key, value)
 
 
-def _channel(value: object, costs: Costs) -> Channel:
+def _channel(value: object) -> dict[str, Any]:
     settings = dict(_object("channel", value, _CHANNEL))
     duplex, switches = settings.pop("duplex", False), settings.pop("switches", [])
     if not isinstance(duplex, bool):
@@ -61,31 +59,27 @@ def _channel(value: object, costs: Costs) -> Channel:
         for group in switches
     ):
         raise CostsError(f"channel.switches is {shortened(switches)}; give lists of devices, as in [[0, 1], [2, 3]]")
-    shared = tuple(map(tuple, switches))
-    if "ratio" in settings:
-        if len(settings) > 1:
-            raise CostsError("channel has a ratio, and seconds too; give either")
-        return Channel.of_ratio(_number("channel.ratio", settings["ratio"]), costs, duplex, shared)
-    if "offload" not in settings:
+    if "ratio" in settings and len(settings) > 1:
+        raise CostsError("channel has a ratio, and seconds too; give either")
+    if "ratio" not in settings and "offload" not in settings:
         raise CostsError("channel lacks the key offload, seconds to the host; give it, or ratio in its place")
-    prices = {name: _price(f"channel.{name}", price) for name, price in settings.items()}
-    return Channel(**prices, duplex=duplex, switches=shared)
+    prices = {
+        name: (_number if name == "ratio" else _price)(f"channel.{name}", price) for name, price in settings.items()
+    }
+    return {**prices, "duplex": duplex, "switches": tuple(map(tuple, switches))}
 
 
-def _vocabulary(value: object) -> VocabularyCosts:
+def _vocabulary(value: object) -> dict[str, Any]:
     settings = dict(_object("vocabulary", value, [field.name for field in fields(VocabularyCosts)]))
-    collectives = settings.pop("collectives", 0.0)
-    if isinstance(collectives, dict):
-        collectives = {
-            _kind("vocabulary.collectives", kind): _number(f"vocabulary.collectives.{kind}", seconds)
-            for kind, seconds in collectives.items()
-        }
-    else:
-        collectives = _number("vocabulary.collectives", collectives)
+    collectives = _number_or_each(
+        "vocabulary.collectives",
+        settings.pop("collectives", 0.0),
+        lambda kind: _kind("vocabulary.collectives", kind),
+    )
     prices = {
         name: (_number if name == "loss" else _price)(f"vocabulary.{name}", price) for name, price in settings.items()
     }
-    return VocabularyCosts(**prices, collectives=collectives)
+    return {**prices, "collectives": collectives}
 
 
 def _object(key: str, value: object, known: Iterable[str] | None = None) -> Iterable[tuple[str, Any]]:

@@ -9,15 +9,10 @@ the format take their files too.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from megatron_pipemem.errors import ScheduleFormatError
-from megatron_pipemem.schedule.core.action import MOST_DIGITS, VOCABULARY, Action, shown
-from megatron_pipemem.schedule.core.weights import WeightUpdates
-
-if TYPE_CHECKING:
-    from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.action import MOST_DIGITS, shown
 
 _LEAST = {
     "replicas": 1,
@@ -33,11 +28,20 @@ _SEVERAL = ("devices", "idle")
 
 
 class Header(NamedTuple):
-    """What the line says, or what holds without one."""
+    """What the line says, or what holds without one.
+
+    Args:
+        replicas: of the model.
+        pieces: sequence pieces of a microbatch.
+        updates: the fields of ``WeightUpdates``.
+        devices: of every stage; empty where the table shows them.
+        vocabulary: barriers of vocabulary parallelism.
+        idle: devices that have no line of their own.
+    """
 
     replicas: int = 1
     pieces: int = 1
-    updates: WeightUpdates | None = None
+    updates: tuple[int, int, int | None] | None = None
     devices: tuple[int, ...] = ()
     vocabulary: int = 0
     idle: tuple[int, ...] = ()
@@ -48,30 +52,19 @@ def split_lines(text: str) -> list[str]:
     return _LINE_END.split(text)
 
 
-def write_header(schedule: Schedule, rows: Sequence[Sequence[Action]]) -> str:
-    """The line with its end, or nothing.
-
-    Args:
-        schedule: whose file it is.
-        rows: what the file has for every device.
-    """
-    placement = schedule.placement
-    settings: dict[str, object] = {}
-    idle = [device for device, row in enumerate(rows) if not row]
-    if placement.replicas > 1:
-        settings["replicas"] = placement.replicas
-    told = {action.stage for row in rows for action in row if action.kind not in VOCABULARY}
-    if placement.replicas > 1 or idle or told != set(range(placement.num_stages)):
-        settings["devices"] = "-".join(map(str, placement.devices))
-    if idle:
-        settings["idle"] = "-".join(map(str, idle))
-    if schedule.pieces > 1:
-        settings["pieces"] = schedule.pieces
-    if schedule.vocabulary:
-        settings["vocabulary"] = schedule.vocabulary
-    if schedule.updates is not None:
-        every, kept, delay = schedule.updates
-        settings |= {"update_every": every, "versions_kept": kept, "update_delay": delay}
+def write_header(header: Header) -> str:
+    """The line with its end, or nothing if all of it is as it is without one."""
+    every, kept, delay = header.updates or (None, None, None)
+    settings = {
+        "replicas": header.replicas if header.replicas > 1 else None,
+        "devices": "-".join(map(str, header.devices)) or None,
+        "idle": "-".join(map(str, header.idle)) or None,
+        "pieces": header.pieces if header.pieces > 1 else None,
+        "vocabulary": header.vocabulary or None,
+        "update_every": every,
+        "versions_kept": kept,
+        "update_delay": delay,
+    }
     words = [f"{name}={value}" for name, value in settings.items() if value is not None]
     return f"# {' '.join(words)}\n" if words else ""
 
@@ -109,7 +102,7 @@ def read_header(text: str) -> tuple[Header, str]:
     if "update_every" in settings or "versions_kept" in settings or "update_delay" in settings:
         try:
             delay = settings.get("update_delay", (None,))[0]
-            updates = WeightUpdates(settings["update_every"][0], settings["versions_kept"][0], delay)
+            updates = (settings["update_every"][0], settings["versions_kept"][0], delay)
         except KeyError as missing:
             raise ScheduleFormatError(f"weight updates need {missing.args[0]} too; add it", line=first + 1) from None
     pieces, vocabulary = settings.get("pieces", (1,))[0], settings.get("vocabulary", (0,))[0]
