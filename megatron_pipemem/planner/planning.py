@@ -50,6 +50,7 @@ UNTRIED = "offload that takes long to plan: not tried, could be faster; leave th
 _LARGEST_SEARCH = 60_000  # passes of a step that is worth searching
 _SEARCHES = 3
 _EFFORT = 20_000  # passes times chunks in which copies are planned while other ways are left
+_ROUNDING = 1e-12  # of the sum of some thousand times, at most
 _WORTH_SEARCHING = 0.005  # of the time: what a better order could save at least
 
 
@@ -174,6 +175,10 @@ class _Planner:
                 yield made
 
     def _put(self, seconds: float, entry: Run | Group | Base | Plan) -> None:
+        """Queue an entry by its time. A bound adds the same seconds up in another order, and may end above the time that
+        it bounds by a rounding: it waits a hair below its sum."""
+        if not isinstance(entry, Plan) or entry.extended:
+            seconds *= 1 - _ROUNDING
         heapq.heappush(self._queue, (seconds, next(self._serial), entry))
 
     def _price(self, run: Run) -> None:

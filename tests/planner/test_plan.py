@@ -91,6 +91,16 @@ def test_the_peak_that_a_plan_lists_is_a_limit_that_admits_it(dice, recompute):
             assert again and again[0].seconds <= best.seconds
 
 
+def test_the_first_plan_is_the_fastest_where_bounds_and_times_are_rounded_apart():
+    """The bound of v-half adds up to the time that zb-h1 takes, by a rounding more than the time that v-half takes."""
+    model, cluster = replace(MODEL, vocabulary=1823, dropout=0.1), replace(CLUSTER, nodes=1, devices_per_node=6)
+    run = Run(model, cluster, Parallelism(global_batch=96), megatron={DISTRIBUTED: True})
+    chosen = {"schedule": ("zb-h1", "v-half"), "recompute": ("none",), "micro_batch": (1,), "pp": (1,), "tp": (1,)}
+    first, both = (plan(run, limits=Limits(chosen), top=top, search_seconds=0).plans for top in (1, 2))
+    assert [each.schedule for each in both] == ["v-half", "zb-h1"]
+    assert first == both[:1]
+
+
 @pytest.mark.parametrize("pp", [1, 2, 4])
 @pytest.mark.parametrize("family", ["1f1b", "gpipe", "interleaved"])
 def test_so_does_that_of_a_plan_that_recomputes_everything(family, pp):
