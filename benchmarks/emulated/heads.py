@@ -21,7 +21,7 @@ from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts
 FAMILIES = ("1f1b", "v-half")
 LAYERS_PER_DEVICE = 8
 EMBED, EMBED_GRADIENT, LOSS = 0.05, 0.08, 0.02
-"""Cost units of IF, IB and LOSS, on every device that has them. The rows that cut nothing have no embedding at all."""
+"""Cost units of EMBED_F, EMBED_B and LOSS, on every device that has them. The rows that cut nothing have no embedding."""
 
 
 @dataclass(frozen=True)

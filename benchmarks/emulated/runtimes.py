@@ -68,7 +68,7 @@ def our_steps(schedules: Iterable[tuple[str, Schedule, Costs]]) -> Iterator[Step
             channels[placement.devices] = connect(placement, dist.group.WORLD, CPU)
         device = Device(pass_seconds(schedule, costs))
         kind, vocabulary = _Runner, None
-        if schedule.vocabulary:
+        if schedule.vocabulary_barriers:
             vocabulary_channels = vocabulary_channels or open_channels()
             kind, vocabulary = _RunnerBetween, SleepingVocabulary(device, schedule, vocabulary_channels)
         runners = {stage: kind(device, stage, placement) for stage in placement.stages[dist.get_rank()]}
@@ -92,8 +92,8 @@ def our_steps(schedules: Iterable[tuple[str, Schedule, Costs]]) -> Iterator[Step
 def pass_seconds(schedule: Schedule, costs: Costs) -> dict[Kind, tuple[float, ...]]:
     """Of every kind of pass, per stage, and per device for those of vocabulary parallelism."""
     placement, seconds = schedule.placement, costs.seconds(schedule.placement)
-    if schedule.vocabulary:
-        seconds |= costs.vocabulary_costs(placement, schedule.vocabulary).seconds(placement.num_devices)
+    if schedule.vocabulary_barriers:
+        seconds |= costs.vocabulary_costs(placement, schedule.vocabulary_barriers).seconds(placement.num_devices)
     return seconds
 
 

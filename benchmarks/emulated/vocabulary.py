@@ -52,7 +52,7 @@ class SleepingVocabulary:
         )
         self._shards = (
             VocabularyEmbedding(embedding),
-            VocabularyHead(head, HeadOptions(barriers=schedule.vocabulary)),
+            VocabularyHead(head, HeadOptions(barriers=schedule.vocabulary_barriers)),
         )
         self._batch = Batch(*(torch.randint(WORDS, (m, 1, ROWS), generator=drawn) for _ in range(2)))
 

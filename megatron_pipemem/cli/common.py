@@ -312,7 +312,9 @@ def read_schedule(
     count = table.num_microbatches() if microbatches is None else microbatches
     header = table.header
     check_size(placement.num_devices, count * header.pieces, placement.num_chunks, yes, fitted=False)
-    schedule = Schedule(path.stem, placement, count, table.orders, header.pieces, header.updates, header.vocabulary)
+    schedule = Schedule(
+        path.stem, placement, count, table.orders, header.pieces, header.updates, header.vocabulary_barriers
+    )
     return table, schedule
 
 

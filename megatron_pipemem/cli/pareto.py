@@ -57,7 +57,7 @@ def pareto(
     barriers = {"off": (0,), "auto": (0, 1, 2)}.get(vocab_parallel) or (BARRIERS_OF_ALGORITHM[int(vocab_parallel)],)
 
     def priced(schedule: Schedule) -> Costs:
-        return priced_head(head, prices, schedule, schedule.vocabulary)
+        return priced_head(head, prices, schedule, schedule.vocabulary_barriers)
 
     most = MAX_CHUNKS if layers is None else max(1, min(MAX_CHUNKS, layers // devices))
     with showing("families"):
@@ -105,7 +105,7 @@ def _parse_caps(text: str) -> list[float]:
 
 
 def _name(choice: Choice) -> str:
-    barriers = choice.schedule.vocabulary
+    barriers = choice.schedule.vocabulary_barriers
     chunks = choice.schedule.placement.num_chunks
     name = choice.schedule.name if choice.cap is None else f"{choice.schedule.name} {choice.cap:.4g}"
     parts = [name, *([f"{chunks} chunks"] if chunks > 2 else [])]
@@ -128,7 +128,7 @@ def _facts(choice: Choice) -> dict[str, object]:
     return {
         "schedule": choice.schedule.name,
         "memory_cap": choice.cap,
-        "vocabulary_barriers": choice.schedule.vocabulary,
+        "vocabulary_barriers": choice.schedule.vocabulary_barriers,
         "placement": choice.schedule.placement.name,
         "chunks": choice.schedule.placement.num_chunks,
         "peak_activation": choice.peak,

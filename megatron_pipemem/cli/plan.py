@@ -21,7 +21,7 @@ from megatron_pipemem.files import write_whole
 from megatron_pipemem.planner.output import facts, gibibytes, run_files
 from megatron_pipemem.planner.planning import plan
 from megatron_pipemem.planner.plans import Answer, Plan
-from megatron_pipemem.planner.prices import Pace
+from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.profile import Profile
 from megatron_pipemem.planner.space import KEYS, Limits
 from megatron_pipemem.planner.variants import PLAIN
@@ -114,12 +114,12 @@ def _whole(text: str) -> int | str:
     return int(text) if text.isdecimal() and len(text) < 10 else text
 
 
-def _pace(path: Path, run: Run) -> Pace:
+def _pace(path: Path, run: Run) -> MeasuredSlowdown:
     profile = Profile.from_json(path)
     if replace(profile.model, source=run.model.source) != run.model:
         raise ConfigError("is of another model than the run's; profile that one", file=path)
     try:
-        return Pace.of(profile, run.cluster)
+        return MeasuredSlowdown.of(profile, run.cluster)
     except ConfigError as error:
         raise ConfigError(error.message, file=path) from error
 

@@ -105,8 +105,8 @@ def simulate(
         facts = _facts(timeline, loaded)
         if single_queue:
             facts |= _in_single_queues(loaded.schedule, prices)
-    if loaded.schedule.vocabulary or vocab_parallel != "off":
-        facts["vocabulary_barriers"] = loaded.schedule.vocabulary
+    if loaded.schedule.vocabulary_barriers or vocab_parallel != "off":
+        facts["vocabulary_barriers"] = loaded.schedule.vocabulary_barriers
     if reason:
         facts["vocabulary_reason"] = reason
     if as_json:
@@ -206,7 +206,7 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
     if (
         schedule.placement.replicas > 1
         or schedule.pieces > 1
-        or schedule.vocabulary
+        or schedule.vocabulary_barriers
         or all(action.kind is Kind.F for order in schedule.orders for action in order)
     ):
         return timeline.ideal

@@ -18,9 +18,9 @@ from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.request import (
     FILE_SUFFIX,
     check_barriers,
-    check_copies,
     check_devices_of_file,
     check_microbatches_of_file,
+    check_replicas,
     check_request,
     prices_of,
 )
@@ -113,8 +113,8 @@ def _schedules(run: Run) -> None:
         placements = placements_of(choice.name, options, cut.pp, asked)
     if choice.name != STOCK:
         cut_flags.check_placements(run.flags, choice.name, placements)
-    check_barriers(choice.name, schedule.vocabulary, choice.vocab_parallel)
-    check_copies(schedule.placement)
+    check_barriers(choice.name, schedule.vocabulary_barriers, choice.vocab_parallel)
+    check_replicas(schedule.placement)
     _stages_hold_layers(run, schedule.placement.model_stages // cut.pp)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero
-from megatron_pipemem.mcore.sources import ONE_BY_ONE, Changes, Plan, Shape, Source, with_messages
+from megatron_pipemem.mcore.sources import ONE_BY_ONE, MemoryDeltas, Plan, Shape, Source, with_messages
 from megatron_pipemem.mcore.step.offloading import Offloading
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.costs import Channel, Costs
@@ -18,7 +18,7 @@ from megatron_pipemem.schedule.core.memory_cap import MemoryCap, loosened
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
 from megatron_pipemem.schedule.core.simulator import held_after, peaks
-from megatron_pipemem.schedule.families.plain import serial_schedule
+from megatron_pipemem.schedule.families.serial_orders import serial_schedule
 from megatron_pipemem.schedule.features.offload import (
     OffloadPlan,
     fastest_within,
@@ -75,7 +75,7 @@ class OffloadSource(Source):
         self._cap = memory_cap
         leaves_choice = memory_cap is not None and offloading.settings.leaves_choice
         self._search_seconds = search_seconds if leaves_choice else None
-        self._changes: Changes | None = None
+        self._changes: MemoryDeltas | None = None
         # Of the forwards of a step in which every stage was recomputed selectively.
         self._selective: tuple[float, ...] | None = None
         # What the choice of the placement has found, on the rank that searches.
@@ -113,7 +113,7 @@ class OffloadSource(Source):
     def forwards(self, shape: Shape) -> Schedule:
         return self._base.forwards(shape)
 
-    def measured(self, costs: Costs | None, changes: Changes | None) -> None:
+    def measured(self, costs: Costs | None, changes: MemoryDeltas | None) -> None:
         super().measured(costs, changes)
         self._base.measured(costs, None)
         self._answers.clear()
@@ -322,7 +322,7 @@ class OffloadSource(Source):
             duplex=all(link.duplex for link in links),
         )
 
-    def _memory(self, placement: Placement, with_their_messages: Changes) -> dict[Kind, tuple[float, ...]]:
+    def _memory(self, placement: Placement, with_their_messages: MemoryDeltas) -> dict[Kind, tuple[float, ...]]:
         """Bytes of every action. A recomputed forward keeps nothing but an output that it hands on locally."""
         changes = {**self._changes, **with_their_messages}
         message = max(self._changes.get(Kind.RECV_F, (0,)))

@@ -48,7 +48,7 @@ from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.progress import doing
-from megatron_pipemem.schedule.families.plain import serial_schedule
+from megatron_pipemem.schedule.families.serial_orders import serial_schedule
 from megatron_pipemem.schedule.lowering import lower
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megatron_pipemem.mcore.agreement import gather, is_first_rank
-from megatron_pipemem.mcore.sources import Changes, Shape, Source
+from megatron_pipemem.mcore.sources import MemoryDeltas, Shape, Source
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger, bytes_per_action
 from megatron_pipemem.runtime.measured_costs import Medians, Stopwatch, average, costs_from, drift
 from megatron_pipemem.runtime.trace import Trace, TracedAction
@@ -25,7 +25,7 @@ MINIMUM_GAIN = 0.01
 
 
 @dataclass(frozen=True)
-class News:
+class MeasurementUpdate:
     """Why and with what to plan anew.
 
     Args:
@@ -37,7 +37,7 @@ class News:
 
     reason: str
     costs: Costs | None
-    changes: Changes | None
+    changes: MemoryDeltas | None
     minimum_gain: float
 
 
@@ -53,7 +53,7 @@ class _Contribution:
 
 
 class Replanner:
-    """Measures training steps and says, at the start of the same step on every rank, when there is news.
+    """Measures training steps and says, at the start of the same step on every rank, when there is an update.
 
     Bytes are counted in the first step. Seconds are taken from the steps after it, and read one step later, when the
     GPU has long passed them; after ``FIRST_STEPS`` they replace the costs that the run began with, then every ``WINDOW``
@@ -103,7 +103,9 @@ class Replanner:
         self._unread = trace if self._warm and self._needs_seconds else None
         self._warm = True
 
-    def before_step(self, shape: Shape, device: int, measure_links: Callable[[], dict[Edge, float]]) -> News | None:
+    def before_step(
+        self, shape: Shape, device: int, measure_links: Callable[[], dict[Edge, float]]
+    ) -> MeasurementUpdate | None:
         """What has changed, alike on every rank. Every rank of the job calls this before every training step.
 
         Args:
@@ -125,24 +127,26 @@ class Replanner:
         failure = next((each.failure for each in seen if each.failure), None)
         try:
             if failure is None:
-                return self._news(seen, placement, counted, timed)
+                return self._update(seen, placement, counted, timed)
         except Exception as error:  # of what everybody has seen, so on every rank
             failure = f"{type(error).__name__}: {error}"
         if is_first_rank():
             logger.warning("what the run has shown cannot be used (%s); its plan stays", failure)
         return None
 
-    def _news(self, seen: Sequence[_Contribution], placement: Placement, counted: bool, timed: bool) -> News | None:
+    def _update(
+        self, seen: Sequence[_Contribution], placement: Placement, counted: bool, timed: bool
+    ) -> MeasurementUpdate | None:
         changes = merge_bytes(seen, placement) if counted else None
         if not timed:
-            return News("bytes counted", None, changes, 0.0)
+            return MeasurementUpdate("bytes counted", None, changes, 0.0)
         links = average([each.links for each in seen])
         costs = costs_from(average([each.medians for each in seen]), links, placement, self._source.costs)
         if not self._has_seconds:
             self._has_seconds = True
-            return News("costs measured", costs, changes, 0.0)
+            return MeasurementUpdate("costs measured", costs, changes, 0.0)
         moved = drift(self._source.costs, costs, placement)
-        return None if moved is None else News(moved, costs, changes, MINIMUM_GAIN)
+        return None if moved is None else MeasurementUpdate(moved, costs, changes, MINIMUM_GAIN)
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:

@@ -14,9 +14,9 @@ from megatron_pipemem.mcore.asynchronous.source import AsynchronousSource
 from megatron_pipemem.mcore.offload_source import OffloadSource
 from megatron_pipemem.mcore.sources import (
     ONE_BY_ONE,
-    Changes,
     FamilySource,
     FileSource,
+    MemoryDeltas,
     Plan,
     Shape,
     Source,
@@ -32,7 +32,7 @@ from megatron_pipemem.schedule.core.memory_cap import MemoryCap, format_bytes, l
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
 from megatron_pipemem.schedule.core.simulator import held_after, peaks
-from megatron_pipemem.schedule.families.plain import serial_schedule
+from megatron_pipemem.schedule.families.serial_orders import serial_schedule
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.features.vocabulary.search import search_vocabulary
 from megatron_pipemem.schedule.lowering import lower
@@ -98,7 +98,7 @@ class SearchSource(Source):
         self.is_round_robin = self._kind in ("interleaved", "linear") or self.chunks == 1
         self._cap = memory_cap
         self._in_bytes = memory_cap is not None and memory_cap.in_bytes
-        self._changes: Changes | None = None
+        self._changes: MemoryDeltas | None = None
         self.choose_among = self._fastest
         self._chosen: dict[tuple[int, int], Placement] = {}
         # What the choice of the placement has found, on the rank that searches.
@@ -108,7 +108,7 @@ class SearchSource(Source):
     def needs_bytes(self) -> bool:
         return self._in_bytes and self._changes is None and self.costs.memory is None
 
-    def measured(self, costs: Costs | None, changes: Changes | None) -> None:
+    def measured(self, costs: Costs | None, changes: MemoryDeltas | None) -> None:
         super().measured(costs, changes)
         self._answers.clear()
         if changes is not None:
@@ -231,7 +231,7 @@ class SearchSource(Source):
 
     def _program_peaks(self, schedule: Schedule) -> list[float]:
         """The most bytes every device holds, between messages too."""
-        if self.barriers and not schedule.vocabulary:
+        if self.barriers and not schedule.vocabulary_barriers:
             schedule = with_vocabulary(schedule, self.barriers, self.costs)
         changes = self._changes
         if changes is None:

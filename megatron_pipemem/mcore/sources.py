@@ -20,7 +20,7 @@ from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
-from megatron_pipemem.schedule.families.plain import forward_schedule
+from megatron_pipemem.schedule.families.serial_orders import forward_schedule
 from megatron_pipemem.schedule.model_cut import placements_of
 from megatron_pipemem.schedule.registry import build_schedule, chunks_per_device, family
 from megatron_pipemem.schedule.request import check_devices_of_file, check_microbatches_of_file, schedule_of_file
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 ONE_BY_ONE = "one microbatch at a time, because nothing else was found to keep the cap"
 
-Changes = Mapping[Kind, tuple[float, ...]]
+MemoryDeltas = Mapping[Kind, tuple[float, ...]]
 """By how many bytes every kind of action, messages included, changes what its device holds, one value per stage."""
 
 
@@ -168,7 +168,7 @@ class Source(ABC):
         placement = self.placement(shape.num_devices, shape.chunks)
         return forward_schedule(placement, shape.num_microbatches, f"{self.name} (forward only)")
 
-    def measured(self, costs: Costs | None, changes: Changes | None) -> None:
+    def measured(self, costs: Costs | None, changes: MemoryDeltas | None) -> None:
         """Plan from now on with what the run itself has shown.
 
         Args:
@@ -188,7 +188,7 @@ _WITH_MESSAGES = {
 }
 
 
-def with_messages(changes: Changes, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+def with_messages(changes: MemoryDeltas, placement: Placement) -> dict[Kind, tuple[float, ...]]:
     """What compute actions change, their messages included, for searches that know no messages."""
     empty = (0.0,) * placement.num_stages
     return {

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from megatron_pipemem.config.asynchronous_refusals import check_run
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.planner.prices import Pace, all_reduce
+from megatron_pipemem.planner.prices import MeasuredSlowdown, all_reduce
 from megatron_pipemem.planner.space import Limits
 from megatron_pipemem.planner.step import DISTRIBUTED, Step, price
 from megatron_pipemem.schedule.core.placement import Placement
@@ -45,7 +45,7 @@ class Priced:
     peaks: tuple[float, ...]
 
 
-def asynchronous(run: Run, limits: Limits, pace: Pace | None, rejected: Counter[str]) -> Iterator[Priced]:
+def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, rejected: Counter[str]) -> Iterator[Priced]:
     """The asynchronous families that are named in the limits and can run this cut, priced.
 
     Args:

@@ -25,7 +25,7 @@ from megatron_pipemem.schedule.request import FILE_SUFFIX, schedule_of_file
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryUse:
     """The most that every pipeline rank holds, in bytes.
 
     Args:
@@ -39,7 +39,7 @@ class Held:
     room: float
 
 
-def held(run: Run) -> Held | None:
+def held(run: Run) -> MemoryUse | None:
     """What a run holds; of a search, the least it could find, and of vocabulary parallelism left open, the least way.
 
     ``None`` where the run leaves the layers of the stages to Megatron.
@@ -80,18 +80,20 @@ def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
     asked = run.schedule.vocab_parallel
     if run.parallelism.pp == 1:
         return (0,)
-    if schedule is not None and schedule.vocabulary:
-        return (schedule.vocabulary,)
+    if schedule is not None and schedule.vocabulary_barriers:
+        return (schedule.vocabulary_barriers,)
     if asked == AUTO:
         return (0, *BARRIERS_OF_ALGORITHM.values())
     return (0,) if asked == "off" else (BARRIERS_OF_ALGORITHM[int(asked)],)
 
 
-def _held(run: Run, placement: Placement, schedule: Schedule | None, layers: tuple[int, ...], barriers: int) -> Held:
+def _held(
+    run: Run, placement: Placement, schedule: Schedule | None, layers: tuple[int, ...], barriers: int
+) -> MemoryUse:
     mode = run.schedule.offload
     if barriers:
         step = vocabulary_step(barriers, run, placement, layers=layers)
-        if schedule is not None and not schedule.vocabulary:
+        if schedule is not None and not schedule.vocabulary_barriers:
             schedule = with_vocabulary(schedule, barriers, step.costs)
     elif mode != "off" or (schedule is not None and schedule.offloads):
         step = offload_step(run, placement, layers=layers)
@@ -112,7 +114,7 @@ def _held(run: Run, placement: Placement, schedule: Schedule | None, layers: tup
             kept = tuple(max(step.costs.memory[Kind.F][stage] for stage in owned) for owned in placement.stages)
     versions = (1,) * placement.num_devices if schedule is None else versions_held(schedule)
     older = tuple((count - 1) * nbytes for count, nbytes in zip(versions, step.weights, strict=True))
-    return Held(tuple(map(sum, zip(kept, step.static, step.buffers, older, strict=True))), host, step.host)
+    return MemoryUse(tuple(map(sum, zip(kept, step.static, step.buffers, older, strict=True))), host, step.host)
 
 
 def _cap(run: Run) -> MemoryCap | None:

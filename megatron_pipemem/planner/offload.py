@@ -11,7 +11,7 @@ from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.config.runs import Run, ScheduleChoice
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner.activations import moved_bytes
-from megatron_pipemem.planner.prices import Pace
+from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.step import Step, price
 from megatron_pipemem.planner.variants import Variant, register_variant
 from megatron_pipemem.schedule.core.action import Kind
@@ -26,7 +26,7 @@ HOST_MEMORY = "pipemem-host-memory"
 
 
 def offload_step(
-    run: Run, placement: Placement, pace: Pace | None = None, layers: tuple[int, ...] | None = None
+    run: Run, placement: Placement, pace: MeasuredSlowdown | None = None, layers: tuple[int, ...] | None = None
 ) -> Step:
     """As ``price``, with the channel to the host, what goes over it, and how much of it the host can hold."""
     step = price(run, placement, layers, pace)

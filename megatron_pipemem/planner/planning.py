@@ -24,7 +24,7 @@ from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.planner.asynchronous import asynchronous
 from megatron_pipemem.planner.plans import Answer, Base, Entry, Group, Plan
-from megatron_pipemem.planner.prices import Pace
+from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.replay import lengths, measured, replay, same_passes
 from megatron_pipemem.planner.space import SEARCHED, Limits, Order, cuts, orders
 from megatron_pipemem.planner.step import Step, least_seconds, least_static, price
@@ -60,7 +60,7 @@ def plan(
     limits: Limits | None = None,
     top: int = 10,
     search_seconds: float = 5.0,
-    pace: Pace | None = None,
+    pace: MeasuredSlowdown | None = None,
 ) -> Answer:
     """Rank the ways to run a model.
 
@@ -93,7 +93,7 @@ def plan(
 
 
 class _Planner:
-    def __init__(self, run: Run, memory: float, limits: Limits, pace: Pace | None) -> None:
+    def __init__(self, run: Run, memory: float, limits: Limits, pace: MeasuredSlowdown | None) -> None:
         self._pace = pace
         self._memory, self.limits = memory, limits
         self.rejected: Counter[str] = Counter()

@@ -74,14 +74,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Pace:
+class MeasuredSlowdown:
     """How much longer computing takes than by the formulas, pass by pass, as a profile of one cut says of all."""
 
     layer: Passes = _AS_MODELLED
     head: Passes = _AS_MODELLED
 
     @classmethod
-    def of(cls, profile: Profile, cluster: Cluster) -> Pace:
+    def of(cls, profile: Profile, cluster: Cluster) -> MeasuredSlowdown:
         """From what was measured on a device of this cluster.
 
         Raises:

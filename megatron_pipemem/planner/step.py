@@ -11,8 +11,8 @@ A step takes the makespan of the schedule, then what of the data-parallel reduct
 
 Bytes of a rank are parameters, fp32 gradients, the optimizer or its shard of it, the activations that the schedule keeps, and
 buffers: messages that are sent and received, the logits' gradient where the head is, and one layer's working set where whole
-layers are recomputed. Where the devices hold the model more than once, all of that stands there once per copy, but a
-microbatch runs through one of them; and the fp32 gradients of the copies are added up, two ranks at a time, before they are
+layers are recomputed. Where the devices hold the model more than once, all of that stands there once per replica, but a
+microbatch runs through one of them; and the fp32 gradients of the replicas are added up, two ranks at a time, before they are
 reduced, when nothing is left that could hide either.
 """
 
@@ -28,7 +28,16 @@ from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.model import Execution, Model, Passes, model_flops
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.planner.activations import Kept, layer_bytes, message_bytes
-from megatron_pipemem.planner.prices import Pace, Part, all_reduce, embedding, gather, head, layer, logit_bytes
+from megatron_pipemem.planner.prices import (
+    MeasuredSlowdown,
+    Part,
+    all_reduce,
+    embedding,
+    gather,
+    head,
+    layer,
+    logit_bytes,
+)
 from megatron_pipemem.planner.profile import adam_seconds
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
@@ -47,7 +56,7 @@ class Step:
 
     Args:
         placement: of the stages.
-        layers: of every stage of one copy of the model.
+        layers: of every stage of one replica of the model.
         costs: seconds of F, I and W, bytes, messages.
         weights: per device, bytes of one version of the parameters.
         static: per device, bytes that are there all the time.
@@ -96,7 +105,7 @@ class _Cut:
     cluster: Cluster
     dp: int
     distributed: bool
-    pace: Pace
+    pace: MeasuredSlowdown
     shared_ends: bool = False
 
     @property
@@ -154,7 +163,7 @@ def price(
     run: Run,
     placement: Placement,
     layers: tuple[int, ...] | None = None,
-    pace: Pace | None = None,
+    pace: MeasuredSlowdown | None = None,
     shared_ends: bool = False,
 ) -> Step:
     """Price a run.
@@ -162,7 +171,7 @@ def price(
     Args:
         run: model, cluster, parallelism, recompute; its schedule's order does not matter here.
         placement: of the stages.
-        layers: of every stage of one copy of the model; by default the planner's own partition.
+        layers: of every stage of one replica of the model; by default the planner's own partition.
         pace: what was measured; by default all is as the formulas say.
         shared_ends: every device holds an equal share of embedding and head; what they take is not in the costs then.
 
@@ -171,12 +180,12 @@ def price(
     return _step(cut, placement, layers or balanced(cut, placement))
 
 
-def _cut(run: Run, pace: Pace | None) -> _Cut:
+def _cut(run: Run, pace: MeasuredSlowdown | None) -> _Cut:
     distributed = any(run.megatron.get(key) for key in (DISTRIBUTED, DISTRIBUTED.replace("-", "_")))
-    return _Cut(run.model, run.execution, run.cluster, run.parallelism.dp, distributed, pace or Pace())
+    return _Cut(run.model, run.execution, run.cluster, run.parallelism.dp, distributed, pace or MeasuredSlowdown())
 
 
-def least_seconds(run: Run, pace: Pace | None = None) -> float:
+def least_seconds(run: Run, pace: MeasuredSlowdown | None = None) -> float:
     """No placement makes a step of this cut faster: all work, shared evenly."""
     cut = _cut(run, pace)
     work = sum(part.seconds.total for part in cut.everything())
@@ -205,7 +214,7 @@ def balanced(cut: _Cut, placement: Placement) -> tuple[int, ...]:
         first_bytes=cut.static(first),
         last_bytes=cut.static(last) + last.kept.saved,
     )
-    # Every copy is cut alike, and both of its ways run over all devices.
+    # Every replica is cut alike, and both of its ways run over all devices.
     return partition(loads, placement if placement.replicas == 1 else Placement.linear(placement.num_devices))
 
 
@@ -233,7 +242,7 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> Step:
     )
     share = cut.share(placement.num_devices)
     held = [[*share, *(part for stage in owned for part in stages[stage])] for owned in placement.stages]
-    copies = placement.replicas
+    replicas = placement.replicas
     updated = [sum(cut.updated(part) for part in device) for device in held]
     return Step(
         placement=placement,
@@ -242,10 +251,10 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> Step:
         weights=tuple(cut.execution.element * sum(part.parameters for part in device) for device in held),
         static=tuple(sum(cut.static(part) for part in device) for device in held),
         buffers=_buffers(cut, placement, layers),
-        communication=tuple(sum(part.communication.total for part in device) / copies for device in held),
-        again=tuple(sum(part.again for part in device) / copies for device in held),
-        work=tuple(sum(part.seconds.total for part in device) / copies for device in held),
-        reduction=max(_exposed(cut, device, copies) for device in held)
+        communication=tuple(sum(part.communication.total for part in device) / replicas for device in held),
+        again=tuple(sum(part.again for part in device) / replicas for device in held),
+        work=tuple(sum(part.seconds.total for part in device) / replicas for device in held),
+        reduction=max(_exposed(cut, device, replicas) for device in held)
         + max(_sums(cut, device, placement) for device in held),
         optimizer=max(updated) * adam_seconds(cut.cluster),
     )
@@ -290,7 +299,7 @@ def _sums(cut: _Cut, device: list[Part], placement: Placement) -> float:
     return all_reduce(nbytes, placement.replicas, link)
 
 
-def _exposed(cut: _Cut, device: list[Part], copies: int) -> float:
+def _exposed(cut: _Cut, device: list[Part], replicas: int) -> float:
     """Seconds of one rank's data-parallel messages that nothing hides."""
     if cut.replicas == 1:
         return 0.0
@@ -304,7 +313,7 @@ def _exposed(cut: _Cut, device: list[Part], copies: int) -> float:
         return gather(others * nbytes, cut.replicas, link) + gather(experts * nbytes, of_experts, apart)
 
     forward = sum(part.seconds.forward for part in device)
-    backward = sum(part.seconds.input + part.seconds.weight for part in device) if copies == 1 else 0.0
+    backward = sum(part.seconds.input + part.seconds.weight for part in device) if replicas == 1 else 0.0
     if not cut.distributed:
         return max(0.0, 2 * messages(_GRADIENT) - backward)
     return max(0.0, messages(_GRADIENT) - backward) + max(0.0, messages(cut.execution.element) - forward)
@@ -316,7 +325,7 @@ def mfu(run: Run, seconds: float) -> float:
     return flops / (seconds * run.parallelism.ranks * run.cluster.tflops * 1e12)
 
 
-def ends_seconds(run: Run, pace: Pace | None = None) -> tuple[float, float]:
+def ends_seconds(run: Run, pace: MeasuredSlowdown | None = None) -> tuple[float, float]:
     """Seconds per microbatch that embedding and head compute, forward and backward, on one rank."""
     embedding, head = (part.seconds.total - part.communication.total for part in _cut(run, pace).vocabulary())
     return embedding, head

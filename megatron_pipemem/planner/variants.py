@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron_pipemem.config.runs import Run, ScheduleChoice
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.planner.prices import Pace
+from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.step import Step
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
@@ -33,7 +33,7 @@ class Variant:
 
     name: str
     choice: Callable[[ScheduleChoice], ScheduleChoice]
-    prepare: Callable[[Run, Placement, Pace | None], Step]
+    prepare: Callable[[Run, Placement, MeasuredSlowdown | None], Step]
     apply: Callable[[Schedule, Step, tuple[float, ...]], Schedule]
     frees_memory: bool = False
 

@@ -13,7 +13,7 @@ from functools import partial
 from megatron_pipemem.config.model import tokens
 from megatron_pipemem.config.runs import Run, ScheduleChoice
 from megatron_pipemem.planner.activations import message_bytes
-from megatron_pipemem.planner.prices import Pace, gather, logit_bytes
+from megatron_pipemem.planner.prices import MeasuredSlowdown, gather, logit_bytes
 from megatron_pipemem.planner.step import Step, ends_seconds, price
 from megatron_pipemem.planner.variants import Variant, register_variant
 from megatron_pipemem.schedule.core.action import Kind
@@ -31,7 +31,11 @@ def _choice(algorithm: int, choice: ScheduleChoice) -> ScheduleChoice:
 
 
 def vocabulary_step(
-    barriers: int, run: Run, placement: Placement, pace: Pace | None = None, layers: tuple[int, ...] | None = None
+    barriers: int,
+    run: Run,
+    placement: Placement,
+    pace: MeasuredSlowdown | None = None,
+    layers: tuple[int, ...] | None = None,
 ) -> Step:
     """As ``price``, with embedding and head cut over all devices, and what their passes take and keep."""
     step = price(run, placement, layers, pace, shared_ends=True)

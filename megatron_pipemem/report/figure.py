@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING
 from megatron_pipemem.files import whole_file
 from megatron_pipemem.report.axis import GAP, LEFT, RIGHT, Window, Windows, both_ends, cut_out, page, points_per_second
 from megatron_pipemem.report.timeline import (
-    COPY_COLOURS,
-    COPY_NAMES,
     IDLE,
     KIND_NAMES,
+    TRANSFER_COLOURS,
+    TRANSFER_NAMES,
     Box,
     Bubble,
-    Copy,
+    HostTransfer,
     boxes,
     bubbles,
     colour,
     common_end,
-    copies,
     headline,
     held_steps,
+    host_transfers,
     ink,
     legend,
     memory_text,
@@ -80,13 +80,13 @@ class _Run:
         return self.timeline.makespan or 1.0
 
     @cached_property
-    def copies(self) -> tuple[tuple[Copy, ...], ...]:
-        return copies(self.timeline)
+    def host_transfers(self) -> tuple[tuple[HostTransfer, ...], ...]:
+        return host_transfers(self.timeline)
 
     @property
     def upper(self) -> float:
         """Where a device's memory begins in its row."""
-        return _UPPER_BELOW_LANE if any(self.copies) else _UPPER
+        return _UPPER_BELOW_LANE if any(self.host_transfers) else _UPPER
 
     @property
     def in_units(self) -> bool:
@@ -224,7 +224,7 @@ def _draw_run(run: _Run, panels: Sequence[Axes], windows: Windows, points: float
         if size:
             _draw_numbers(panel, run, seen, size)
         left_out |= _draw_waits(panel, run, (start, end), points, row_points)
-        _draw_copies(panel, run, (start, end))
+        _draw_transfers(panel, run, (start, end))
         _draw_held(panel, run, (start, end), top)
         if run.end < end:
             panel.axvline(run.end, color=_TEXT, linewidth=0.9, linestyle=(0, (4, 3)))
@@ -308,13 +308,13 @@ def _draw_waits(axes: Axes, run: _Run, window: Window, points: float, row_points
     return left_out
 
 
-def _draw_copies(axes: Axes, run: _Run, window: Window) -> None:
+def _draw_transfers(axes: Axes, run: _Run, window: Window) -> None:
     from matplotlib.collections import PolyCollection
 
-    for kind, shade in COPY_COLOURS.items():
+    for kind, shade in TRANSFER_COLOURS.items():
         shapes = [
             [(copy.start, low), (copy.start, high), (copy.end, high), (copy.end, low)]
-            for device, lane in enumerate(run.copies)
+            for device, lane in enumerate(run.host_transfers)
             for copy in lane
             if copy.action.kind is kind and copy.end >= window[0] and copy.start <= window[1]
             for low, high in [(device + _LANE_TOP, device + _LANE_FLOOR)]
@@ -425,9 +425,9 @@ def _add_legend(figure: Figure, runs: Sequence[_Run]) -> None:
         for kind, name in KIND_NAMES.items()
         if kind in shades
     }
-    for kind, shade in COPY_COLOURS.items():
-        if any(run.timeline.schedule.offloads and any(run.copies) for run in runs):
-            entries[COPY_NAMES[kind]] = (Patch(facecolor=shade),)
+    for kind, shade in TRANSFER_COLOURS.items():
+        if any(run.timeline.schedule.offloads and any(run.host_transfers) for run in runs):
+            entries[TRANSFER_NAMES[kind]] = (Patch(facecolor=shade),)
     entries["idle"] = (Patch(facecolor=IDLE, edgecolor="#dadce0"),)
     entries["held activations" if runs[0].in_units else "held memory"] = (
         Patch(facecolor=_HELD, edgecolor=_HELD_EDGE, linewidth=0.7),

@@ -12,16 +12,16 @@ from html import escape
 from importlib.resources import files
 
 from megatron_pipemem.report.timeline import (
-    COPY_COLOURS,
-    COPY_NAMES,
     IDLE,
     KIND_NAMES,
+    TRANSFER_COLOURS,
+    TRANSFER_NAMES,
     awaited,
     boxes,
     colour,
     common_end,
-    copies,
     headline,
+    host_transfers,
     ink,
     legend,
     legend_name,
@@ -70,7 +70,7 @@ def _run(timeline: Timeline, top: float) -> dict[str, object]:
     rows = boxes(timeline)
     needed = awaited(timeline, rows)
     num_chunks = timeline.schedule.placement.num_chunks
-    lanes = copies(timeline) or ((),) * len(rows)
+    lanes = host_transfers(timeline) or ((),) * len(rows)
     pairs = legend(timeline)
     shades = [(colour(kind, chunk, num_chunks), ink(colour(kind, chunk, num_chunks))) for kind, chunk in pairs]
     shade_of = {pair: place for place, pair in enumerate(pairs)}
@@ -92,7 +92,11 @@ def _run(timeline: Timeline, top: float) -> dict[str, object]:
         "legend": [
             (legend_name(kind, chunk, num_chunks), *shade) for (kind, chunk), shade in zip(pairs, shades, strict=True)
         ]
-        + [(name, COPY_COLOURS[kind], ink(COPY_COLOURS[kind])) for kind, name in COPY_NAMES.items() if any(lanes)],
+        + [
+            (name, TRANSFER_COLOURS[kind], ink(TRANSFER_COLOURS[kind]))
+            for kind, name in TRANSFER_NAMES.items()
+            if any(lanes)
+        ],
         "rows": [
             {
                 "name": [str(box.action) for box in row],
@@ -100,7 +104,7 @@ def _run(timeline: Timeline, top: float) -> dict[str, object]:
                 "chunk": [box.chunk for box in row],
                 # Actions on memory have no width to be coloured.
                 "shade": [shade_of.get((box.action.kind, box.chunk), 0) for box in row],
-                "copies": [(_short(copy.start), _short(copy.end), COPY_COLOURS[copy.action.kind]) for copy in lane],
+                "copies": [(_short(copy.start), _short(copy.end), TRANSFER_COLOURS[copy.action.kind]) for copy in lane],
                 "start": [_short(box.start) for box in row],
                 "end": [_short(box.end) for box in row],
                 "held": [_short(box.held) for box in row],

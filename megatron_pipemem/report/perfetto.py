@@ -10,7 +10,15 @@ import json
 from collections.abc import Sequence
 from itertools import count
 
-from megatron_pipemem.report.timeline import COPY_NAMES, KIND_NAMES, boxes, copies, headline, held_steps, messages
+from megatron_pipemem.report.timeline import (
+    KIND_NAMES,
+    TRANSFER_NAMES,
+    boxes,
+    headline,
+    held_steps,
+    host_transfers,
+    messages,
+)
 from megatron_pipemem.schedule.core.action import MEMORY
 from megatron_pipemem.schedule.core.simulator import Timeline
 
@@ -62,7 +70,7 @@ def _process_events(process: int, timeline: Timeline, flow_ids: count[int]) -> l
         for time, held in held_steps(row):
             name = f"held by device {device}"
             events.append({"ph": "C", "name": name, **track, "ts": time * _MICROSECONDS, "args": {unit: held}})
-    for device, lane in enumerate(copies(timeline)):
+    for device, lane in enumerate(host_transfers(timeline)):
         if not lane:
             continue
         track = {"pid": process, "tid": len(rows) + device}
@@ -73,7 +81,7 @@ def _process_events(process: int, timeline: Timeline, flow_ids: count[int]) -> l
                 {
                     "ph": "X",
                     "name": str(copy.action),
-                    "cat": COPY_NAMES[copy.action.kind],
+                    "cat": TRANSFER_NAMES[copy.action.kind],
                     **track,
                     "ts": copy.start * _MICROSECONDS,
                     "dur": (copy.end - copy.start) * _MICROSECONDS,

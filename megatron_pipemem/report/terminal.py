@@ -12,12 +12,12 @@ from rich.text import Text
 from megatron_pipemem.report.timeline import (
     KIND_NAMES,
     Box,
-    Copy,
+    HostTransfer,
     boxes,
     colour,
     common_end,
-    copies,
     headline,
+    host_transfers,
     ink,
     legend,
     memory_text,
@@ -47,7 +47,7 @@ class TerminalTimeline:
     beside: Sequence[Timeline] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        timeline, rows, lanes = self.timeline, boxes(self.timeline), copies(self.timeline)
+        timeline, rows, lanes = self.timeline, boxes(self.timeline), host_transfers(self.timeline)
         runs = (timeline, *self.beside)
         margin = max(len(f"device {run.schedule.num_devices - 1} ") for run in runs)
         peaks = [f" {memory_text(peak, timeline)}" for peak in timeline.peaks]
@@ -111,7 +111,7 @@ def _cells(row: tuple[Box, ...], scale: float, width: int, num_chunks: int, sque
     return text
 
 
-def _lane(lane: Sequence[Copy], scale: float, width: int, margin: int) -> Text:
+def _lane(lane: Sequence[HostTransfer], scale: float, width: int, margin: int) -> Text:
     """Copies to the host and back, under the actions of their device."""
     signs = {Kind.OFFLOAD: ">", Kind.RELOAD: "<"}
     cells = [" "] * width

@@ -19,14 +19,14 @@ KIND_NAMES = {
     Kind.B: "full backward",
     Kind.R: "recomputed forward",
     Kind.RS: "selective recomputation",
-    Kind.IF: "embedding forward",
+    Kind.EMBED_F: "embedding forward",
     Kind.S: "head scores",
     Kind.LOSS: "loss",
     Kind.T: "head gradients",
-    Kind.IB: "embedding gradient",
+    Kind.EMBED_B: "embedding gradient",
 }
-COPY_NAMES = {Kind.OFFLOAD: "copy to the host", Kind.RELOAD: "copy back"}
-COPY_COLOURS = {Kind.OFFLOAD: "#6a4c93", Kind.RELOAD: "#8ac926"}
+TRANSFER_NAMES = {Kind.OFFLOAD: "copy to the host", Kind.RELOAD: "copy back"}
+TRANSFER_COLOURS = {Kind.OFFLOAD: "#6a4c93", Kind.RELOAD: "#8ac926"}
 
 # Far apart in hue and in lightness, also under the three kinds of colour blindness (tests/report/test_timeline.py).
 _BASE = {
@@ -36,11 +36,11 @@ _BASE = {
     Kind.B: (196, 60, 78),
     Kind.R: (16, 20, 24),
     Kind.RS: (180, 150, 255),
-    Kind.IF: (184, 225, 173),
+    Kind.EMBED_F: (184, 225, 173),
     Kind.S: (166, 41, 245),
     Kind.LOSS: (100, 48, 77),
     Kind.T: (244, 191, 230),
-    Kind.IB: (37, 15, 146),
+    Kind.EMBED_B: (37, 15, 146),
 }
 IDLE = "#f1f3f4"
 _PALEST = 0.58
@@ -63,7 +63,7 @@ class Box(NamedTuple):
         return self.end - self.start
 
 
-class Copy(NamedTuple):
+class HostTransfer(NamedTuple):
     """Activations on their way between a device and the host. Times count from the first start of the run."""
 
     action: Action
@@ -123,11 +123,15 @@ def boxes(timeline: Timeline) -> tuple[tuple[Box, ...], ...]:
     )
 
 
-def copies(timeline: Timeline) -> tuple[tuple[Copy, ...], ...]:
+def host_transfers(timeline: Timeline) -> tuple[tuple[HostTransfer, ...], ...]:
     """Per device its copies that take time, in the order in which they were issued."""
     origin = _origin(timeline)
     return tuple(
-        tuple(Copy(action, device, start - origin, end - origin) for action, start, end in transfers if end > start)
+        tuple(
+            HostTransfer(action, device, start - origin, end - origin)
+            for action, start, end in transfers
+            if end > start
+        )
         for device, transfers in enumerate(timeline.transfers)
     )
 
@@ -233,7 +237,7 @@ def headline(timeline: Timeline) -> str:
 
 
 def _vocabulary(schedule: Schedule) -> str:
-    barriers = schedule.vocabulary
+    barriers = schedule.vocabulary_barriers
     return f" with vocabulary passes ({barriers} barrier{'s' if barriers > 1 else ''})" if barriers else ""
 
 

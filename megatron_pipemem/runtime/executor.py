@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
-from megatron_pipemem.runtime.copies import CopySums
 from megatron_pipemem.runtime.instructions import Instruction, Key, settle
 from megatron_pipemem.runtime.offload import OffloadEngine
+from megatron_pipemem.runtime.replicas import ReplicaReducer
 from megatron_pipemem.runtime.selective import Recorder
 from megatron_pipemem.runtime.trace import Trace
 from megatron_pipemem.runtime.transport import Transport
@@ -27,12 +27,12 @@ _NOTHING = nullcontext()
 class StageRunner(Protocol):
     """One stage of the model on this rank."""
 
-    def forward(self, microbatch: int, input: torch.Tensor | None, again: bool = False) -> torch.Tensor:
+    def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
         """Run the stage. ``input`` is ``None`` on the stage that reads the data; the last stage returns its loss.
 
         What of it is cheap runs in regions of ``runtime.selective``, which drop what they make if the caller records.
         With vocabulary passes, the first stage gets the embedding's output, and the last one returns the head's input.
-        ``again`` says that the stage will ``recompute`` this microbatch: it must be able to run it once more, exactly.
+        ``will_recompute`` says that the stage will ``recompute`` this microbatch: it must be able to run it once more, exactly.
         """
 
     def recompute(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
@@ -53,7 +53,7 @@ class StageRunner(Protocol):
         """
 
     def reduce_gradients(self) -> None:
-        """All gradients of the stage are complete, summed over its copies: start summing over the data-parallel ranks."""
+        """All gradients of the stage are complete, summed over the replicas: start summing over the data-parallel ranks."""
 
 
 class Weights(Protocol):
@@ -97,7 +97,7 @@ class Executor:
         trace: times every compute action, if given.
         offload: moves activations, for programs that offload any; within its ``step()``.
         vocabulary: performs the vocabulary passes of a program that has them.
-        copies: adds up gradients, for programs of more than one replica.
+        replicas: adds up gradients, for programs of more than one replica.
         weights: switches between versions of the weights, for asynchronous schedules.
         carried: what an earlier call has left in flight. This one's ``in_flight`` is what it leaves itself.
     """
@@ -112,7 +112,7 @@ class Executor:
         trace: Trace | None = None,
         offload: OffloadEngine | None = None,
         vocabulary: VocabularyPasses | None = None,
-        copies: CopySums | None = None,
+        replicas: ReplicaReducer | None = None,
         weights: Weights | None = None,
         carried: InFlight | None = None,
     ):
@@ -124,7 +124,7 @@ class Executor:
         self._trace = trace
         self._offload = offload
         self._vocabulary = vocabulary
-        self._copies = copies
+        self._replicas = replicas
         self._weights = weights
         settled = settle(program, device)
         self._instructions = settled.instructions
@@ -151,7 +151,7 @@ class Executor:
             Kind.SEND_I: self._send,
             Kind.RECV_F: self._receive,
             Kind.RECV_I: self._receive,
-            Kind.SUM_COPIES: lambda each: self._copies.post(each.action.stage),
+            Kind.REDUCE_REPLICAS: lambda each: self._replicas.post(each.action.stage),
             Kind.REDUCE_GRAD: self._reduce_gradients,
             Kind.OFFLOAD: lambda each: self._offload.offload(each.key),
             Kind.RELOAD: lambda each: self._offload.reload(each.key),
@@ -209,7 +209,7 @@ class Executor:
         recomputed = each.again is Kind.R
         if recomputed:
             with self._measured(action), torch.no_grad():
-                output = stage.forward(action.microbatch, input, again=True)
+                output = stage.forward(action.microbatch, input, will_recompute=True)
             self._inputs[key] = input
         else:
             output = self._run_stage(each, stage.forward, input)
@@ -320,8 +320,8 @@ class Executor:
 
     def _reduce_gradients(self, each: Instruction) -> None:
         stage = each.action.stage
-        if self._copies is not None:
-            self._copies.wait(stage)
+        if self._replicas is not None:
+            self._replicas.wait(stage)
         self._stages[stage].reduce_gradients()
 
     def _vocabulary_pass(self, each: Instruction) -> None:

@@ -96,7 +96,7 @@ def _passes(medians: Medians, placement: Placement, before: Costs) -> Vocabulary
         return before.vocabulary
     score, gradient, embed, embed_gradient = (
         tuple(medians.get((kind, device), 0.0) for device in range(placement.num_devices))
-        for kind in (Kind.S, Kind.T, Kind.IF, Kind.IB)
+        for kind in (Kind.S, Kind.T, Kind.EMBED_F, Kind.EMBED_B)
     )
     loss = medians.get((Kind.LOSS, placement.devices[-1]), 0.0)
     return VocabularyCosts(score, gradient, embed, embed_gradient, loss)

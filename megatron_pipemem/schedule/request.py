@@ -121,7 +121,7 @@ def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
         )
 
 
-def check_copies(placement: Placement) -> None:
+def check_replicas(placement: Placement) -> None:
     """Raises:
     UnsupportedError: there are copies of the model elsewhere than Megatron can build them.
     """

@@ -8,7 +8,7 @@ pytest.importorskip("megatron.core")
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import replanning
-from megatron_pipemem.mcore.replanning import FIRST_STEPS, WINDOW, News, Replanner, merge_bytes
+from megatron_pipemem.mcore.replanning import FIRST_STEPS, WINDOW, MeasurementUpdate, Replanner, merge_bytes
 from megatron_pipemem.mcore.search_source import source_of
 from megatron_pipemem.mcore.sources import FamilySource, Shape
 from megatron_pipemem.mcore.step.programs import ProgramCache
@@ -124,7 +124,7 @@ def test_every_number_of_microbatches_is_planned_anew_when_it_comes():
     first = [plan(4), plan(6)]
     assert [p.reason for p in first] == ["start", "step of 6 microbatches"]
     assert plan(4) is first[0]
-    programs.renew(News("costs measured", Costs(3.0), None, 0.0))
+    programs.renew(MeasurementUpdate("costs measured", Costs(3.0), None, 0.0))
     assert [(p.reason, p.costs.forward) for p in (plan(6), plan(4))] == [("costs measured", 3.0)] * 2
     assert plan(8).reason == "step of 8 microbatches"
 

@@ -17,17 +17,17 @@ from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags  # noqa:
 from megatron_pipemem.mcore.model.replicas import check_config, gradients  # noqa: E402
 from megatron_pipemem.mcore.model.weight_memory import count_weights, predict_weights  # noqa: E402
 from megatron_pipemem.mcore.sources import FamilySource, Shape  # noqa: E402
-from megatron_pipemem.mcore.step.dealing import deal  # noqa: E402
+from megatron_pipemem.mcore.step.batch_distribution import deal  # noqa: E402
 from megatron_pipemem.mcore.step.refusals import check_chunks  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.source import VocabularySource  # noqa: E402
 from megatron_pipemem.schedule.core.action import Kind  # noqa: E402
 from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
 from megatron_pipemem.schedule.core.simulator import simulate  # noqa: E402
 from megatron_pipemem.schedule.core.validator import validate, validate_program  # noqa: E402
-from megatron_pipemem.schedule.families.plain import forward_schedule, serial_schedule  # noqa: E402
+from megatron_pipemem.schedule.families.serial_orders import forward_schedule, serial_schedule  # noqa: E402
 from megatron_pipemem.schedule.lowering import lower  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
-from megatron_pipemem.schedule.request import check_copies  # noqa: E402
+from megatron_pipemem.schedule.request import check_replicas  # noqa: E402
 
 
 class Counted:
@@ -118,7 +118,7 @@ def test_vocabulary_passes_are_refused_before_the_model_is_built():
 )
 def test_other_copies_are_refused(placement, words):
     with pytest.raises(UnsupportedError, match=words):
-        check_copies(placement)
+        check_replicas(placement)
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,8 @@ def test_flags_give_schedules_with_passes(schedule, algorithm, barriers):
     assert (settings.vocab_parallel, rest) == (algorithm, ["--lr", "1"])
     source = source_of(schedule, None, "unit", {}, vocab_parallel=algorithm)
     shape = Shape(4, source.chunks, 6)
-    assert source.plan(shape, "").schedule.vocabulary == barriers
-    assert source.forwards(shape).vocabulary == barriers
+    assert source.plan(shape, "").schedule.vocabulary_barriers == barriers
+    assert source.forwards(shape).vocabulary_barriers == barriers
 
 
 def test_flags_that_do_not_go_together_are_refused(tmp_path):
@@ -119,7 +119,7 @@ def test_the_cut_is_told_about_pieces(monkeypatch):
 
 def test_the_cap_holds_for_the_schedule_with_passes():
     shape = Shape(4, 1, 12)
-    assert source_of("1f1b", 1.25, "unit", {}, vocab_parallel="2").plan(shape, "").schedule.vocabulary == 1
+    assert source_of("1f1b", 1.25, "unit", {}, vocab_parallel="2").plan(shape, "").schedule.vocabulary_barriers == 1
     with pytest.raises(Exception, match="1.25"):
         source_of("1f1b", 1.0, "unit", {}, vocab_parallel="2").plan(shape, "")
 
@@ -198,4 +198,6 @@ def test_auto_has_to_keep_the_cap(schedule, cap, allowed, monkeypatch, tmp_path)
     source = source_of(schedule, cap, "unit", options, vocab_parallel="auto")
     found = source._allowed(source.placement(4, 1), 1)
     assert set(found) == allowed
-    assert all(each.vocabulary == barriers and simulate(each).peak <= cap + 1e-9 for barriers, each in found.items())
+    assert all(
+        each.vocabulary_barriers == barriers and simulate(each).peak <= cap + 1e-9 for barriers, each in found.items()
+    )

@@ -23,7 +23,7 @@ from megatron_pipemem.planner import variants as variants_module
 from megatron_pipemem.planner.memory import held
 from megatron_pipemem.planner.output import gibibytes
 from megatron_pipemem.planner.planning import SEARCHED, plan
-from megatron_pipemem.planner.prices import Pace, layer
+from megatron_pipemem.planner.prices import MeasuredSlowdown, layer
 from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.planner.space import Limits, cuts, orders
 from megatron_pipemem.planner.step import DISTRIBUTED, least_seconds, least_static, price
@@ -331,11 +331,11 @@ def test_where_nothing_fits_the_command_says_why(tmp_path):
 def test_a_measured_profile_sets_the_pace(tmp_path):
     profile = from_formulas(MODEL, Execution(tp=2), CLUSTER)
     with pytest.raises(ConfigError, match="from formulas, not measured"):
-        Pace.of(profile, CLUSTER)
+        MeasuredSlowdown.of(profile, CLUSTER)
     modelled = layer(MODEL, Execution(tp=2), CLUSTER)
     computing = modelled.seconds + modelled.communication * -1
     thrice = replace(profile, source="measured", layer=replace(profile.layer, seconds=computing * 3))
-    pace = Pace.of(thrice, CLUSTER)
+    pace = MeasuredSlowdown.of(thrice, CLUSTER)
     assert pace.layer == Passes(*[pytest.approx(3)] * 3)
     slow = layer(MODEL, Execution(tp=4), CLUSTER, False, pace.layer)
     fast = layer(MODEL, Execution(tp=4), CLUSTER)
@@ -376,7 +376,7 @@ def test_ends_that_all_devices_share_are_shared():
 
 
 def test_registered_variants_are_planned(monkeypatch):
-    def faster(run: Run, placement: Placement, pace: Pace | None):
+    def faster(run: Run, placement: Placement, pace: MeasuredSlowdown | None):
         step = price(run, placement, pace=pace)
         half = [[seconds / 2 for seconds in each] for each in (step.costs.forward, step.costs.backward_input)]
         return replace(step, costs=replace(step.costs, forward=half[0], backward_input=half[1]))

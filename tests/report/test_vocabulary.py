@@ -22,7 +22,7 @@ def timeline_of(name, embed):
 
 
 def test_what_takes_no_time_has_no_box():
-    for embed, kinds in ((0.0, set()), (0.25, {Kind.IF, Kind.IB})):
+    for embed, kinds in ((0.0, set()), (0.25, {Kind.EMBED_F, Kind.EMBED_B})):
         timeline = timeline_of("zbv", embed)
         drawn = {box.action.kind for row in boxes(timeline) for box in row}
         assert drawn == {Kind.F, Kind.I, Kind.W, Kind.S, Kind.T} | kinds

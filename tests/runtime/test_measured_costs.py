@@ -75,7 +75,9 @@ def test_what_ran_again_is_priced_where_it_did():
 
 
 def test_vocabulary_passes_are_priced_per_device():
-    medians = {(kind, device): 10 * n + device for n, kind in enumerate((Kind.S, Kind.T, Kind.IF)) for device in (0, 1)}
+    medians = {
+        (kind, device): 10 * n + device for n, kind in enumerate((Kind.S, Kind.T, Kind.EMBED_F)) for device in (0, 1)
+    }
     prices = costs_from(medians | {(Kind.LOSS, 0): 0.5}, {}, V2, Costs()).vocabulary
     assert (prices.score, prices.gradient, prices.embed) == ((0, 1), (10, 11), (20, 21))
     assert (prices.embed_gradient, prices.loss) == ((0, 0), 0.5)

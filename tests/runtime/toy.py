@@ -112,7 +112,7 @@ class Runner:
         self.losses: list[float] = []
         self.reductions = 0
 
-    def forward(self, microbatch: int, input: torch.Tensor | None, again: bool = False) -> torch.Tensor:
+    def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
         output = self._run(microbatch, input)
         if self.is_last:
             self.losses.append(output.item())

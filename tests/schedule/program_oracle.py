@@ -24,7 +24,7 @@ def _other_compute(program: Program) -> list[str]:
         computed = tuple(
             a
             for a in actions
-            if not a.kind.value.startswith(("SEND", "RECV")) and a.kind.value not in ("SUM_COPIES", "REDUCE_GRAD")
+            if not a.kind.value.startswith(("SEND", "RECV")) and a.kind.value not in ("REDUCE_REPLICAS", "REDUCE_GRAD")
         )
         if computed != program.schedule.orders[device]:
             found.append(f"device {device} computes something else than its order")
@@ -45,7 +45,7 @@ def _misreduced(program: Program) -> list[str]:
         for position, action in enumerate(actions):
             if action.kind.value == "REDUCE_GRAD":
                 reduced[action.stage] += 1
-                later = ("W", "B", "T", "IB", "SUM_COPIES")
+                later = ("W", "B", "T", "EMBED_B", "REDUCE_REPLICAS")
                 early = any((letter, action.stage) in names[position:] for letter in later)
                 local = action.stage in program.placement.stages[device]
                 if early or not local or action.microbatch is not None:
@@ -65,7 +65,7 @@ def _misadded(program: Program, trained: set[int], size: int) -> list[str]:
     for device, actions in enumerate(program.actions):
         names = [(a.kind.value, a.stage) for a in actions]
         for position, (kind, stage) in enumerate(names):
-            if kind != "SUM_COPIES":
+            if kind != "REDUCE_REPLICAS":
                 continue
             added[stage] = added.get(stage, 0) + 1
             early = ("W", stage) in names[position:] or ("B", stage) in names[position:]
@@ -117,7 +117,7 @@ def _undelivered(program: Program) -> list[str]:
                         return [f"device {device} receives {letter} of stage {source}, which does not exist"]
                     tensor = (letter.value[-1], source, microbatch)
                     wanted.setdefault((devices[source], device), deque()).append(tensor)
-                elif letter == "SUM_COPIES":
+                elif letter == "REDUCE_REPLICAS":
                     added.add(stage)
                 elif letter == "REDUCE_GRAD" and program.placement.replicas > 1:
                     if not added.issuperset(range(stage % size, len(devices), size)):

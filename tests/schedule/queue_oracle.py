@@ -33,7 +33,7 @@ def stuck(program: Program, strict: bool = False) -> list[str]:
             return ("F", stage + (name == "SEND_F"), microbatch), 2
         if name in ("SEND_I", "RECV_I"):
             return ("I", stage - (name == "SEND_I"), microbatch), 2
-        if name == "SUM_COPIES":
+        if name == "REDUCE_REPLICAS":
             return ("SUM", stage % size), len(program.placement.holders(stage))
         if name.startswith(("REDUCE_E", "REDUCE_X", "BCAST", "STATS")):
             return (name, microbatch), len(queues)
@@ -45,8 +45,8 @@ def stuck(program: Program, strict: bool = False) -> list[str]:
         found = meeting(action)
         if found is None:
             return "compute"
-        if found[1] != 2 or kind.value == "SUM_COPIES":
-            return "SUM" if kind.value == "SUM_COPIES" else "collectives"
+        if found[1] != 2 or kind.value == "REDUCE_REPLICAS":
+            return "SUM" if kind.value == "REDUCE_REPLICAS" else "collectives"
         other = stage + 1 if kind.value in ("SEND_F", "RECV_I") else stage - 1
         edge = (device, devices[other]) if kind.value.startswith("SEND") else (devices[other], device)
         return edge

@@ -39,7 +39,7 @@ def test_a_sequence_is_one_price_per_stage() -> None:
         ({"forward": (1, 2)}, "forward has 2 values but the placement has 4 stages; give one value per stage"),
         ({"backward_input": -1}, "cost of I is negative"),
         ({"backward_weight": (1, 1, -2, 1)}, "cost of W is negative: -2"),
-        ({"copy_sum": -1}, "cost of SUM_COPIES is negative"),
+        ({"copy_sum": -1}, "cost of REDUCE_REPLICAS is negative"),
     ],
 )
 def test_prices_that_do_not_fit(prices: dict[str, object], message: str) -> None:
@@ -75,7 +75,7 @@ def test_what_is_recomputed_selectively_is_neither_kept_nor_moved() -> None:
     assert changes[Kind.F] == (100, 70, 60) and changes[Kind.RS][1] == 30 and changes[Kind.R][2] == 40
     assert changes[Kind.WAIT_OFFLOAD][:2] == (-80, -50) and changes[Kind.RELOAD][:2] == (80, 50)
     assert costs.host_changes(placement, recomputed)[Kind.OFFLOAD][:2] == (80, 50)
-    assert costs.copy_seconds(placement, recomputed)[Kind.OFFLOAD][:2] == (8, 5)
+    assert costs.transfer_seconds(placement, recomputed)[Kind.OFFLOAD][:2] == (8, 5)
     by_default = Costs(memory={Kind.F: 64, Kind.B: -64}).memory_changes(placement, recomputed)
     assert by_default[Kind.RS][1] == 64 * SELECTIVE_BYTES == 64 - by_default[Kind.F][1]
 

@@ -36,7 +36,7 @@ def variants(schedule: Schedule) -> list[Schedule]:
 
 def same(read: Schedule, written: Schedule) -> bool:
     parts = [(s.orders, s.placement.devices, s.placement.replicas, s.num_microbatches) for s in (read, written)]
-    more = [(s.pieces, s.updates, s.vocabulary, s.digest, s.to_csv()) for s in (read, written)]
+    more = [(s.pieces, s.updates, s.vocabulary_barriers, s.digest, s.to_csv()) for s in (read, written)]
     return parts[0] == parts[1] and more[0] == more[1]
 
 
@@ -71,7 +71,7 @@ def test_every_kind_of_action(kind: Kind, letters: str) -> None:
     assert read_table(write_table([(action,)], letters), letters).actions == ((action,),)
 
 
-KINDS = ["F", "I", "W", "B", "BW", "R", "RESHARD", "UNSHARD", *sorted(WHOLE_STAGE), "SEND_F", "S", "IB"]
+KINDS = ["F", "I", "W", "B", "BW", "R", "RESHARD", "UNSHARD", *sorted(WHOLE_STAGE), "SEND_F", "S", "EMBED_B"]
 HEADERS = [
     "",
     "# replicas=2\n",

@@ -87,7 +87,7 @@ def test_every_family_lowers(name, num_devices, num_microbatches):
     assert sum(k in SENDS for k in kinds) == sum(k in RECEIVES for k in kinds) == count_messages(schedule)
     trained = {action.stage for order in schedule.orders for action in order}
     assert kinds.count(Kind.REDUCE_GRAD) == schedule.num_stages
-    assert kinds.count(Kind.SUM_COPIES) == (schedule.num_stages if schedule.placement.replicas > 1 else 0)
+    assert kinds.count(Kind.REDUCE_REPLICAS) == (schedule.num_stages if schedule.placement.replicas > 1 else 0)
     assert len(trained) == schedule.num_stages or num_microbatches < schedule.placement.replicas
 
 

@@ -9,8 +9,11 @@ from random_schedules import FAMILIES, build_or_skip, family_schedules, random_s
 
 from megatron_pipemem.errors import PipememError, ScheduleFormatError
 from megatron_pipemem.schedule.core.action import WHOLE_STAGE, Action, Kind
+from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.text.csv_format import read_table
 
 # Both files are what torch.distributed.pipelining wrote for two devices: before and since it renamed its letters.
@@ -46,6 +49,15 @@ def test_actions_round_trip(kind, stage, microbatch):
 def test_action_text(text, action):
     assert Action.parse(text) == action
     assert str(action) == text
+
+
+def test_names_of_earlier_versions():
+    """Files that earlier versions wrote are read; what is written has today's names."""
+    cells = {"0IF3": "0EMBED_F3", "1IB0": "1EMBED_B0", "2SUM_COPIES": "2REDUCE_REPLICAS"}
+    assert {text: str(Action.parse(text)) for text in cells} == cells
+    written = with_vocabulary(build_schedule("1f1b", num_devices=2, num_microbatches=3), 1, Costs()).to_csv()
+    before = written.replace("EMBED_F", "IF").replace("EMBED_B", "IB")
+    assert before != written and Schedule.from_csv(before).to_csv() == written
 
 
 @pytest.mark.parametrize(
@@ -109,7 +121,7 @@ def test_layout_of_the_file_does_not_matter(schedule, data):
     [
         ("0F0,0B0\n1F0,1X0\n", 2, 2, "'1X0' is not an action"),
         ("0F0,,hello\n", 1, 3, "'hello' is not an action"),
-        ("\n0F0\n\n1F0,1B\n", 4, 2, "every kind but SUM_COPIES and REDUCE_GRAD needs a microbatch"),
+        ("\n0F0\n\n1F0,1B\n", 4, 2, "every kind but REDUCE_REPLICAS and REDUCE_GRAD needs a microbatch"),
         ("0F0,0SEND_F0\n1F0\n", 1, 2, "0SEND_F0 is not a compute action"),
         ("0F0\r\n1F0,0B0\r\n", 2, 2, "stage 0 is on device 1 here and on device 0 above"),
         ("0F0;0B0\n", 1, 1, "'0F0;0B0' is not an action"),

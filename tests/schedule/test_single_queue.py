@@ -32,7 +32,7 @@ def proved(schedule: Schedule, costs: Costs) -> Program:
     program = lower(schedule, single_queue=True, costs=costs)
     validate_program(program, single_queue=True, microbatch_order=False)
     assert queue_oracle.stuck(program, strict=True) == queue_oracle.stuck(program) == []
-    if not schedule.vocabulary:
+    if not schedule.vocabulary_barriers:
         assert mistakes(program) == []
     return program
 

@@ -64,7 +64,7 @@ def test_1f1b_has_one_microbatch_more_per_barrier_and_the_bubble_it_had(p, barri
         timeline = simulate(schedule, costs)
         assert [round(peak * p) for peak in timeline.peaks] == [min(m, p - r + barriers) for r in range(p)]
         assert timeline.makespan == pytest.approx(makespan(schedule, seconds_of(costs, schedule)))
-        # The embedding's ends of a step stand alone: IF before everything, IB after it, on other devices than the busiest.
+        # The embedding's ends of a step stand alone: EMBED_F before everything, EMBED_B after it, on idle devices.
         beyond = timeline.makespan - m * (3 + (head + 0.6) / p) - (p - 1) * 3
         # With one barrier a part of the input gradient is formed between two actions: a short step can be 0.05 F longer.
         assert beyond <= 2 * 0.6 / p + (0.05 if barriers == 1 else 0.0) + 1e-9, (m, beyond)
@@ -176,16 +176,16 @@ def test_a_program_that_hangs_in_strict_queues_is_refused():
 def test_passes_need_the_switch_and_a_schedule_that_takes_them():
     schedule = with_vocabulary(build_schedule("1f1b", num_devices=2, num_microbatches=2), 1)
     with pytest.raises(ScheduleError, match="how many barriers"):
-        validate(replace(schedule, vocabulary=0))
+        validate(replace(schedule, vocabulary_barriers=0))
     with pytest.raises(ScheduleError, match="1 or 2 barriers"):
-        validate(replace(schedule, vocabulary=3))
+        validate(replace(schedule, vocabulary_barriers=3))
     with pytest.raises(UnsupportedError, match="already"):
         with_vocabulary(schedule, 1)
     with pytest.raises(UnsupportedError, match="1 or 2 barriers"):
         with_vocabulary(build_schedule("1f1b", num_devices=2, num_microbatches=2), 3)
     with pytest.raises(UnsupportedError, match="of one model copy, and this placement holds 2"):
         with_vocabulary(build_schedule("chimera", num_devices=2, num_microbatches=2), 1)
-    assert schedule.digest != replace(schedule, vocabulary=2).digest
+    assert schedule.digest != replace(schedule, vocabulary_barriers=2).digest
 
 
 @pytest.mark.parametrize("kinds", [(Kind.R,), (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)])
@@ -312,7 +312,7 @@ def test_a_searched_schedule_keeps_the_cap_with_its_passes(cap, barriers):
         assert max(candidate.peaks) <= cap + 1e-9
         validate(candidate.schedule, memory_cap=cap)
         assert candidate.lower_bound <= candidate.makespan + 1e-9
-        assert candidate.schedule.vocabulary == barriers
+        assert candidate.schedule.vocabulary_barriers == barriers
     with pytest.raises(UnsupportedError):
         search_vocabulary(barriers=1, num_devices=4, num_microbatches=8, memory_cap=0.1)
 

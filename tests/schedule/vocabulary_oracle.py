@@ -17,7 +17,7 @@ Event = tuple[str, int, int]
 
 def expected(schedule: Schedule) -> Counter[tuple[int, Event]]:
     """``(device, (kind, number, microbatch))`` of all passes and posts of a training step."""
-    everywhere = ("IF", "S", "T", "IB", *COLLECTIVES)
+    everywhere = ("EMBED_F", "S", "T", "EMBED_B", *COLLECTIVES)
     found: Counter[tuple[int, Event]] = Counter()
     last = schedule.placement.devices[-1]
     for k in range(schedule.num_microbatches):
@@ -54,12 +54,12 @@ def inputs(event: Event, schedule: Schedule, exists: set[Event]) -> tuple[list[E
         return [("F", last, k), ("LOSS", home, k)], [("REDUCE_X", k)]
     if kind == "W":
         return [("I", number, k)], []
-    if kind in ("S", "LOSS", "T", "IB"):
-        source = {"S": "BCAST_X", "LOSS": "STATS", "T": "BCAST_G", "IB": "BCAST_E"}[kind]
+    if kind in ("S", "LOSS", "T", "EMBED_B"):
+        source = {"S": "BCAST_X", "LOSS": "STATS", "T": "BCAST_G", "EMBED_B": "BCAST_E"}[kind]
         return [("S", number, k)] if kind == "T" else [], [(source, k)]
-    if kind == "REDUCE_X" and schedule.vocabulary == 1:
+    if kind == "REDUCE_X" and schedule.vocabulary_barriers == 1:
         return [], [("STATS", k)]
-    own = {"REDUCE_E": "IF", "STATS": "S", "REDUCE_X": "T"}
+    own = {"REDUCE_E": "EMBED_F", "STATS": "S", "REDUCE_X": "T"}
     if kind in own:
         return [(own[kind], number, k)], []
     root = {"BCAST_X": ("F", last, k), "BCAST_G": ("LOSS", home, k), "BCAST_E": backward(0)}

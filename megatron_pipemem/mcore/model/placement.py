@@ -6,8 +6,8 @@ placement: *a chunk is built and run as if its device were the rank that round r
 is being built or executed, Megatron's question "which pipeline rank am I" gets that rank for an answer; layer numbers, layouts,
 embedding, head and batch reading then come out right by themselves. Outside, the answer is the real rank.
 
-A bidirectional pipeline has two copies of the model, one stage of either per device. Megatron knows of one and has no virtual
-pipeline then; the other copy's stages are the devices' chunk 1, of whom the same idea holds. What both copies share, their
+A bidirectional pipeline has two replicas of the model, one stage of either per device. Megatron knows of one and has no virtual
+pipeline then; the other replica's stages are the devices' chunk 1, of whom the same idea holds. What both replicas share, their
 values and their place in checkpoints and norms, is in ``replicas``.
 """
 
@@ -29,7 +29,7 @@ from megatron_pipemem.mcore.patching import Symbol
 from megatron_pipemem.mcore.step.refusals import check_sharing
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.model_cut import check_cut
-from megatron_pipemem.schedule.request import check_copies
+from megatron_pipemem.schedule.request import check_replicas
 
 RANK = Symbol("megatron.core.parallel_state", "get_pipeline_model_parallel_rank")
 IS_FIRST = Symbol("megatron.core.parallel_state", "is_pipeline_first_stage", ("ignore_virtual", "vp_stage"))
@@ -102,7 +102,7 @@ class ChunkPlacement:
                         f"placement {placement.name} gives some device other than one stage of every round of "
                         f"{num_devices}; Megatron can only build placements that do"
                     )
-            check_copies(placement)
+            check_replicas(placement)
             self._found[key] = placement
         return self._found[key]
 
@@ -152,7 +152,7 @@ class ChunkPlacement:
     def build_chunks(
         self, build: Callable[..., torch.nn.Module], pg_collection, vp_size: int | None
     ) -> list[torch.nn.Module]:
-        """Build this rank's chunks in order, the two ends of a tied embedding and all copies of a stage equal.
+        """Build this rank's chunks in order, the two ends of a tied embedding and all replicas of a stage equal.
 
         Args:
             build: ``build(pre_process=, post_process=, vp_stage=, pg_collection=) -> module``.

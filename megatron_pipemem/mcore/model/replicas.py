@@ -1,7 +1,7 @@
-"""Two copies of the model in one pipeline: what makes them one model to Megatron.
+"""Two replicas of the model in one pipeline: what makes them one model to Megatron.
 
 Both are trained. Their gradients are added up before anything else looks at them, so that both optimizers do the same to
-equal weights and the copies stay equal without ever being sent again. Checkpoints hold the first copy and are loaded into
+equal weights and the replicas stay equal without ever being sent again. Checkpoints hold the first replica and are loaded into
 both, and norms of gradients count the first.
 """
 
@@ -56,26 +56,26 @@ def make_copies(chunks: Sequence[torch.nn.Module], placement: Placement, group: 
         placement: of the pipeline, bidirectional.
         group: of the pipeline.
     """
-    original, copy = chunks
+    original, replica = chunks
     check_config(get_model_config(original))
     device = group.rank()
     other = placement.num_devices - 1 - device
     if device == other:
-        for value, parameter in zip(original.parameters(), copy.parameters(), strict=True):
+        for value, parameter in zip(original.parameters(), replica.parameters(), strict=True):
             parameter.copy_(value)
     else:
         peer = dist.get_global_rank(group, other)
         for sends in (True, False) if device < other else (False, True):
-            for parameter in (original if sends else copy).parameters():
+            for parameter in (original if sends else replica).parameters():
                 carried = parameter.to(torch.cuda.current_device())
                 if sends:
                     dist.send(carried, peer, group=group)
                 else:
                     dist.recv(carried, peer, group=group)
                     parameter.copy_(carried)
-    for parameter in copy.parameters():
+    for parameter in replica.parameters():
         parameter.shared = True
-    _save_as_copy(copy)
+    _save_as_copy(replica)
 
 
 def _save_as_copy(module: torch.nn.Module) -> None:

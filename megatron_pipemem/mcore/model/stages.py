@@ -80,9 +80,9 @@ class ChunkStage:
     def __post_init__(self) -> None:
         self._set_input_tensor = get_attr_wrapped_model(self.model, "set_input_tensor")
 
-    def forward(self, microbatch: int, input: torch.Tensor | None, again: bool = False) -> torch.Tensor:
+    def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
         step, data = self.step, self.data_iterator
-        if again:
+        if will_recompute:
             data = None if data is None else Tape(data)
             self._again[microbatch] = _Again(data, random._get_all_rng_states())
         output, num_tokens = self._run(microbatch, input, data, step.loss_data)

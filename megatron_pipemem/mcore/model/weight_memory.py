@@ -1,4 +1,4 @@
-"""Bytes of the weights that a rank holds: of all its stages, copies of the model and versions."""
+"""Bytes of the weights that a rank holds: of all its stages, replicas of the model and versions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WeightBytes(NamedTuple):
     of_stages: Mapping[int, int]
     """bytes of one version of every stage that the rank holds"""
     counted: int
-    """bytes of all versions and copies, as they are there"""
+    """bytes of all versions and replicas, as they are there"""
     planned_versions: int
     versions: int
     """how many there have been at once"""
@@ -44,7 +44,7 @@ def predict_weights(placement: Placement, device: int, bytes_of: Mapping[int, in
     Args:
         placement: of the schedule.
         device: whose.
-        bytes_of: parameters of every stage of the first copy of the model, wherever it is.
+        bytes_of: parameters of every stage of the first replica of the model, wherever it is.
         versions: of every stage that the device holds.
     """
     return versions * sum(bytes_of[stage % placement.model_stages] for stage in placement.stages[device])

@@ -192,7 +192,7 @@ def described(number: int, plans: Plans, steps: Sequence[Step], shared: Sequence
         "chunks": schedule.placement.num_chunks,
         "microbatches": schedule.num_microbatches,
         "peak_activation": peak_activation(schedule),
-        "vocabulary_barriers": schedule.vocabulary,
+        "vocabulary_barriers": schedule.vocabulary_barriers,
         "priced_by": plan.priced_by,
         "costs": _costs(plan),
         "planned_makespan": plan.timeline.makespan,

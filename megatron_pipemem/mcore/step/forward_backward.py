@@ -34,7 +34,7 @@ from megatron_pipemem.mcore.patching import Symbol
 from megatron_pipemem.mcore.replanning import Replanner
 from megatron_pipemem.mcore.report.run_record import STEPS, RunRecord, StepRecord
 from megatron_pipemem.mcore.sources import Shape
-from megatron_pipemem.mcore.step.dealing import deal
+from megatron_pipemem.mcore.step.batch_distribution import deal
 from megatron_pipemem.mcore.step.losses import LossCarrier, gather_losses
 from megatron_pipemem.mcore.step.offloading import Offloading
 from megatron_pipemem.mcore.step.programs import ProgramCache
@@ -42,10 +42,10 @@ from megatron_pipemem.mcore.step.refusals import check_chunks, check_config
 from megatron_pipemem.mcore.step.single_queue import has_single_queue
 from megatron_pipemem.mcore.vocabulary.step import VocabularySteps
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
-from megatron_pipemem.runtime.copies import Channels, CopySums, connect_copies
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.groups import destroy_groups
 from megatron_pipemem.runtime.links import measure_links
+from megatron_pipemem.runtime.replicas import Channels, ReplicaReducer, connect_replicas
 from megatron_pipemem.runtime.trace import CudaTrace, HostTrace
 from megatron_pipemem.runtime.transport import Edge, MessageFormat, Transport, connect
 from megatron_pipemem.schedule.core.placement import Placement
@@ -111,7 +111,7 @@ class _Pipeline:
     device: int
     ranks: Sequence[int]
     channels: dict[Edge, dist.ProcessGroup]
-    copies: Channels
+    replica_channels: Channels
     losses: LossCarrier
 
 
@@ -279,13 +279,16 @@ class ForwardBackward:
             pipeline.device, placement, pipeline.ranks, pipeline.channels, message, self._programs.single_queue
         )
         passes = None
-        if program.schedule.vocabulary:
+        if program.schedule.vocabulary_barriers:
             tokens = (micro_batch_size, (decoder_seq_length or seq_length) // groups.cp.size())
             passes = self._vocabulary.begin(step, stages, placement, groups, pp_group, tokens, observed.ledger)
-        copies = None
+        reducer = None
         if placement.replicas > 1:
-            copies = CopySums(
-                placement, pipeline.device, pipeline.copies, lambda stage: replicas.gradients(stages[stage].model)
+            reducer = ReplicaReducer(
+                placement,
+                pipeline.device,
+                pipeline.replica_channels,
+                lambda stage: replicas.gradients(stages[stage].model),
             )
         executor = Executor(
             program,
@@ -296,7 +299,7 @@ class ForwardBackward:
             trace=observed.trace,
             offload=engine,
             vocabulary=passes,
-            copies=copies,
+            replicas=reducer,
             weights=None if call is None else call.weights,
             carried=None if call is None else call.take_in_flight(),
         )
@@ -368,7 +371,7 @@ class ForwardBackward:
                 group.rank(),
                 dist.get_process_group_ranks(group),
                 connect(placement, group, device),
-                connect_copies(placement, group, device),
+                connect_replicas(placement, group, device),
                 LossCarrier(group),
             )
         return self._pipelines[key]
@@ -377,7 +380,7 @@ class ForwardBackward:
         """Forget everything that steps left for the next one."""
         opened = self._vocabulary.close()
         for pipeline in self._pipelines.values():
-            opened += [*pipeline.channels.values(), *pipeline.copies.values()]
+            opened += [*pipeline.channels.values(), *pipeline.replica_channels.values()]
         carriers = [pipeline.losses for pipeline in self._pipelines.values()]
         self._pipelines.clear()
         if not self._in_step:  # after a step that failed, others may be gone, and a backend would wait for them

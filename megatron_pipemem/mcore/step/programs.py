@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.mcore.agreement import gather, is_first_rank
-from megatron_pipemem.mcore.replanning import News
+from megatron_pipemem.mcore.replanning import MeasurementUpdate
 from megatron_pipemem.mcore.sources import Plan, Shape, Source, announce
 from megatron_pipemem.schedule.core.schedule import Program, Schedule
 from megatron_pipemem.schedule.core.validator import validate_program
@@ -43,7 +43,7 @@ class ProgramCache:
         self._training: dict[Shape, Compiled] = {}
         self._evaluation: dict[Shape, Compiled] = {}
         self._outdated: dict[Shape, Compiled] = {}
-        self._news: News | None = None
+        self._update: MeasurementUpdate | None = None
 
     @property
     def name(self) -> str:
@@ -83,34 +83,34 @@ class ProgramCache:
                 announce(compiled.plan)
         return programs[shape]
 
-    def renew(self, news: News) -> None:
+    def renew(self, update: MeasurementUpdate) -> None:
         """Plan again, with what is known now, whatever training steps come."""
-        self._source.measured(news.costs, news.changes)
-        self._news = news
+        self._source.measured(update.costs, update.changes)
+        self._update = update
         self._outdated |= self._training
         self._training.clear()
 
     def clear(self) -> None:
         for memory in (self._training, self._evaluation, self._outdated):
             memory.clear()
-        self._news = None
+        self._update = None
 
     def _build(self, shape: Shape, forward_only: bool) -> Compiled:
         if forward_only:
             return self._compiled(self._source.forwards(shape), None)
-        first = not self._training and self._news is None
+        first = not self._training and self._update is None
         plan = self._source.plan(shape, "start" if first else f"step of {shape.num_microbatches} microbatches")
         return self._compiled(plan.schedule, plan)
 
     def _build_again(self, shape: Shape, before: Compiled) -> Compiled:
-        """By the news, or the program that has run so far: a plan that fails does not end a run that goes well.
+        """By the update, or the program that has run so far: a plan that fails does not end a run that goes well.
 
         Raises:
             UnsupportedError: the bytes that were counted break the cap, whatever the schedule.
         """
         found, failure = before, None
         try:
-            plan = self._source.plan(shape, self._news.reason, before.plan, self._news.minimum_gain)
+            plan = self._source.plan(shape, self._update.reason, before.plan, self._update.minimum_gain)
             found = self._compiled(plan.schedule, plan)
         except Exception as error:  # the other ranks must hear of it, whatever it is
             failure = error
@@ -118,10 +118,10 @@ class ProgramCache:
         message, is_refusal = next((told for told in failures if told is not None), (None, False))
         if message is None:
             return found
-        if is_refusal and self._news.changes is not None:
+        if is_refusal and self._update.changes is not None:
             raise failure or UnsupportedError(message)
         if is_first_rank():
-            logger.warning("could not plan again (%s): %s; the schedule stays", self._news.reason, message)
+            logger.warning("could not plan again (%s): %s; the schedule stays", self._update.reason, message)
         return before
 
     def _compiled(self, schedule: Schedule, plan: Plan | None) -> Compiled:

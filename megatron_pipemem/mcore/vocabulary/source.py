@@ -11,7 +11,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.mcore.agreement import tell
-from megatron_pipemem.mcore.sources import Changes, Plan, Shape, Source, microbatches_of_the_run
+from megatron_pipemem.mcore.sources import MemoryDeltas, Plan, Shape, Source, microbatches_of_the_run
 from megatron_pipemem.mcore.vocabulary.build import cut_vocabulary, layout_of
 from megatron_pipemem.mcore.vocabulary.choice import choose_barriers
 from megatron_pipemem.schedule.core.costs import Costs
@@ -103,7 +103,7 @@ class VocabularySource(Source):
     def forwards(self, shape: Shape) -> Schedule:
         return self._with_passes(self._inner.forwards(shape), self.costs)
 
-    def measured(self, costs: Costs | None, changes: Changes | None) -> None:
+    def measured(self, costs: Costs | None, changes: MemoryDeltas | None) -> None:
         self._inner.measured(costs, changes)
         self.costs, self.priced_by = self._inner.costs, self._inner.priced_by
 
@@ -125,7 +125,7 @@ class VocabularySource(Source):
         self.barriers = self._inner.barriers = barriers
 
     def _with_passes(self, schedule: Schedule, costs: Costs) -> Schedule:
-        if not self.barriers or schedule.vocabulary == self.barriers:
+        if not self.barriers or schedule.vocabulary_barriers == self.barriers:
             return schedule
         added = with_vocabulary(schedule, self.barriers, costs)
         if self._memory_cap is not None:

@@ -19,11 +19,11 @@ from megatron_pipemem.mcore.vocabulary.layers import ArrivingEmbedding, Departin
 class FirstStage(ChunkStage):
     """Gets the embedding's output as its input."""
 
-    def forward(self, microbatch: int, input: torch.Tensor | None, again: bool = False) -> torch.Tensor:
+    def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
         model = get_attr_wrapped_model(self.model, "pre_process", return_model_obj=True)
         embedding: ArrivingEmbedding = model.embedding.word_embeddings
         embedding.arrived = input
-        return super().forward(microbatch, None, again)
+        return super().forward(microbatch, None, will_recompute)
 
 
 @dataclass
@@ -40,7 +40,7 @@ class LastStage(ChunkStage):
     def _head(self) -> DepartingHead:
         return get_attr_wrapped_model(self.model, "pre_process", return_model_obj=True).output_layer
 
-    def forward(self, microbatch: int, input: torch.Tensor | None, again: bool = False) -> torch.Tensor:
+    def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
         head, step = self._head, self.step
 
         def noting(*arguments):
@@ -57,7 +57,7 @@ class LastStage(ChunkStage):
             replace(step, forward_step_func=noting),
             *(self.model, self.data_iterator, self.chunk, self.num_chunks, False, self.placement, self.delayed),
         )
-        runner.forward(microbatch, input, again)
+        runner.forward(microbatch, input, will_recompute)
         output, head.input, head.losses = head.input, None, None
         return output
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from megatron_pipemem.runtime.offload.channel import Channel, Direction
-from megatron_pipemem.runtime.offload.host_link import copy_ends, copy_seconds, synchronize
+from megatron_pipemem.runtime.offload.host_link import copy_ends, synchronize, transfer_seconds
 
 _MATRIX = 8192  # large enough that products, and not their launches, take the time
 
@@ -39,11 +39,11 @@ def measure_bandwidths(
     found = {}
     for name, directions in ways.items():
         copies = [(direction, ends[direction]) for direction in directions]
-        alone = copy_seconds(channel, copies, repeats)
+        alone = transfer_seconds(channel, copies, repeats)
         # Products for longer than the copies take, so that none of them runs beside nothing.
         beside = partial(multiply, int(2 * alone / one) + 1)
         found[name] = nbytes / alone
-        found[f"{name}_computing"] = nbytes / copy_seconds(channel, copies, repeats, beside)
+        found[f"{name}_computing"] = nbytes / transfer_seconds(channel, copies, repeats, beside)
     return found
 
 

@@ -42,7 +42,7 @@ def measure_host_link(channel: Channel, nbytes: int = _BYTES) -> HostLink:
     ends = copy_ends(channel, nbytes)
 
     def seconds(*directions: Direction) -> float:
-        return copy_seconds(channel, [(direction, ends[direction]) for direction in directions], _REPETITIONS)
+        return transfer_seconds(channel, [(direction, ends[direction]) for direction in directions], _REPETITIONS)
 
     out, back, both = seconds(Direction.OUT), seconds(Direction.IN), seconds(*Direction)
     return HostLink(nbytes / out, nbytes / back, both < _DUPLEX_FACTOR * max(out, back))
@@ -58,7 +58,7 @@ def copy_ends(channel: Channel, nbytes: int) -> dict[Direction, Copy]:
     return ends
 
 
-def copy_seconds(
+def transfer_seconds(
     channel: Channel,
     copies: Sequence[tuple[Direction, Copy]],
     repeats: int,

@@ -142,10 +142,10 @@ class VocabularyPasses:
             Kind.S: (self._sent_inputs,),
             Kind.LOSS: (self._gathered,),
             Kind.T: (self._gathered, self._sent_loss_gradients),
-            Kind.IB: (self._sent_embedding_gradients,),
+            Kind.EMBED_B: (self._sent_embedding_gradients,),
         }
         self._perform = {
-            Kind.IF: self._look_up,
+            Kind.EMBED_F: self._look_up,
             Kind.REDUCE_E: self._reduce_embedding,
             Kind.BCAST_X: self._broadcast_head_input,
             Kind.S: self._score,
@@ -155,7 +155,7 @@ class VocabularyPasses:
             Kind.T: self._head_gradients,
             Kind.REDUCE_X: self._reduce_input_gradient,
             Kind.BCAST_E: self._broadcast_embedding_gradient,
-            Kind.IB: self._embedding_weight_gradient,
+            Kind.EMBED_B: self._embedding_weight_gradient,
         }
 
     def wait_for(self, action: Action) -> None:

@@ -22,9 +22,9 @@ class Kind(StrEnum):
     gradient of stage 3's input, ``2RECV_I0`` receives it as the gradient of stage 2's output.
 
     ``R`` runs a forward again that kept nothing but its input, ``RS`` the cheap parts of one that dropped only what those
-    make: normalisation, activation functions, attention between its matrices. The actions on memory start and await copies:
-    ``OFFLOAD`` starts the copy of a forward's activations to the host, after ``WAIT_OFFLOAD`` it has ended and the device
-    memory is free; ``RELOAD`` takes device memory and starts the copy back, after ``WAIT_RELOAD`` that has ended and the
+    make: normalisation, activation functions, attention between its matrices. The actions on memory start and await transfers:
+    ``OFFLOAD`` starts to move a forward's activations to the host, after ``WAIT_OFFLOAD`` they are there and the device
+    memory is free; ``RELOAD`` takes device memory and starts to move them back, after ``WAIT_RELOAD`` that has ended and the
     activations may be used."""
 
     F = "F"
@@ -37,7 +37,7 @@ class Kind(StrEnum):
     RECV_F = "RECV_F"
     SEND_I = "SEND_I"
     RECV_I = "RECV_I"
-    SUM_COPIES = "SUM_COPIES"  # of a stage's gradients, over the devices that hold its copies; posting waits for nobody
+    REDUCE_REPLICAS = "REDUCE_REPLICAS"  # of a stage's gradients, over the model's replicas; posting waits for nobody
     REDUCE_GRAD = "REDUCE_GRAD"
     OFFLOAD = "OFFLOAD"
     WAIT_OFFLOAD = "WAIT_OFFLOAD"
@@ -46,11 +46,11 @@ class Kind(StrEnum):
 
     # Vocabulary parallelism: shard k of head and embedding stands on device k, and so in the place of the stage stands
     # the number of the shard, which is the device's own.
-    IF = "IF"  # look up this shard's rows of the tokens
+    EMBED_F = "EMBED_F"  # look up this shard's rows of the tokens
     S = "S"  # logits of this shard, and their statistics
     LOSS = "LOSS"  # losses, training loss and its gradient g, on the device of the last stage only
     T = "T"  # gradients of the head's shard
-    IB = "IB"  # gradient of the embedding's shard
+    EMBED_B = "EMBED_B"  # gradient of the embedding's shard
     REDUCE_E = "REDUCE_E"  # embedding output, to the device of the first stage
     BCAST_X = "BCAST_X"  # input of the head, from the device of the last stage
     STATS = "STATS"  # maxima, sums and label logits, from all to all
@@ -64,7 +64,7 @@ class Kind(StrEnum):
 
 MEMORY = frozenset((Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD))
 """They take no time of the device but what they wait."""
-VOCABULARY_COMPUTE = frozenset((Kind.IF, Kind.S, Kind.LOSS, Kind.T, Kind.IB))
+VOCABULARY_COMPUTE = frozenset((Kind.EMBED_F, Kind.S, Kind.LOSS, Kind.T, Kind.EMBED_B))
 COLLECTIVES = frozenset((Kind.REDUCE_E, Kind.BCAST_X, Kind.STATS, Kind.BCAST_G, Kind.REDUCE_X, Kind.BCAST_E))
 """Posted by every device, all in one order, on a channel of their own; posting takes no time, and waits for nobody but
 ``REDUCE_X`` for the statistics where it is formed of them (one barrier)."""
@@ -73,12 +73,12 @@ RECOMPUTE = frozenset((Kind.R, Kind.RS))
 COMPUTE = frozenset((Kind.F, Kind.I, Kind.W, Kind.B)) | RECOMPUTE | VOCABULARY_COMPUTE
 ORDERED = COMPUTE | MEMORY | COLLECTIVES
 """What stands in the orders of a schedule; ``lower`` adds the rest."""
-FORWARD = frozenset((Kind.F, Kind.IF, Kind.REDUCE_E, Kind.BCAST_X, Kind.S, Kind.STATS, Kind.LOSS))
+FORWARD = frozenset((Kind.F, Kind.EMBED_F, Kind.REDUCE_E, Kind.BCAST_X, Kind.S, Kind.STATS, Kind.LOSS))
 """What evaluation runs of a schedule."""
 SENDS = frozenset((Kind.SEND_F, Kind.SEND_I))
 RECEIVES = frozenset((Kind.RECV_F, Kind.RECV_I))
 MESSAGES = SENDS | RECEIVES
-WHOLE_STAGE = frozenset((Kind.SUM_COPIES, Kind.REDUCE_GRAD))
+WHOLE_STAGE = frozenset((Kind.REDUCE_REPLICAS, Kind.REDUCE_GRAD))
 """Not on any microbatch."""
 
 
@@ -111,7 +111,8 @@ class Action(NamedTuple):
         text = text.strip()
         match = _PATTERN.fullmatch(text)
         stage, kind, microbatch = match.groups() if match else ("", "", None)
-        if kind not in names and kind not in _KINDS:
+        meant = names.get(kind) or _FORMER_NAMES.get(kind, kind)
+        if meant not in _KINDS:
             kinds = ", ".join(kind.value for kind in Kind)
             raise ScheduleFormatError(
                 f"{shown(text)} is not an action; write stage, kind, microbatch, as in 2F0 (kinds: {kinds})"
@@ -120,10 +121,10 @@ class Action(NamedTuple):
             raise ScheduleFormatError(
                 f"{shown(text)}: stage and microbatch have {MOST_DIGITS} digits at most; renumber it"
             )
-        action = cls(names.get(kind) or Kind(kind), int(stage), None if microbatch is None else int(microbatch))
+        action = cls(Kind(meant), int(stage), None if microbatch is None else int(microbatch))
         if (action.microbatch is None) != (action.kind in WHOLE_STAGE):
             raise ScheduleFormatError(
-                f"{shown(text)}: every kind but {Kind.SUM_COPIES} and {Kind.REDUCE_GRAD} needs a microbatch, and those "
+                f"{shown(text)}: every kind but {Kind.REDUCE_REPLICAS} and {Kind.REDUCE_GRAD} needs a microbatch, and those "
                 "take none"
             )
         return action
@@ -138,4 +139,6 @@ MOST_DIGITS = 9
 """Of a number in a schedule's text."""
 _MOST_SHOWN = 40
 _KINDS = frozenset(kind.value for kind in Kind)
+_FORMER_NAMES = {"IF": Kind.EMBED_F, "IB": Kind.EMBED_B, "SUM_COPIES": Kind.REDUCE_REPLICAS}
+"""Of files that earlier versions wrote."""
 _PATTERN = re.compile(r"([0-9]+)([A-Z_]+)([0-9]+)?")

@@ -13,11 +13,11 @@ class ActionPrices:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         placement, pieces = schedule.placement, schedule.pieces
         self._costs, self._pieces = costs, pieces
-        seconds = {**costs.seconds(placement), **costs.copy_seconds(placement, schedule.recomputed)}
+        seconds = {**costs.seconds(placement), **costs.transfer_seconds(placement, schedule.recomputed)}
         self._seconds = {kind: tuple(each / pieces for each in prices) for kind, prices in seconds.items()}
-        self._sums = costs.copy_sum_seconds(placement) if placement.replicas > 1 else ()
-        if schedule.vocabulary:
-            vocabulary = costs.vocabulary_costs(placement, schedule.vocabulary)
+        self._sums = costs.replica_reduction_seconds(placement) if placement.replicas > 1 else ()
+        if schedule.vocabulary_barriers:
+            vocabulary = costs.vocabulary_costs(placement, schedule.vocabulary_barriers)
             self._seconds |= vocabulary.seconds(placement.num_devices)
             everywhere = range(placement.num_devices)
             self._seconds |= {k: tuple(s for _ in everywhere) for k, s in vocabulary.collective_seconds().items()}

@@ -25,7 +25,7 @@ _PRICED = (
     ("backward_weight", Kind.W),
     ("recompute", Kind.R),
     ("recompute_selective", Kind.RS),
-    ("copy_sum", Kind.SUM_COPIES),
+    ("copy_sum", Kind.REDUCE_REPLICAS),
 )
 
 SELECTIVE_SECONDS = 0.05
@@ -198,8 +198,8 @@ class Costs:
         prices[Kind.B] = tuple(i + w for i, w in zip(prices[Kind.I], prices[Kind.W], strict=True))
         return prices
 
-    def copy_sum_seconds(self, placement: Placement) -> tuple[float, ...]:
-        """Seconds of SUM_COPIES, one value per stage.
+    def replica_reduction_seconds(self, placement: Placement) -> tuple[float, ...]:
+        """Seconds of REDUCE_REPLICAS, one value per stage.
 
         Raises:
             CostsError: a sequence has not one value per stage.
@@ -232,7 +232,7 @@ class Costs:
         """
         return 1 / placement.model_stages if self.memory is None else 1.0
 
-    def copy_seconds(
+    def transfer_seconds(
         self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({})
     ) -> dict[Kind, tuple[float, ...]]:
         """Seconds of OFFLOAD and RELOAD, one value per stage; 0 without a channel. ``recomputed`` as in ``memory_changes``."""

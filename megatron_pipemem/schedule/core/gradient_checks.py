@@ -1,4 +1,4 @@
-"""Proof that a program reduces every gradient once and when it is complete, and adds up those of copies before."""
+"""Proof that a program reduces every gradient once and when it is complete, and adds up those of replicas before."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def check_reductions(program: Program, places: Mapping[Action, tuple[int, int]])
         for position, action in enumerate(actions)
         if action.kind in COMPLETING
     }
-    trained = {copy for stage in last for copy in placement.copies_of(stage)}
+    trained = {replica for stage in last for replica in placement.counterparts(stage)}
     for stage in sorted(trained):
-        reduction, total = Action(Kind.REDUCE_GRAD, stage), Action(Kind.SUM_COPIES, stage)
+        reduction, total = Action(Kind.REDUCE_GRAD, stage), Action(Kind.REDUCE_REPLICAS, stage)
         if placement.replicas == 1:
             _check_after(reduction, *last[stage], _LAST_GRADIENT, places)
             continue
@@ -36,7 +36,7 @@ def check_reductions(program: Program, places: Mapping[Action, tuple[int, int]])
         _check_after(reduction, *places[total], total, "the sum over its copies", places)
     for action, (device, position) in places.items():
         if action.kind in WHOLE_STAGE and (
-            action.stage not in trained or action.kind is Kind.SUM_COPIES and placement.replicas == 1
+            action.stage not in trained or action.kind is Kind.REDUCE_REPLICAS and placement.replicas == 1
         ):
             what = "copies to sum" if action.stage in trained else "weight gradients to reduce"
             raise ScheduleError(
@@ -65,8 +65,8 @@ def _check_there(action: Action, program: Program, places: Mapping[Action, tuple
 
 
 def _others(action: Action, program: Program) -> str:
-    copies = program.placement.copies_of(action.stage)
-    return ", ".join(str(action._replace(stage=copy)) for copy in copies if copy != action.stage)
+    replicas = program.placement.counterparts(action.stage)
+    return ", ".join(str(action._replace(stage=stage)) for stage in replicas if stage != action.stage)
 
 
 def _check_after(
@@ -99,18 +99,18 @@ def check_sums(program: Program, places: Mapping[Action, tuple[int, int]]) -> Ma
     placement = program.placement
     posted: dict[tuple[int, ...], dict[int, dict[int, tuple[int, Action]]]] = {}
     needs = {}
-    # A device that holds several copies of a stage sums when it has posted the last of them.
-    sums = ((*place, action) for action, place in places.items() if action.kind is Kind.SUM_COPIES)
+    # A device that holds several replicas of a stage sums when it has posted the last of them.
+    sums = ((*place, action) for action, place in places.items() if action.kind is Kind.REDUCE_REPLICAS)
     for device, position, action in sorted(sums):
-        copies = placement.copies_of(action.stage)
-        needs[Action(Kind.REDUCE_GRAD, action.stage)] = [Action(Kind.SUM_COPIES, copy) for copy in copies]
+        replicas = placement.counterparts(action.stage)
+        needs[Action(Kind.REDUCE_GRAD, action.stage)] = [Action(Kind.REDUCE_REPLICAS, replica) for replica in replicas]
         channel = placement.holders(action.stage)
-        posted.setdefault(channel, {}).setdefault(device, {})[copies[0]] = (position, action)
+        posted.setdefault(channel, {}).setdefault(device, {})[replicas[0]] = (position, action)
     for queues in posted.values():
         (first, own), *others = ((device, sorted(queue.values())) for device, queue in sorted(queues.items()))
         for device, theirs in others:
             for (position, action), (other_position, other) in zip(own, theirs, strict=True):
-                if other.stage not in placement.copies_of(action.stage):
+                if other.stage not in placement.counterparts(action.stage):
                     raise ScheduleError(
                         f"meets {action}, which device {first} posts at position {position}; sums over the same devices "
                         "are posted in one order everywhere, so move it",

@@ -12,14 +12,14 @@ from megatron_pipemem.errors import ScheduleError, UnsupportedError
 class Placement:
     """An assignment of the model's stages to devices.
 
-    A bidirectional pipeline holds the model more than once. Its stages are numbered copy by copy: with ``S`` stages in
-    one copy, stages ``r * S`` to ``(r + 1) * S - 1`` are the whole model as replica ``r``, and every microbatch runs
+    A bidirectional pipeline holds the model more than once. Its stages are numbered replica by replica: with ``S`` stages in
+    one replica, stages ``r * S`` to ``(r + 1) * S - 1`` are the whole model as replica ``r``, and every microbatch runs
     through one replica.
 
     Args:
         name: ``linear``, ``interleaved``, ``v``, ``wave``, ``bidirectional``, or ``custom``.
         devices: ``devices[stage]`` is the device that holds the stage.
-        replicas: copies of the model.
+        replicas: how often the devices hold the model.
     """
 
     name: str
@@ -90,13 +90,13 @@ class Placement:
         """The copy of the model that ``stage`` belongs to."""
         return stage // self.model_stages
 
-    def copies_of(self, stage: int) -> tuple[int, ...]:
+    def counterparts(self, stage: int) -> tuple[int, ...]:
         """The same stage in all replicas, itself included."""
         return tuple(range(stage % self.model_stages, self.num_stages, self.model_stages))
 
     def holders(self, stage: int) -> tuple[int, ...]:
         """The devices that hold copies of a stage, in order."""
-        return tuple(sorted({self.devices[copy] for copy in self.copies_of(stage)}))
+        return tuple(sorted({self.devices[replica] for replica in self.counterparts(stage)}))
 
     @classmethod
     def linear(cls, num_devices: int) -> Placement:

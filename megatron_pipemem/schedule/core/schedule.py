@@ -51,7 +51,7 @@ class Schedule:
         orders: one tuple of actions (``action.ORDERED``) per device.
         pieces: sequence pieces into which every microbatch is cut; each is a unit of its own in ``orders`` (``Action``).
         updates: when weights change within the orders; ``None`` when they only do at the end of the step.
-        vocabulary: barriers between the last stage's forward and backward when head and embedding are cut over the
+        vocabulary_barriers: barriers between the last stage's forward and backward when head and embedding are cut over the
             devices: 1 (Algorithm 2 of arXiv 2411.05288) or 2 (its Algorithm 1). 0: they are part of the end stages.
     """
 
@@ -61,7 +61,7 @@ class Schedule:
     orders: tuple[Order, ...]
     pieces: int = 1
     updates: WeightUpdates | None = None
-    vocabulary: int = 0
+    vocabulary_barriers: int = 0
 
     def __repr__(self) -> str:
         size = f"{self.num_stages} stages on {self.num_devices} devices"
@@ -135,7 +135,7 @@ class Schedule:
         told = {action.stage for row in rows for action in row if action.kind not in VOCABULARY}
         tells_devices = placement.replicas == 1 and not idle and told == set(range(placement.num_stages))
         devices = () if tells_devices else placement.devices
-        return Header(placement.replicas, self.pieces, self.updates, devices, self.vocabulary, idle)
+        return Header(placement.replicas, self.pieces, self.updates, devices, self.vocabulary_barriers, idle)
 
     @classmethod
     def from_csv(cls, text: str, dialect: str = "pipemem", name: str = "csv") -> Schedule:
@@ -167,7 +167,7 @@ class Schedule:
             table.orders,
             header.pieces,
             None if header.updates is None else WeightUpdates(*header.updates),
-            header.vocabulary,
+            header.vocabulary_barriers,
         )
 
 

@@ -40,7 +40,7 @@ class Transfer(NamedTuple):
     end: float
 
 
-class CopySum(NamedTuple):
+class ReplicaReduction(NamedTuple):
     """The gradients of a stage of the model are added up over its copies: when their channel did it."""
 
     stage: int
@@ -56,7 +56,7 @@ class Stall(NamedTuple):
 
 
 def dependencies(
-    action: Action, placement: Placement, fused: set[Action], pieces: int = 1, vocabulary: int = 0
+    action: Action, placement: Placement, fused: set[Action], pieces: int = 1, vocabulary_barriers: int = 0
 ) -> tuple[Action, ...]:
     """The actions of a schedule's orders that must end before ``action`` starts.
 
@@ -70,12 +70,12 @@ def dependencies(
         placement: supplies the neighbours of the stage.
         fused: every B of the schedule; a stage's gradient comes from its neighbour's I or from its B.
         pieces: sequence pieces of a microbatch.
-        vocabulary: as ``Schedule`` has it.
+        vocabulary_barriers: as ``Schedule`` has it.
     """
     kind, stage, microbatch = action
-    if vocabulary:
+    if vocabulary_barriers:
         is_full = Action(Kind.B, 0, microbatch) in fused
-        further = vocabulary_needs(action, placement, vocabulary, is_full)
+        further = vocabulary_needs(action, placement, vocabulary_barriers, is_full)
         if kind in VOCABULARY:
             return further
         return (*dependencies(action, placement, fused, pieces), *further)
@@ -113,7 +113,7 @@ class Timeline:
         stalls: per device, its waits for copies that had not ended.
         host_peaks: per device, the most it held in host memory after any action.
         collectives: of vocabulary parallelism, in the order of their channel.
-        copy_sums: of every stage with copies on other devices, the deepest first.
+        replica_reductions: of every stage with copies on other devices, the deepest first.
     """
 
     schedule: Schedule
@@ -125,7 +125,7 @@ class Timeline:
     stalls: tuple[tuple[Stall, ...], ...] = ()
     host_peaks: tuple[float, ...] = ()
     collectives: tuple[CollectiveTransfer, ...] = ()
-    copy_sums: tuple[CopySum, ...] = ()
+    replica_reductions: tuple[ReplicaReduction, ...] = ()
 
     def __repr__(self) -> str:
         schedule = self.schedule
@@ -140,7 +140,7 @@ class Timeline:
         used = [spans for spans in self.spans if spans]
         if not used:
             return 0.0
-        ends = [*(spans[-1][1] for spans in used), *(each.end for each in self.copy_sums)]
+        ends = [*(spans[-1][1] for spans in used), *(each.end for each in self.replica_reductions)]
         return max(ends) - min(spans[0][0] for spans in used)
 
     @cached_property
@@ -204,7 +204,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[
     costs = costs or Costs()
     placement, orders, pieces = schedule.placement, schedule.orders, schedule.pieces
     seconds = {kind: tuple(s / pieces for s in prices) for kind, prices in costs.seconds(placement).items()}
-    vocabulary = costs.vocabulary_costs(placement, schedule.vocabulary) if schedule.vocabulary else None
+    vocabulary = (
+        costs.vocabulary_costs(placement, schedule.vocabulary_barriers) if schedule.vocabulary_barriers else None
+    )
     collectives = CollectiveChannel(placement.num_devices, vocabulary.collective_seconds() if vocabulary else {})
     seconds |= vocabulary.seconds(placement.num_devices) if vocabulary else {}
     fused = {action for order in orders for action in order if action.kind is Kind.B}
@@ -214,7 +216,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[
         if (after := placement.next_stage(stage)) is not None
         for a, b in permutations((placement.devices[stage], placement.devices[after]))
     }
-    copies = _Copies(schedule, costs)
+    copies = _Transfers(schedule, costs)
     # Where devices share a channel, their actions are taken in order of time, so that copies queue up as they are issued.
     in_turn = schedule.offloads and costs.channel is not None and costs.channel.is_shared
     needs = _Needs(schedule, fused)
@@ -276,7 +278,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[
     for device, (order, ran) in enumerate(zip(orders, spans, strict=True)):
         if len(ran) < len(order):
             action = order[len(ran)]
-            needed = dependencies(action, placement, fused, pieces, schedule.vocabulary)
+            needed = dependencies(action, placement, fused, pieces, schedule.vocabulary_barriers)
             unmet = [str(each) for each in needed if each not in ends]
             raise ScheduleError(
                 f"waits for ever for {', '.join(unmet)}; validate() shows why",
@@ -294,11 +296,13 @@ def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[
         copies.stalls,
         host_peaks(orders, placement, costs, pieces),
         tuple(collectives.transfers),
-        _copy_sums(placement, costs, ends),
+        _replica_reductions(placement, costs, ends),
     )
 
 
-def _copy_sums(placement: Placement, costs: Costs, ends: Mapping[Action, float]) -> tuple[CopySum, ...]:
+def _replica_reductions(
+    placement: Placement, costs: Costs, ends: Mapping[Action, float]
+) -> tuple[ReplicaReduction, ...]:
     """In the order in which ``lower`` posts them; those within one device take no time."""
     if placement.replicas == 1:
         return ()
@@ -307,14 +311,14 @@ def _copy_sums(placement: Placement, costs: Costs, ends: Mapping[Action, float])
         stage %= placement.model_stages
         if kind in (Kind.W, Kind.B) and len(placement.holders(stage)) > 1:
             complete[stage] = max(end, complete.get(stage, end))
-    seconds = costs.copy_sum_seconds(placement)
+    seconds = costs.replica_reduction_seconds(placement)
     vacant: dict[tuple[int, ...], float] = {}
     sums = []
     for stage in sorted(complete, reverse=True):
         channel = placement.holders(stage)
         start = max(complete[stage], vacant.get(channel, 0.0))
         vacant[channel] = start + seconds[stage]
-        sums.append(CopySum(stage, start, vacant[channel]))
+        sums.append(ReplicaReduction(stage, start, vacant[channel]))
     return tuple(sums)
 
 
@@ -322,9 +326,9 @@ class _Needs:
     """``dependencies`` of the actions of one schedule, looked up once per kind and stage where microbatches are alike."""
 
     def __init__(self, schedule: Schedule, fused: set[Action]) -> None:
-        self._further = (schedule.placement, fused, schedule.pieces, schedule.vocabulary)
+        self._further = (schedule.placement, fused, schedule.pieces, schedule.vocabulary_barriers)
         self._fused = fused
-        self._are_alike = schedule.pieces == 1 and not schedule.vocabulary
+        self._are_alike = schedule.pieces == 1 and not schedule.vocabulary_barriers
         self._known: dict[tuple[Kind, int], list[tuple[Kind, int]]] = {}
 
     def of(self, action: Action) -> Sequence[tuple[Kind, int, int | None]]:
@@ -344,11 +348,11 @@ class _Needs:
         ]
 
 
-class _Copies:
+class _Transfers:
     """The channels of all devices while a schedule runs."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        prices = costs.copy_seconds(schedule.placement, schedule.recomputed) if schedule.offloads else {}
+        prices = costs.transfer_seconds(schedule.placement, schedule.recomputed) if schedule.offloads else {}
         self._seconds = {kind: tuple(s / schedule.pieces for s in stages) for kind, stages in prices.items()}
         self._channel = costs.channel or Channel(0.0)
         self._vacant: dict[tuple[int, bool], float] = {}

@@ -70,11 +70,11 @@ class _Queues:
             for device, actions in enumerate(program.actions)
             for position, action in enumerate(actions)
         }
-        # Of a device that holds several copies of a stage, the last post is the one that counts.
+        # Of a device that holds several replicas of a stage, the last post is the one that counts.
         self._sums: dict[int, dict[int, Action]] = {}
         for device, actions in enumerate(program.actions):
             for action in actions:
-                if action.kind is Kind.SUM_COPIES:
+                if action.kind is Kind.REDUCE_REPLICAS:
                     self._sums.setdefault(action.stage % program.placement.model_stages, {})[device] = action
 
     def run(self) -> QueueRun:
@@ -106,7 +106,7 @@ class _Queues:
         if action.kind in COLLECTIVES:
             posts = [(other, action._replace(stage=other)) for other in range(len(self._at))]
             return posts, self._prices.of_action(device, action)
-        if action.kind is Kind.SUM_COPIES:
+        if action.kind is Kind.REDUCE_REPLICAS:
             stage = action.stage % self._program.placement.model_stages
             if self._sums[stage][device] == action:
                 several = len(self._sums[stage]) > 1

@@ -60,7 +60,7 @@ def validate(
     replica_of = _check_replicas(schedule, places)
     fused = {action for action in places if action.kind is Kind.B}
     needs = {
-        action: dependencies(action, schedule.placement, fused, schedule.pieces, schedule.vocabulary)
+        action: dependencies(action, schedule.placement, fused, schedule.pieces, schedule.vocabulary_barriers)
         for action in places
     }
     backward_needs(schedule, needs)
@@ -69,7 +69,7 @@ def validate(
     check_memory_actions(schedule, places)
     if microbatch_order:
         check_microbatch_order(schedule)
-    if schedule.vocabulary:
+    if schedule.vocabulary_barriers:
         check_passes(schedule, places)
     if schedule.updates is not None:
         _check_weight_versions(schedule)
@@ -110,14 +110,14 @@ def validate_program(program: Program, *, microbatch_order: bool = True, single_
     # its message, and all before it on the edge, have moved as soon as the source has posted the send.
     sends = {message.receive: message.send for message in messages.values()}
     needs = {action: (sends[receive],) for action, receive in receives.items()} | sums
-    if program.schedule.vocabulary:
+    if program.schedule.vocabulary_barriers:
         fused = {action for action in computed if action.kind is Kind.B}
         for action in computed:
             is_full = Action(Kind.B, 0, action.microbatch) in fused
-            further = vocabulary_needs(action, program.placement, program.schedule.vocabulary, is_full)
+            further = vocabulary_needs(action, program.placement, program.schedule.vocabulary_barriers, is_full)
             needs[action] = (*needs.get(action, ()), *further)
     _check_progress(program.actions, places, needs)
-    if program.schedule.vocabulary:
+    if program.schedule.vocabulary_barriers:
         check_queues(program, needs)
     if single_queue:
         run_single_queues(program)

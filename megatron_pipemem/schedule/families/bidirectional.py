@@ -1,7 +1,7 @@
-"""Two pipelines in opposite directions over the same devices, each with its own copy of the weights.
+"""Two pipelines in opposite directions over the same devices, each with its own replica of the model.
 
 Device ``r`` holds stage ``r`` of one replica and stage ``p - 1 - r`` of the other, so that one direction computes while
-the other fills and drains. The replicas add up the gradients of a stage as soon as both copies have theirs.
+the other fills and drains. The replicas add up the gradients of a stage as soon as both have theirs.
 """
 
 from __future__ import annotations

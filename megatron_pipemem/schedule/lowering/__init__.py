@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.schedule import Program, Schedule
 from megatron_pipemem.schedule.lowering.collectives import add_messages_in_sequence
-from megatron_pipemem.schedule.lowering.gradients import add_copy_sums, add_gradient_reductions
+from megatron_pipemem.schedule.lowering.gradients import add_gradient_reductions, add_replica_reductions
 from megatron_pipemem.schedule.lowering.messages import add_messages
 from megatron_pipemem.schedule.lowering.single_queue import add_messages_to_single_queues
 
@@ -26,9 +26,9 @@ def lower(schedule: Schedule, *, single_queue: bool = False, costs: Costs | None
     """
     if single_queue:
         with_messages = add_messages_to_single_queues(schedule, costs or Costs())
-    elif schedule.vocabulary:
+    elif schedule.vocabulary_barriers:
         with_messages = add_messages_in_sequence(schedule)
     else:
         with_messages = add_messages(schedule.orders, schedule.placement)
     reducing = tuple(map(add_gradient_reductions, with_messages))
-    return Program(schedule, add_copy_sums(reducing, schedule.placement, at_the_end=single_queue))
+    return Program(schedule, add_replica_reductions(reducing, schedule.placement, at_the_end=single_queue))

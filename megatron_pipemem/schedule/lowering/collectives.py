@@ -50,7 +50,7 @@ def sequence(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     followers: dict[Action, list[Action]] = {}
     for order in orders:
         for action in order:
-            needed = set(dependencies(action, placement, fused, vocabulary=schedule.vocabulary))
+            needed = set(dependencies(action, placement, fused, vocabulary_barriers=schedule.vocabulary_barriers))
             missing[action] = len(needed)
             for each in needed:
                 followers.setdefault(each, []).append(action)

@@ -8,14 +8,14 @@ from megatron_pipemem.schedule.core.action import SENDS, Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Order
 
-COMPLETING = frozenset((Kind.W, Kind.B, Kind.T, Kind.IB))
+COMPLETING = frozenset((Kind.W, Kind.B, Kind.T, Kind.EMBED_B))
 """What adds to the gradients of parameters."""
 
 
 def add_gradient_reductions(actions: Order) -> Order:
     """Insert ``REDUCE_GRAD`` after the last weight gradient (W or B) of every stage of a device.
 
-    The device's shards of embedding and head belong to its first stage, whose number is theirs: T and IB count as well.
+    The device's shards of embedding and head belong to its first stage, whose number is theirs: T and EMBED_B count as well.
 
     It comes after that action's own send: a neighbour waits for the send, and nobody for the reduction. Stages
     without backwards get none.
@@ -35,14 +35,17 @@ def add_gradient_reductions(actions: Order) -> Order:
     return tuple(lowered)
 
 
-def add_copy_sums(actions: tuple[Order, ...], placement: Placement, *, at_the_end: bool = False) -> tuple[Order, ...]:
-    """Where the model stands on the devices more than once, add up the gradients of a stage's copies.
+def add_replica_reductions(
+    actions: tuple[Order, ...], placement: Placement, *, at_the_end: bool = False
+) -> tuple[Order, ...]:
+    """Where the model stands on the devices more than once, add up the gradients of a stage's replicas.
 
-    Every copy of a stage that trains gets a ``SUM_COPIES``, also one that runs no microbatch of this step: as soon as its own
-    gradients are complete and the sums of all deeper stages on its device have been posted. Deeper stages end their backwards
-    earlier, and one order for all devices needs no more than one channel between two of them. ``REDUCE_GRAD`` waits for the
-    sum and thus for other devices; it stands behind all else, where nothing is held up by that. ``at_the_end`` has the sums
-    stand there too, the deepest stages first, where nothing is held up if they wait for other devices.
+    Every replica of a stage that trains gets a ``REDUCE_REPLICAS``, also one that runs no microbatch of this step: as soon
+    as its own gradients are complete and the sums of all deeper stages on its device have been posted. Deeper stages end
+    their backwards earlier, and one order for all devices needs no more than one channel between two of them.
+    ``REDUCE_GRAD`` waits for the sum and thus for other devices; it stands behind all else, where nothing is held up by
+    that. ``at_the_end`` has the sums stand there too, the deepest stages first, where nothing is held up if they wait for
+    other devices.
     """
     if placement.replicas == 1:
         return actions
@@ -64,7 +67,7 @@ def _with_sums(actions: Order, stages: list[int], at_the_end: bool) -> Order:
 
     def post() -> None:
         while not at_the_end and waiting and waiting[0] in complete:
-            lowered.append(Action(Kind.SUM_COPIES, waiting.popleft()))
+            lowered.append(Action(Kind.REDUCE_REPLICAS, waiting.popleft()))
 
     post()
     for action in actions:
@@ -73,5 +76,5 @@ def _with_sums(actions: Order, stages: list[int], at_the_end: bool) -> Order:
             post()
         else:
             lowered.append(action)
-    sums = (Action(Kind.SUM_COPIES, stage) for stage in waiting)
+    sums = (Action(Kind.REDUCE_REPLICAS, stage) for stage in waiting)
     return (*lowered, *sums, *(Action(Kind.REDUCE_GRAD, stage) for stage in stages))

@@ -214,7 +214,9 @@ def bound_line(
     peaks = {choice.peak for choice in found}
     least, most = min(peaks), max(peaks)
     peaks |= {least + (most - least) * level / levels for level in range(levels)}
-    kinds = {(each.schedule.placement, each.schedule.vocabulary, _is_plain(each.schedule)): each for each in found}
+    kinds = {
+        (each.schedule.placement, each.schedule.vocabulary_barriers, _is_plain(each.schedule)): each for each in found
+    }
     prices = {kind: priced(each.schedule) if priced else costs for kind, each in kinds.items()}
     work = min(_work(choice) for choice in found)
     line = []

@@ -43,7 +43,7 @@ class Header(NamedTuple):
     pieces: int = 1
     updates: tuple[int, int, int | None] | None = None
     devices: tuple[int, ...] = ()
-    vocabulary: int = 0
+    vocabulary_barriers: int = 0
     idle: tuple[int, ...] = ()
 
 
@@ -60,7 +60,7 @@ def write_header(header: Header) -> str:
         "devices": "-".join(map(str, header.devices)) or None,
         "idle": "-".join(map(str, header.idle)) or None,
         "pieces": header.pieces if header.pieces > 1 else None,
-        "vocabulary": header.vocabulary or None,
+        "vocabulary": header.vocabulary_barriers or None,
         "update_every": every,
         "versions_kept": kept,
         "update_delay": delay,
@@ -105,8 +105,8 @@ def read_header(text: str) -> tuple[Header, str]:
             updates = (settings["update_every"][0], settings["versions_kept"][0], delay)
         except KeyError as missing:
             raise ScheduleFormatError(f"weight updates need {missing.args[0]} too; add it", line=first + 1) from None
-    pieces, vocabulary = settings.get("pieces", (1,))[0], settings.get("vocabulary", (0,))[0]
-    return Header(replicas, pieces, updates, devices, vocabulary, idle), "\n".join(lines)
+    pieces, barriers = settings.get("pieces", (1,))[0], settings.get("vocabulary", (0,))[0]
+    return Header(replicas, pieces, updates, devices, barriers, idle), "\n".join(lines)
 
 
 def _parse(line: str, number: int) -> dict[str, tuple[int, ...]]:

@@ -137,7 +137,7 @@ def _cell(table: Table, error: ScheduleError) -> Cell | None:
 
 def _schedule_cycle(table: Table, schedule: Schedule) -> tuple[Wait, ...]:
     fused = {action for order in schedule.orders for action in order if action.kind is Kind.B}
-    placement, pieces, barriers = schedule.placement, schedule.pieces, schedule.vocabulary
+    placement, pieces, barriers = schedule.placement, schedule.pieces, schedule.vocabulary_barriers
     return _cycle(table, schedule.orders, lambda action: dependencies(action, placement, fused, pieces, barriers))
 
 

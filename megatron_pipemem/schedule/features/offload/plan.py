@@ -68,12 +68,12 @@ class OffloadPlan:
 
     @property
     def delay(self) -> float:
-        """Seconds by which the copies make the step longer."""
+        """Seconds by which the transfers make the step longer."""
         return max(0.0, self.timeline.makespan - self.base_timeline.makespan)
 
     @property
     def stall_seconds(self) -> tuple[float, ...]:
-        """Per device, how long it stands still for copies, idle time included."""
+        """Per device, how long it stands still for transfers, idle time included."""
         return self.timeline.stall_seconds
 
     @cached_property
@@ -130,7 +130,7 @@ def plan_offload(
 
     Args:
         schedule: any; actions on memory that it has are planned afresh.
-        costs: with a channel; without one, copies take no time.
+        costs: with a channel; without one, transfers take no time.
         select: what may leave: ``auto`` or ``full`` everything, ``half`` the longer-lived half of every device's chunks,
             ``off`` nothing, a number that many chunks of every device, a collection these stages.
         memory_cap: the most a device may hold, one number or one per device, in activation units or the unit of

@@ -15,7 +15,9 @@ from megatron_pipemem.schedule.core.costs import Channel
 from megatron_pipemem.schedule.core.memory_cap import loosened
 from megatron_pipemem.schedule.core.schedule import Order
 from megatron_pipemem.schedule.core.simulator import Timeline
-from megatron_pipemem.schedule.features.offload.copies import (
+from megatron_pipemem.schedule.features.offload.plan import NOT_NEEDED, RECOMPUTED, Key
+from megatron_pipemem.schedule.features.offload.timetable import Timetable, paced, timetables
+from megatron_pipemem.schedule.features.offload.transfers import (
     CHANNEL_FULL,
     NO_HOST_MEMORY,
     TOO_SHORT,
@@ -23,8 +25,6 @@ from megatron_pipemem.schedule.features.offload.copies import (
     RoundTrip,
     plan_round_trips,
 )
-from megatron_pipemem.schedule.features.offload.plan import NOT_NEEDED, RECOMPUTED, Key
-from megatron_pipemem.schedule.features.offload.timetable import Timetable, paced, timetables
 
 # Shares of the longest-lived activations that are tried.
 _SHARES = 4
@@ -35,7 +35,7 @@ _STRETCHES = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 _PACES = (0.5, 0.75, 1.0)
 _ROUND_TRIP = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
 _DEVICE_MEMORY, _HOST_MEMORY = slice(1, 3), slice(0, 4, 3)
-# Copies as they are, and slower ones: their plans hold as well, and are at times the better.
+# Transfers as they are, and slower ones: their plans hold as well, and are at times the better.
 _SLOWER = (1.0, 1.2)
 
 
@@ -98,7 +98,7 @@ class Planner:
             np.array([self._changes[a.kind][a.stage] if a.kind in self._changes else 0 for a in order], dtype=float)
             for order in base.orders
         ]
-        prices = costs.copy_seconds(placement, base.recomputed)
+        prices = costs.transfer_seconds(placement, base.recomputed)
         self._out, self._back = ([s / base.pieces for s in prices[kind]] for kind in (Kind.OFFLOAD, Kind.RELOAD))
         self._timetables = timetables(timeline)
         self._lives = [_lives(order) for order in base.orders]
@@ -109,7 +109,7 @@ class Planner:
         self._groups = [*shared, *((device,) for device in sorted(alone))]
 
     def run(self, stages: frozenset[int]) -> list[Proposal]:
-        """Plans to choose from: one where no device waits for the copies of another."""
+        """Plans to choose from: one where no device waits for the transfers of another."""
         whole = {stage for stage, kind in self._base.recomputed.items() if kind is Kind.R}
         stages -= whole
         # Devices wait for one another: only plans for one timetable hold nobody up together.
@@ -154,7 +154,7 @@ class Planner:
         return over, max(peaks) if over else 0.0, sum(peaks) if over else 0.0, trips
 
     def _plan_all(self, stages: frozenset[int], timetable: Timetable, stretch: float) -> list[_Group]:
-        """The best plan of every device when all but copies takes ``stretch`` times as long."""
+        """The best plan of every device when all but transfers takes ``stretch`` times as long."""
         timetable = timetable.stretched(stretch)
         return [self._best(devices, stages, timetable) for devices in self._groups]
 
@@ -253,7 +253,7 @@ class Planner:
             ]
             if not over:
                 return group
-            # An order issues copies a little ahead of their time: where that is too much, plan with a little less room.
+            # An order issues transfers a little ahead of their time: where that is too much, plan with a little less room.
             for device in over:
                 budgets[device] -= min(item.size for item in chosen if item.device == device)
 
@@ -294,25 +294,25 @@ class Planner:
     def _peak(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> float:
         """The most that a device holds."""
         base = self._base_changes[device]
-        copies = self._copies(device, timetable, trips)
-        changes = np.append(copies.changes(self._changes, _DEVICE_MEMORY), base)
-        return float(changes[copies.merged(_DEVICE_MEMORY, len(base))].cumsum().max(initial=0.0)) * self._unit
+        transfers = self._transfers(device, timetable, trips)
+        changes = np.append(transfers.changes(self._changes, _DEVICE_MEMORY), base)
+        return float(changes[transfers.merged(_DEVICE_MEMORY, len(base))].cumsum().max(initial=0.0)) * self._unit
 
     def _host_peak(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> float:
         """The most host memory of a device."""
-        copies = self._copies(device, timetable, trips)
-        changes = copies.changes(self._host_changes, _HOST_MEMORY)
-        return float(changes[copies.merged(_HOST_MEMORY, 0)].cumsum().max(initial=0.0)) * self._unit
+        transfers = self._transfers(device, timetable, trips)
+        changes = transfers.changes(self._host_changes, _HOST_MEMORY)
+        return float(changes[transfers.merged(_HOST_MEMORY, 0)].cumsum().max(initial=0.0)) * self._unit
 
     def _order(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> Order:
         """The order of a device with its round trips."""
-        copies, base = self._copies(device, timetable, trips), self._base.orders[device]
-        actions = [Action(kind, *_key(trip.item)) for trip in copies.trips for kind in _ROUND_TRIP]
+        transfers, base = self._transfers(device, timetable, trips), self._base.orders[device]
+        actions = [Action(kind, *_key(trip.item)) for trip in transfers.trips for kind in _ROUND_TRIP]
         actions += base
-        return tuple(actions[at] for at in copies.merged(slice(None), len(base)))
+        return tuple(actions[at] for at in transfers.merged(slice(None), len(base)))
 
-    def _copies(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> _Copies:
-        """Every copy is issued where the device stands when its channel gets to it."""
+    def _transfers(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> _Transfers:
+        """Every transfer is issued where the device stands when its channel gets to it."""
         own = _of(device, trips)
         starts, ends, lives = timetable.starts[device], timetable.ends[device], self._lives[device]
         exact = _exact(ends)
@@ -325,13 +325,13 @@ class Planner:
         at_out = np.minimum(used, np.maximum(made + 1, ends.searchsorted(out + exact, "right")))
         at_left = np.maximum(at_out, starts.searchsorted(left - exact))
         at_back = np.minimum(used, np.maximum(at_left, ends.searchsorted(back + exact, "right")))
-        # Of what happens at one time: what has ended gives room to what begins. A copy that takes no time is both.
+        # Of what happens at one time: what has ended gives room to what begins. A transfer that takes no time is both.
         ranks = [(2 if item.out else -1, 0, 2 if item.back else 0.5, 1) for item, _, _ in own]
         places = np.stack([at_out, at_left, at_back, used], axis=1)
-        return _Copies(own, places, times, np.array(ranks, dtype=float).reshape(places.shape))
+        return _Transfers(own, places, times, np.array(ranks, dtype=float).reshape(places.shape))
 
 
-class _Copies(NamedTuple):
+class _Transfers(NamedTuple):
     """Where in a device's order the four actions of its round trips go, by their columns in ``_ROUND_TRIP``.
 
     Args:
@@ -407,7 +407,7 @@ def _counts(items: Sequence[Item]) -> list[int]:
 
 
 def _capacity(items: Sequence[Item]) -> int:
-    """How many of the first items one channel can copy both ways in the time that they span."""
+    """How many of the first items one channel can transfer both ways in the time that they span."""
     if not items:
         return 0
     span = max(item.used for item in items) - min(item.made for item in items)

@@ -1,7 +1,7 @@
 """Round trips that hold somebody up stay on their device after all.
 
-A plan says when copies run. Where devices share a channel it serves whoever asks first, and devices that are ahead of the plan
-ask earlier than planned: a copy may then end later than the plan says, and its device waits.
+A plan says when transfers run. Where devices share a channel it serves whoever asks first, and devices that are ahead of the
+plan ask earlier than planned: a transfer may then end later than the plan says, and its device waits.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.schedule.core.action import MEMORY
-from megatron_pipemem.schedule.features.offload.copies import CHANNEL_FULL
 from megatron_pipemem.schedule.features.offload.plan import Key, OffloadPlan
+from megatron_pipemem.schedule.features.offload.transfers import CHANNEL_FULL
 
 if TYPE_CHECKING:
     from megatron_pipemem.schedule.features.offload.timetable import Timetable
@@ -21,10 +21,10 @@ _EXACT = 1 + 1e-9
 
 
 def in_time(plan: OffloadPlan, timetable: Timetable) -> OffloadPlan:
-    """The plan without round trips that make the step longer than the timetable, or the schedule without copies, is.
+    """The plan without round trips that make the step longer than the timetable, or the schedule without transfers, is.
 
-    Whatever first runs late does so because its device waits for a copy: everything else was in time. So the round trips
-    go whose copies are late first, until the step is no longer; at the latest when nothing leaves any more. With a cap,
+    Whatever first runs late does so because its device waits for a transfer: everything else was in time. So the round trips
+    go whose transfers are late first, until the step is no longer; at the latest when nothing leaves any more. With a cap,
     as many go as keep it.
 
     Args:

@@ -242,7 +242,7 @@ class _Search(NamedTuple):
         try:
             self.costs.seconds(placement)
             self.costs.memory_changes(placement)
-            self.costs.copy_seconds(placement)
+            self.costs.transfer_seconds(placement)
         except PipememError:
             return False
         return True

@@ -1,7 +1,7 @@
-"""When every compute action of a schedule runs, as a plan for copies takes it.
+"""When every compute action of a schedule runs, as a plan for transfers takes it.
 
 Devices run as soon as they can, but nobody gains by a forward that ends long before anything consumes it. A plan is made for a
-timetable in which such actions are late: waits for copies that end before these times hold nobody up.
+timetable in which such actions are late: waits for transfers that end before these times hold nobody up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Timetable(NamedTuple):
         return cls(*(tuple(np.array(device, dtype=float) for device in times) for times in (starts, ends)))
 
     def stretched(self, factor: float) -> Timetable:
-        """The same with all times multiplied, as if everything but copies were slower."""
+        """The same with all times multiplied, as if everything but transfers were slower."""
         return Timetable(*(tuple(device * factor for device in times) for times in self))
 
 

@@ -118,8 +118,8 @@ def interlaced(num_devices: int, num_microbatches: int) -> Schedule:
             lists[device] += [action for action in pair if 0 <= action.microbatch < m]
         head(interval - first_head)
         everywhere(Kind.BCAST_E, interval - first_head - p)
-        everywhere(Kind.IB, interval - first_head - p)
+        everywhere(Kind.EMBED_B, interval - first_head - p)
         coming = interval + 1 - first_head + (p - 1) // 2
-        everywhere(Kind.IF, coming)
+        everywhere(Kind.EMBED_F, coming)
         everywhere(Kind.REDUCE_E, coming)
-    return Schedule("interlaced", placement, m, tuple(map(tuple, lists)), vocabulary=2)
+    return Schedule("interlaced", placement, m, tuple(map(tuple, lists)), vocabulary_barriers=2)

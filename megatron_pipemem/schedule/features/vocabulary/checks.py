@@ -20,9 +20,11 @@ def check_switch(schedule: Schedule) -> None:
         ScheduleError: it does not.
         UnsupportedError: its placement has no room for the shards.
     """
-    if schedule.vocabulary:
-        if schedule.vocabulary not in BARRIERS:
-            raise ScheduleError(f"vocabulary parallelism has 1 or 2 barriers, not {schedule.vocabulary}; give either")
+    if schedule.vocabulary_barriers:
+        if schedule.vocabulary_barriers not in BARRIERS:
+            raise ScheduleError(
+                f"vocabulary parallelism has 1 or 2 barriers, not {schedule.vocabulary_barriers}; give either"
+            )
         if schedule.pieces > 1 or schedule.updates is not None or schedule.offloads or schedule.recomputed:
             raise ScheduleError(
                 "vocabulary parallelism goes with whole microbatches, one version of the weights, and activations that are "

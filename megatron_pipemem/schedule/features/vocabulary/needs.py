@@ -12,7 +12,7 @@ BARRIERS = (1, 2)
 BARRIERS_OF_ALGORITHM = {1: 2, 2: 1}
 """The paper's Algorithm 1 has two barriers, its Algorithm 2 one. Users name the algorithm, schedules count barriers."""
 
-_OF_ALL = {Kind.IF: Kind.REDUCE_E, Kind.S: Kind.STATS, Kind.T: Kind.REDUCE_X}
+_OF_ALL = {Kind.EMBED_F: Kind.REDUCE_E, Kind.S: Kind.STATS, Kind.T: Kind.REDUCE_X}
 """The collective that every device brings the result of a pass to."""
 
 
@@ -73,14 +73,14 @@ def vocabulary_needs(
     return ()
 
 
-_AWAITED = {Kind.S: Kind.BCAST_X, Kind.LOSS: Kind.STATS, Kind.T: Kind.BCAST_G, Kind.IB: Kind.BCAST_E}
+_AWAITED = {Kind.S: Kind.BCAST_X, Kind.LOSS: Kind.STATS, Kind.T: Kind.BCAST_G, Kind.EMBED_B: Kind.BCAST_E}
 
 
 def vocabulary_actions(placement: Placement, num_microbatches: int, backwards: bool) -> Iterator[tuple[int, Action]]:
     """``(device, action)`` of everything that vocabulary parallelism adds to a step."""
-    everywhere = [Kind.IF, Kind.REDUCE_E, Kind.BCAST_X, Kind.S, Kind.STATS]
+    everywhere = [Kind.EMBED_F, Kind.REDUCE_E, Kind.BCAST_X, Kind.S, Kind.STATS]
     if backwards:
-        everywhere += [Kind.BCAST_G, Kind.T, Kind.REDUCE_X, Kind.BCAST_E, Kind.IB]
+        everywhere += [Kind.BCAST_G, Kind.T, Kind.REDUCE_X, Kind.BCAST_E, Kind.EMBED_B]
     for microbatch in range(num_microbatches):
         for device in range(placement.num_devices):
             for kind in everywhere:

@@ -31,7 +31,7 @@ def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = Non
 
     Args:
         schedule: valid, of one pipeline and one model copy, without vocabulary passes; forwards alone are taken too.
-        barriers: 1 (Algorithm 2 of the paper) or 2 (Algorithm 1), see ``Schedule.vocabulary``.
+        barriers: 1 (Algorithm 2 of the paper) or 2 (Algorithm 1), see ``Schedule.vocabulary_barriers``.
         costs: what to fit the order to.
 
     Raises:
@@ -40,7 +40,7 @@ def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = Non
     """
     if barriers not in BARRIERS:
         raise UnsupportedError(f"vocabulary parallelism has 1 or 2 barriers, not {barriers!r}")
-    if schedule.vocabulary:
+    if schedule.vocabulary_barriers:
         raise UnsupportedError(f"schedule {schedule.name!r} has vocabulary passes already; take the one without")
     if schedule.simulated_only:
         raise UnsupportedError(
@@ -54,7 +54,7 @@ def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = Non
     check_placement(schedule.placement)
     costs = costs or Costs()
     orders = _put_off(schedule, barriers, costs)
-    return replace(schedule, orders=Run(schedule, orders, barriers, costs).lists(), vocabulary=barriers)
+    return replace(schedule, orders=Run(schedule, orders, barriers, costs).lists(), vocabulary_barriers=barriers)
 
 
 def _put_off(schedule: Schedule, barriers: int, costs: Costs) -> tuple[Order, ...]:

@@ -25,8 +25,8 @@ class VocabularyCosts:
     Args:
         score: of S.
         gradient: of T.
-        embed: of IF.
-        embed_gradient: of IB.
+        embed: of EMBED_F.
+        embed_gradient: of EMBED_B.
         loss: of LOSS on the last stage's device, one number.
         collectives: of one collective, one number for all kinds or one per kind; kinds left out take no time.
     """
@@ -88,11 +88,11 @@ class VocabularyCosts:
             CostsError: a sequence has not one value per device.
         """
         prices = {
-            Kind.IF: self.embed,
+            Kind.EMBED_F: self.embed,
             Kind.S: self.score,
             Kind.LOSS: self.loss,
             Kind.T: self.gradient,
-            Kind.IB: self.embed_gradient,
+            Kind.EMBED_B: self.embed_gradient,
         }
         return {kind: per_device(f"seconds of {kind}", price, num_devices) for kind, price in prices.items()}
 

@@ -155,8 +155,8 @@ class Run:
     def _ready(self, device: int) -> Iterator[Kind]:
         """The passes whose next microbatch can run on a device."""
         count, done = self._count[device], self._done
-        if count[Kind.IF] < min(self._m, self._begun + _AHEAD):
-            yield Kind.IF
+        if count[Kind.EMBED_F] < min(self._m, self._begun + _AHEAD):
+            yield Kind.EMBED_F
         if device == self._last and (Kind.STATS, count[Kind.LOSS]) in done:
             yield Kind.LOSS
         # One softmax alive at a time.
@@ -164,12 +164,12 @@ class Run:
             yield Kind.S
         if (Kind.BCAST_G, count[Kind.T]) in done:
             yield Kind.T
-        if (Kind.BCAST_E, count[Kind.IB]) in done:
-            yield Kind.IB
+        if (Kind.BCAST_E, count[Kind.EMBED_B]) in done:
+            yield Kind.EMBED_B
 
     def _is_due(self, action: Action) -> bool:
         """Whether an embedding's pass goes before the device's own order."""
-        if action.kind is Kind.IF:
+        if action.kind is Kind.EMBED_F:
             return action.microbatch <= self._begun
         return (Kind.BCAST_E, action.microbatch + _AHEAD - 1) in self._done
 
@@ -180,7 +180,7 @@ class Run:
             return None
         action = order[self._at[device]]
         earliest = now
-        for needed in dependencies(action, self._placement, self._fused, vocabulary=self._barriers):
+        for needed in dependencies(action, self._placement, self._fused, vocabulary_barriers=self._barriers):
             if needed.kind in COLLECTIVES:
                 if (needed.kind, needed.microbatch) not in self._done:
                     return None
@@ -195,9 +195,9 @@ class Run:
         return None
 
 
-_BRINGS = {Kind.IF: Kind.REDUCE_E, Kind.S: Kind.STATS, Kind.T: Kind.REDUCE_X}
+_BRINGS = {Kind.EMBED_F: Kind.REDUCE_E, Kind.S: Kind.STATS, Kind.T: Kind.REDUCE_X}
 # T is urgent when the next S waits for it, or, with two barriers, the last stage's backward.
-_URGENT = (Kind.LOSS, Kind.S, Kind.T, Kind.IF, Kind.IB)
-_NOT_T = (Kind.LOSS, Kind.S, Kind.IF, Kind.IB)
+_URGENT = (Kind.LOSS, Kind.S, Kind.T, Kind.EMBED_F, Kind.EMBED_B)
+_NOT_T = (Kind.LOSS, Kind.S, Kind.EMBED_F, Kind.EMBED_B)
 _ALWAYS = frozenset((Kind.LOSS, Kind.S, Kind.T))
-_FILL = (Kind.T, Kind.IB, Kind.IF)
+_FILL = (Kind.T, Kind.EMBED_B, Kind.EMBED_F)

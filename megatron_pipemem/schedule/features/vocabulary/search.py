@@ -13,7 +13,7 @@ from megatron_pipemem.schedule.core.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.families.plain import serial_schedule
+from megatron_pipemem.schedule.families.serial_orders import serial_schedule
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.search import MAX_CHUNKS, Candidate, SearchResult, search_schedule

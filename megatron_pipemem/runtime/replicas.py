@@ -1,4 +1,4 @@
-"""Adds up the gradients of a stage's copies, where the devices hold the model more than once."""
+"""Adds up the gradients of a stage's replicas, where the devices hold the model more than once."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from megatron_pipemem.schedule.core.placement import Placement
 Channels = Mapping[tuple[int, ...], dist.ProcessGroup]
 
 
-def connect_copies(placement: Placement, group: dist.ProcessGroup, device: torch.device | int | str) -> Channels:
-    """Open a process group for every set of devices that holds copies of the same stages, its order of sums its own.
+def connect_replicas(placement: Placement, group: dist.ProcessGroup, device: torch.device | int | str) -> Channels:
+    """Open a process group for every set of devices that holds replicas of the same stages, its order of sums its own.
 
     Every rank of the job must call this at the same time. Empty where the model stands on the devices once. As with
     messages (``transport.connect``), the first sum of a group would wait for the other devices, so one is made here.
 
     Args:
-        placement: says who holds copies of what.
+        placement: says who holds replicas of what.
         group: the pipeline's process group; its ranks are the devices, in order.
         device: where the gradients are.
 
@@ -32,7 +32,7 @@ def connect_copies(placement: Placement, group: dist.ProcessGroup, device: torch
     ranks = dist.get_process_group_ranks(group)
     sets = sorted({placement.holders(stage) for stage in range(placement.model_stages)})
     shared = [devices for devices in sets if len(devices) > 1]
-    opened = new_groups([[ranks[each] for each in devices] for devices in shared], group, "PIPEMEM_COPIES")
+    opened = new_groups([[ranks[each] for each in devices] for devices in shared], group, "PIPEMEM_REPLICAS")
     channels = {devices: created for devices, created in zip(shared, opened, strict=True) if group.rank() in devices}
     hello = torch.zeros(1, device=device)
     for channel in channels.values():
@@ -40,14 +40,14 @@ def connect_copies(placement: Placement, group: dist.ProcessGroup, device: torch
     return channels
 
 
-class CopySums:
+class ReplicaReducer:
     """The sums of one step on one rank. Lives for one step.
 
     Args:
-        placement: says which stages are copies of each other.
+        placement: says which stages are replicas of each other.
         device: this rank's place in the pipeline.
-        channels: see ``connect_copies``.
-        gradients: ``gradients(stage)``: what to add up in place, the same tensors in the same order for every copy.
+        channels: see ``connect_replicas``.
+        gradients: ``gradients(stage)``: what to add up in place, the same tensors in the same order for every replica.
     """
 
     def __init__(
@@ -65,31 +65,35 @@ class CopySums:
         self._works: dict[int, list[dist.Work]] = {}
 
     def post(self, stage: int) -> None:
-        """The gradients of this copy are complete. Starts the sum when those of all copies on this device are."""
+        """The gradients of this stage are complete. Starts the sum when those of all replicas on this device are."""
         self._posted.add(stage)
         here = self._here(stage)
         if not self._posted.issuperset(here):
             return
-        first, *others = ([*self._gradients(copy)] for copy in here)
+        first, *others = ([*self._gradients(replica)] for replica in here)
         for other in others:
             torch._foreach_add_(first, other)
         channel = self._channels.get(self._placement.holders(stage))
         self._works[here[0]] = [] if channel is None else _start_sum(first, channel)
 
     def wait(self, stage: int) -> None:
-        """The sum of this stage has been posted; afterwards all copies on this device hold it."""
+        """The sum of this stage has been posted; afterwards all replicas on this device hold it."""
         here = self._here(stage)
         works = self._works.pop(here[0], None)
-        if works is None:  # waited for on behalf of another copy
+        if works is None:  # waited for on behalf of another replica
             return
         for work in works:
             work.wait()
-        first, *others = ([*self._gradients(copy)] for copy in here)
+        first, *others = ([*self._gradients(replica)] for replica in here)
         for other in others:
             torch._foreach_copy_(other, first)
 
     def _here(self, stage: int) -> list[int]:
-        return [copy for copy in self._placement.copies_of(stage) if self._placement.devices[copy] == self._device]
+        return [
+            replica
+            for replica in self._placement.counterparts(stage)
+            if self._placement.devices[replica] == self._device
+        ]
 
 
 def _start_sum(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[dist.Work]:

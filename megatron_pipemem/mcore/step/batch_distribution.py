@@ -1,4 +1,4 @@
-"""One stream of batches for two copies of the model."""
+"""One stream of batches for two replicas of the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 class Dealer:
     """Hands the microbatches of one data iterator to the chunks that read them.
 
-    The copies of the model take turns, in an order of their own, with the batches that Megatron reads for the whole step. A
+    The replicas of the model take turns, in an order of their own, with the batches that Megatron reads for the whole step. A
     rank that holds the first stage of one and the last stage of the other reads every batch of the step once.
 
     Args:

@@ -1,4 +1,4 @@
-"""Which activations leave a device and when their copies run: one channel at a time.
+"""Which activations leave a device and when their transfers run: one channel at a time.
 
 A forward's activations leave as soon as the channel is free, those first that are used last, and return as late as the
 channel allows. What no longer fits between a forward and its backward stays.
@@ -27,8 +27,8 @@ class Item(NamedTuple):
         microbatch: see ``stage``.
         made: when the forward ends.
         used: when the backward starts.
-        out: seconds of the copy to the host.
-        back: seconds of the copy back.
+        out: seconds of the transfer to the host.
+        back: seconds of the transfer back.
         size: what leaves the device.
     """
 
@@ -47,7 +47,7 @@ class Item(NamedTuple):
 
 
 class RoundTrip(NamedTuple):
-    """When the two copies of an item start."""
+    """When the two transfers of an item start."""
 
     item: Item
     out: float
@@ -59,16 +59,16 @@ def plan_round_trips(
 ) -> tuple[list[RoundTrip], dict[Item, str]]:
     """Run a channel through time.
 
-    Whenever it is free it takes the copy back that would otherwise come too late; failing that, a copy out of what is used
-    last, as long as everything still comes back in time; failing that, it waits.
+    Whenever it is free it takes the transfer back that would otherwise come too late; failing that, a transfer out of what is
+    used last, as long as everything still comes back in time; failing that, it waits.
 
     Args:
         items: of all devices of the channel.
-        duplex: whether copies of different directions run at the same time.
+        duplex: whether transfers of different directions run at the same time.
         host_budget: per device, the host memory it may use.
 
     Returns:
-        The round trips, by the start of their copies out, and for every other item why it stays.
+        The round trips, by the start of their transfers out, and for every other item why it stays.
     """
     return _Channel(items, duplex, host_budget).run()
 
@@ -82,7 +82,7 @@ class _Channel:
         self._out_start: dict[Item, float] = {}
         self._trips: list[RoundTrip] = []
         self._free = {False: 0.0, True: 0.0}  # per direction; a half duplex channel uses both at once
-        # When the copy back of every item that is away must start for it and all later ones to be in time.
+        # When the transfer back of every item that is away must start for it and all later ones to be in time.
         self._due = [inf]
         self._exact = 1e-9 * max((item.used for item in items), default=0.0)
         self._reasons: dict[Item, str] = {}
@@ -142,7 +142,7 @@ class _Channel:
             due[at] = start
 
     def _with_another(self, item: Item) -> tuple[float, float]:
-        """If ``item`` left too: when the first copy back would have to start, and when its own."""
+        """If ``item`` left too: when the first transfer back would have to start, and when its own."""
         at = bisect_left(self._away, (item.used,))
         start = own = min(self._due[at], item.used) - item.back
         while at:
@@ -191,7 +191,7 @@ class _Channel:
         return held <= loosened(self._host_budget[item.device])
 
     def _next_time(self, now: float, due: float) -> float:
-        """When something changes: a forward ends, a copy ends or must start, host memory is given back."""
+        """When something changes: a forward ends, a transfer ends or must start, host memory is given back."""
         times = [due, *self._free.values()]
         if self._coming:
             times.append(self._coming[-1].made)

@@ -1,4 +1,4 @@
-"""Sums over copies of a stage that stand on one device; those on two are in ``end_to_end/test_bidirectional.py``."""
+"""Sums over replicas of a stage that stand on one device; those on two are in ``end_to_end/test_bidirectional.py``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_pipemem.runtime import copies  # noqa: E402
-from megatron_pipemem.runtime.copies import CopySums, connect_copies  # noqa: E402
+from megatron_pipemem.runtime import replicas  # noqa: E402
+from megatron_pipemem.runtime.replicas import ReplicaReducer, connect_replicas  # noqa: E402
 from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
 
 
@@ -20,7 +20,7 @@ def test_the_middle_device_of_an_odd_number_adds_by_itself():
         1: [torch.tensor([1.0, 2.0]), torch.tensor([3.0])],
         4: [torch.tensor([10.0, 20.0]), torch.tensor([30.0])],
     }
-    sums = CopySums(placement, 1, {}, gradients.__getitem__)
+    sums = ReplicaReducer(placement, 1, {}, gradients.__getitem__)
     sums.post(4)
     assert gradients[1][1] == 3, "the other copy has not all its gradients yet"
     sums.post(1)
@@ -30,13 +30,13 @@ def test_the_middle_device_of_an_odd_number_adds_by_itself():
         assert [tensor.tolist() for tensor in copy] == [[11.0, 22.0], [33.0]]
 
 
-def test_groups_of_copies_open_before_the_first_step(monkeypatch):
+def test_groups_of_replicas_open_before_the_first_step(monkeypatch):
     """Where a backend opens a group at its first sum, that would wait for the other device in the middle of a program."""
     wanted, hellos = [], []
-    monkeypatch.setattr(copies, "new_groups", lambda ranks, *_: wanted.extend(ranks) or [*map(tuple, ranks)])
-    monkeypatch.setattr(copies.dist, "get_process_group_ranks", lambda group: [1, 3, 5])
-    monkeypatch.setattr(copies.dist, "all_reduce", lambda tensor, group: hellos.append((group, tensor.device.type)))
+    monkeypatch.setattr(replicas, "new_groups", lambda ranks, *_: wanted.extend(ranks) or [*map(tuple, ranks)])
+    monkeypatch.setattr(replicas.dist, "get_process_group_ranks", lambda group: [1, 3, 5])
+    monkeypatch.setattr(replicas.dist, "all_reduce", lambda tensor, group: hellos.append((group, tensor.device.type)))
     placement = Placement.bidirectional(3)
-    assert connect_copies(placement, SimpleNamespace(rank=lambda: 2), "meta") == {(0, 2): (1, 5)}
-    assert connect_copies(placement, SimpleNamespace(rank=lambda: 1), "meta") == {}
+    assert connect_replicas(placement, SimpleNamespace(rank=lambda: 2), "meta") == {(0, 2): (1, 5)}
+    assert connect_replicas(placement, SimpleNamespace(rank=lambda: 1), "meta") == {}
     assert (wanted, hellos) == ([[1, 5], [1, 5]], [((1, 5), "meta")])
