@@ -288,7 +288,7 @@ class FileSource(Source):
     def __init__(self, path: str, memory_cap: float | Sequence[float] | None, costs: Costs, priced_by: str):
         super().__init__(path, costs, priced_by)
         self._schedule = schedule_of_file(path, memory_cap)
-        self.barriers = self._schedule.vocabulary
+        self.barriers = self._schedule.vocabulary_barriers
         placement = self._schedule.placement
         self.may_split = self._schedule.splits_backward
         self.may_offload = self._schedule.offloads
