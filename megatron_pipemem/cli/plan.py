@@ -119,7 +119,7 @@ def _pace(path: Path, run: Run) -> MeasuredSlowdown:
     if replace(profile.model, source=run.model.source) != run.model:
         raise ConfigError("is of another model than the run's; profile that one", file=path)
     try:
-        return MeasuredSlowdown.of(profile, run.cluster)
+        return profile.slowdown(run.cluster)
     except ConfigError as error:
         raise ConfigError(error.message, file=path) from error
 

@@ -49,7 +49,7 @@ def profile(
     recompute: Annotated[str, typer.Option("--recompute", metavar="none|selective|full")] = "none",
     attention: Annotated[str, typer.Option("--attention", metavar="flash|unfused")] = "flash",
     precision: Annotated[str, typer.Option("--precision", metavar="bf16|fp16|fp32")] = "bf16",
-    fake: Annotated[bool, typer.Option("--fake", help="Count bytes with fake tensors; seconds from FLOPs.")] = False,
+    fake: Annotated[bool, typer.Option("--fake", help="Count bytes with fake tensors; seconds by formulas.")] = False,
     formulas: Annotated[bool, typer.Option("--formulas", help="Nothing is run, and Megatron is not needed.")] = False,
     offload: Annotated[bool, typer.Option("--offload", help="Measure the way to the host and back, too.")] = False,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Microbatches that are timed.")] = 5,
@@ -185,7 +185,8 @@ def _print(found: Profile, layers: list[int], ratios: dict[str, float], name: ob
             f"{part.parameters:,}",
         )
     console().print(table)
-    seconds = "of this device" if found.source == "measured" else "from FLOPs at"
+    measured = found.source == "measured"
+    seconds = "of computing alone, on" if measured else "by the planner's formulas, messages within layers included, at"
     lines = [
         f"seconds {seconds} {found.device}",
         f"message between two stages: {found.message_bytes / MIB:.2f} MiB; optimizer: "

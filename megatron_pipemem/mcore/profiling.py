@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.model import Execution, Model, Passes, head_flops, layer_flops, padded_vocabulary
+from megatron_pipemem.config.model import Execution, Model, Passes, padded_vocabulary
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.model import linear
 from megatron_pipemem.mcore.model.fused_kernels import FlashAttention, fused_rms_norm
@@ -41,7 +41,7 @@ from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.patching import PatchSet
 from megatron_pipemem.mcore.step.forward_backward import observe
 from megatron_pipemem.planner.activations import gathered_bytes, message_bytes
-from megatron_pipemem.planner.profile import Part, Profile, adam_seconds, modelled_seconds, speed
+from megatron_pipemem.planner.profile import Part, Profile, from_formulas, speed
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.trace import TracedAction
@@ -322,7 +322,8 @@ def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats
     Args:
         model: the shape.
         execution: how it runs.
-        cluster: count bytes with fake tensors and take seconds from its FLOP/s; ``None`` runs the stages on this device.
+        cluster: count bytes with fake tensors and take the planner's prices for it as seconds; ``None`` runs the stages on
+            this device.
         repeats: microbatches that are timed, after one that is not.
 
     Raises:
@@ -345,12 +346,12 @@ def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats
         layer = end_layer = two - one
         if execution.attention == "unfused":
             end_layer = part(FIRST, 2) - first
-        optimizer = adam_seconds(cluster) if fake else _optimizer_seconds(two.parameters, repeats)
     if fake:
-        head = modelled_seconds(head_flops(model, execution), cluster)
-        layer_seconds = modelled_seconds(layer_flops(model, execution), cluster)
-        frames = {FIRST: Passes(), MIDDLE: Passes(), LAST: head}
+        priced = from_formulas(model, execution, cluster)
+        optimizer, layer_seconds = priced.optimizer_seconds, priced.layer.seconds
+        frames = {FIRST: priced.first.seconds, MIDDLE: priced.middle.seconds, LAST: priced.last.seconds}
     else:
+        optimizer = _optimizer_seconds(two.parameters, repeats)
         # Half of two layers: a difference of two times would be noise where layers are small.
         layer_seconds = two.seconds * 0.5
         frames = {FIRST: _excess(first, layer_seconds), MIDDLE: Passes(), LAST: _excess(last, layer_seconds)}

@@ -14,6 +14,9 @@ Formulas, with ``n`` tokens of a microbatch on the rank and ``e`` bytes per elem
 * expert parallelism: two all-to-all in F and in I of the tokens that leave the rank;
 * a ring of ``r`` ranks moves ``(r - 1) / r`` of the bytes in a gather or scatter, twice that in an all-reduce;
 * recomputing belongs to I, with its communication.
+
+Seconds are those that a pass keeps its device, messages included: what the planner, `pipemem profile` without a measurement and
+the costs files it writes all say. A measurement runs on one device alone, so it has the seconds of computing only.
 """
 
 from __future__ import annotations
@@ -37,7 +40,6 @@ from megatron_pipemem.config.model import (
     padded_vocabulary,
     tokens,
 )
-from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner.activations import (
     Kept,
     embedding_bytes,
@@ -45,15 +47,16 @@ from megatron_pipemem.planner.activations import (
     layer_bytes,
     layer_tensors,
 )
-from megatron_pipemem.planner.profile import Profile
 
 _HALF_WAVE = 2**20  # results: half of some 120 multiprocessors times a tile of 128 x 128
 _AS_MODELLED = Passes(1.0, 1.0, 1.0)
 _LOGIT = 4  # bytes: the loss is computed in fp32
+# Read and written per parameter by a mixed-precision Adam: fp32 gradient, master copy and two moments, 16-bit parameter.
+_ADAM_BYTES = 4 + 3 * 2 * 4 + 2
 
 
 @dataclass(frozen=True)
-class Part:
+class Price:
     """One layer, the embedding or the head, on one rank and for one microbatch.
 
     Args:
@@ -80,35 +83,16 @@ class MeasuredSlowdown:
     layer: Passes = _AS_MODELLED
     head: Passes = _AS_MODELLED
 
-    @classmethod
-    def of(cls, profile: Profile, cluster: Cluster) -> MeasuredSlowdown:
-        """From what was measured on a device of this cluster.
 
-        Raises:
-            ConfigError: nothing was measured.
-        """
-        if profile.source != "measured":
-            raise ConfigError(f"its seconds are from {profile.source}, not measured; run `pipemem profile` on a device")
-        modelled = (layer(profile.model, profile.execution, cluster), head(profile.model, profile.execution, cluster))
-        return cls(
-            *(
-                _each(lambda took, whole, messages: took / (whole - messages), *seconds)
-                for seconds in (
-                    (measured.seconds, part.seconds, part.communication)
-                    for measured, part in zip((profile.layer, profile.last), modelled, strict=True)
-                )
-            )
-        )
-
-
-def _each(function: Callable[..., float], *passes: Passes) -> Passes:
+def each_pass(function: Callable[..., float], *passes: Passes) -> Passes:
+    """Apply a function to the costs of F, of I and of W."""
     return Passes(*(function(*(getattr(each, kind) for each in passes)) for kind in ("forward", "input", "weight")))
 
 
 @lru_cache(maxsize=1024)
 def layer(
     model: Model, execution: Execution, cluster: Cluster, experts: bool = False, pace: Passes = _AS_MODELLED
-) -> Part:
+) -> Price:
     """One transformer layer."""
     flops = layer_flops(model, execution, experts)
     plain = layer_flops(model, replace(execution, recompute="none"), experts)
@@ -127,9 +111,9 @@ def layer(
     computing = (plain + tails) * (1 / cluster.flops) + Passes(moving, 2 * moving)
     if everything_again:
         again += tails.forward / cluster.flops
-    computing = _each(operator.mul, computing, pace)
+    computing = each_pass(operator.mul, computing, pace)
     again = again * pace.input + everything_again * messages
-    return Part(
+    return Price(
         seconds=computing + Passes(messages, messages + again),
         communication=communication,
         again=again,
@@ -140,12 +124,12 @@ def layer(
 
 
 @lru_cache(maxsize=1024)
-def embedding(model: Model, execution: Execution, cluster: Cluster) -> Part:
+def embedding(model: Model, execution: Execution, cluster: Cluster) -> Price:
     """The input embedding: its rows are copied, their gradients added; with tensor parallelism, summed over the ranks."""
     nbytes = tokens(model, execution) * model.hidden * execution.element
     moving = 2 * nbytes / (cluster.memory_gb_per_s * 1e9)
     messages = all_reduce(nbytes, execution.tp, cluster.link(execution.tp))
-    return Part(
+    return Price(
         seconds=Passes(moving + messages, 0.0, moving),
         communication=Passes(messages),
         kept=embedding_bytes(model, execution),
@@ -154,17 +138,17 @@ def embedding(model: Model, execution: Execution, cluster: Cluster) -> Part:
 
 
 @lru_cache(maxsize=1024)
-def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _AS_MODELLED) -> Part:
+def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _AS_MODELLED) -> Price:
     """Final norm, output layer and loss. The logits are read and written in fp32 twice in F and once in I."""
     flops = head_flops(model, execution)
     between = tokens(model, execution) * model.hidden * execution.element
     moving = 2 * logit_bytes(model, execution) / (cluster.memory_gb_per_s * 1e9)
     messages = all_reduce(between, execution.tp, cluster.link(execution.tp))
-    computing = _each(operator.mul, flops * (1 / cluster.flops) + Passes(2 * moving, moving), pace)
+    computing = each_pass(operator.mul, flops * (1 / cluster.flops) + Passes(2 * moving, moving), pace)
     sums = 3 * all_reduce(tokens(model, execution) * _LOGIT, execution.tp, cluster.link(execution.tp))
     gathered = messages / 2 if execution.sequence_parallel else 0.0
     communication = Passes(gathered + sums, messages / 2 if execution.sequence_parallel else messages)
-    return Part(
+    return Price(
         seconds=computing + communication,
         communication=communication,
         kept=head_bytes(model, execution),
@@ -175,6 +159,11 @@ def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _A
 def logit_bytes(model: Model, execution: Execution) -> float:
     """Of the logits of one microbatch on one rank, in fp32."""
     return tokens(model, execution) * padded_vocabulary(model, execution.tp) / execution.tp * _LOGIT
+
+
+def adam_seconds(cluster: Cluster) -> float:
+    """Of one optimizer step, per parameter: bound by the device's memory."""
+    return _ADAM_BYTES / (cluster.memory_gb_per_s * 1e9)
 
 
 def gather(nbytes: float, ranks: int, link: Link) -> float:

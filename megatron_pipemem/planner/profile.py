@@ -8,6 +8,7 @@ every way to cut the model. Profiles come from formulas (`from_formulas`), or fr
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -15,18 +16,11 @@ from typing import Any, Literal
 
 from megatron_pipemem.config.cluster import Cluster, Link
 from megatron_pipemem.config.loading import typed
-from megatron_pipemem.config.model import (
-    Execution,
-    Model,
-    Passes,
-    embedding_parameters,
-    head_flops,
-    head_parameters,
-    layer_flops,
-    layer_parameters,
-)
+from megatron_pipemem.config.model import Execution, Model, Passes
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.planner.activations import Kept, embedding_bytes, head_bytes, layer_bytes, message_bytes
+from megatron_pipemem.planner import prices
+from megatron_pipemem.planner.activations import message_bytes
+from megatron_pipemem.planner.prices import MeasuredSlowdown, Price
 from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
@@ -34,9 +28,6 @@ from megatron_pipemem.schedule.core.magnitudes import LARGEST, shortened
 from megatron_pipemem.schedule.core.placement import Placement
 
 Source = Literal["formulas", "fake tensors", "measured"]
-
-# Read and written per parameter by a mixed-precision Adam: fp32 gradient, master copy and two moments, 16-bit parameter.
-_ADAM_BYTES = 4 + 3 * 2 * 4 + 2
 
 
 @dataclass(frozen=True)
@@ -95,7 +86,8 @@ class Profile:
     Args:
         model: its shape.
         execution: how a microbatch of it runs.
-        source: where bytes and parameters are from; seconds of ``fake tensors`` are from formulas.
+        source: where bytes and parameters are from. Measured seconds are of computing alone; ``formulas`` and ``fake tensors``
+            come with the seconds of ``planner.prices``, which add tensor-, context- and expert-parallel messages.
         device: what was measured, or the speed that formulas were given.
         layer: one layer.
         first: the frame of the stage with the embedding.
@@ -158,6 +150,24 @@ class Profile:
             {kind: tuple(stage.memory.get(kind, 0.0) for stage in stages) for kind in kinds},
         )
 
+    def slowdown(self, cluster: Cluster) -> MeasuredSlowdown:
+        """How much longer computing took on a device of this cluster than ``planner.prices`` says.
+
+        Raises:
+            ConfigError: nothing was measured.
+        """
+        if self.source != "measured":
+            raise ConfigError(f"its seconds are from {self.source}, not measured; run `pipemem profile` on a device")
+
+        def longer(part: Part, price: Price) -> Passes:
+            computing = price.seconds + price.communication * -1
+            return prices.each_pass(operator.truediv, part.seconds, computing)
+
+        return MeasuredSlowdown(
+            layer=longer(self.layer, prices.layer(self.model, self.execution, cluster, self.model.has_experts(0))),
+            head=longer(self.last, prices.head(self.model, self.execution, cluster)),
+        )
+
     def to_json(
         self, layers: Sequence[int], link: Link | None = None, placement: Placement | None = None
     ) -> dict[str, Any]:
@@ -192,50 +202,35 @@ class Profile:
 _COMPUTED = frozenset((Kind.F, Kind.I, Kind.W))  # a stage alone exchanges no messages
 
 
-def from_formulas(model: Model, execution: Execution, cluster: Cluster, experts: bool | None = None) -> Profile:
-    """A profile of which nothing was run.
+def from_formulas(model: Model, execution: Execution, cluster: Cluster) -> Profile:
+    """Return the profile that the planner's prices make, of which nothing was run.
 
     Args:
-        model: the shape.
+        model: the shape; every layer counts as its first.
         execution: how it runs.
-        cluster: its ``achieved`` speed makes seconds of FLOPs.
-        experts: whether layers are mixtures of experts; by default as the model's first.
+        cluster: its speeds and links make seconds of FLOPs and bytes.
     """
     message = message_bytes(model, execution)
     # The ledger counts a layer's input as the message it came as, and so does the frame of the first stage.
-    layer = _modelled(layer_flops(model, execution, experts), layer_bytes(model, execution, experts), cluster)
-    receives = {Kind.RECV_F: message, Kind.F: -message}
-    sends = {Kind.RECV_I: message, Kind.I: -message}
-    between = Part(memory=receives) + Part(memory=sends)
-    embedding = _modelled(Passes(), embedding_bytes(model, execution), cluster)
-    head = _modelled(head_flops(model, execution), head_bytes(model, execution), cluster)
+    receives = Part(memory={Kind.RECV_F: message, Kind.F: -message})
+    sends = Part(memory={Kind.RECV_I: message, Kind.I: -message})
     return Profile(
         model=model,
         execution=execution,
         source="formulas",
         device=speed(cluster),
-        layer=layer + Part(parameters=layer_parameters(model, execution, experts)),
-        first=embedding + Part(memory=sends, parameters=embedding_parameters(model, execution)),
-        middle=between,
-        last=head + Part(memory=receives, parameters=head_parameters(model, execution)),
+        layer=_priced(prices.layer(model, execution, cluster, model.has_experts(0))),
+        first=_priced(prices.embedding(model, execution, cluster)) + sends,
+        middle=receives + sends,
+        last=_priced(prices.head(model, execution, cluster)) + receives,
         message_bytes=message,
-        optimizer_seconds=adam_seconds(cluster),
+        optimizer_seconds=prices.adam_seconds(cluster),
     )
 
 
 def speed(cluster: Cluster) -> str:
     """How fast formulas take a device to be, in words."""
     return f"{cluster.tflops:g} TFLOP/s peak, {cluster.achieved:.0%} of it achieved"
-
-
-def adam_seconds(cluster: Cluster) -> float:
-    """Of one optimizer step, per parameter: bound by the device's memory."""
-    return _ADAM_BYTES / (cluster.memory_gb_per_s * 1e9)
-
-
-def modelled_seconds(flops: Passes, cluster: Cluster) -> Passes:
-    """FLOPs at the speed that a cluster achieves."""
-    return flops * (1 / cluster.flops)
 
 
 def even_layers(layers: int, num_stages: int) -> list[int]:
@@ -252,9 +247,10 @@ def _handing_over(before: Part, after: Part) -> tuple[Part, Part]:
     return replace(before, memory=changed), replace(after, memory=gave)
 
 
-def _modelled(flops: Passes, kept: Kept, cluster: Cluster) -> Part:
+def _priced(price: Price) -> Part:
+    kept = price.kept
     memory = {Kind.F: kept.saved, Kind.I: kept.after_input - kept.saved, Kind.W: -kept.after_input}
-    return Part(modelled_seconds(flops, cluster), memory)
+    return Part(price.seconds, memory, price.parameters)
 
 
 def _profile(data: Any) -> Profile:

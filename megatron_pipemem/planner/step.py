@@ -30,7 +30,8 @@ from megatron_pipemem.config.runs import Run
 from megatron_pipemem.planner.activations import Kept, layer_bytes, message_bytes
 from megatron_pipemem.planner.prices import (
     MeasuredSlowdown,
-    Part,
+    Price,
+    adam_seconds,
     all_reduce,
     embedding,
     gather,
@@ -38,7 +39,6 @@ from megatron_pipemem.planner.prices import (
     layer,
     logit_bytes,
 )
-from megatron_pipemem.planner.profile import adam_seconds
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
@@ -113,45 +113,45 @@ class _Cut:
         """Ranks that hold the same parameters, but for experts."""
         return self.dp * self.execution.cp
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Price]:
         """Of every layer, in order."""
         return [
             layer(self.model, self.execution, self.cluster, self.model.has_experts(index), self.pace.layer)
             for index in range(self.model.layers)
         ]
 
-    def ends(self) -> tuple[Part, Part]:
+    def ends(self) -> tuple[Price, Price]:
         """What stands before and behind the layers: embedding and head, unless all devices share them."""
-        return (Part(), Part()) if self.shared_ends else self.vocabulary()
+        return (Price(), Price()) if self.shared_ends else self.vocabulary()
 
-    def share(self, devices: int) -> list[Part]:
+    def share(self, devices: int) -> list[Price]:
         """Of embedding and head on every device, where all share them. Their messages are the schedule's."""
         if not self.shared_ends:
             return []
         return [
-            Part(
+            Price(
                 seconds=(part.seconds + part.communication * -1) * (1 / devices),
                 parameters=-(-part.parameters // devices),
             )
             for part in self.vocabulary()
         ]
 
-    def vocabulary(self) -> tuple[Part, Part]:
+    def vocabulary(self) -> tuple[Price, Price]:
         """Embedding and head."""
         return (
             embedding(self.model, self.execution, self.cluster),
             head(self.model, self.execution, self.cluster, self.pace.head),
         )
 
-    def everything(self) -> list[Part]:
+    def everything(self) -> list[Price]:
         return [*self.parts(), *self.vocabulary()]
 
-    def static(self, part: Part) -> float:
+    def static(self, part: Price) -> float:
         """Bytes on one rank."""
         element, optimizer = self.execution.element, _OPTIMIZER[self.execution.precision]
         return part.parameters * (element + _GRADIENT) + optimizer * self.updated(part)
 
-    def updated(self, part: Part) -> float:
+    def updated(self, part: Price) -> float:
         """Parameters in the rank's shard of the optimizer."""
         if not self.distributed:
             return part.parameters
@@ -290,7 +290,7 @@ def _buffers(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> tuple[
     )
 
 
-def _sums(cut: _Cut, device: list[Part], placement: Placement) -> float:
+def _sums(cut: _Cut, device: list[Price], placement: Placement) -> float:
     """Seconds in which one rank adds up the gradients of its stages with those of their copies, elsewhere."""
     if placement.replicas == 1:
         return 0.0
@@ -299,7 +299,7 @@ def _sums(cut: _Cut, device: list[Part], placement: Placement) -> float:
     return all_reduce(nbytes, placement.replicas, link)
 
 
-def _exposed(cut: _Cut, device: list[Part], replicas: int) -> float:
+def _exposed(cut: _Cut, device: list[Price], replicas: int) -> float:
     """Seconds of one rank's data-parallel messages that nothing hides."""
     if cut.replicas == 1:
         return 0.0
@@ -320,7 +320,7 @@ def _exposed(cut: _Cut, device: list[Part], replicas: int) -> float:
 
 
 def mfu(run: Run, seconds: float) -> float:
-    """Part of the devices' peak that a step's model FLOPs are."""
+    """Price of the devices' peak that a step's model FLOPs are."""
     flops = model_flops(run.model) * run.parallelism.global_batch
     return flops / (seconds * run.parallelism.ranks * run.cluster.tflops * 1e12)
 

@@ -331,11 +331,11 @@ def test_where_nothing_fits_the_command_says_why(tmp_path):
 def test_a_measured_profile_sets_the_pace(tmp_path):
     profile = from_formulas(MODEL, Execution(tp=2), CLUSTER)
     with pytest.raises(ConfigError, match="from formulas, not measured"):
-        MeasuredSlowdown.of(profile, CLUSTER)
+        profile.slowdown(CLUSTER)
     modelled = layer(MODEL, Execution(tp=2), CLUSTER)
     computing = modelled.seconds + modelled.communication * -1
     thrice = replace(profile, source="measured", layer=replace(profile.layer, seconds=computing * 3))
-    pace = MeasuredSlowdown.of(thrice, CLUSTER)
+    pace = thrice.slowdown(CLUSTER)
     assert pace.layer == Passes(*[pytest.approx(3)] * 3)
     slow = layer(MODEL, Execution(tp=4), CLUSTER, False, pace.layer)
     fast = layer(MODEL, Execution(tp=4), CLUSTER)

@@ -18,6 +18,7 @@ from megatron_pipemem.launch.feasibility import feasible
 from megatron_pipemem.planner.activations import head_bytes, layer_bytes
 from megatron_pipemem.planner.memory import held
 from megatron_pipemem.planner.prices import all_reduce, embedding, head, layer
+from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.planner.replay import Replay, measured
 from megatron_pipemem.planner.step import DISTRIBUTED, price
 from megatron_pipemem.schedule.core.action import Kind
@@ -63,6 +64,23 @@ def test_a_layer_takes_its_products_its_tensors_and_its_messages():
     again = layer(MODEL, Execution(recompute="full"), CLUSTER)
     assert again.again == pytest.approx(alone.seconds.forward)
     assert again.seconds.input == pytest.approx(alone.seconds.input + alone.seconds.forward)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        Parallelism(pp=3, global_batch=8),
+        Parallelism(tp=4, pp=3, global_batch=8, sequence_parallel=True),
+        Parallelism(tp=2, pp=3, cp=2, micro_batch=2, global_batch=8),
+    ],
+)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_profile_by_formulas_and_the_planner_price_stages_alike(cut, recompute):
+    run = replace(RUN, parallelism=cut, schedule=ScheduleChoice("1f1b", recompute=recompute))
+    planned = price(run, Placement.linear(3), layers=(3, 3, 2)).costs
+    profiled = from_formulas(run.model, run.execution, run.cluster).costs((3, 3, 2))
+    for kind in ("forward", "backward_input", "backward_weight"):
+        assert getattr(profiled, kind) == pytest.approx(getattr(planned, kind))
 
 
 def test_messages_between_nodes_are_slower():
