@@ -1,11 +1,11 @@
-"""Rebinding upstream symbols: checked before, reversible after."""
+"""Rebinding upstream symbols: checked before, reversible after. ``symbols`` lists them."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -16,7 +16,7 @@ TESTED_VERSIONS = ("0.19.2",)
 
 @dataclass(frozen=True)
 class Symbol:
-    """A function of Megatron that this package replaces.
+    """A function of Megatron that this package replaces or uses.
 
     Args:
         module: dotted name of the module.
@@ -31,6 +31,11 @@ class Symbol:
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
+
+    @property
+    def of_training(self) -> bool:
+        """Whether it is part of ``megatron.training``, which not every program uses."""
+        return self.module.startswith("megatron.training.")
 
     def owner(self) -> tuple[object, str]:
         """The module or class that holds the symbol, and the attribute's name."""
@@ -64,13 +69,25 @@ class Symbol:
             raise UpstreamError(f"megatron-core {megatron_version()} has no {self}; {_tested()}") from None
 
 
+Replacements = list[tuple[Symbol, Callable[[Callable], Callable]]]
+"""Symbols, and what makes a replacement of the original."""
+
+
+class Feature:
+    """A part of this package that changes what Megatron does."""
+
+    def replacements(self) -> Replacements:
+        """Return what to rebind; those of ``megatron.training`` are left out of programs that do not use it."""
+        return []
+
+
 @dataclass
 class PatchSet:
     """Replaced symbols. ``remove`` puts every original back."""
 
     _originals: list[tuple[object, str, object]] = field(default_factory=list)
 
-    def install(self, replacements: Sequence[tuple[Symbol, Callable[[Callable], Callable]]]) -> None:
+    def install(self, replacements: Replacements) -> None:
         """Replace every symbol by ``wrap(original)``, all of them or none: whatever fails leaves every symbol as it was.
 
         Raises:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -15,30 +14,28 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.asynchronous.source import AsynchronousSource
 from megatron_pipemem.mcore.asynchronous.training import AsynchronousTraining
-from megatron_pipemem.mcore.loop_arguments import saves_after
-from megatron_pipemem.mcore.model import linear, transformer_engine
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
-from megatron_pipemem.mcore.patching import PatchSet, Symbol, is_imported
+from megatron_pipemem.mcore.patching import Feature, PatchSet, is_imported
 from megatron_pipemem.mcore.replanning import Replanner
-from megatron_pipemem.mcore.report import observer
-from megatron_pipemem.mcore.report.run_record import LOSSES, RunRecord
-from megatron_pipemem.mcore.report.scalars import Scalars
+from megatron_pipemem.mcore.report.observer import StockObserver
+from megatron_pipemem.mcore.report.recording import Recording
+from megatron_pipemem.mcore.report.run_record import RunRecord
 from megatron_pipemem.mcore.search_source import source_of
 from megatron_pipemem.mcore.sources import Source
-from megatron_pipemem.mcore.step.forward_backward import USED, WITH_INTERLEAVING, WITHOUT_INTERLEAVING, ForwardBackward
+from megatron_pipemem.mcore.step.extension import Extension
+from megatron_pipemem.mcore.step.forward_backward import ForwardBackward
+from megatron_pipemem.mcore.step.losses import Losses
 from megatron_pipemem.mcore.step.offloading import Offloading, OffloadSettings
 from megatron_pipemem.mcore.step.programs import ProgramCache
+from megatron_pipemem.mcore.step.replica_steps import ReplicaSteps
+from megatron_pipemem.mcore.step.split_backward import SplitBackward
+from megatron_pipemem.mcore.symbols import USED
 from megatron_pipemem.mcore.vocabulary.source import check_vocab_parallel
+from megatron_pipemem.mcore.vocabulary.step import VocabularySteps
 from megatron_pipemem.schedule.options import OFF, STOCK
 from megatron_pipemem.schedule.request import PROFILE, check_request, prices_of
 
 logger = logging.getLogger(__name__)
-
-TRAIN = Symbol("megatron.training.training", "train")
-TRAINING_LOG = Symbol("megatron.training.training", "training_log", ("loss_dict", "iteration", "grad_norm"))
-SAVE_AND_TIME = Symbol("megatron.training.training", "save_checkpoint_and_time", ("iteration",))
-
-Replacements = list[tuple[Symbol, Callable[[Callable], Callable]]]
 
 
 @dataclass(frozen=True)
@@ -126,10 +123,59 @@ def source_for(settings: Settings) -> tuple[Source | None, Offloading]:
 @dataclass
 class _Enabled:
     settings: Settings
-    patches: PatchSet
-    forward_backward: ForwardBackward | None
-    chunk_placement: ChunkPlacement | None
-    record: RunRecord | None
+    features: list[Feature]
+    patches: PatchSet = field(default_factory=PatchSet)
+    forward_backward: ForwardBackward | None = None
+    chunk_placement: ChunkPlacement | None = None
+    record: RunRecord | None = None
+
+    @classmethod
+    def of(cls, settings: Settings) -> _Enabled:
+        """Make what such a run consists of; nothing is rebound.
+
+        Raises:
+            PipememError: settings that cannot be or go together, or outputs that cannot be written.
+        """
+        record = None
+        if settings.trace is not None or settings.report is not None:
+            paths = [None if path is None else Path(path) for path in (settings.report, settings.trace)]
+            record = RunRecord(*paths)
+            record.check_outputs()
+        recording = [] if record is None else [Recording(record)]
+        source, offloading = source_for(settings)
+        if source is None:
+            return cls(settings, [StockObserver(record, *prices_of(settings.costs)), *recording], record=record)
+        chunk_placement = ChunkPlacement(
+            source.placement, source.is_round_robin, getattr(source, "cut", None), settings.schedule
+        )
+        extensions: list[Extension] = [offloading]
+        profiles = settings.costs == PROFILE or source.needs_seconds
+        if profiles or source.needs_bytes:
+            extensions.append(Replanner(source, profiles))
+        if isinstance(source, AsynchronousSource):
+            extensions.append(AsynchronousTraining(source, settings.train_steps))
+        extensions += [
+            SplitBackward(source, counted=record is not None),
+            ReplicaSteps(),
+            VocabularySteps(),
+            Losses(),
+            *recording,
+        ]
+        forward_backward = ForwardBackward(ProgramCache(source), chunk_placement, extensions, settings.single_queue)
+        features = [forward_backward, chunk_placement, *extensions]
+        return cls(settings, features, PatchSet(), forward_backward, chunk_placement, record)
+
+    def install(self) -> None:
+        """Rebind what the features ask for.
+
+        Raises:
+            UpstreamError: this Megatron-Core lacks a symbol we rely on. Nothing has been changed then.
+        """
+        for symbol in USED:
+            symbol.resolve()
+        with_training = is_imported("megatron.training.training")
+        replacements = [each for feature in self.features for each in feature.replacements()]
+        self.patches.install([each for each in replacements if with_training or not each[0].of_training])
 
 
 _enabled: _Enabled | None = None
@@ -160,49 +206,9 @@ def enable(schedule: str, **settings: object) -> None:
                 f"the plugin is enabled already with {_enabled.settings}; call disable() before enabling other settings"
             )
         return
-    record = None
-    if wanted.trace is not None or wanted.report is not None:
-        record = RunRecord(Path(wanted.report) if wanted.report else None, Path(wanted.trace) if wanted.trace else None)
-        record.check_outputs()
-    forward_backward = chunk_placement = None
-    source, offloading = source_for(wanted)
-    if source is None:
-        replacements = observer.replacements(record, *prices_of(wanted.costs))
-    else:
-        chunk_placement = ChunkPlacement(
-            source.placement, source.is_round_robin, getattr(source, "cut", None), wanted.schedule
-        )
-        profiles = wanted.costs == PROFILE or source.needs_seconds
-        replanner = Replanner(source, profiles) if profiles or source.needs_bytes else None
-        asynchronous = None
-        if isinstance(source, AsynchronousSource):
-            asynchronous = AsynchronousTraining(source, wanted.train_steps)
-        forward_backward = ForwardBackward(
-            ProgramCache(source), chunk_placement, offloading, record, replanner, asynchronous, wanted.single_queue
-        )
-        replacements = [
-            (WITH_INTERLEAVING, lambda original: forward_backward),
-            (WITHOUT_INTERLEAVING, lambda original: forward_backward),
-            *chunk_placement.replacements(),
-        ]
-        with_training = is_imported("megatron.training.training")
-        if with_training:
-            replacements += chunk_placement.training_replacements()
-        if asynchronous is not None:
-            replacements += asynchronous.replacements(with_training)
-        # Also where activations leave the device: stock's linear layers do not let their inputs go (``saved_as_is``).
-        if source.may_split or source.may_offload:
-            replacements.append((linear.LINEAR, linear.split_linear))
-        replacements += transformer_engine.replacements(source.may_split, source.may_recompute)
-    if record is not None and linear.LINEAR not in (symbol for symbol, _ in replacements):
-        replacements.append((linear.LINEAR, linear.countable_linear))
-    if record is not None and is_imported("megatron.training.training"):
-        replacements += _recording(record)
-    patches = PatchSet()
-    for symbol in USED:
-        symbol.resolve()
-    patches.install(replacements)
-    _enabled = _Enabled(wanted, patches, forward_backward, chunk_placement, record)
+    enabled = _Enabled.of(wanted)
+    enabled.install()
+    _enabled = enabled
     tell(logger, "enabled: %s", _brief(wanted))
 
 
@@ -219,10 +225,6 @@ def disable() -> None:
     enabled, _enabled = _enabled, None
     enabled.patches.remove()
     if enabled.forward_backward is not None:
-        for parameter in enabled.forward_backward.hooked:
-            delattr(parameter, linear.GRADIENT_READY)
-        if enabled.forward_backward.has_run_delayed:
-            tell(logger, transformer_engine.STAYS_DELAYED, level=logging.WARNING)
         enabled.forward_backward.close()
 
 
@@ -254,58 +256,6 @@ def build_model_chunks(build: Callable, pg_collection: ProcessGroupCollection | 
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     return _enabled.chunk_placement.build_chunks(build, groups, vp_size)
-
-
-def _recording(record: RunRecord) -> Replacements:
-    """Note what ``megatron.training`` logs, and write the report when its training loop ends: after its last checkpoint."""
-    scalars, is_due = Scalars(record), False
-
-    def wrap_log(original: Callable) -> Callable:
-        signature = inspect.signature(original)
-
-        def training_log(loss_dict, *args, **kwargs):
-            with record.guarded(LOSSES):
-                arguments = signature.bind(loss_dict, *args, **kwargs).arguments
-                scalars.before_log(arguments["iteration"])  # first: it is collective
-                record.add_losses(loss_dict, arguments["grad_norm"])
-            return original(loss_dict, *args, **kwargs)
-
-        return training_log
-
-    def write() -> None:
-        nonlocal is_due
-        is_due = False
-        record.write()
-        scalars.finish()
-
-    def wrap_save(original: Callable) -> Callable:
-        def save_checkpoint_and_time(*args, **kwargs):
-            result = original(*args, **kwargs)
-            if is_due:
-                write()
-            return result
-
-        return save_checkpoint_and_time
-
-    def wrap_train(original: Callable) -> Callable:
-        def train(*args, **kwargs):
-            nonlocal is_due
-            try:
-                result = original(*args, **kwargs)
-            except SystemExit as stop:
-                # Megatron leaves its loop this way too, on all ranks, when a time or iteration limit is reached. It has then
-                # saved its checkpoint, and closed W&B.
-                if not stop.code:
-                    record.write()
-                raise
-            is_due = saves_after(result[0])
-            if not is_due:
-                write()
-            return result
-
-        return train
-
-    return [(TRAINING_LOG, wrap_log), (TRAIN, wrap_train), (SAVE_AND_TIME, wrap_save)]
 
 
 def _brief(settings: Settings) -> str:

@@ -39,7 +39,8 @@ from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext, watch_batches
 from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.patching import PatchSet
-from megatron_pipemem.mcore.step.forward_backward import observe
+from megatron_pipemem.mcore.step.observation import observe
+from megatron_pipemem.mcore.symbols import LINEAR
 from megatron_pipemem.planner.activations import gathered_bytes, message_bytes
 from megatron_pipemem.planner.profile import Part, Profile, from_formulas, speed
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
@@ -96,7 +97,7 @@ def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
             create_gloo_process_groups=False,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(1)
-        patches.install([(linear.LINEAR, linear.split_linear)])
+        patches.install([(LINEAR, linear.split_linear)])
         if fake:
             # It compares and sets the states of random generators, which are never fake.
             tensor_parallel.get_cuda_rng_tracker().fork = nullcontext

@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron_pipemem.mcore.agreement import gather, is_first_rank
-from megatron_pipemem.mcore.sources import MemoryDeltas, Shape, Source
+from megatron_pipemem.mcore.agreement import gather, is_first_rank, tell
+from megatron_pipemem.mcore.sources import Shape, Source
+from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.mcore.step.programs import MeasurementUpdate
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger, bytes_per_action
+from megatron_pipemem.runtime.links import measure_links
 from megatron_pipemem.runtime.measured_costs import Medians, Stopwatch, average, costs_from, drift
 from megatron_pipemem.runtime.trace import Trace, TracedAction
 from megatron_pipemem.runtime.transport import Edge
 from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -22,23 +24,6 @@ logger = logging.getLogger(__name__)
 FIRST_STEPS = 2
 WINDOW = 20
 MINIMUM_GAIN = 0.01
-
-
-@dataclass(frozen=True)
-class MeasurementUpdate:
-    """Why and with what to plan anew.
-
-    Args:
-        reason: for the report.
-        costs: seconds, or ``None`` when nothing was timed.
-        changes: bytes, or ``None`` when nothing was counted.
-        minimum_gain: the part of the makespan that a schedule must save to replace the one that runs.
-    """
-
-    reason: str
-    costs: Costs | None
-    changes: MemoryDeltas | None
-    minimum_gain: float
 
 
 @dataclass(frozen=True)
@@ -52,7 +37,7 @@ class _Contribution:
     failure: str | None = None
 
 
-class Replanner:
+class Replanner(Extension):
     """Measures training steps and says, at the start of the same step on every rank, when there is an update.
 
     Bytes are counted in the first step. Seconds are taken from the steps after it, and read one step later, when the
@@ -63,6 +48,8 @@ class Replanner:
         source: of the run's schedules.
         needs_seconds: whether costs are to be measured.
     """
+
+    only_trains = True
 
     def __init__(self, source: Source, needs_seconds: bool):
         self._source = source
@@ -76,15 +63,26 @@ class Replanner:
         self._failure: str | None = None
         self._links: dict[Edge, float] | None = None
 
-    @property
-    def wants_bytes(self) -> bool:
-        """Whether the coming training step must have a ledger."""
-        return self._source.needs_bytes
+    def choose(self, step: Step) -> None:
+        """Have the step planned anew if earlier steps have shown something new, on all ranks alike."""
 
-    @property
-    def wants_seconds(self) -> bool:
-        """Whether the coming training step must have a trace."""
-        return self._needs_seconds
+        def links() -> dict[Edge, float]:
+            if step.message.shape is None:
+                tell(logger, "messages have no fixed shape, so their time is not measured and counts as 0")
+                return {}
+            pipeline = step.pipeline
+            return measure_links(pipeline.placement, pipeline.device, pipeline.ranks, pipeline.channels, step.message)
+
+        update = self.before_step(step.shape, step.pipeline.device, links)
+        if update is not None:
+            step.programs.renew(update)
+
+    def prepare(self, step: Step) -> None:
+        step.counts_bytes |= self._source.needs_bytes
+        step.times_actions |= self._needs_seconds
+
+    def after(self, step: Step) -> None:
+        self.after_step(step.pipeline.placement.num_stages, step.observation.ledger, step.observation.trace)
 
     def after_step(self, num_stages: int, ledger: ActivationLedger | None, trace: Trace | None) -> None:
         """Note a training step of this rank."""

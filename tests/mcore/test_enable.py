@@ -13,7 +13,8 @@ from megatron.core.tensor_parallel import layers
 import megatron_pipemem
 from megatron_pipemem.errors import UnknownScheduleError, UnsupportedError, UpstreamError
 from megatron_pipemem.mcore import plugin
-from megatron_pipemem.mcore.model import linear
+from megatron_pipemem.mcore.step import split_backward
+from megatron_pipemem.mcore.step.split_backward import SplitBackward
 
 WATCHED = (
     (schedules, "forward_backward_pipelining_with_interleaving"),
@@ -79,7 +80,8 @@ def test_is_idempotent_and_refuses_to_mix_settings():
 @pytest.mark.parametrize("delayed", [False, True])
 def test_says_that_modules_of_transformer_engine_stay_delayed(delayed, caplog):
     megatron_pipemem.enable("zb-h1")
-    plugin._enabled.forward_backward.has_run_delayed = delayed
+    (splitting,) = (feature for feature in plugin._enabled.features if isinstance(feature, SplitBackward))
+    splitting.has_run_delayed = delayed
     megatron_pipemem.disable()
     assert ("delay_wgrad_compute" in caplog.text) == delayed
 
@@ -112,7 +114,7 @@ def test_a_replacement_that_fails_leaves_the_plugin_off_and_can_be_enabled_later
         raise ArithmeticError
 
     with monkeypatch.context() as broken:
-        broken.setattr(linear, "split_linear", fail)
+        broken.setattr(split_backward, "split_linear", fail)
         with pytest.raises(ArithmeticError):
             megatron_pipemem.enable("v-half")
     assert bindings() == stock

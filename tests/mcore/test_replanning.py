@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("megatron.core")
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import replanning
-from megatron_pipemem.mcore.replanning import FIRST_STEPS, WINDOW, MeasurementUpdate, Replanner, merge_bytes
+from megatron_pipemem.mcore.replanning import FIRST_STEPS, WINDOW, Replanner, merge_bytes
 from megatron_pipemem.mcore.search_source import source_of
 from megatron_pipemem.mcore.sources import FamilySource, Shape
-from megatron_pipemem.mcore.step.programs import ProgramCache
+from megatron_pipemem.mcore.step.programs import MeasurementUpdate, ProgramCache
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
 from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.core.action import Action, Kind
@@ -42,6 +44,13 @@ class Ledger:
     ]
 
 
+def wishes(run: Run) -> tuple[bool, bool]:
+    """Whether bytes are to be counted and actions to be timed in the coming step."""
+    step = SimpleNamespace(counts_bytes=False, times_actions=False)
+    run.replanner.prepare(step)
+    return step.counts_bytes, step.times_actions
+
+
 class Run:
     """Steps of one rank, as ``ForwardBackward`` makes them."""
 
@@ -55,7 +64,7 @@ class Run:
         if news is not None:
             self.programs.renew(news)
         plan = self.programs.compile(ALONE, forward_only=False, agree=lambda digest: None).plan
-        ledger = Ledger() if self.replanner.wants_bytes else None
+        ledger = Ledger() if self.source.needs_bytes else None
         self.replanner.after_step(1, ledger, trace or Trace())
         return news, plan
 
@@ -97,12 +106,12 @@ def test_steady_costs_change_nothing_and_drift_is_noticed_once():
 def test_without_profile_only_bytes_are_counted_and_only_once():
     run = Run(source_of("auto", "150B", "unit", {"seconds": 1, "placement": "linear"}), profile=False)
     _, first = run.step()
-    assert run.replanner.wants_bytes is True and run.replanner.wants_seconds is False
+    assert wishes(run) == (True, False)
     news, plan = run.step()
     assert news.reason == "bytes counted" and news.costs is None
     assert news.changes == {Kind.F: (100,), Kind.I: (-30,), Kind.W: (-70,)}
     assert plan.timeline.peak <= 150 and plan.priced_by == "unit"
-    assert run.replanner.wants_bytes is False
+    assert wishes(run) == (False, False)
     assert steps_until_news(run) is None
 
 

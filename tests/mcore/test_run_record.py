@@ -18,9 +18,10 @@ from megatron_pipemem.errors import OutputError, UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore import plugin  # noqa: E402
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes  # noqa: E402
 from megatron_pipemem.mcore.report import scalars  # noqa: E402
-from megatron_pipemem.mcore.report.run_record import RunRecord, StepRecord  # noqa: E402
+from megatron_pipemem.mcore.report.run_record import RunRecord  # noqa: E402
 from megatron_pipemem.mcore.report.scalars import Scalars  # noqa: E402
 from megatron_pipemem.mcore.sources import FamilySource, Plan, Shape  # noqa: E402
+from megatron_pipemem.mcore.step.observation import Observation  # noqa: E402
 from megatron_pipemem.report.run import lines, table  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.trace import TracedAction  # noqa: E402
@@ -47,7 +48,7 @@ PLAN = FamilySource("zb-h1").plan(Shape(1, 1, 2), "start")
 PROGRAM = lower(PLAN.schedule)
 
 
-def observed(fails: str | None = None, size: int = 1024) -> StepRecord:
+def observed(fails: str | None = None, size: int = 1024) -> Observation:
     """A step of one stage: every forward keeps ``size`` floats until its W, and every action takes a second."""
     ledger, kept, times = ActivationLedger(), {}, []
     for action in PROGRAM.actions[0]:
@@ -67,7 +68,7 @@ def observed(fails: str | None = None, size: int = 1024) -> StepRecord:
             raise RuntimeError("the clock is gone")
         return times
 
-    return StepRecord(ledger, SimpleNamespace(actions=actions), None, WeightBytes({0: 10}, 10, 1, 1))
+    return Observation(ledger, SimpleNamespace(actions=actions), None, WeightBytes({0: 10}, 10, 1, 1))
 
 
 def train(record: RunRecord, *steps: str | None, losses=(3.0, 2.0, 1.0)) -> dict:

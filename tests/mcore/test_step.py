@@ -42,8 +42,8 @@ def function(monkeypatch) -> ForwardBackward:
         return dict.fromkeys(edges(placement), channel)
 
     monkeypatch.setattr(step, "connect", connect)
-    source, offloading = source_for(Settings("interleaved"))
-    return ForwardBackward(ProgramCache(source), ChunkPlacement(source.placement, True), offloading, None)
+    source, _ = source_for(Settings("interleaved"))
+    return ForwardBackward(ProgramCache(source), ChunkPlacement(source.placement, True))
 
 
 def test_two_models_on_one_pipeline_have_each_their_channels(world, function):

@@ -34,7 +34,7 @@ from megatron.core.utils import is_te_min_version  # noqa: E402
 from megatron_pipemem.config.model import Execution, Model  # noqa: E402
 from megatron_pipemem.mcore import profiling  # noqa: E402
 from megatron_pipemem.mcore.model.transformer_engine import MARKS_THE_PARAMETER, defer, delayed_modules  # noqa: E402
-from megatron_pipemem.mcore.step.forward_backward import observe  # noqa: E402
+from megatron_pipemem.mcore.step.observation import observe  # noqa: E402
 from megatron_pipemem.planner.activations import layer_bytes  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue  # noqa: E402

@@ -17,13 +17,9 @@ import torch.distributed as dist
 from megatron_pipemem.files import whole_file
 from megatron_pipemem.mcore.agreement import gather, tell
 from megatron_pipemem.mcore.loop_arguments import checkpoint_folder
-from megatron_pipemem.mcore.patching import Symbol
 from megatron_pipemem.runtime.weight_versions import WeightVersions
 
 logger = logging.getLogger(__name__)
-
-SAVE = Symbol("megatron.training.training", "save_checkpoint", ("iteration", "non_persistent_ckpt"))
-LOAD = Symbol("megatron.training.training", "load_checkpoint", ("ddp_model", "load_arg"))
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,6 @@ import torch
 
 from megatron_pipemem.config.asynchronous_refusals import refused
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.patching import Symbol
-
-_PARAMETERS = ("config", "model_chunks")
-GET_OPTIMIZER = Symbol("megatron.core.optimizer", "get_megatron_optimizer", _PARAMETERS)
-GET_TRAINING_OPTIMIZER = Symbol("megatron.training.training", "get_megatron_optimizer", _PARAMETERS)
 
 
 class StageOptimizer:

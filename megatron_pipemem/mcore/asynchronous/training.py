@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.agreement import gather, tell
-from megatron_pipemem.mcore.asynchronous.checkpoint import LOAD, SAVE, SavedVersions, wrap_load, wrap_save
-from megatron_pipemem.mcore.asynchronous.optimizer import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, StageOptimizer
+from megatron_pipemem.mcore.agreement import agree, gather, tell
+from megatron_pipemem.mcore.asynchronous.checkpoint import SavedVersions, wrap_load, wrap_save
+from megatron_pipemem.mcore.asynchronous.optimizer import StageOptimizer
 from megatron_pipemem.mcore.asynchronous.refusals import check_asynchronous
 from megatron_pipemem.mcore.asynchronous.source import AsynchronousSource, WindowPlan
 from megatron_pipemem.mcore.loop_arguments import steps_left
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
-from megatron_pipemem.mcore.patching import Symbol
+from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.sources import Shape, announce
-from megatron_pipemem.mcore.step.programs import digest_of
+from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.mcore.step.programs import Compiled, digest_of
+from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, LOAD, SAVE
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor, InFlight
 from megatron_pipemem.runtime.weight_versions import WeightSwitch, WeightVersions
@@ -92,18 +94,6 @@ class Call:
         taken, self._stream.in_flight = self._stream.in_flight, InFlight()
         return taken
 
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """All that versions of the weights lie in."""
-        return self._stream.weights.buffers()
-
-    def ledger(self, fresh: ActivationLedger | None, permanent: list[torch.Tensor]) -> ActivationLedger | None:
-        """Counts from where the call before stopped."""
-        if fresh is not None and self._stream.ledger is not None:
-            fresh = self._stream.ledger.continued(permanent)
-        self._stream.ledger = fresh
-        return fresh
-
     @contextmanager
     def running(self, executor: Executor) -> Iterator[None]:
         """Around ``executor.run()``."""
@@ -128,13 +118,15 @@ class Call:
         return WeightBytes({self.device: weights.version_bytes}, weights.bytes, planned, weights.most_held)
 
 
-class AsynchronousTraining:
+class AsynchronousTraining(Extension):
     """Runs the training steps of an asynchronous source.
 
     Args:
         source: of windows.
         train_steps: how many steps there will be, for loops that are not Megatron's own.
     """
+
+    only_trains = True
 
     def __init__(self, source: AsynchronousSource, train_steps: int | None = None):
         self._source = source
@@ -145,18 +137,40 @@ class AsynchronousTraining:
         self._stream: _Stream | None = None
         self._optimizer = StageOptimizer()
         self._saved: SavedVersions | None = None
+        self._call: Call | None = None
         tell(logger, WARNING, source.name, level=logging.WARNING)
 
-    def replacements(self, with_training: bool) -> list[tuple[Symbol, Callable[[Callable], Callable]]]:
-        """What to rebind; ``with_training`` says that ``megatron.training`` is there."""
-        replaced = []
-        if with_training:
-            replaced += [(SAVE, wrap_save(self._to_save)), (LOAD, wrap_load(self._loaded))]
+    def replacements(self) -> Replacements:
+        replaced = [(SAVE, wrap_save(self._to_save)), (LOAD, wrap_load(self._loaded))]
         if not self._source.loop_updates:
-            replaced.append((GET_OPTIMIZER, self._optimizer.catch))
-            if with_training:
-                replaced.append((GET_TRAINING_OPTIMIZER, self._optimizer.catch))
+            replaced += [(symbol, self._optimizer.catch) for symbol in (GET_OPTIMIZER, GET_TRAINING_OPTIMIZER)]
         return replaced
+
+    def choose(self, step: Step) -> Compiled:
+        self._call = call = self.begin(
+            step.context.config,
+            step.chunks,
+            step.shape,
+            step.pipeline.device,
+            lambda digest: agree(digest, step.pipeline.group),
+            lambda: step.finalize(None),
+        )
+        step.context.num_microbatches = call.loss_divisor
+        step.finalizes = self._source.loop_updates
+        return Compiled(call.plan.window.program, call.plan)
+
+    def prepare(self, step: Step) -> None:
+        # The step begins with what the one before has left, and that must be known.
+        step.leaves_in_flight, step.earlier_ledger = True, self._stream.ledger
+        step.buffers += self._stream.weights.buffers()
+        step.weight_bytes, step.recorded_program = self._call.weight_bytes, self._call.plan.window.up_to_its_end
+
+    def executor_parts(self, step: Step) -> dict[str, object]:
+        self._stream.ledger = step.observation.ledger
+        return {"weights": self._call.weights, "carried": self._call.take_in_flight()}
+
+    def around(self, step: Step) -> AbstractContextManager:
+        return self._call.running(step.executor)
 
     def begin(
         self,
@@ -205,11 +219,6 @@ class AsynchronousTraining:
 
     def _count_step(self) -> None:
         self._steps += 1
-
-    @property
-    def loop_updates(self) -> bool:
-        """Whether the training loop reduces gradients and steps the optimizer, after every call."""
-        return self._source.loop_updates
 
     def _stream_of(self, chunks: list[torch.nn.Module], batch: int) -> _Stream:
         stream = self._stream
@@ -288,7 +297,7 @@ class AsynchronousTraining:
             self._plans[key] = plan
         return self._plans[key]
 
-    def close(self) -> None:
+    def close(self, orderly: bool) -> None:
         """Leave the model with its newest weights, and the loop with its optimizer."""
         if self._stream is not None:
             self._stream.drop()

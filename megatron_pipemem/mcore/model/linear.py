@@ -15,28 +15,12 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 from megatron.core.utils import get_tensor_model_parallel_group_if_none, prepare_input_tensors_for_wgrad_compute
 
-from megatron_pipemem.mcore.patching import Symbol
 from megatron_pipemem.runtime.activation_ledger import saved_as_is
 from megatron_pipemem.runtime.weight_gradients import (
     DeferredWeightGradient,
     ImmediateWeightGradients,
     WeightGradientQueue,
     current_queue,
-)
-
-LINEAR = Symbol(
-    "megatron.core.tensor_parallel.layers",
-    "linear_with_grad_accumulation_and_async_allreduce",
-    (
-        "input",
-        "weight",
-        "bias",
-        "gradient_accumulation_fusion",
-        "allreduce_dgrad",
-        "sequence_parallel",
-        "grad_output_buffer",
-        "tp_group",
-    ),
 )
 
 # Set on every weight of a model under Megatron's DDP, so that its W can report the gradient as AccumulateGrad would.

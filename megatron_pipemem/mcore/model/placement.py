@@ -25,27 +25,12 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.cut_flags import as_built
 from megatron_pipemem.mcore.model import replicas
-from megatron_pipemem.mcore.patching import Symbol
+from megatron_pipemem.mcore.patching import Feature, Replacements
 from megatron_pipemem.mcore.step.refusals import check_sharing
+from megatron_pipemem.mcore.symbols import BUILD_STAGES, GET_MODEL, IS_FIRST, IS_LAST, RANK, TIED_GRADIENTS
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.model_cut import check_cut
 from megatron_pipemem.schedule.request import check_replicas
-
-RANK = Symbol("megatron.core.parallel_state", "get_pipeline_model_parallel_rank")
-IS_FIRST = Symbol("megatron.core.parallel_state", "is_pipeline_first_stage", ("ignore_virtual", "vp_stage"))
-IS_LAST = Symbol("megatron.core.parallel_state", "is_pipeline_last_stage", ("ignore_virtual", "vp_stage"))
-TIED_GRADIENTS = Symbol(
-    "megatron.core.distributed.finalize_model_grads",
-    "_allreduce_word_embedding_grads",
-    ("model", "config", "embd_group", "pp_group"),
-)
-BUILD_STAGES = Symbol(
-    "megatron.training.models.dist_utils",
-    "build_virtual_pipeline_stages",
-    ("build_model_func", "pg_collection", "vp_size", "model_type"),
-)
-GET_MODEL = Symbol("megatron.training.training", "get_model", ("model_provider_func",))
-
 
 _REAL_RANK = nullcontext()
 
@@ -57,7 +42,7 @@ class RoundRobinRank(torch.distributed.ProcessGroup):
         super().__init__(rank, size)
 
 
-class ChunkPlacement:
+class ChunkPlacement(Feature):
     """Answers Megatron's questions about ranks for the chunks of one schedule family.
 
     Args:
@@ -121,22 +106,18 @@ class ChunkPlacement:
         finally:
             self._rank_now = outer
 
-    def replacements(self) -> list[tuple[Symbol, Callable[[Callable], Callable]]]:
-        """What to rebind in ``megatron.core`` for this placement; nothing for round robin itself."""
-        if self.is_round_robin:
-            return []
-        return [
+    def replacements(self) -> Replacements:
+        """Return what to rebind for this placement; nothing for round robin itself with an uncut model."""
+        ranks = [
             (RANK, self._wrap_rank),
             (IS_FIRST, self._wrap_predicate),
             (IS_LAST, self._wrap_predicate),
             (TIED_GRADIENTS, self._wrap_tied_gradients),
         ]
-
-    def training_replacements(self) -> list[tuple[Symbol, Callable[[Callable], Callable]]]:
-        """What to rebind in ``megatron.training``, which not every program uses."""
-        if self.is_round_robin and self._cut is None:
-            return []
-        return [(BUILD_STAGES, self._wrap_build_stages), (GET_MODEL, self._wrap_get_model)]
+        building = [(BUILD_STAGES, self._wrap_build_stages), (GET_MODEL, self._wrap_get_model)]
+        if self.is_round_robin:
+            return [] if self._cut is None else building
+        return [*ranks, *building]
 
     def for_model(self, num_devices: int, vp_size: int | None) -> Placement:
         """The placement for a model with Megatron's number of virtual stages, and from now on the one in use.

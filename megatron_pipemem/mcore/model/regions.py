@@ -12,16 +12,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 
-from megatron_pipemem.mcore.patching import Symbol
 from megatron_pipemem.runtime.selective import Replay, region
-
-# Used by us, not replaced: what Megatron's own recomputation keeps and restores.
-RANDOM_STATE = (
-    Symbol("megatron.core.tensor_parallel.random", "_get_all_rng_states"),
-    Symbol("megatron.core.tensor_parallel.random", "_set_all_rng_states"),
-    Symbol("megatron.core.tensor_parallel.random", "_fork_rng"),
-)
-MLP_FORWARD = Symbol("megatron.core.transformer.mlp", "MLP.forward", ("hidden_states", "per_token_scale"))
 
 
 @contextmanager

@@ -22,18 +22,10 @@ from dataclasses import dataclass
 import torch
 from megatron.core.utils import get_te_version, is_te_min_version
 
-from megatron_pipemem.mcore.patching import Symbol
+from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.step.refusals import check_model
+from megatron_pipemem.mcore.symbols import DDP, LANGUAGE_MODULE
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, WeightGradientQueue
-
-LANGUAGE_MODULE = Symbol(
-    "megatron.core.models.common.language_module.language_module", "LanguageModule.__init__", ("self", "config")
-)
-DDP = Symbol(
-    "megatron.core.distributed.distributed_data_parallel",
-    "DistributedDataParallel.__init__",
-    ("self", "config", "ddp_config", "module"),
-)
 
 MARKS_THE_PARAMETER = "2.20.2"
 
@@ -45,7 +37,7 @@ STAYS_DELAYED = (
 """For whoever takes the plugin off such a model."""
 
 
-def replacements(splits: bool, recomputes: bool) -> list[tuple[Symbol, Callable[[Callable], Callable]]]:
+def replacements(splits: bool, recomputes: bool) -> Replacements:
     """Check models that are built from now on, and make those with Transformer Engine delay their weight gradients.
 
     Args:

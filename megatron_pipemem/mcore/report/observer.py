@@ -12,54 +12,49 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron_pipemem.mcore.model.linear import countable_linear
 from megatron_pipemem.mcore.model.stages import tensors_in, watch_batches
 from megatron_pipemem.mcore.model.weight_memory import count_weights
-from megatron_pipemem.mcore.patching import Symbol
-from megatron_pipemem.mcore.report.run_record import STEPS, RunRecord, StepRecord
+from megatron_pipemem.mcore.patching import Feature, Replacements
+from megatron_pipemem.mcore.report.run_record import STEPS, RunRecord
 from megatron_pipemem.mcore.sources import FamilySource, Plan, announce
-from megatron_pipemem.mcore.step.forward_backward import (
-    BACKWARD_STEP,
-    FORWARD_STEP,
-    WITH_INTERLEAVING,
-    WITHOUT_INTERLEAVING,
-    observe,
-)
+from megatron_pipemem.mcore.step.observation import Observation, observe
+from megatron_pipemem.mcore.symbols import BACKWARD_STEP, FORWARD_STEP, LINEAR, WITH_INTERLEAVING, WITHOUT_INTERLEAVING
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.schedule import Program
 from megatron_pipemem.schedule.options import STOCK
 
 
-def replacements(
-    record: RunRecord | None, costs: Costs, priced_by: str
-) -> list[tuple[Symbol, Callable[[Callable], Callable]]]:
-    """What to rebind to fill ``record``; nothing without one. Stock's results are passed through untouched.
+class StockObserver(Feature):
+    """Fills a record of Megatron's own schedules; without one it does nothing. Results are passed through untouched.
 
     Args:
-        record: of the run.
+        record: of the run, or ``None``.
         costs: prices of the plan.
         priced_by: where ``costs`` are from.
     """
-    if record is None:
-        return []
-    observer = _Observer(record)
-    interleaved, linear = (FamilySource(name, costs=costs, priced_by=priced_by) for name in ("interleaved", "1f1b"))
-    return [
-        (WITH_INTERLEAVING, lambda original: observer.wrap_schedule(original, interleaved)),
-        (WITHOUT_INTERLEAVING, lambda original: observer.wrap_schedule(original, linear)),
-        (FORWARD_STEP, observer.wrap_forward),
-        (BACKWARD_STEP, observer.wrap_backward),
-    ]
 
-
-class _Observer:
-    def __init__(self, record: RunRecord):
+    def __init__(self, record: RunRecord | None, costs: Costs, priced_by: str):
         self._record = record
-        self._observed: StepRecord | None = None
+        self._costs, self._priced_by = costs, priced_by
+        self._observed: Observation | None = None
         # Megatron's backward step is not told its stage and microbatch, but it gets the forward's output object.
         self._forward_of: dict[int, Action] = {}
 
-    def wrap_schedule(self, original: Callable, source: FamilySource) -> Callable:
+    def replacements(self) -> Replacements:
+        if self._record is None:
+            return []
+        return [
+            (WITH_INTERLEAVING, lambda original: self.wrap_schedule(original, "interleaved")),
+            (WITHOUT_INTERLEAVING, lambda original: self.wrap_schedule(original, "1f1b")),
+            (FORWARD_STEP, self.wrap_forward),
+            (BACKWARD_STEP, self.wrap_backward),
+            (LINEAR, countable_linear),
+        ]
+
+    def wrap_schedule(self, original: Callable, family: str) -> Callable:
+        source = FamilySource(family, costs=self._costs, priced_by=self._priced_by)
         plans: dict[tuple, Plan] = {}
 
         def forward_backward(*, model, data_iterator, num_microbatches: int, forward_only: bool = False, **kwargs):

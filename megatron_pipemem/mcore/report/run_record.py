@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from megatron_pipemem.files import check_writable, write_whole
@@ -30,6 +29,7 @@ from megatron_pipemem.mcore.report.run_report import (
     report_of,
 )
 from megatron_pipemem.mcore.sources import Plan
+from megatron_pipemem.mcore.step.observation import Observation
 from megatron_pipemem.report import save_timeline
 from megatron_pipemem.report.run import lines
 from megatron_pipemem.runtime.activation_ledger import (
@@ -38,8 +38,7 @@ from megatron_pipemem.runtime.activation_ledger import (
     host_bytes_per_action,
     predict_peak_bytes,
 )
-from megatron_pipemem.runtime.offload import OffloadStatistics
-from megatron_pipemem.runtime.trace import Trace, TracedAction
+from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.schedule import Program
 
@@ -48,22 +47,6 @@ logger = logging.getLogger(__name__)
 _TIMELINES = ("html", "png", "json")
 STEPS, LOSSES = "measuring of steps", "losses"
 """What may fail, each by itself."""
-
-
-@dataclass
-class StepRecord:
-    """What watches one step on this rank."""
-
-    ledger: ActivationLedger | None
-    trace: Trace | None
-    offload: OffloadStatistics | None = None
-    weights: WeightBytes | None = None
-
-    @property
-    def on_device(self) -> Callable[[torch.Tensor], None] | None:
-        """For an offload engine: how it tells the ledger what takes device memory."""
-        ledger = self.ledger
-        return None if ledger is None else lambda tensor: ledger.hold(tensor, "saved")
 
 
 @dataclass
@@ -97,7 +80,7 @@ class RunRecord:
     _counted: list[tuple[int, int]] = field(default_factory=list)
     _is_settled: bool = False
     _last: list[TracedAction] = field(default_factory=list)
-    _unread: tuple[int, StepRecord] | None = None
+    _unread: tuple[int, Observation] | None = None
 
     def check_outputs(self) -> None:
         """Ask, before anything is trained, whether the outputs can be written. Rank 0 writes them, and asks.
@@ -148,7 +131,7 @@ class RunRecord:
         plan: Plan,
         program: Program,
         device: int,
-        observed: StepRecord,
+        observed: Observation,
         foretell: bool = True,
     ) -> None:
         """Note a finished training step; ``foretell`` says whether its peak follows from its first microbatches.
@@ -160,7 +143,7 @@ class RunRecord:
         with self.guarded(STEPS):
             self._add_step(plan, program, device, observed, foretell)
 
-    def _add_step(self, plan: Plan, program: Program, device: int, observed: StepRecord, foretell: bool) -> None:
+    def _add_step(self, plan: Plan, program: Program, device: int, observed: Observation, foretell: bool) -> None:
         if observed.ledger is not None:
             self._add_bytes(program, device, observed.ledger, foretell)
             self._weights = observed.weights

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_pipemem.mcore.model.stages import StepContext
+from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.schedule import Schedule
 
@@ -111,6 +112,24 @@ class LossCarrier:
             work, _ = self._sent
             work.wait()
             self._sent = None
+
+
+class Losses(Extension):
+    """Brings the losses of every step to the last rank of its pipeline."""
+
+    def __init__(self) -> None:
+        self._carriers: dict[dist.ProcessGroup, LossCarrier] = {}
+
+    def settle(self, step: Step) -> None:
+        group = step.pipeline.group
+        if group not in self._carriers:
+            self._carriers[group] = LossCarrier(group)
+        gather_losses(step.context, step.program.schedule, self._carriers[group], group)
+
+    def close(self, orderly: bool) -> None:
+        carriers, self._carriers = self._carriers, {}
+        for carrier in carriers.values() if orderly else ():
+            carrier.finish()
 
 
 def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, pp_group: dist.ProcessGroup) -> None:

@@ -6,6 +6,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from megatron.core import parallel_state
 from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import done_by_all, gather, tell
+from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.mcore.step.observation import device_of
 from megatron_pipemem.runtime.offload import OffloadEngine
 from megatron_pipemem.runtime.offload.host_link import HostLink, measure_host_link
 from megatron_pipemem.runtime.offload.host_memory import available_memory
@@ -104,10 +107,11 @@ class _Node(NamedTuple):
     available: int
 
 
-class Offloading:
+class Offloading(Extension):
     """The host side of a run: a budget, an engine when one is needed first, and how fast its link is.
 
-    All methods but ``close`` are called by every rank of the job at the same time when they are called first.
+    ``budget``, ``engine``, ``switches`` and ``links`` are called by every rank of the job at the same time when they are called
+    first.
 
     Args:
         settings: of the run.
@@ -173,7 +177,24 @@ class Offloading:
             tell(logger, "links to the host: %s", self._links)
         return self._links
 
-    def close(self) -> None:
+    def choose(self, step: Step) -> None:
+        self.device = device_of(step.chunks)
+
+    def prepare(self, step: Step) -> None:
+        if step.program.schedule.offloads:
+            engine = self.engine()
+            step.counters.append(engine)
+            step.offload_statistics = engine.statistics
+
+    def executor_parts(self, step: Step) -> dict[str, object]:
+        return {"offload": self._engine} if step.program.schedule.offloads else {}
+
+    def around(self, step: Step) -> AbstractContextManager:
+        if not step.program.schedule.offloads:
+            return nullcontext()
+        return self._engine.step(step.permanent, step.observation.on_device)
+
+    def close(self, orderly: bool) -> None:
         """Give up the engine's threads, streams and memory."""
         if self._engine is not None:
             self._engine.close()

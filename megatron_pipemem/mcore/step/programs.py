@@ -5,17 +5,35 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.mcore.agreement import gather, is_first_rank
-from megatron_pipemem.mcore.replanning import MeasurementUpdate
-from megatron_pipemem.mcore.sources import Plan, Shape, Source, announce
+from megatron_pipemem.mcore.sources import MemoryDeltas, Plan, Shape, Source, announce
+from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.schedule import Program, Schedule
 from megatron_pipemem.schedule.core.validator import validate_program
 from megatron_pipemem.schedule.lowering import lower
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MeasurementUpdate:
+    """Why and with what to plan anew.
+
+    Args:
+        reason: for the report.
+        costs: seconds, or ``None`` when nothing was timed.
+        changes: bytes, or ``None`` when nothing was counted.
+        minimum_gain: the part of the makespan that a schedule must save to replace the one that runs.
+    """
+
+    reason: str
+    costs: Costs | None
+    changes: MemoryDeltas | None
+    minimum_gain: float
 
 
 class Compiled(NamedTuple):

@@ -5,60 +5,41 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext
+from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.vocabulary.batches import Call, calls_of, share_batch
 from megatron_pipemem.mcore.vocabulary.build import shards_group_of, shards_of
 from megatron_pipemem.mcore.vocabulary.stages import FirstStage, LastStage
-from megatron_pipemem.runtime.activation_ledger import ActivationLedger
-from megatron_pipemem.runtime.groups import new_groups
+from megatron_pipemem.runtime.groups import destroy_groups, new_groups
 from megatron_pipemem.runtime.vocabulary.passes import Channels, VocabularyPasses
-from megatron_pipemem.schedule.core.placement import Placement
 
 
-class VocabularySteps:
-    """Keeps the communicators of the passes between steps."""
+class VocabularySteps(Extension):
+    """Keeps the communicators of the passes between steps. Does nothing where the vocabulary is not cut."""
 
     def __init__(self) -> None:
         self._channels: dict[dist.ProcessGroup, Channels] = {}
 
-    def begin(
-        self,
-        step: StepContext,
-        stages: dict[int, ChunkStage],
-        placement: Placement,
-        pg_collection,
-        pp_group: dist.ProcessGroup,
-        shape: tuple[int, int],
-        ledger: ActivationLedger | None,
-    ) -> VocabularyPasses:
-        """Prepare one step. Every rank of the job calls this at the same time.
-
-        Args:
-            step: shared by the rank's chunks.
-            stages: the rank's runners by stage; those of the pipeline's ends are replaced.
-            placement: of the stages.
-            pg_collection: Megatron's process groups.
-            pp_group: the pipeline.
-            shape: ``(b, s)`` of a microbatch's tokens on this context-parallel rank.
-            ledger: counts held bytes, if given.
-        """
-        if pp_group not in self._channels:
-            self._channels[pp_group] = _connect(pp_group, shards_group_of(pg_collection))
-        channels = self._channels[pp_group]
-        chunks = {runner.chunk: runner.model for runner in stages.values()}
+    def executor_parts(self, step: Step) -> dict[str, object]:
+        """Share the batch, and put other stages at the pipeline's ends."""
+        if not step.program.schedule.vocabulary_barriers:
+            return {}
+        context, placement, group = step.context, step.pipeline.placement, step.pipeline.group
+        if group not in self._channels:
+            self._channels[group] = _connect(group, shards_group_of(step.groups))
+        channels = self._channels[group]
         ends = (0, placement.num_stages - 1)
         calls: list[list[Call] | None] = []
         for stage, kind in zip(ends, (FirstStage, LastStage), strict=True):
-            runner = stages.get(stage)
+            runner = step.stages.get(stage)
             calls.append(None)
             if runner is None:
                 continue
             with runner.as_chunk():
                 calls[-1], iterator = calls_of(
-                    step.forward_step_func, runner.data_iterator, runner.model, step.num_microbatches
+                    context.forward_step_func, runner.data_iterator, runner.model, context.num_microbatches
                 )
-            stages[stage] = kind(
-                step,
+            step.stages[stage] = kind(
+                context,
                 runner.model,
                 iterator,
                 runner.chunk,
@@ -68,27 +49,28 @@ class VocabularySteps:
                 delayed=runner.delayed,
             )
         batch = share_batch(
-            (step.num_microbatches, *shape),
+            (context.num_microbatches, *step.tokens),
             *calls,
             (placement.devices[0], placement.devices[-1]),
             channels.pipeline,
             may_want_logits=step.forward_only,
         )
-        return VocabularyPasses(
+        passes = VocabularyPasses(
             placement,
-            pp_group.rank(),
-            shards_of([chunks[chunk] for chunk in sorted(chunks)]),
+            step.pipeline.device,
+            shards_of(step.chunks),
             channels,
             batch,
-            stages.get(ends[1]),
+            step.stages.get(ends[1]),
             not step.forward_only,
-            ledger,
+            step.observation.ledger,
         )
+        return {"vocabulary": passes}
 
-    def close(self) -> list[dist.ProcessGroup]:
-        """Forget the communicators, and return them."""
+    def close(self, orderly: bool) -> None:
         channels, self._channels = self._channels, {}
-        return [group for each in channels.values() for group in (each.pipeline, each.shards)]
+        if orderly:
+            destroy_groups([group for each in channels.values() for group in (each.pipeline, each.shards)])
 
 
 def _connect(pipeline: dist.ProcessGroup, shards: dist.ProcessGroup) -> Channels:

@@ -1,0 +1,153 @@
+"""One step as it stands, and what features add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_pipemem.mcore.model.stages import ActivationCounter, ChunkStage, StepContext
+from megatron_pipemem.mcore.model.weight_memory import WeightBytes
+from megatron_pipemem.mcore.patching import Feature
+from megatron_pipemem.mcore.sources import Plan, Shape
+from megatron_pipemem.mcore.step.observation import Observation, permanent_tensors
+from megatron_pipemem.mcore.step.programs import Compiled, ProgramCache
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger
+from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.runtime.offload import OffloadStatistics
+from megatron_pipemem.runtime.transport import Edge, MessageFormat
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Program
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """The pipeline this rank belongs to, connected; one object for every process group and placement.
+
+    Args:
+        group: its process group.
+        placement: of the stages on its devices.
+        device: this rank's place in it.
+        ranks: of the world, of every device.
+        channels: process groups of messages.
+    """
+
+    group: dist.ProcessGroup
+    placement: Placement
+    device: int
+    ranks: Sequence[int]
+    channels: dict[Edge, dist.ProcessGroup]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages on this rank, in the order of its chunks."""
+        return self.placement.stages[self.device]
+
+
+@dataclass
+class Step:
+    """One call of the forward-backward function. What has no default is known from the start; the rest comes on the way.
+
+    Args:
+        context: what the rank's chunks share.
+        chunks: of this rank.
+        groups: Megatron's process groups.
+        pipeline: that runs it.
+        shape: what its schedule depends on.
+        message: what stages send to each other.
+        tokens: ``(b, s)`` of a microbatch on this context-parallel rank.
+        programs: compiles the program, unless an extension has one.
+        finalize: sums up all gradients of this rank, with the number of tokens if they are to be divided by it.
+        iterators: one data iterator per chunk. Extensions may put others in their places.
+        finalizes: whether gradients are finalized behind the step.
+    """
+
+    context: StepContext
+    chunks: list[torch.nn.Module]
+    groups: ProcessGroupCollection
+    pipeline: Pipeline
+    shape: Shape
+    message: MessageFormat
+    tokens: tuple[int, int]
+    programs: ProgramCache
+    finalize: Callable[[torch.Tensor | None], None]
+    iterators: list[Iterator | None]
+    finalizes: bool
+
+    program: Program = field(init=False)
+    plan: Plan | None = field(init=False)
+    """what the program was planned as; evaluation has none"""
+
+    # What extensions say before anything runs.
+    counts_bytes: bool = False
+    """whether somebody wants to know what is held"""
+    times_actions: bool = False
+    """whether somebody wants to know how long actions take"""
+    buffers: list[torch.Tensor] = field(default_factory=list)
+    """permanent tensors beside those of the chunks"""
+    counters: list[ActivationCounter] = field(default_factory=list)
+    """to be told which tensors are the batch; the ledger is told anyway"""
+    leaves_in_flight: bool = False
+    """whether microbatches stay in flight behind the step, so that a later one cannot be understood without this one"""
+    earlier_ledger: ActivationLedger | None = None
+    """of the step before, if this one begins with what that one still holds"""
+    offload_statistics: Callable[[], OffloadStatistics | None] = lambda: None
+    weight_bytes: Callable[[], WeightBytes | None] = lambda: None
+    recorded_program: Program | None = None
+    """what a report compares the counted bytes with; by default the program"""
+
+    observation: Observation = field(init=False)
+    stages: dict[int, ChunkStage] = field(init=False)
+    executor: Executor = field(init=False)
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether the step evaluates, and trains nothing."""
+        return self.context.forward_only
+
+    @cached_property
+    def permanent(self) -> list[torch.Tensor]:
+        """What is no activation: to be asked for when all ``buffers`` are known."""
+        return [*permanent_tensors(self.chunks), *self.buffers]
+
+
+class Extension(Feature):
+    """What a feature adds to steps. It is asked at these points of every step, in this order, on every rank alike.
+
+    A method that opens communicators or sends may count on every rank of the job being there.
+    """
+
+    only_trains = False
+    """Whether evaluation steps are none of its business."""
+
+    def choose(self, step: Step) -> Compiled | None:
+        """Before the program is chosen. Return the program of the step to choose it oneself."""
+
+    def prepare(self, step: Step) -> None:
+        """The program is known, and nothing has run: say what the step must take care of."""
+
+    def executor_parts(self, step: Step) -> dict[str, object]:
+        """The stages stand, and the ledger counts: return arguments for the executor."""
+        return {}
+
+    def around(self, step: Step) -> AbstractContextManager:
+        """Return what to run the executor in."""
+        return nullcontext()
+
+    def settle(self, step: Step) -> None:
+        """All actions of this rank have run; gradients are not finalized."""
+
+    def after(self, step: Step) -> None:
+        """The step has ended."""
+
+    def close(self, orderly: bool) -> None:
+        """Forget what was kept for the next step.
+
+        Args:
+            orderly: whether the last step went well. If it failed, other ranks may be gone, and nothing may wait for them.
+        """

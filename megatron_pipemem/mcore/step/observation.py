@@ -1,0 +1,72 @@
+"""What watches one step on this rank: a ledger of bytes and a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_pipemem.mcore.model.transformer_engine import uncountable
+from megatron_pipemem.mcore.model.weight_memory import WeightBytes
+from megatron_pipemem.runtime.activation_ledger import ActivationLedger
+from megatron_pipemem.runtime.offload import OffloadStatistics
+from megatron_pipemem.runtime.trace import CudaTrace, HostTrace, Trace
+
+
+@dataclass
+class Observation:
+    """What watches one step on this rank, and what it has seen of offload and weights."""
+
+    ledger: ActivationLedger | None
+    trace: Trace | None
+    offload: OffloadStatistics | None = None
+    weights: WeightBytes | None = None
+
+    @property
+    def on_device(self) -> Callable[[torch.Tensor], None] | None:
+        """For an offload engine: how it tells the ledger what takes device memory."""
+        ledger = self.ledger
+        return None if ledger is None else lambda tensor: ledger.hold(tensor, "saved")
+
+
+def observe(
+    chunks: list[torch.nn.Module],
+    permanent: Iterable[torch.Tensor] | None = None,
+    count: bool = True,
+    time: bool = True,
+    earlier: ActivationLedger | None = None,
+) -> Observation:
+    """Begin to watch a step.
+
+    Args:
+        chunks: of this rank.
+        permanent: what is no activation; by default ``permanent_tensors(chunks)``.
+        count: whether bytes are to be counted. Where that would break the training, the ledger has failed from the start.
+        time: whether actions are to be timed.
+        earlier: the ledger of the step before, to count on from what it still holds.
+    """
+    ledger = None
+    if count:
+        permanent = permanent_tensors(chunks) if permanent is None else permanent
+        ledger = ActivationLedger(permanent) if earlier is None else earlier.continued(permanent)
+        ledger.failure = ledger.failure or uncountable(chunks)
+    trace = (CudaTrace() if device_of(chunks).type == "cuda" else HostTrace()) if time else None
+    return Observation(ledger, trace)
+
+
+def permanent_tensors(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
+    """What these chunks hold that is no activation: parameters, gradient buffers, module buffers."""
+    permanent: list[torch.Tensor] = []
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            permanent += [parameter, *(g for g in (getattr(parameter, "main_grad", None),) if g is not None)]
+        # DDP shadows nn.Module.buffers() by an attribute of its own.
+        permanent += torch.nn.Module.buffers(chunk)
+    return permanent
+
+
+def device_of(chunks: list[torch.nn.Module]) -> torch.device:
+    """Where the model is; a rank without parameters has the host alone."""
+    parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
+    return next((parameter.device for parameter in parameters), torch.device("cpu"))

@@ -1,0 +1,58 @@
+"""Makes the layers of a model split their backwards, whoever computes them: Megatron's own, or Transformer Engine's."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from megatron_pipemem.mcore.agreement import tell
+from megatron_pipemem.mcore.model import transformer_engine
+from megatron_pipemem.mcore.model.linear import GRADIENT_READY, attach_ddp_hooks, countable_linear, split_linear
+from megatron_pipemem.mcore.patching import Replacements
+from megatron_pipemem.mcore.sources import Source
+from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.mcore.symbols import LINEAR
+
+logger = logging.getLogger(__name__)
+
+
+class SplitBackward(Extension):
+    """Splits backwards where a source's schedules may want it, and otherwise lets a ledger watch them if one may.
+
+    Args:
+        source: of the run's schedules.
+        counted: whether bytes may be counted.
+
+    Attributes:
+        has_run_delayed: whether modules of Transformer Engine have left their weight gradients to this.
+    """
+
+    def __init__(self, source: Source, counted: bool):
+        self._source = source
+        self._counted = counted
+        self._hooked: list[torch.nn.Parameter] = []
+        self.has_run_delayed = False
+
+    def replacements(self) -> Replacements:
+        replaced = transformer_engine.replacements(self._source.may_split, self._source.may_recompute)
+        # Also where activations leave the device: stock's linear layers do not let their inputs go (``saved_as_is``).
+        if self._source.may_split or self._source.may_offload:
+            replaced.append((LINEAR, split_linear))
+        elif self._counted:
+            replaced.append((LINEAR, countable_linear))
+        return replaced
+
+    def prepare(self, step: Step) -> None:
+        self._hooked += attach_ddp_hooks(step.chunks)
+
+    def executor_parts(self, step: Step) -> dict[str, object]:
+        self.has_run_delayed |= any(stage.delayed for stage in step.stages.values())
+        return {}
+
+    def close(self, orderly: bool) -> None:
+        for parameter in self._hooked:
+            delattr(parameter, GRADIENT_READY)
+        self._hooked.clear()
+        if self.has_run_delayed:
+            tell(logger, transformer_engine.STAYS_DELAYED, level=logging.WARNING)

@@ -1,0 +1,107 @@
+"""Everything of Megatron that this package replaces, or uses though it is not a public interface.
+
+``enable()`` asks for all of ``USED`` and for what it is about to replace, with these parameters, before it touches anything.
+"""
+
+from __future__ import annotations
+
+from megatron_pipemem.mcore.patching import Symbol
+
+_PARALLEL_STATE = "megatron.core.parallel_state"
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_DDP = "megatron.core.distributed.distributed_data_parallel"
+_LAYERS = "megatron.core.tensor_parallel.layers"
+_RANDOM = "megatron.core.tensor_parallel.random"
+_TRAINING = "megatron.training.training"
+
+_FORWARD_BACKWARD = (
+    "forward_step_func",
+    "data_iterator",
+    "model",
+    "num_microbatches",
+    "seq_length",
+    "micro_batch_size",
+    "decoder_seq_length",
+    "forward_only",
+    "collect_non_loss_data",
+    "first_val_step",
+    "adjust_tensor_shapes_fn",
+    "p2p_communicator",
+    "pg_collection",
+    "force_all_reduce",
+)
+
+# The step. The dispatcher looks the first two up in its module at every call, so whoever imported the dispatcher earlier gets
+# ours too. The last two are replaced for stock's own schedule, and used for ours.
+WITH_INTERLEAVING = Symbol(_SCHEDULES, "forward_backward_pipelining_with_interleaving", _FORWARD_BACKWARD)
+WITHOUT_INTERLEAVING = Symbol(_SCHEDULES, "forward_backward_pipelining_without_interleaving", _FORWARD_BACKWARD)
+FORWARD_STEP = Symbol(
+    _SCHEDULES,
+    "forward_step",
+    ("forward_step_func", "data_iterator", "model", "num_microbatches", "input_tensor", "forward_data_store", "config"),
+)
+BACKWARD_STEP = Symbol(_SCHEDULES, "backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"))
+
+# Which rank a chunk belongs to, and building the chunks.
+RANK = Symbol(_PARALLEL_STATE, "get_pipeline_model_parallel_rank")
+IS_FIRST = Symbol(_PARALLEL_STATE, "is_pipeline_first_stage", ("ignore_virtual", "vp_stage"))
+IS_LAST = Symbol(_PARALLEL_STATE, "is_pipeline_last_stage", ("ignore_virtual", "vp_stage"))
+TIED_GRADIENTS = Symbol(
+    "megatron.core.distributed.finalize_model_grads",
+    "_allreduce_word_embedding_grads",
+    ("model", "config", "embd_group", "pp_group"),
+)
+BUILD_STAGES = Symbol(
+    "megatron.training.models.dist_utils",
+    "build_virtual_pipeline_stages",
+    ("build_model_func", "pg_collection", "vp_size", "model_type"),
+)
+GET_MODEL = Symbol(_TRAINING, "get_model", ("model_provider_func",))
+
+# Splitting backwards.
+LINEAR = Symbol(
+    _LAYERS,
+    "linear_with_grad_accumulation_and_async_allreduce",
+    (
+        "input",
+        "weight",
+        "bias",
+        "gradient_accumulation_fusion",
+        "allreduce_dgrad",
+        "sequence_parallel",
+        "grad_output_buffer",
+        "tp_group",
+    ),
+)
+LANGUAGE_MODULE = Symbol(
+    "megatron.core.models.common.language_module.language_module", "LanguageModule.__init__", ("self", "config")
+)
+DDP = Symbol(_DDP, "DistributedDataParallel.__init__", ("self", "config", "ddp_config", "module"))
+
+# The training loop: its optimizer, its checkpoints, its log.
+_OPTIMIZER = ("config", "model_chunks")
+GET_OPTIMIZER = Symbol("megatron.core.optimizer", "get_megatron_optimizer", _OPTIMIZER)
+GET_TRAINING_OPTIMIZER = Symbol(_TRAINING, "get_megatron_optimizer", _OPTIMIZER)
+SAVE = Symbol(_TRAINING, "save_checkpoint", ("iteration", "non_persistent_ckpt"))
+LOAD = Symbol(_TRAINING, "load_checkpoint", ("ddp_model", "load_arg"))
+TRAIN = Symbol(_TRAINING, "train")
+TRAINING_LOG = Symbol(_TRAINING, "training_log", ("loss_dict", "iteration", "grad_norm"))
+SAVE_AND_TIME = Symbol(_TRAINING, "save_checkpoint_and_time", ("iteration",))
+
+USED = (
+    FORWARD_STEP,
+    BACKWARD_STEP,
+    Symbol(_SCHEDULES, "deallocate_output_tensor", ("out",)),
+    Symbol(_SCHEDULES, "check_first_val_step", ("first_val_step", "forward_only")),
+    Symbol(_SCHEDULES, "get_tensor_shapes", ("seq_length", "micro_batch_size", "config")),
+    Symbol(_SCHEDULES, "forward_step_calc_loss", ("model", "output_tensor", "loss_func", "config", "vp_stage")),
+    Symbol(_SCHEDULES, "_build_default_pg_collection"),
+    Symbol(_DDP, "DistributedDataParallel._make_backward_post_hook", ("param",)),
+    Symbol(_RANDOM, "_get_all_rng_states"),
+    Symbol(_RANDOM, "_set_all_rng_states"),
+    Symbol(_RANDOM, "_fork_rng"),
+    Symbol("megatron.core.transformer.mlp", "MLP.forward", ("hidden_states", "per_token_scale")),
+    Symbol("megatron.core.utils", "prepare_input_tensors_for_wgrad_compute", ("grad_output", "all_gathered_input")),
+    Symbol("megatron.core.utils", "get_tensor_model_parallel_group_if_none", ("tp_group",)),
+)
+"""A change of these would break steps in the middle."""
