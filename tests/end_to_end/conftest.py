@@ -208,13 +208,26 @@ def train(tmp_path_factory, text) -> Iterator[Trainer]:
 
 @pytest.fixture(scope="module")
 def train_with_transformer_engine(tmp_path_factory, text) -> Iterator[Callable[..., Run]]:
-    """``train`` a GPT of Transformer Engine's layers, newest version."""
-    folder = tmp_path_factory.mktemp("transformer_engine")
-    ranks = ConductedRanks("training", folder, packages.folders(packages.NEWEST))
-    trainer = Trainer(ranks, folder, text)
+    """``train`` a GPT of Transformer Engine's layers, of the newest ``version`` unless it is given.
+
+    There are ranks of one version at a time: ask for everything of a version before you ask for another.
+    """
+    trainers: dict[str, Trainer] = {}
     layers = ("--transformer-impl", "transformer_engine", "--attention-backend", "unfused")
-    yield lambda schedule, *flags, **how: trainer(schedule, *layers, *flags, **how)
-    ranks.stop()
+
+    def stop() -> None:
+        for version in list(trainers):
+            trainers.pop(version).ranks.stop()
+
+    def call(schedule: str, *flags: str, version: str = packages.NEWEST, **how) -> Run:
+        if version not in trainers:
+            stop()
+            folder = tmp_path_factory.mktemp("transformer_engine")
+            trainers[version] = Trainer(ConductedRanks("training", folder, packages.folders(version)), folder, text)
+        return trainers[version](schedule, *layers, *flags, **how)
+
+    yield call
+    stop()
 
 
 @pytest.fixture(scope="session")

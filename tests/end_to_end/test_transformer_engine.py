@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import combinations, product
+
+import packages
 import pytest
+
+from megatron_pipemem.schedule.registry import families
 
 FUSION = ("+--no-gradient-accumulation-fusion",)
 OVERLAP = ("--overlap-grad-reduce", "--ddp-bucket-size", "20000")
@@ -10,6 +15,11 @@ DEFAULTS = (*FUSION, *OVERLAP)  # what users start with, beside bias
 NO_BIAS = "--disable-bias-linear"
 PP2 = ("--pipeline-model-parallel-size", "2")
 TP2 = (*PP2, "--tensor-model-parallel-size", "2")
+LANES = {
+    "pp4": (),
+    "tp2": (*TP2, "--sequence-parallel"),
+    "dp2": (*PP2, "--use-distributed-optimizer"),
+}
 LLAMA = (
     *("--swiglu", "--normalization", "RMSNorm", NO_BIAS, "--no-bias-swiglu-fusion"),
     *("--untie-embeddings-and-output-weights", "--position-embedding-type", "rope"),
@@ -20,42 +30,91 @@ GROUPED_EXPERTS = (
     *("--moe-aux-loss-coeff", "0.01", "--moe-router-load-balancing-type", "aux_loss"),
 )
 RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+EIGHT = ("--global-batch-size", "8")  # dualpipe takes even numbers of at least two per stage
 
 SPLIT = ("zb-h1", "v-half")
-FAMILIES = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "dualpipe-v", "po-f")
-# name -> flags, schedules
-VARIANTS = {
-    "defaults": (DEFAULTS, FAMILIES),
-    "tp2-sequence-parallel": ((*TP2, "--sequence-parallel", *DEFAULTS, "--bf16"), FAMILIES),
-    "dp2-distributed-optimizer": (
-        (*PP2, "--use-distributed-optimizer", "--overlap-param-gather", *DEFAULTS, "--bf16", NO_BIAS),
-        FAMILIES,
-    ),
-    "bf16": ((*DEFAULTS, "--bf16"), SPLIT),
-    "no-bias": ((*DEFAULTS, NO_BIAS), SPLIT),
-    "neither-fusion-nor-overlap": ((), SPLIT),
-    "fusion": (FUSION, SPLIT),
-    "overlap": (OVERLAP, SPLIT),
-    "bf16-overlap-no-bias": ((*OVERLAP, "--bf16", NO_BIAS), SPLIT),
-    "tp2": (TP2, SPLIT),
-    "recompute-full": ((*DEFAULTS, *RECOMPUTE), SPLIT),
-    "llama": ((*DEFAULTS, *LLAMA), SPLIT),
-    "grouped-experts": ((*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS), SPLIT),
-    "grouped-experts-bias": ((*DEFAULTS, *GROUPED_EXPERTS), SPLIT),
+# The first two split nothing: their models are built as stock's.
+FAMILIES = ("1f1b", "interleaved", *(family.name for family in families() if family.splits_backward))
+
+# All families with all versions and flags would be thousands of runs. Here every two values of these seven meet: family,
+# version, lane, bias, fusion, overlap, bf16.
+#
+# There are nine settings: every version in every lane, the four switches spread over them. Each group has three of the nine,
+# with all versions, all lanes and both positions of every switch, and in one of them what users start with. A family trains
+# under the settings of one group. ``test_every_two_values_meet`` counts. How the switches of one layer go together on every
+# version is tested whole in ``tests/transformer_engine``.
+OLD, MIDDLE, NEW = packages.VERSIONS
+# version, lane, (bias, fusion, overlap, bf16)
+GROUPS = (
+    ((OLD, "pp4", (1, 1, 1, 1)), (MIDDLE, "tp2", (0, 0, 0, 1)), (NEW, "dp2", (0, 1, 0, 0))),
+    ((OLD, "tp2", (0, 0, 0, 0)), (MIDDLE, "dp2", (1, 1, 1, 0)), (NEW, "pp4", (0, 0, 1, 1))),
+    ((OLD, "dp2", (0, 0, 1, 1)), (MIDDLE, "pp4", (1, 0, 0, 0)), (NEW, "tp2", (1, 1, 1, 0))),
+)
+CASES = sorted(
+    ((*setting, family) for number, family in enumerate(FAMILIES) for setting in GROUPS[number % len(GROUPS)]),
+    key=lambda case: packages.VERSIONS.index(case[0]),  # ranks of one version at a time
+)
+
+
+def _flags(lane: str, switches: tuple[int, ...]) -> tuple[str, ...]:
+    bias, fusion, overlap, bf16 = switches
+    return (
+        *LANES[lane],
+        *(() if bias else (NO_BIAS,)),
+        *(FUSION if fusion else ()),
+        *(OVERLAP if overlap else ()),
+        *(("--overlap-param-gather",) if overlap and lane == "dp2" else ()),
+        *(("--bf16",) if bf16 else ()),
+    )
+
+
+def _name(case: tuple) -> str:
+    version, lane, switches, family = case
+    on = [name for name, switch in zip(("bias", "fusion", "overlap", "bf16"), switches, strict=True) if switch]
+    return "-".join((family, version, lane, *on))
+
+
+def test_every_two_values_meet():
+    values = [packages.VERSIONS, tuple(LANES), *[(0, 1)] * 4, FAMILIES]
+    rows = [(version, lane, *switches, family) for version, lane, switches, family in CASES]
+    for one, other in combinations(range(len(values)), 2):
+        assert {(row[one], row[other]) for row in rows} == set(product(values[one], values[other]))
+    for family in FAMILIES:
+        assert any(case[2][:3] == (1, 1, 1) for case in CASES if case[-1] == family)
+
+
+@pytest.mark.parametrize("case", CASES, ids=_name)
+def test_trains_as_stock(train_with_transformer_engine, assert_same_training, case):
+    train = train_with_transformer_engine
+    version, lane, switches, family = case
+    flags = (*_flags(lane, switches), *(EIGHT if family == "dualpipe" else ()))
+    run, stock = (train(name, *flags, version=version) for name in (family, "stock"))
+    if family == "dualpipe":  # two copies of the model: a sum in another order
+        assert run.losses == pytest.approx(stock.losses, rel=1e-6)
+    else:
+        assert_same_training(run, stock)
+    for layers in run.layers:
+        assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"} <= set(layers)
+    assert run.predicted_peaks == run.counted_peaks
+
+
+# name -> flags
+MODELS = {
+    "tp2": TP2,
+    "recompute-full": (*DEFAULTS, *RECOMPUTE),
+    "llama": (*DEFAULTS, *LLAMA),
+    "grouped-experts": (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS),
+    "grouped-experts-bias": (*DEFAULTS, *GROUPED_EXPERTS),
 }
 
 
-@pytest.mark.parametrize(
-    ("variant", "schedule"), [(variant, name) for variant, (_, names) in VARIANTS.items() for name in names]
-)
-def test_trains_as_stock(train_with_transformer_engine, assert_same_training, variant, schedule):
+@pytest.mark.parametrize("schedule", SPLIT)
+@pytest.mark.parametrize("model", MODELS)
+def test_other_models_train_as_stock(train_with_transformer_engine, assert_same_training, model, schedule):
     train = train_with_transformer_engine
-    flags, _ = VARIANTS[variant]
-    run = train(schedule, *flags)
-    assert_same_training(run, train("stock", *flags))
-    for layers in run.layers:
-        assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"} <= set(layers)
-    if "experts" in variant:  # routing differs between microbatches
+    run = train(schedule, *MODELS[model])
+    assert_same_training(run, train("stock", *MODELS[model]))
+    if "experts" in model:  # routing differs between microbatches
         assert any("TERowParallelGroupedLinear" in layers for layers in run.layers)
     else:
         assert run.predicted_peaks == run.counted_peaks
@@ -76,10 +135,3 @@ def test_recomputes_and_offloads_as_stock(train_with_transformer_engine, assert_
     run = train(schedule, *DEFAULTS, *flags)
     assert_same_training(run, train("stock", *DEFAULTS))
     assert run.predicted_peaks == run.counted_peaks
-
-
-def test_two_copies_train_as_stock_but_for_the_order_of_a_sum(train_with_transformer_engine):
-    train = train_with_transformer_engine
-    flags = (*DEFAULTS, "--global-batch-size", "8")
-    run, stock = train("dualpipe", *flags), train("stock", *flags)
-    assert run.losses == pytest.approx(stock.losses, rel=1e-6)

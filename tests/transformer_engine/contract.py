@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron.core.utils import is_te_min_version  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from megatron_pipemem.config.model import Execution, Model  # noqa: E402
 from megatron_pipemem.mcore import profiling  # noqa: E402
@@ -133,6 +134,7 @@ def cases() -> Iterator[tuple[str, Callable[..., None], tuple]]:
             yield name, _exact, (bias, fusion, overlap, ORDERS[order])
     yield "frozen weights", _frozen, ()
     yield "bytes of what waits for W", _bytes, ()
+    yield "the stage's input does not wait for W", _input_goes, ()
     for delayed in (False, True):
         yield f"counting what is saved, {'delayed' if delayed else 'not delayed'}", _counted, (delayed,)
     for sequence_parallel in (False, True):
@@ -171,6 +173,18 @@ def _bytes() -> None:
     gradients(net, ORDERS["IIWIWW"], count)
     one = 4 * SEQUENCE * 2 * (HIDDEN + INNER + INNER + HIDDEN)
     assert counted == [one, 2 * one, one, 2 * one, one, 0], counted
+
+
+def _input_goes() -> None:
+    """After I, nothing keeps the input of a stage: neither its first layer nor the graph of what a later one keeps."""
+    net = build(False, True)
+    input = torch.randn(SEQUENCE, 2, HIDDEN, requires_grad=True)
+    net(2 * input).sum().backward()
+    queue, storage = WeightGradientQueue(), StorageWeakRef(input.untyped_storage())
+    defer(delayed_modules(net), queue)
+    assert list(queue.tensors())
+    del input
+    assert storage.expired()
 
 
 def _counted(delayed: bool) -> None:

@@ -169,7 +169,11 @@ def _left_by_backward(
             gradients[parameter] = parameter.grad
         parameter.grad = None
     queue = module.wgrad_store.context.queue
-    return gradients, tuple(_tensors_in(queue[-1][0])) if queue else ()
+    if not queue:
+        return gradients, ()
+    # A saved input comes with the graph that computed it, which would keep the stage's input, and its gradient, until W.
+    queue[-1][0] = _without_graph(queue[-1][0])
+    return gradients, tuple(_tensors_in(queue[-1][0]))
 
 
 def _is_computed(module: torch.nn.Module, name: str) -> bool:
@@ -177,6 +181,12 @@ def _is_computed(module: torch.nn.Module, name: str) -> bool:
     if "weight" in name:
         return not module.fuse_wgrad_accumulation
     return module.apply_bias and not getattr(module, "gemm_bias_unfused_add", False)
+
+
+def _without_graph(kept: object) -> object:
+    if isinstance(kept, (list, tuple)):
+        return type(kept)(map(_without_graph, kept))
+    return kept.detach() if isinstance(kept, torch.Tensor) and kept.grad_fn is not None else kept
 
 
 def _tensors_in(kept: object) -> Iterator[torch.Tensor]:
