@@ -20,6 +20,9 @@ RECOMPUTE = ("none", "selective", "full", AUTO)
 VOCABULARY = (OFF, *map(str, BARRIERS_OF_ALGORITHM), AUTO)
 """How the vocabulary is cut over the pipeline: not, by an algorithm of arXiv 2411.05288, by whatever suits the model."""
 
+SEARCH_SECONDS = 20.0
+"""How long a search for an order takes at most, where nobody says."""
+
 
 def parse_options(flag: str, pairs: Iterable[str]) -> dict[str, object]:
     """``KEY=VALUE`` pairs; values that read as JSON (numbers, true, null) are taken as such, others as text.

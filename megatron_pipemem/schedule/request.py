@@ -6,24 +6,121 @@ The launcher asks here before it starts a run, and the run itself when it starts
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.memory_cap import parse_caps
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_caps
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.features.windows import UPDATE_EVERY
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, check_effort, searched_placements
-from megatron_pipemem.schedule.registry import check_options, family
+from megatron_pipemem.schedule.registry import check_options, chunks_per_device, family
 from megatron_pipemem.schedule.text.csv_format import read_schedule_file
 
 PROFILE = "profile"
 FILE_SUFFIX = ".csv"
 
-_SEARCH_OPTIONS = ("placement", "chunks", "seconds", "seed")
+SEARCH_OPTIONS = ("placement", "chunks", "seconds", "effort", "seed")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks of the schedules of a run.
+
+    Args:
+        name: a family, ``auto`` for a search, or the path of a file.
+        memory_cap: the most a device may hold; ``None`` for no limit.
+        options: of the family or of the search.
+        offload: which activations wait on the host, see ``plan_offload``.
+        recompute: what runs again, see ``options.RECOMPUTE``.
+        bounds_host: whether the host's memory is limited by the user.
+        barriers: of vocabulary parallelism; 0 for embedding and head as parts of the first and the last stage.
+        file: the schedule of a file, read and proved.
+    """
+
+    name: str
+    memory_cap: MemoryCap | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+    offload: str | int = OFF
+    recompute: str = "none"
+    bounds_host: bool = False
+    barriers: int = 0
+    file: Schedule | None = None
+
+    @property
+    def searches(self) -> bool:
+        """Whether an order is to be searched for."""
+        return self.name == AUTO and self.file is None
+
+    @property
+    def plans_offload(self) -> bool:
+        """Whether anything is to be added to what a schedule says itself."""
+        return self.offload != OFF or self.recompute != "none"
+
+    @property
+    def chooses_offload(self) -> bool:
+        """Whether what is offloaded or recomputed is searched for together with the order."""
+        is_open = self.offload in (OFF, AUTO) and self.recompute in ("none", AUTO)
+        return self.searches and self.plans_offload and is_open and self.memory_cap is not None
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether there is a cap in bytes."""
+        return self.memory_cap is not None and self.memory_cap.in_bytes
+
+    @property
+    def cap_in_units(self) -> float | tuple[float, ...] | None:
+        """The cap in activation units, if there is one."""
+        return None if self.memory_cap is None or self.memory_cap.in_bytes else self.memory_cap.amount
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether weights change in the middle of the schedule."""
+        return not self.searches and self.file is None and family(self.name).asynchronous
+
+    @property
+    def may_split(self) -> bool:
+        """Whether the schedule may have I and W, so that layers must be able to split their backwards."""
+        if self.file is not None:
+            return self.file.splits_backward
+        return self.searches or family(self.name).splits_backward
+
+    @property
+    def may_offload(self) -> bool:
+        """Whether activations may leave the device."""
+        if self.file is not None:
+            return self.offload != OFF or self.file.offloads
+        return self.offload != OFF or (not self.searches and family(self.name).offloads)
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether the schedule may run a forward, or part of one, again."""
+        return self.recompute != "none" or (self.file is not None and bool(self.file.recomputed))
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks per rank and replica to ask Megatron for when the user does not say how the model is cut."""
+        if self.file is not None:
+            return self.file.placement.num_chunks // self.file.placement.replicas
+        if self.searches:
+            return searched_placements(1, self.options.get("placement"), self.options.get("chunks"))[0].num_chunks
+        return chunks_per_device(self.name, **self.options) // family(self.name).replicas
+
+    @property
+    def is_round_robin(self) -> bool:
+        """Whether Megatron's own placement is all that can come."""
+        if self.file is not None:
+            placement = self.file.placement
+            return placement.replicas == 1 and all(
+                device == stage % placement.num_devices for stage, device in enumerate(placement.devices)
+            )
+        if self.searches:
+            return self.options.get("placement") in ("interleaved", "linear") or self.chunks == 1
+        return self.options.get("placement", family(self.name).placement) in ("linear", "interleaved")
 
 
 def check_request(
@@ -79,17 +176,15 @@ def check_request(
             _check_asynchronous(schedule, costs, options, plans_offload, cuts)
 
 
-def check_search_options(options: Mapping[str, object]) -> None:
+def check_search_options(options: Mapping[str, object], allowed: Sequence[str] = SEARCH_OPTIONS) -> None:
     """Raises:
     UnsupportedError: ``auto`` has no such option, or not with that value.
     """
-    unknown = sorted(set(options) - set(_SEARCH_OPTIONS))
+    unknown = sorted(set(options) - set(allowed))
     if unknown:
-        raise UnsupportedError(
-            f"schedule 'auto' has no option {unknown[0]!r}; its options: {', '.join(_SEARCH_OPTIONS)}"
-        )
+        raise UnsupportedError(f"schedule 'auto' has no option {unknown[0]!r}; its options: {', '.join(allowed)}")
     searched_placements(1, options.get("placement"), options.get("chunks"))
-    check_effort(options.get("seconds", 0), seed=options.get("seed", 0))
+    check_effort(options.get("seconds", 0), options.get("effort", 0), options.get("seed", 0))
 
 
 def check_runs(name: str, reason: str) -> None:

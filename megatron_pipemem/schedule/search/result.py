@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_pipemem.schedule.core.brief import brief
@@ -81,3 +82,11 @@ class SearchResult:
     @property
     def is_optimal(self) -> bool:
         return self.gap == 0
+
+
+def fastest_first(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """At least one candidate; of those that are equally fast, the one with fewest stages, which sends fewest messages."""
+    candidates = list(candidates)
+    least = min(candidate.makespan for candidate in candidates)
+    key = (lambda c: (max(c.makespan, least * (1 + 1e-12)), c.schedule.num_stages, -c.lower_bound))
+    return tuple(sorted(candidates, key=key))

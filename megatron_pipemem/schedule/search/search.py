@@ -16,14 +16,14 @@ from megatron_pipemem.schedule.core.memory_cap import loosened
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.progress import tell
 from megatron_pipemem.schedule.core.rare_collection import rare_collection
-from megatron_pipemem.schedule.options import check_effort
+from megatron_pipemem.schedule.options import SEARCH_SECONDS, check_effort
 from megatron_pipemem.schedule.registry import synchronous_families
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.clock import Clock, Step
 from megatron_pipemem.schedule.search.exploration import Exploration
 from megatron_pipemem.schedule.search.improve import Timetable
 from megatron_pipemem.schedule.search.problem import better_full
-from megatron_pipemem.schedule.search.result import Candidate, SearchResult
+from megatron_pipemem.schedule.search.result import Candidate, SearchResult, fastest_first
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def search_schedule(
     memory_cap: float | Sequence[float] | None = None,
     placements: Sequence[Placement] | None = None,
     max_chunks: int = MAX_CHUNKS,
-    seconds: float = 20.0,
+    seconds: float = SEARCH_SECONDS,
     effort: float = 1.0,
     seed: int = 0,
     cache: ResultCache | None = None,
@@ -94,7 +94,7 @@ def search_schedule(
     if not isinstance(max_chunks, int) or max_chunks < 1:
         raise UnsupportedError(f"max_chunks must be a whole number of at least 1, not {max_chunks!r}")
     if placements is None:
-        placements = _usual_placements(num_devices, max_chunks, costs)
+        placements = usual_placements(num_devices, max_chunks, costs)
     if not placements or any(
         placement.num_devices != num_devices or placement.replicas > 1 for placement in placements
     ):
@@ -143,11 +143,8 @@ def search_schedule(
         if not candidates or clock.allows(Step.DESCRIBE, 0, exploration.num_passes):
             with clock.step(Step.DESCRIBE, exploration.num_passes):
                 candidates.append(exploration.candidate())
-    least = min(candidate.makespan for candidate in candidates)
-    # Of those that are equally fast, the one with fewest stages sends fewest messages.
-    candidates.sort(key=lambda c: (max(c.makespan, least * (1 + 1e-12)), c.schedule.num_stages, -c.lower_bound))
     bound = min(exploration.bound for exploration in considered)
-    result = SearchResult(tuple(candidates), bound, clock.elapsed)
+    result = SearchResult(fastest_first(candidates), bound, clock.elapsed)
     logger.info("%s in %.2f s, gap %.2f%%", result.best.found_by, result.seconds, 100 * result.gap)
     if cache is not None and (result.is_optimal or not clock.refused_any):
         cache.put(question, result)
@@ -159,7 +156,7 @@ def _standing(what: str, explorations: Sequence[Exploration]) -> str:
     return f"{what}; makespan {min(reached):.6g} so far, at least {bound:.6g}" if reached else what
 
 
-def _usual_placements(num_devices: int, max_chunks: int, costs: Costs) -> tuple[Placement, ...]:
+def usual_placements(num_devices: int, max_chunks: int, costs: Costs) -> tuple[Placement, ...]:
     """Those that families have, a V first, as it fits most caps; of these, the ones that costs per stage are for.
 
     Raises:

@@ -21,7 +21,7 @@ from megatron_pipemem.schedule.families.offload import uniform_repeating
 from megatron_pipemem.schedule.features.offload.plan import OffloadPlan, plan_offload
 from megatron_pipemem.schedule.features.offload.recompute import over_cap, recompute_plans, with_early_recompute
 from megatron_pipemem.schedule.features.offload.weights import with_prompt_weights
-from megatron_pipemem.schedule.options import AUTO, OFF, check_effort, check_recompute
+from megatron_pipemem.schedule.options import AUTO, OFF, SEARCH_SECONDS, check_effort, check_recompute
 from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.search import search_schedule
 
@@ -95,7 +95,7 @@ def search_offload(
     placements: Sequence[Placement] | None = None,
     offload: bool = True,
     recompute: str = "none",
-    seconds: float = 20.0,
+    seconds: float = SEARCH_SECONDS,
     effort: float = 0.3,
 ) -> OffloadSearchResult:
     """Find the fastest order, and for every chunk whether to keep, offload or recompute its activations.

@@ -1,0 +1,462 @@
+"""From what a user asks to the schedule that runs: the one place that searches for orders and tightens memory caps.
+
+A run asks here on its rank 0, again whenever it has measured more; the command line and the planner ask the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.bounds import lower_bound
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap, format_bytes, loosened
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Order, Schedule
+from megatron_pipemem.schedule.core.simulator import Timeline, simulate
+from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.families.plain import serial_schedule
+from megatron_pipemem.schedule.features.offload import (
+    OffloadPlan,
+    fastest_within,
+    plan_offload,
+    recompute_plans,
+    recomputed_by_mode,
+    with_early_recompute,
+    with_recompute,
+)
+from megatron_pipemem.schedule.features.offload.search import OffloadSearchResult, search_offload
+from megatron_pipemem.schedule.features.vocabulary.families import families_with_passes
+from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.knowledge import UNIT, Knowledge, Shape
+from megatron_pipemem.schedule.options import OFF, SEARCH_SECONDS, searched_placements
+from megatron_pipemem.schedule.registry import build_schedule, family
+from megatron_pipemem.schedule.request import Request, check_devices_of_file, check_microbatches_of_file
+from megatron_pipemem.schedule.search import MAX_CHUNKS, Candidate, SearchResult, search_schedule
+from megatron_pipemem.schedule.search.cache import ResultCache
+from megatron_pipemem.schedule.search.problem import better_full
+from megatron_pipemem.schedule.search.result import fastest_first
+from megatron_pipemem.schedule.search.search import usual_placements
+
+logger = logging.getLogger(__name__)
+
+ONE_BY_ONE = "one microbatch at a time, because nothing else was found to keep the cap"
+COUNTING = "one microbatch at a time, to count bytes"
+
+_ATTEMPTS = 4
+_NO_CAP = (math.inf,)
+
+
+@dataclass(frozen=True)
+class ChosenSchedule:
+    """A schedule, and what was expected of it when it was chosen.
+
+    Args:
+        schedule: what to run.
+        costs: what it was chosen for; seconds unless they are unit costs. Where it was searched for, their memory is what
+            the cap is about: none for activation units.
+        priced_by: ``unit``, ``file`` or ``measured``.
+        reason: why it was chosen now.
+        lower_bound: no schedule of this placement within the cap is faster; ``None`` where nobody searched.
+        search_seconds: how long the search took.
+        notes: what else there is to say about it.
+        search: the best of all placements, where orders were searched for.
+        offload: what leaves the device or is computed again, and why not more, where that was planned.
+        offload_search: the other plans, where ``offload`` was searched for with its order.
+    """
+
+    schedule: Schedule
+    costs: Costs
+    priced_by: str = UNIT
+    reason: str = ""
+    lower_bound: float | None = None
+    search_seconds: float | None = None
+    notes: str = ""
+    search: SearchResult | None = None
+    offload: OffloadPlan | None = None
+    offload_search: OffloadSearchResult | None = None
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return simulate(self.schedule, self.costs)
+
+    @property
+    def alone(self) -> ChosenSchedule:
+        """Without what else was found: what ranks tell each other."""
+        return replace(self, search=None, offload=None, offload_search=None)
+
+
+def resolve(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSchedule:
+    """The schedule for a request: proved, and within its memory cap as far as bytes are known.
+
+    Args:
+        request: what is asked for.
+        shape: of the step.
+        knowledge: prices, and what a run has measured. Where it lacks bytes that it will count, the schedule is the one for
+            counting them: one microbatch after another, which holds least.
+
+    Raises:
+        UnsupportedError: there is no such schedule, or none keeps the cap; the message names the least that would do.
+        ScheduleError: a family has built what must not run.
+        CostsError: the costs do not fit the schedule's placement.
+    """
+    if knowledge.lacks_bytes(request):
+        chosen = _counting(request, shape, knowledge)
+    elif request.chooses_offload:
+        chosen = _with_searched_offload(request, shape, knowledge)
+    elif request.plans_offload:
+        chosen = _with_planned_offload(request, shape, knowledge)
+    elif request.searches:
+        chosen = _searched(request, shape, knowledge)
+    else:
+        chosen = _built(request, shape, knowledge)
+    return replace(chosen, priced_by=knowledge.priced_by)
+
+
+def searched(request: Request, shape: Shape, knowledge: Knowledge) -> tuple[Placement, ...]:
+    """The placements among which a search chooses: that of the model once there is one, else those that the request and the
+    model's number of chunks leave open.
+
+    Raises:
+        UnsupportedError: the options of the search do not go together.
+        CostsError: costs per stage are for none of them.
+    """
+    if knowledge.placement is not None:
+        return (knowledge.placement,)
+    devices, options = shape.num_devices, request.options
+    if "max_chunks" in options:
+        return usual_placements(devices, options["max_chunks"], knowledge.costs)
+    kind = options.get("placement")
+    chunks = options.get("chunks") if shape.chunks is None else shape.chunks
+    if kind is None and chunks is None:  # two, unless costs per stage say otherwise
+        chunks = usual_placements(devices, MAX_CHUNKS, knowledge.costs)[0].num_chunks
+    return searched_placements(devices, kind, chunks)
+
+
+def family_schedule(request: Request, shape: Shape, knowledge: Knowledge) -> Schedule:
+    """A family's schedule for a model with as many chunks per rank as ``shape`` says, without anything added.
+
+    Raises:
+        UnsupportedError: the family cannot be built so, or not within the cap.
+    """
+    options, accepted = dict(request.options), family(request.name).options
+    # Megatron's default, and ours, which copes better with an odd last group.
+    group_size = None if shape.group_size == shape.num_devices else shape.group_size
+    # Only where the user left them to us: Megatron's own flags then say how the model is cut.
+    for option, value in (("chunks", shape.chunks), ("group_size", group_size)):
+        if option in accepted and value is not None:
+            options.setdefault(option, value)
+    return build_schedule(
+        request.name,
+        num_devices=shape.num_devices,
+        num_microbatches=shape.num_microbatches,
+        memory_cap=request.cap_in_units,
+        costs=knowledge.costs,
+        **options,
+    )
+
+
+def with_passes(schedule: Schedule, request: Request, knowledge: Knowledge) -> Schedule:
+    """The schedule with the vocabulary passes that are asked for, unless it has them already."""
+    if not request.barriers or schedule.vocabulary == request.barriers:
+        return schedule
+    return with_vocabulary(schedule, request.barriers, knowledge.costs)
+
+
+def excess(request: Request, schedule: Schedule, knowledge: Knowledge, costs: Costs) -> tuple[float, ...]:
+    """By how much every device of a schedule exceeds the request's cap, in the unit of the costs' memory."""
+    return _over(knowledge.held(schedule, costs), _caps(request, schedule.num_devices))
+
+
+def _built(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSchedule:
+    if request.file is not None:
+        check_devices_of_file(request.file, shape.num_devices)
+        check_microbatches_of_file(request.file, shape.num_microbatches)
+    alone = request.file or family_schedule(request, shape, knowledge)
+    schedule = with_passes(alone, request, knowledge)
+    if schedule is not request.file:  # which was proved when it was read
+        counted = knowledge.counted_costs(schedule.placement, request.in_bytes)
+        cap = None if request.memory_cap is None else request.memory_cap.amount
+        validate(schedule, counted, cap, microbatch_order=request.file is None)
+    return ChosenSchedule(schedule, knowledge.costs)
+
+
+def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSchedule:
+    """The fastest schedule of any order that keeps the cap, with its vocabulary passes and messages.
+
+    Both come on top of what a search counts, so what it finds may exceed the cap with them. Every family with its passes is
+    considered first, whatever the time.
+    """
+    devices, microbatches, options = shape.num_devices, shape.num_microbatches, request.options
+    placements = searched(request, shape, knowledge)
+    costs = knowledge.counted_costs(placements[0], request.in_bytes)
+    caps = _caps(request, devices)
+    attempts = _attempts(request, knowledge)
+    best: dict[Placement, Candidate] = {}
+    results: list[SearchResult] = []
+
+    def consider(found: Candidate) -> Sequence[float]:
+        """Keep it, if nothing is faster within the cap; by how much it exceeds that."""
+        schedule = with_passes(found.schedule, request, replace(knowledge, costs=costs))
+        if request.barriers or attempts > 1:
+            found = _candidate(schedule, costs, caps if not request.barriers else None, found.found_by)
+        over = _over(knowledge.held(schedule, costs), caps)
+        if not any(over):
+            placement = schedule.placement
+            best[placement] = min(best.get(placement, found), found, key=lambda each: each.makespan)
+        return over
+
+    def find(caps: Sequence[float]) -> SearchResult:
+        result = search_schedule(
+            num_devices=devices,
+            num_microbatches=microbatches,
+            costs=replace(costs, channel=None),  # of no use to it, and results kept before are found again
+            memory_cap=None if caps == _NO_CAP else caps,
+            placements=placements,
+            seconds=options.get("seconds", SEARCH_SECONDS) / attempts,
+            effort=options.get("effort", 1.0),
+            seed=options.get("seed", 0),
+            cache=ResultCache(),
+        )
+        results.append(result)
+        return result
+
+    def most_over(result: SearchResult) -> Sequence[float]:
+        return [max(each) for each in zip(*map(consider, result.candidates), strict=True)]
+
+    if request.barriers:
+        chunks = max(placement.num_chunks for placement in placements)
+        for schedule in families_with_passes(devices, microbatches, costs, request.barriers, chunks):
+            if schedule.placement in placements:
+                consider(_candidate(schedule, costs, None, schedule.name))
+    why = "what was found exceeds it"
+    try:
+        _tightened(caps, find, most_over, attempts)
+    except UnsupportedError as error:
+        if request.memory_cap is None:
+            raise
+        why = str(error)
+    notes = ""
+    if not best:
+        notes = ONE_BY_ONE
+        for serial in _one_by_one(request, placements, microbatches, knowledge, costs):
+            best[serial.placement] = _candidate(serial, costs, None, ONE_BY_ONE)
+        logger.warning("memory cap of %s: %s (%s)", request.memory_cap, ONE_BY_ONE, why)
+    candidates = fastest_first(best.values())
+    bound = min(each.lower_bound for each in candidates)
+    if results and not request.barriers:
+        bound = min(bound, results[0].lower_bound)
+    seconds = sum(each.seconds for each in results)
+    result = SearchResult(candidates, bound, seconds)
+    schedule = result.schedule
+    return ChosenSchedule(
+        schedule, costs, lower_bound=result.best.lower_bound, search_seconds=seconds, notes=notes, search=result
+    )
+
+
+def _with_planned_offload(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSchedule:
+    """Another request's schedule, built without the cap, with what is recomputed and the round trips of its activations
+    within it."""
+    base = resolve(replace(request, memory_cap=None, offload=OFF, recompute="none"), shape, knowledge)
+    costs, budget = knowledge.offload_costs(request, base.schedule.placement), knowledge.host_budget
+    caps = _caps(request, shape.num_devices)
+
+    def over(plan: OffloadPlan) -> Sequence[float]:
+        return _over(knowledge.held(plan.schedule, costs), caps)
+
+    def planned(schedule: Schedule, caps: Sequence[float] = _NO_CAP) -> OffloadPlan:
+        return plan_offload(schedule, costs, request.offload, None if caps == _NO_CAP else caps, budget)
+
+    def within_cap(schedule: Schedule) -> OffloadPlan:
+        attempts = _attempts(request, knowledge)
+        return _tightened(caps, lambda caps: planned(schedule, caps), over, attempts, knowledge.message)
+
+    def needy(schedule: Schedule) -> Collection[int]:
+        return [device for device, more in enumerate(over(planned(schedule))) if more]
+
+    plans = recompute_plans(base.schedule, costs, request.recompute, within_cap, needy)
+    best = fastest_within(plans, lambda plan: max(over(plan)))
+    if any(over(best)):
+        raise UnsupportedError(_refusal(request, best, knowledge, costs))
+    best = with_early_recompute(best, lambda plan: not any(over(plan)))
+    validate(best.schedule, costs, host_budget=budget, microbatch_order=request.file is None)
+    return ChosenSchedule(best.schedule, costs, notes=_notes(best), offload=best)
+
+
+def _with_searched_offload(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSchedule:
+    """The fastest plan of any order that keeps the cap."""
+    placements = searched(request, shape, knowledge)
+    costs, budget = knowledge.offload_costs(request, placements[0]), knowledge.host_budget
+    attempts, options = _attempts(request, knowledge), request.options
+    results: list[OffloadSearchResult] = []
+
+    def find(caps: Sequence[float]) -> OffloadSearchResult:
+        result = search_offload(
+            shape.num_devices,
+            shape.num_microbatches,
+            costs,
+            caps,
+            host_budget=budget,
+            placements=placements,
+            offload=request.offload != OFF,
+            recompute=request.recompute,
+            seconds=options.get("seconds", SEARCH_SECONDS) / attempts,
+            effort=options.get("effort", 0.3),
+        )
+        results.append(result)
+        return result
+
+    def over(result: OffloadSearchResult) -> Sequence[float]:
+        return excess(request, result.schedule, knowledge, costs)
+
+    result = _tightened(_caps(request, shape.num_devices), find, over, attempts, knowledge.message)
+    seconds = sum(each.seconds for each in results)
+    if not any(over(result)):
+        validate(result.schedule, costs, host_budget=budget)
+        notes = f"{result.best.found_by}: {_notes(result.plan)}"
+        return ChosenSchedule(
+            result.schedule, costs, search_seconds=seconds, notes=notes, offload=result.plan, offload_search=result
+        )
+    for placement in placements:
+        serial = _serial(request, placement, shape.num_microbatches, request.name, better_full(placement, costs))
+        if not any(excess(request, serial, knowledge, costs)):
+            logger.warning("memory cap of %s: %s", request.memory_cap, ONE_BY_ONE)
+            return ChosenSchedule(serial, costs, search_seconds=seconds, notes=ONE_BY_ONE)
+    raise UnsupportedError(_refusal(request, result.plan, knowledge, costs))
+
+
+def _counting(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSchedule:
+    """One microbatch after another; a second time, with every stage recomputed selectively."""
+    placement, name = knowledge.placement, f"{request.name} (counting bytes)"
+    schedule = _serial(request, placement, shape.num_microbatches, name)
+    if knowledge.changes is not None:
+        again = with_recompute(schedule, dict.fromkeys(range(placement.num_stages), Kind.RS))
+        schedule = _away(again) if request.offload != OFF else again
+    return ChosenSchedule(with_passes(schedule, request, knowledge), knowledge.costs, reason=COUNTING)
+
+
+def _tightened[T](
+    caps: Sequence[float],
+    find: Callable[[Sequence[float]], T],
+    over: Callable[[T], Sequence[float]],
+    attempts: int,
+    margin: float = 0.0,
+) -> T:
+    """What is found within the caps; as long as that exceeds them after all, within caps lowered by as much.
+
+    Args:
+        caps: one per device.
+        find: finds something within caps, as far as it can count.
+        over: by how much every device really exceeds the caps.
+        attempts: how often to look at most.
+        margin: by which caps are lowered besides.
+    """
+    for attempt in range(1, attempts + 1):
+        found = find(caps)
+        more = over(found)
+        if attempt == attempts or not any(more):
+            break
+        caps = tuple(cap - each - margin if each else cap for cap, each in zip(caps, more, strict=True))
+        if min(caps) <= 0:
+            break
+    return found
+
+
+def _attempts(request: Request, knowledge: Knowledge) -> int:
+    """Several where what is searched for grows afterwards: by messages whose bytes are known, or by vocabulary passes."""
+    grows = request.barriers or (request.in_bytes and knowledge.changes is not None)
+    return _ATTEMPTS if grows and request.memory_cap is not None else 1
+
+
+def _caps(request: Request, devices: int) -> tuple[float, ...]:
+    return _NO_CAP if request.memory_cap is None else request.memory_cap.of(devices)
+
+
+def _over(held: Sequence[float], caps: Sequence[float]) -> tuple[float, ...]:
+    if caps == _NO_CAP:
+        return (0.0,) * len(held)
+    return tuple(peak - cap if peak > loosened(cap) else 0.0 for peak, cap in zip(held, caps, strict=True))
+
+
+def _candidate(schedule: Schedule, costs: Costs, caps: Sequence[float] | None, found_by: str) -> Candidate:
+    timeline = simulate(schedule, costs)
+    bound = lower_bound(schedule.placement, schedule.num_microbatches, costs, None if caps == _NO_CAP else caps)
+    return Candidate(schedule, timeline.makespan, timeline.peaks, max(bound, timeline.ideal), found_by)
+
+
+def _one_by_one(
+    request: Request, placements: Sequence[Placement], microbatches: int, knowledge: Knowledge, costs: Costs
+) -> Iterator[Schedule]:
+    """Schedules of one microbatch after another, the last resort, in the placements where they keep the cap.
+
+    Raises:
+        UnsupportedError: in none of them.
+    """
+    caps, least = _caps(request, placements[0].num_devices), []
+    for placement in placements:
+        serial = serial_schedule(placement, microbatches, request.name, better_full(placement, costs))
+        serial = with_passes(serial, request, replace(knowledge, costs=costs))
+        held = knowledge.held(serial, costs)
+        more = _over(held, caps)
+        if not any(more):
+            yield serial
+        least.append((max(more), more.index(max(more)), held))
+    lacking, device, held = min(least)
+    if lacking:
+        needed = MemoryCap(held[device], request.in_bytes)
+        raise UnsupportedError(
+            f"no schedule keeps a memory cap of {request.memory_cap}: pipeline rank {device} holds {needed} when one "
+            f"microbatch runs after the other; raise the cap to at least {needed}, take smaller microbatches, cut the model "
+            "into more stages, or recompute or offload activations"
+        )
+
+
+def _serial(
+    request: Request, placement: Placement, microbatches: int, name: str, full: Collection[int] = frozenset()
+) -> Schedule:
+    """One microbatch after another, each offloaded if anything may be: none holds less without recomputation, if the stages
+    whose I takes memory are in ``full``."""
+    schedule = serial_schedule(placement, microbatches, name, full)
+    return schedule if request.offload == OFF else _away(schedule)
+
+
+def _away(schedule: Schedule) -> Schedule:
+    """Every forward of a serial order leaves at once, and returns right before its backward."""
+
+    def away(order: Order) -> Order:
+        found: list[Action] = []
+        recomputed = any(action.kind is Kind.RS for action in order)
+        for action in order:
+            if action.kind is Kind.RS or (not recomputed and action.kind in (Kind.I, Kind.B)):
+                found += [action._replace(kind=kind) for kind in (Kind.RELOAD, Kind.WAIT_RELOAD)]
+            found.append(action)
+            if action.kind is Kind.F:
+                found += [action._replace(kind=kind) for kind in (Kind.OFFLOAD, Kind.WAIT_OFFLOAD)]
+        return tuple(found)
+
+    return replace(schedule, orders=tuple(map(away, schedule.orders)))
+
+
+def _refusal(request: Request, plan: OffloadPlan, knowledge: Knowledge, costs: Costs) -> str:
+    least = MemoryCap(max(knowledge.held(plan.schedule, costs)), request.in_bytes)
+    why = f"; what stays: {plan.binds}" if plan.binds else ""
+    return (
+        f"no plan of {request.name} with offload {request.offload} and recompute {request.recompute} keeps a memory cap of "
+        f"{request.memory_cap}: the least found is {least}{why}; raise the cap, or let offload, recompute or the schedule "
+        "be chosen (auto)"
+    )
+
+
+def _notes(plan: OffloadPlan) -> str:
+    """What moves and why the rest stays, in words."""
+    counts: dict[str, int] = {}
+    for why in plan.kept.values():
+        counts[why] = counts.get(why, 0) + 1
+    stays = "".join(f", {count} stay ({why})" for why, count in sorted(counts.items()))
+    again = "".join(f"; {mode} recomputation of stages {s}" for mode, s in recomputed_by_mode(plan.schedule).items())
+    return f"{len(plan.offloaded)} activations are offloaded{stays}{again}"
