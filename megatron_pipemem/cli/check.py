@@ -18,11 +18,11 @@ from megatron_pipemem.cli.common import (
     console,
     print_facts,
     print_json,
-    read_schedule,
     report_error,
     report_lines,
     report_note,
 )
+from megatron_pipemem.cli.loading import read_schedule
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.action import SENDS

@@ -19,10 +19,10 @@ from megatron_pipemem.cli.common import (
     Microbatches,
     Options,
     console,
-    load_schedule,
     print_json,
 )
 from megatron_pipemem.cli.completion import complete_schedules
+from megatron_pipemem.cli.loading import load_schedule
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import write_whole

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from megatron_pipemem.cli.checks import Yes, check_layers, check_output, check_seconds, check_size
-from megatron_pipemem.cli.common import P2P, CostsText, Json, console, parse_costs, print_json, report_note
+from megatron_pipemem.cli.common import P2P, CostsText, Json, console, print_json, report_note
+from megatron_pipemem.cli.loading import parse_costs
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, priced_head
 from megatron_pipemem.errors import UnsupportedError

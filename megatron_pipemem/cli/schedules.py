@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from megatron_pipemem.cli.common import Devices, Json, Microbatches, console, print_facts, print_json, with_channel
+from megatron_pipemem.cli.common import Devices, Json, Microbatches, console, print_facts, print_json
 from megatron_pipemem.cli.completion import complete_families
+from megatron_pipemem.cli.loading import with_channel
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report import terminal_timeline
 from megatron_pipemem.report.tables import FittingTable

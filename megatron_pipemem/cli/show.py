@@ -18,19 +18,15 @@ from megatron_pipemem.cli.common import (
     Json,
     MemoryCapText,
     Microbatches,
-    OffloadChoice,
     OffloadRatio,
     OffloadText,
     Options,
-    check_offload_ratio,
     console,
-    load_schedule,
-    parse_costs,
     print_json,
     report_note,
-    with_channel,
 )
 from megatron_pipemem.cli.completion import complete_schedules
+from megatron_pipemem.cli.loading import OffloadChoice, check_offload_ratio, load_schedule, parse_costs, with_channel
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, apply_head
 from megatron_pipemem.report import SUFFIXES, save_comparison, terminal_timeline

@@ -17,22 +17,24 @@ from megatron_pipemem.cli.common import (
     Devices,
     HostMemory,
     Json,
-    Loaded,
     MemoryCapText,
     Microbatches,
-    OffloadChoice,
     OffloadRatio,
     OffloadText,
     Options,
-    check_offload_ratio,
     console,
-    load_schedule,
-    parse_costs,
     print_facts,
     print_json,
-    with_channel,
 )
 from megatron_pipemem.cli.completion import complete_schedules
+from megatron_pipemem.cli.loading import (
+    Loaded,
+    OffloadChoice,
+    check_offload_ratio,
+    load_schedule,
+    parse_costs,
+    with_channel,
+)
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, apply_head
 from megatron_pipemem.report.tables import FittingTable
@@ -49,7 +51,7 @@ from megatron_pipemem.schedule.core.validator import validate_program
 from megatron_pipemem.schedule.features.offload import recomputed_by_mode
 from megatron_pipemem.schedule.features.offload.search import OffloadSearchResult
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.search import Candidate
+from megatron_pipemem.schedule.search import MAX_CHUNKS, Candidate
 
 _USUAL = {
     "search_seconds": 0,
@@ -61,6 +63,11 @@ _USUAL = {
     "recomputed": {},
 }
 """What nobody needs to be told; of a list, for every device."""
+
+_AS_A_RUN = (
+    "placements of {chunks} chunks per device, as a run does whose flags cut the model no other way; --chunks asks for another "
+    f"number, -o max_chunks={MAX_CHUNKS} for the best of up to {MAX_CHUNKS}"
+)
 
 
 def simulate(
@@ -114,21 +121,23 @@ def simulate(
         return
     out = console()
     print_facts(out, _told(facts))
-    if loaded.search is not None:
-        gap = loaded.search.gap
+    if loaded.request.searches and not {"chunks", "max_chunks", "placement"} & set(loaded.request.options):
+        print_facts(out, [("searched", _AS_A_RUN.format(chunks=loaded.schedule.placement.num_chunks))])
+    if loaded.chosen.search is not None:
+        gap = loaded.chosen.search.gap
         verdict = (
             "0, optimal among the placements tried"
-            if loaded.search.is_optimal
+            if loaded.chosen.search.is_optimal
             else f"{gap:.2%} of the makespan at most"
         )
         print_facts(out, [("gap to the bound", verdict)])
-        out.print(_placements(loaded.search.candidates))
-    if loaded.offload_search is not None:
+        out.print(_placements(loaded.chosen.search.candidates))
+    if loaded.chosen.offload_search is not None:
         gap = f"{1 - facts['lower_bound'] / timeline.makespan:.2%} of the makespan at most; the bound knows no cap"
         print_facts(out, [("gap to the bound", gap)])
-        out.print(_placements(_fastest_plans(loaded.offload_search, prices)))
-    if loaded.plan is not None and loaded.plan.kept:
-        reasons = Counter(loaded.plan.kept.values()).most_common()
+        out.print(_placements(_fastest_plans(loaded.chosen.offload_search, prices)))
+    if loaded.chosen.offload is not None and loaded.chosen.offload.kept:
+        reasons = Counter(loaded.chosen.offload.kept.values()).most_common()
         stays = ", ".join(f"{count} ({why})" for why, count in reasons)
         print_facts(out, [("activations kept", stays)])
     if prices.memory is not None:
@@ -173,7 +182,7 @@ def _fastest_plans(search: OffloadSearchResult, costs: Costs) -> Iterator[Candid
 
 def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, object]:
     """The keys of ``--json``; peaks in activation units whatever the costs say about bytes."""
-    schedule, search = timeline.schedule, loaded.search or loaded.offload_search
+    schedule, search = timeline.schedule, loaded.chosen.search or loaded.chosen.offload_search
     activations = peaks(schedule.orders, schedule.placement, Costs(), schedule.pieces)
     return {
         "schedule": schedule.name,
@@ -212,11 +221,11 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
         return timeline.ideal
     if schedule.offloads or schedule.recomputed:
         # What is away or dropped takes no memory: no cap on what is held bounds the makespan.
-        return lower_bound(schedule.placement, schedule.num_microbatches, loaded.costs, None)
-    if loaded.search is not None:
-        return loaded.search.lower_bound
+        return lower_bound(schedule.placement, schedule.num_microbatches, loaded.chosen.costs, None)
+    if loaded.chosen.search is not None:
+        return loaded.chosen.search.lower_bound
     cap = peak if loaded.memory_cap is None else loaded.memory_cap
-    return lower_bound(schedule.placement, schedule.num_microbatches, loaded.costs, cap)
+    return lower_bound(schedule.placement, schedule.num_microbatches, loaded.chosen.costs, cap)
 
 
 _SHORT = {"single_queue_makespan": "one queue: makespan", "single_queue_bubble_rate": "one queue: bubble"}

@@ -8,21 +8,17 @@ from typing import Annotated, Literal, NamedTuple
 import typer
 
 from megatron_pipemem.cli.checks import check_layers
-from megatron_pipemem.cli.common import Loaded
+from megatron_pipemem.cli.loading import Loaded
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.magnitudes import LARGEST
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.features.vocabulary.baselines import head_on_last_stage
 from megatron_pipemem.schedule.features.vocabulary.choice import REDISTRIBUTE, choose_vocabulary
 from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS_OF_ALGORITHM
-from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts
-from megatron_pipemem.schedule.features.vocabulary.search import search_vocabulary
 from megatron_pipemem.schedule.options import OFF
-from megatron_pipemem.schedule.search.cache import ResultCache
 
 Switch = Literal["off", "1", "2", "auto"]
 VocabParallel = Annotated[
@@ -117,18 +113,4 @@ def apply_head(loaded: Loaded, prices: Costs, head: Head) -> tuple[Loaded, Costs
         return loaded, priced_head(head, prices, schedule, 0), reason
     barriers = BARRIERS_OF_ALGORITHM[int(algorithm)]
     priced = priced_head(head, prices, schedule, barriers)
-    costs = replace(priced, memory=loaded.costs.memory)
-    if loaded.search is not None and loaded.memory_cap is not None:
-        result = search_vocabulary(
-            barriers=barriers,
-            num_devices=schedule.num_devices,
-            num_microbatches=schedule.num_microbatches,
-            costs=costs,
-            memory_cap=loaded.memory_cap,
-            placements=[candidate.schedule.placement for candidate in loaded.search.candidates],
-            cache=ResultCache(),
-        )
-        return loaded._replace(schedule=result.schedule, costs=costs, search=result), priced, reason
-    with_passes = with_vocabulary(schedule, barriers, costs)
-    validate(with_passes, costs, loaded.memory_cap)
-    return loaded._replace(schedule=with_passes, costs=costs, search=None), priced, reason
+    return loaded.again(replace(loaded.request, barriers=barriers), priced), priced, reason

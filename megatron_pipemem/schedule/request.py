@@ -24,7 +24,7 @@ from megatron_pipemem.schedule.text.csv_format import read_schedule_file
 PROFILE = "profile"
 FILE_SUFFIX = ".csv"
 
-SEARCH_OPTIONS = ("placement", "chunks", "seconds", "effort", "seed")
+SEARCH_OPTIONS = ("chunks", "placement", "seconds", "effort", "seed")
 
 
 @dataclass(frozen=True)

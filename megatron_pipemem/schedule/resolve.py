@@ -15,7 +15,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.bounds import lower_bound
 from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap, format_bytes, loosened
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap, loosened
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
@@ -31,8 +31,8 @@ from megatron_pipemem.schedule.features.offload import (
     with_recompute,
 )
 from megatron_pipemem.schedule.features.offload.search import OffloadSearchResult, search_offload
-from megatron_pipemem.schedule.features.vocabulary.families import families_with_passes
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.features.vocabulary.search import families_with_passes
 from megatron_pipemem.schedule.knowledge import UNIT, Knowledge, Shape
 from megatron_pipemem.schedule.options import OFF, SEARCH_SECONDS, searched_placements
 from megatron_pipemem.schedule.registry import build_schedule, family
@@ -105,6 +105,10 @@ def resolve(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSched
         ScheduleError: a family has built what must not run.
         CostsError: the costs do not fit the schedule's placement.
     """
+    if request.barriers and request.plans_offload:
+        raise UnsupportedError(
+            "offload and recomputation are not planned together with vocabulary passes; leave one of them out"
+        )
     if knowledge.lacks_bytes(request):
         chosen = _counting(request, shape, knowledge)
     elif request.chooses_offload:
@@ -163,7 +167,7 @@ def family_schedule(request: Request, shape: Shape, knowledge: Knowledge) -> Sch
 
 def with_passes(schedule: Schedule, request: Request, knowledge: Knowledge) -> Schedule:
     """The schedule with the vocabulary passes that are asked for, unless it has them already."""
-    if not request.barriers or schedule.vocabulary == request.barriers:
+    if not request.barriers or schedule.vocabulary_barriers == request.barriers:
         return schedule
     return with_vocabulary(schedule, request.barriers, knowledge.costs)
 
@@ -211,7 +215,8 @@ def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSch
             best[placement] = min(best.get(placement, found), found, key=lambda each: each.makespan)
         return over
 
-    def find(caps: Sequence[float]) -> SearchResult:
+    def find(caps: Sequence[float]) -> Sequence[float]:
+        """Search within caps; by how much what was found exceeds those that are asked for."""
         result = search_schedule(
             num_devices=devices,
             num_microbatches=microbatches,
@@ -224,9 +229,6 @@ def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSch
             cache=ResultCache(),
         )
         results.append(result)
-        return result
-
-    def most_over(result: SearchResult) -> Sequence[float]:
         return [max(each) for each in zip(*map(consider, result.candidates), strict=True)]
 
     if request.barriers:
@@ -236,7 +238,7 @@ def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSch
                 consider(_candidate(schedule, costs, None, schedule.name))
     why = "what was found exceeds it"
     try:
-        _tightened(caps, find, most_over, attempts)
+        _tightened(caps, find, lambda over: over, attempts)
     except UnsupportedError as error:
         if request.memory_cap is None:
             raise
@@ -245,7 +247,7 @@ def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSch
     if not best:
         notes = ONE_BY_ONE
         for serial in _one_by_one(request, placements, microbatches, knowledge, costs):
-            best[serial.placement] = _candidate(serial, costs, None, ONE_BY_ONE)
+            best[serial.placement] = _candidate(serial, costs, None, "one by one")
         logger.warning("memory cap of %s: %s (%s)", request.memory_cap, ONE_BY_ONE, why)
     candidates = fastest_first(best.values())
     bound = min(each.lower_bound for each in candidates)
@@ -356,13 +358,15 @@ def _tightened[T](
         attempts: how often to look at most.
         margin: by which caps are lowered besides.
     """
-    for attempt in range(1, attempts + 1):
-        found = find(caps)
+    found = find(caps)
+    for _ in range(attempts - 1):
         more = over(found)
-        if attempt == attempts or not any(more):
-            break
         caps = tuple(cap - each - margin if each else cap for cap, each in zip(caps, more, strict=True))
-        if min(caps) <= 0:
+        if not any(more) or min(caps) <= 0:
+            break
+        try:
+            found = find(caps)
+        except UnsupportedError:  # nothing is within the lower caps
             break
     return found
 

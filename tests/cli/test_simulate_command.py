@@ -250,7 +250,8 @@ def test_a_cap_per_device(pipemem_json, refuses):
 
 
 def test_search_with_offload_says_how_long_it_took_and_how_far_from_the_bound_it_is(pipemem, pipemem_json):
-    asked = ("simulate", "auto", "-p", 3, "-m", 6, "--offload", "auto", "--memory-cap", 0.2, "-o", "seconds=1")
+    options = ("-o", "seconds=1", "-o", "max_chunks=4")
+    asked = ("simulate", "auto", "-p", 3, "-m", 6, "--offload", "auto", "--memory-cap", 0.2, *options)
     found = pipemem_json(*asked)
     assert found["search_seconds"] > 0 and found["lower_bound"] < found["makespan"]
     said = pipemem(*asked).stdout
@@ -277,14 +278,17 @@ def test_recomputation_of_a_named_schedule(pipemem, pipemem_json, refuses):
     assert capped["peak_activation"] <= 0.8 and 3 not in capped["recomputed"]["selective"]
     assert "selective: 0, 1, 2, 3" in pipemem(*size, "-o", "recompute=selective").stdout
     assert "recompute 'no' is none of none, selective, full, auto" in refuses(*size, "-o", "recompute=no")
-    assert "nothing brings '1f1b' within" in refuses(*size, "-o", "recompute=selective", "--memory-cap", 0.3)
+    assert "no plan of 1f1b" in refuses(*size, "-o", "recompute=selective", "--memory-cap", 0.3)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--offload", "most"), "cannot offload 'most'; take off, half, full, auto, or a number of chunks"),
-        (("--offload", "full", "--memory-cap", "0.01"), "nothing brings '1f1b' within the memory cap of 0.01"),
+        (
+            ("--offload", "full", "--memory-cap", "0.01"),
+            "keeps a memory cap of 0.01 activation units: the least found is",
+        ),
         (("--offload", "full", "--host-memory", "1GiB"), "is not in the unit of the memory cap"),
         (("--offload", "full", "--offload-ratio", "-1"), "offload ratio is -1"),
     ],

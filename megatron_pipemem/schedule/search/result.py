@@ -86,7 +86,6 @@ class SearchResult:
 
 def fastest_first(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     """At least one candidate; of those that are equally fast, the one with fewest stages, which sends fewest messages."""
-    candidates = list(candidates)
-    least = min(candidate.makespan for candidate in candidates)
-    key = (lambda c: (max(c.makespan, least * (1 + 1e-12)), c.schedule.num_stages, -c.lower_bound))
-    return tuple(sorted(candidates, key=key))
+    found = list(candidates)
+    least = min(candidate.makespan for candidate in found) * (1 + 1e-12)
+    return tuple(sorted(found, key=lambda c: (max(c.makespan, least), c.schedule.num_stages, -c.lower_bound)))

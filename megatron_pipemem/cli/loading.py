@@ -1,0 +1,241 @@
+"""From what was typed about a schedule to the schedule: read from a file, or resolved as a run resolves it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_pipemem.cli.checks import check_size
+from megatron_pipemem.cli.common import CANNOT_RUN, Dialect, report_note
+from megatron_pipemem.errors import CostsError, ScheduleFormatError, UnsupportedError
+from megatron_pipemem.schedule.core.costs import Channel, Costs
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_cap, parse_caps
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.knowledge import Knowledge, Shape
+from megatron_pipemem.schedule.options import AUTO, OFF, check_recompute, parse_options
+from megatron_pipemem.schedule.registry import check_options, family
+from megatron_pipemem.schedule.request import SEARCH_OPTIONS, Request, check_search_options
+from megatron_pipemem.schedule.resolve import ChosenSchedule, resolve
+from megatron_pipemem.schedule.size import is_fitted
+from megatron_pipemem.schedule.text.csv_format import LETTERS, Table, read_schedule_file, read_table
+from megatron_pipemem.schedule.text.lint import find_obstacle
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a command was asked for, and the schedule that it comes to.
+
+    Args:
+        request: as it was typed.
+        shape: of the step.
+        knowledge: the costs, with the memory that the cap is about: none for activation units.
+        chosen: valid, and within the cap.
+    """
+
+    request: Request
+    shape: Shape
+    knowledge: Knowledge
+    chosen: ChosenSchedule
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.chosen.schedule
+
+    @property
+    def memory_cap(self) -> float | tuple[float, ...] | None:
+        """In the unit of the costs."""
+        return None if self.request.memory_cap is None else self.request.memory_cap.amount
+
+    def again(self, request: Request, costs: Costs) -> Loaded:
+        """Resolved once more, for another request and other costs."""
+        knowledge = replace(self.knowledge, costs=replace(costs, memory=self.knowledge.costs.memory))
+        return Loaded(request, self.shape, knowledge, resolve(request, self.shape, knowledge))
+
+
+class OffloadChoice(NamedTuple):
+    """The options about offload as typed."""
+
+    select: str = "off"
+    host_memory: str | None = None
+
+
+NO_OFFLOAD = OffloadChoice()
+
+
+def load_schedule(
+    name: str,
+    devices: int | None,
+    microbatches: int | None,
+    chunks: int | None = None,
+    memory_cap: str | None = None,
+    options: Sequence[str] | None = None,
+    dialect: Dialect = "auto",
+    costs: Costs | None = None,
+    offload: OffloadChoice = NO_OFFLOAD,
+    yes: bool = False,
+) -> Loaded:
+    """The schedule a user named, proved valid: built by its family, searched for, or read when ``name`` is a CSV file.
+
+    Some families fit their order to the cap and to the costs. A file's own messages are left out. Letters that are not
+    ours are said on stderr. With ``offload`` its activations' round trips to the host are planned; ``auto`` with
+    ``--offload auto`` searches for the order, too. What takes long is refused but for ``yes``.
+
+    Raises:
+        PipememError: it cannot be built, found, read or run; the message says why.
+    """
+    settings = parse_options("-o", [*(options or ()), *([] if chunks is None else [f"chunks={chunks}"])])
+    costs = costs or Costs()
+    cap = None if memory_cap is None else parse_caps(memory_cap)
+    if cap is not None and cap.in_bytes and costs.memory is None:
+        raise UnsupportedError(
+            f"--memory-cap {memory_cap} is in bytes, but the costs say nothing of bytes; give --costs FILE with memory, or "
+            "the cap in activation units (1 is the peak of 1F1B)"
+        )
+    if cap is None or not cap.in_bytes:
+        costs = replace(costs, memory=None)
+    recompute = settings.pop("recompute", "none")
+    check_recompute(recompute)
+    if offload.host_memory is not None and offload.select == OFF and recompute == "none":
+        raise UnsupportedError(f"--host-memory {offload.host_memory} bounds what --offload sends; give --offload too")
+    select = int(offload.select) if offload.select.isdecimal() else offload.select
+    file = None
+    if is_file(name):
+        file = _proved(Path(name), dialect, costs, None if select != OFF or recompute != "none" else cap, yes)
+        _check_counts(name, file, devices, microbatches, settings)
+        devices, microbatches = file.num_devices, file.num_microbatches
+    elif devices is None or microbatches is None:
+        raise UnsupportedError(f"how large is {name!r} to be? give --devices and --microbatches")
+    else:
+        check_size(devices, microbatches, _likely_chunks(name, settings), yes, is_fitted(name))
+        if name == AUTO:
+            check_search_options(settings, (*SEARCH_OPTIONS, "max_chunks"))
+        else:
+            check_options(name, settings)
+    request = Request(name, cap, settings, select, recompute, offload.host_memory is not None, file=file)
+    shape = Shape(devices, None, microbatches)
+    knowledge = Knowledge(costs, host_budget=_host_budget(offload, costs))
+    return Loaded(request, shape, knowledge, resolve(request, shape, knowledge))
+
+
+def _proved(path: Path, dialect: Dialect, costs: Costs, cap: MemoryCap | None, yes: bool) -> Schedule:
+    """The schedule of a file, proved within the cap; what other programs alone can run of it is said."""
+    table, schedule = read_schedule(path, dialect, yes=yes)
+    if table.letters != "pipemem":
+        report_note(f"{path} is read in the letters of {LETTERS[table.letters]} ({table.reason})")
+    validate(schedule, costs, None if cap is None else cap.amount, microbatch_order=False)
+    if (obstacle := find_obstacle(table, schedule)) is not None:
+        report_note(f"{path} {CANNOT_RUN}: {obstacle.message}")
+    return schedule
+
+
+def _host_budget(offload: OffloadChoice, costs: Costs) -> float | None:
+    budget = None if offload.host_memory is None else parse_cap(offload.host_memory)
+    if budget is not None and budget.in_bytes != (costs.memory is not None):
+        raise UnsupportedError(
+            f"--host-memory {offload.host_memory} is not in the unit of the memory cap; give both in bytes, with --costs FILE "
+            "with memory, or both in activation units"
+        )
+    return None if budget is None else budget.amount
+
+
+def read_schedule(
+    path: Path, dialect: Dialect, microbatches: int | None = None, yes: bool = False
+) -> tuple[Table, Schedule]:
+    """A file's table and the schedule in it, not yet validated; ``microbatches`` overrides what the table seems to say.
+
+    Raises:
+        ScheduleFormatError: the file cannot be read as a schedule.
+        UnsupportedError: as ``check_size``.
+    """
+    text = read_schedule_file(path)
+    try:
+        table = read_table(text, dialect)
+        placement = table.placement()
+    except ScheduleFormatError as error:
+        raise ScheduleFormatError(f"{path}: {error}") from error
+    count = table.num_microbatches() if microbatches is None else microbatches
+    header = table.header
+    check_size(placement.num_devices, count * header.pieces, placement.num_chunks, yes, fitted=False)
+    schedule = Schedule(
+        path.stem, placement, count, table.orders, header.pieces, header.updates, header.vocabulary_barriers
+    )
+    return table, schedule
+
+
+def _likely_chunks(name: str, settings: Mapping[str, object]) -> int:
+    """Stages per device, or pieces of as many microbatches; told without building anything."""
+    said = {"chunks": 1, "max_chunks": 1, "pieces": 1, "waves": 2}
+    counts = [settings[option] * each for option, each in said.items() if isinstance(settings.get(option), int)]
+    return max([*counts, 1]) if counts else 2 if name == AUTO else family(name).chunks or 2
+
+
+def is_file(name: str) -> bool:
+    """Whether a user who typed ``name`` means a file rather than a family."""
+    return name.endswith((".csv", ".txt")) or Path(name).is_file()
+
+
+def check_offload_ratio(names: Sequence[str], ratio: float | None, select: str) -> None:
+    """Raises UnsupportedError when no schedule of those named sends anything to the host."""
+    if ratio is None or select != OFF:
+        return
+    if not any(is_file(name) or (name != AUTO and family(name).offloads) for name in names):
+        raise UnsupportedError(
+            f"--offload-ratio {ratio:g} says how fast activations go to the host, and nothing sends any; give --offload too"
+        )
+
+
+def with_channel(costs: Costs, ratio: float | None) -> Costs:
+    """The costs with the channel of an offload ratio; without one with their own, or that of ratio 1.
+
+    Raises:
+        CostsError: the ratio is no number of at least 0.
+    """
+    if ratio is None and costs.channel is not None:
+        return costs
+    known = costs.channel or Channel(0.0)
+    try:
+        channel = Channel.of_ratio(1.0 if ratio is None else ratio, costs, known.duplex, known.switches)
+    except CostsError:
+        if ratio is None:  # nobody asked for it
+            return costs
+        raise
+    return replace(costs, channel=channel)
+
+
+def parse_costs(text: str, p2p: float | None) -> Costs:
+    """Costs from ``F,I,W`` or a JSON file; ``p2p`` overrides the file's.
+
+    Raises:
+        CostsError: neither, or a price is not a finite number of at least 0.
+    """
+    if p2p is not None and not (math.isfinite(p2p) and p2p >= 0):
+        raise CostsError(f"--p2p {p2p}: give seconds of at least 0")
+    if text.endswith(".json") or Path(text).is_file():
+        costs = Costs.from_json(text)
+        return costs if p2p is None else replace(costs, p2p=p2p)
+    try:
+        forward, backward_input, backward_weight = map(float, text.split(","))
+    except ValueError:
+        raise CostsError(f"--costs {text!r}: give three numbers F,I,W as in 1,1,1, or a JSON file") from None
+    prices = (forward, backward_input, backward_weight)
+    if not all(math.isfinite(price) and price >= 0 for price in prices) or not any(prices):
+        raise CostsError(f"--costs {text!r}: give three numbers of at least 0, not all of them 0")
+    return Costs(*prices, p2p=p2p or 0.0)
+
+
+def _check_counts(
+    name: str, schedule: Schedule, devices: int | None, microbatches: int | None, settings: dict[str, object]
+) -> None:
+    for what, wanted, found in (
+        ("devices", devices, schedule.num_devices),
+        ("microbatches", microbatches, schedule.num_microbatches),
+        ("chunks", settings.pop("chunks", None), schedule.placement.num_chunks),
+    ):
+        if wanted not in (None, found):
+            raise UnsupportedError(f"{name} has {found} {what}, not {wanted}; leave --{what} out to take the file's")
+    if settings:
+        raise UnsupportedError(f"{name} is a file and takes no options; leave -o {next(iter(settings))} out")
