@@ -158,12 +158,8 @@ def read_schedule(
     except ScheduleFormatError as error:
         raise ScheduleFormatError(f"{path}: {error}") from error
     count = table.num_microbatches() if microbatches is None else microbatches
-    header = table.header
-    check_size(placement.num_devices, count * header.pieces, placement.num_chunks, yes, fitted=False)
-    schedule = Schedule(
-        path.stem, placement, count, table.orders, header.pieces, header.updates, header.vocabulary_barriers
-    )
-    return table, schedule
+    check_size(placement.num_devices, count * table.header.pieces, placement.num_chunks, yes, fitted=False)
+    return table, Schedule.of_table(table, path.stem, count)
 
 
 def _likely_chunks(name: str, settings: Mapping[str, object]) -> int:

@@ -20,7 +20,7 @@ from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.core.validator import validate
-from megatron_pipemem.schedule.families.plain import serial_schedule
+from megatron_pipemem.schedule.families.serial_orders import serial_schedule
 from megatron_pipemem.schedule.features.offload import (
     OffloadPlan,
     fastest_within,

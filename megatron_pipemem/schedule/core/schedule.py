@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron_pipemem.schedule.core.action import FORWARD, RECOMPUTE, VOCABULARY, Action, Kind
 from megatron_pipemem.schedule.core.brief import brief
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.text.csv_format import read_table, write_table
+from megatron_pipemem.schedule.text.csv_format import Table, read_table, write_table
 from megatron_pipemem.schedule.text.csv_header import Header, write_header
 
 Order = tuple[Action, ...]
@@ -159,16 +159,24 @@ class Schedule:
         table = read_table(text, dialect)
         if dialect == "pipemem":
             table.require_orders_only()
+        return cls.of_table(table, name, table.num_microbatches())
+
+    @classmethod
+    def of_table(cls, table: Table, name: str, num_microbatches: int) -> Schedule:
+        """The schedule in a table that has been read.
+
+        Args:
+            table: as ``read_table`` returns it.
+            name: name of the schedule.
+            num_microbatches: microbatches of the step.
+
+        Raises:
+            ScheduleFormatError: a stage stands on two devices or on none.
+        """
         header = table.header
-        return cls(
-            name,
-            table.placement(),
-            table.num_microbatches(),
-            table.orders,
-            header.pieces,
-            None if header.updates is None else WeightUpdates(*header.updates),
-            header.vocabulary_barriers,
-        )
+        updates = None if header.updates is None else WeightUpdates(*header.updates)
+        barriers = header.vocabulary_barriers
+        return cls(name, table.placement(), num_microbatches, table.orders, header.pieces, updates, barriers)
 
 
 def recomputed_stages(orders: Iterable[Order]) -> dict[int, Kind]:
