@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from megatron_pipemem.config import layout
-from megatron_pipemem.config.asynchronous_refusals import check_run
 from megatron_pipemem.config.cluster import GIB
+from megatron_pipemem.config.refusals import flag_values, refuse_asynchronous, refuse_transformer_engine
 from megatron_pipemem.config.runs import Run, resolve_script
-from megatron_pipemem.config.transformer_engine_refusals import refused_flags
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.command import min_nodes, script_flags
@@ -109,7 +108,7 @@ def _schedules(run: Run) -> None:
     elif choice.name != STOCK:
         validate(schedule)
         if family(choice.name).asynchronous:
-            check_run(run, choice.name)
+            refuse_asynchronous(run, choice.name)
         placements = placements_of(choice.name, options, cut.pp, asked)
     if choice.name != STOCK:
         cut_flags.check_placements(run.flags, choice.name, placements)
@@ -119,9 +118,8 @@ def _schedules(run: Run) -> None:
 
 
 def _check_transformer_engine(run: Run, splits: bool, recomputes: bool) -> None:
-    reason = refused_flags(run.flags, splits, recomputes)
-    if reason is not None and run.implementation == "transformer_engine":
-        raise UnsupportedError(reason)
+    if run.implementation == "transformer_engine":
+        refuse_transformer_engine(flag_values(run.flags), splits, recomputes)
 
 
 def _stages_hold_layers(run: Run, chunks: int) -> None:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_pipemem.config.asynchronous_refusals import check_run
+from megatron_pipemem.config.refusals import refuse_asynchronous
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner.prices import MeasuredSlowdown, all_reduce
@@ -67,7 +67,7 @@ def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, reject
         flags = clipping | {name: value for name, value in run.flags.items() if name not in dropped}
         own = replace(run, megatron=flags)
         try:
-            check_run(own, family.name)
+            refuse_asynchronous(own, family.name)
         except UnsupportedError as error:
             rejected[f"{family.name}: {error}"] += 1
             continue

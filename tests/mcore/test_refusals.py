@@ -8,16 +8,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from megatron_pipemem.config.refusals import SCHEDULES  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.asynchronous.optimizer import StageOptimizer  # noqa: E402
-from megatron_pipemem.mcore.asynchronous.refusals import check_asynchronous  # noqa: E402
 from megatron_pipemem.mcore.plugin import disable, enable  # noqa: E402
-from megatron_pipemem.mcore.step.refusals import check_chunks, check_config  # noqa: E402
+from megatron_pipemem.mcore.refusals import check_asynchronous, check_chunks, check_config  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
 
 
 def test_an_ordinary_configuration_passes():
-    check_config(SimpleNamespace(mtp_num_layers=None, cuda_graph_impl="none", defer_embedding_wgrad_compute=False))
+    check_config(
+        SimpleNamespace(mtp_num_layers=None, cuda_graph_impl="none", defer_embedding_wgrad_compute=False), SCHEDULES
+    )
     check_chunks([torch.nn.Linear(2, 2)], 1, "1f1b")
 
 
@@ -37,7 +39,7 @@ def test_an_ordinary_configuration_passes():
 )
 def test_refused_configurations_name_the_flag_to_change(attribute, value, words):
     with pytest.raises(UnsupportedError) as error:
-        check_config(SimpleNamespace(**{attribute: value}))
+        check_config(SimpleNamespace(**{attribute: value}), SCHEDULES)
     assert attribute in str(error.value) and words in str(error.value)
 
 

@@ -12,13 +12,14 @@ pytest.importorskip("megatron.core")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from megatron_pipemem.config.refusals import REPLICAS  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags  # noqa: E402
-from megatron_pipemem.mcore.model.replicas import check_config, gradients  # noqa: E402
+from megatron_pipemem.mcore.model.replicas import gradients  # noqa: E402
 from megatron_pipemem.mcore.model.weight_memory import count_weights, predict_weights  # noqa: E402
+from megatron_pipemem.mcore.refusals import check_chunks, check_config  # noqa: E402
 from megatron_pipemem.mcore.sources import FamilySource, Shape  # noqa: E402
 from megatron_pipemem.mcore.step.batch_distribution import deal  # noqa: E402
-from megatron_pipemem.mcore.step.refusals import check_chunks  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.source import VocabularySource  # noqa: E402
 from megatron_pipemem.schedule.core.action import Kind  # noqa: E402
 from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
@@ -130,9 +131,9 @@ def test_other_copies_are_refused(placement, words):
     ],
 )
 def test_what_looks_at_all_microbatches_of_a_layer_is_refused(setting, words):
-    check_config(SimpleNamespace(moe_router_load_balancing_type="aux_loss"))
+    check_config(SimpleNamespace(moe_router_load_balancing_type="aux_loss"), REPLICAS)
     with pytest.raises(UnsupportedError, match=words):
-        check_config(SimpleNamespace(**setting))
+        check_config(SimpleNamespace(**setting), REPLICAS)
 
 
 def test_a_model_with_one_copy_is_refused():

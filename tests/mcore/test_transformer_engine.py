@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.mcore import refusals  # noqa: E402
 from megatron_pipemem.mcore.model import transformer_engine  # noqa: E402
 from megatron_pipemem.mcore.model.transformer_engine import delayed_modules  # noqa: E402
-from megatron_pipemem.mcore.step import refusals  # noqa: E402
 
 
 def waiting(requires_grad: bool = True) -> torch.nn.Linear:

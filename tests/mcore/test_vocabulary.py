@@ -9,15 +9,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
+from megatron_pipemem.config.refusals import VOCABULARY  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.flags import take_flags  # noqa: E402
 from megatron_pipemem.mcore.plugin import source_for  # noqa: E402
+from megatron_pipemem.mcore.refusals import check_config  # noqa: E402
 from megatron_pipemem.mcore.search_source import source_of  # noqa: E402
 from megatron_pipemem.mcore.sources import Shape  # noqa: E402
 from megatron_pipemem.mcore.vocabulary import source as vocabulary_source  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.batches import calls_of  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.choice import choose_barriers, head_in_layers  # noqa: E402
-from megatron_pipemem.mcore.vocabulary.refusals import check_configuration  # noqa: E402
 from megatron_pipemem.schedule.core.costs import Costs  # noqa: E402
 from megatron_pipemem.schedule.core.simulator import simulate  # noqa: E402
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary  # noqa: E402
@@ -129,7 +130,7 @@ def test_the_cap_holds_for_the_schedule_with_passes():
 )
 def test_configurations_are_refused_with_the_way_out(attribute):
     with pytest.raises(UnsupportedError, match=f"{attribute}.*--pipemem-vocab-parallel off"):
-        check_configuration(SimpleNamespace(**{attribute: True}))
+        check_config(SimpleNamespace(**{attribute: True}), VOCABULARY)
 
 
 def model(vocab_size: int, hidden_size: int = 4096, gated: bool = True) -> SimpleNamespace:

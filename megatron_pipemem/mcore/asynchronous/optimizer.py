@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_pipemem.config.asynchronous_refusals import refused
+from megatron_pipemem.config.refusals import asynchronous
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.refusals import check_config
 
 
 class StageOptimizer:
@@ -21,9 +22,7 @@ class StageOptimizer:
 
         def get_megatron_optimizer(config, model_chunks, *args, **kwargs):
             optimizer = original(config, model_chunks, *args, **kwargs)
-            reason = refused(lambda attribute: getattr(config, attribute, None), per_batch=False)
-            if reason is not None:
-                raise UnsupportedError(reason)
+            check_config(config, *asynchronous(per_batch=False))
             self.release()
             self._caught = optimizer
             # The loop steps once per batch. By then the stage has done so for every microbatch.

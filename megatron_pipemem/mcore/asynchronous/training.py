@@ -13,11 +13,11 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import agree, gather, tell
 from megatron_pipemem.mcore.asynchronous.checkpoint import SavedVersions, wrap_load, wrap_save
 from megatron_pipemem.mcore.asynchronous.optimizer import StageOptimizer
-from megatron_pipemem.mcore.asynchronous.refusals import check_asynchronous
 from megatron_pipemem.mcore.asynchronous.source import AsynchronousSource, WindowPlan
 from megatron_pipemem.mcore.loop_arguments import steps_left
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.patching import Replacements
+from megatron_pipemem.mcore.refusals import check_asynchronous
 from megatron_pipemem.mcore.sources import Shape, announce
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.step.programs import Compiled, digest_of

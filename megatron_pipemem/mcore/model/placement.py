@@ -26,7 +26,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.cut_flags import as_built
 from megatron_pipemem.mcore.model import replicas
 from megatron_pipemem.mcore.patching import Feature, Replacements
-from megatron_pipemem.mcore.step.refusals import check_sharing
+from megatron_pipemem.mcore.refusals import check_sharing
 from megatron_pipemem.mcore.symbols import BUILD_STAGES, GET_MODEL, IS_FIRST, IS_LAST, RANK, TIED_GRADIENTS
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.model_cut import check_cut

@@ -15,34 +15,12 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.utils import get_model_config
 
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.config.refusals import REPLICAS
+from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.schedule.core.placement import Placement
 
 _TIED_ENDS = 2
 """Megatron saves a tied embedding from its first stage and numbers the copy on its last one behind it."""
-
-_REFUSED = (
-    ("moe_router_enable_expert_bias", bool, "--moe-router-enable-expert-bias"),
-    ("moe_router_load_balancing_type", lambda kind: "global_aux_loss" in kind, "global_aux_loss"),
-    ("moe_router_load_balancing_type", lambda kind: "quantile_balancing" in kind, "quantile_balancing"),
-)
-
-
-def check_config(config) -> None:
-    """Raises:
-    UnsupportedError: the configuration asks for something that looks at all microbatches of a layer, on one rank.
-    """
-    for attribute, refused, flag in _REFUSED:
-        if refused(getattr(config, attribute, None) or ""):
-            raise UnsupportedError(
-                f"{flag} counts the tokens that every expert of a layer gets in a step, and here two copies of the layer get "
-                "half of them each; drop it, or take a schedule with one copy of the model"
-            )
-    if getattr(config, "init_model_with_meta_device", False):
-        raise UnsupportedError(
-            "the second copy of the model gets its values when it is built, and a model on the meta device has none; drop "
-            "--init-model-with-meta-device"
-        )
 
 
 @torch.no_grad()
@@ -57,7 +35,7 @@ def make_copies(chunks: Sequence[torch.nn.Module], placement: Placement, group: 
         group: of the pipeline.
     """
     original, replica = chunks
-    check_config(get_model_config(original))
+    check_config(get_model_config(original), REPLICAS)
     device = group.rank()
     other = placement.num_devices - 1 - device
     if device == other:

@@ -23,7 +23,7 @@ import torch
 from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron_pipemem.mcore.patching import Replacements
-from megatron_pipemem.mcore.step.refusals import check_model
+from megatron_pipemem.mcore.refusals import check_model
 from megatron_pipemem.mcore.symbols import DDP, LANGUAGE_MODULE
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, WeightGradientQueue
 

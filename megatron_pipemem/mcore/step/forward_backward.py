@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
+from megatron_pipemem.config.refusals import SCHEDULES
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import agree
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
@@ -19,11 +20,11 @@ from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext, no_grad
 from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.model.whole_model import check_whole_model
 from megatron_pipemem.mcore.patching import Feature, Replacements
+from megatron_pipemem.mcore.refusals import check_chunks, check_config
 from megatron_pipemem.mcore.sources import Shape
 from megatron_pipemem.mcore.step.extension import Extension, Pipeline, Step
 from megatron_pipemem.mcore.step.observation import device_of, observe
 from megatron_pipemem.mcore.step.programs import ProgramCache
-from megatron_pipemem.mcore.step.refusals import check_chunks, check_config
 from megatron_pipemem.mcore.step.single_queue import has_single_queue
 from megatron_pipemem.mcore.symbols import WITH_INTERLEAVING, WITHOUT_INTERLEAVING
 from megatron_pipemem.runtime.executor import Executor
@@ -143,7 +144,7 @@ class ForwardBackward(Feature):
         Raises:
             UnsupportedError: the model or its configuration asks for what our schedules do not run.
         """
-        check_config(config)
+        check_config(config, SCHEDULES)
         placement = self._chunk_placement.placement(group.size(), len(chunks))
         check_chunks(chunks, placement.num_chunks, self._programs.name, placement.replicas)
         known_chunks = len(chunks) // placement.replicas

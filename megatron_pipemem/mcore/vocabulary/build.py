@@ -13,11 +13,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_pipemem.config.refusals import VOCABULARY
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.mcore.vocabulary.layers import NAME, ArrivingEmbedding, DepartingHead, VocabularyShards
-from megatron_pipemem.mcore.vocabulary.refusals import check_model
 from megatron_pipemem.runtime.vocabulary.head import HeadOptions
 from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition
 from megatron_pipemem.schedule.core.placement import Placement
@@ -60,7 +62,7 @@ def cut_vocabulary(
         )
     models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
     first, last = (_end(models, placement, device, stage) for stage in (0, placement.num_stages - 1))
-    check_model(models[0], first, last)
+    _check_ends(models[0], first, last)
     first_device, last_device = placement.devices[0], placement.devices[-1]
     whole = _agree(first, shards_group, first_device * t)
     partition = VocabularyPartition(whole.vocab_size, shards_group.size())
@@ -142,6 +144,36 @@ def _end(models: list[torch.nn.Module], placement: Placement, device: int, stage
     """The model of the pipeline's first or last stage, if this device holds it."""
     stages = placement.stages[device]
     return models[stages.index(stage)] if stage in stages else None
+
+
+def _check_ends(model: torch.nn.Module, first: torch.nn.Module | None, last: torch.nn.Module | None) -> None:
+    """Raises:
+    UnsupportedError: the model's ends are others than Megatron's language models have.
+
+    Args:
+        model: any chunk of this rank.
+        first: the first stage's model, if it is here.
+        last: the last stage's model, if it is here.
+    """
+    check_config(model.config, VOCABULARY)
+    if first is not None and type(getattr(first, "embedding", None)) is not LanguageModelEmbedding:
+        raise UnsupportedError(
+            f"{type(first).__name__} has no LanguageModelEmbedding whose rows could be cut over the pipeline; pass "
+            "--pipemem-vocab-parallel off"
+        )
+    if last is None:
+        return
+    head = getattr(last, "output_layer", None)
+    if type(head) is not tensor_parallel.ColumnParallelLinear:
+        raise UnsupportedError(
+            f"the output layer of {type(last).__name__} is a {type(head).__name__}; only Megatron's ColumnParallelLinear can "
+            "be cut over the pipeline: use it (no fp8 output projection), or pass --pipemem-vocab-parallel off"
+        )
+    if head.bias is not None:
+        raise UnsupportedError(
+            "an output layer with a bias cannot be cut over the pipeline; drop the bias, or pass "
+            "--pipemem-vocab-parallel off"
+        )
 
 
 def _agree(first: torch.nn.Module | None, group: dist.ProcessGroup, source: int) -> _Whole:

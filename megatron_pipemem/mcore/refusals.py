@@ -6,76 +6,26 @@ from collections.abc import Callable
 
 import torch
 from megatron.core.tensor_parallel import layers
-from megatron.core.utils import get_te_version, is_te_min_version
+from megatron.core.utils import get_attr_wrapped_model, get_te_version, is_te_min_version
 
-from megatron_pipemem.config import transformer_engine_refusals
+from megatron_pipemem.config.refusals import TIED, Refusals, asynchronous, refuse, refuse_transformer_engine
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.cut_flags import FIRST_OR_LAST, is_folded
 from megatron_pipemem.schedule.core.placement import Placement
 
-# Attribute of the configuration, when its value is refused, and the sentence for the user.
-_REFUSED: tuple[tuple[str, Callable[[object], bool], str], ...] = (
-    (
-        "mtp_num_layers",
-        bool,
-        "multi-token prediction puts a second head on the last stage, which no schedule here knows; drop --mtp-num-layers",
-    ),
-    (
-        "cuda_graph_impl",
-        lambda impl: impl not in (None, "none"),
-        "CUDA graphs freeze the order of one step; pass --cuda-graph-impl none",
-    ),
-    (
-        "overlap_moe_expert_parallel_comm",
-        bool,
-        "combined 1F1B is a schedule of its own; drop --overlap-moe-expert-parallel-comm",
-    ),
-    (
-        "defer_embedding_wgrad_compute",
-        bool,
-        "the schedule already decides when the head's weight gradient runs; drop --defer-embedding-wgrad-compute",
-    ),
-    (
-        "fine_grained_activation_offloading",
-        bool,
-        "fine-grained offload assumes the stock order of forwards and backwards; pass --pipemem-offload in place of "
-        "--fine-grained-activation-offloading",
-    ),
-    (
-        "cpu_offloading",
-        bool,
-        "offload of the last layers by Transformer Engine knows no pipeline; pass --pipemem-offload in its place",
-    ),
-    (
-        "moe_paged_stash",
-        bool,
-        "the paged stash re-runs whole steps of the stock schedule; drop --moe-paged-stash",
-    ),
-    (
-        "num_microbatches_with_partial_activation_checkpoints",
-        lambda number: number is not None,
-        "partial checkpointing is defined by the stock warm-up; recompute fully or selectively on every microbatch instead",
-    ),
-    (
-        "hybrid_context_parallel",
-        bool,
-        "hybrid context parallelism brings its own schedule; drop --hybrid-context-parallel",
-    ),
-    (
-        "tp_comm_overlap",
-        bool,
-        "Transformer Engine cannot delay weight gradients with user buffers; drop --tp-comm-overlap",
-    ),
-)
+_OLDEST = "2.8"
+"""Version of Transformer Engine whose modules say which weight gradients they keep for later."""
 
 
-def check_config(config) -> None:
+def _of(config) -> Callable[[str], object]:
+    return lambda attribute: getattr(config, attribute, None)
+
+
+def check_config(config, *wanted: Refusals) -> None:
     """Raises:
-    UnsupportedError: the configuration asks for something that cannot run under our schedules.
+    UnsupportedError: the configuration does not go with one of the wanted features.
     """
-    for attribute, refused, sentence in _REFUSED:
-        if refused(getattr(config, attribute, None)):
-            raise UnsupportedError(f"{attribute} = {getattr(config, attribute)!r} is not supported: {sentence}")
+    refuse(_of(config), *wanted)
 
 
 def check_sharing(config, schedule: str, placement: Placement) -> None:
@@ -108,15 +58,12 @@ def check_model(config, splits: bool, recomputes: bool) -> None:
     # Configurations say so by default, also of local layers where it is not even installed (and its version is 0).
     if getattr(config, "transformer_impl", None) != "transformer_engine" or not get_te_version().release[0]:
         return
-    oldest = transformer_engine_refusals.OLDEST
-    if splits and not is_te_min_version(oldest):
+    if splits and not is_te_min_version(_OLDEST):
         raise UnsupportedError(
-            f"Transformer Engine {get_te_version()} does not say which weight gradients it keeps for later; install {oldest} "
+            f"Transformer Engine {get_te_version()} does not say which weight gradients it keeps for later; install {_OLDEST} "
             "or newer, or pass --transformer-impl local, or take a schedule that does not split the backward, like 1f1b"
         )
-    reason = transformer_engine_refusals.refused(lambda name: getattr(config, name, None), splits, recomputes)
-    if reason is not None:
-        raise UnsupportedError(reason)
+    refuse_transformer_engine(_of(config), splits, recomputes)
 
 
 def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str, replicas: int = 1) -> None:
@@ -149,3 +96,25 @@ def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str, 
             else f"schedule {schedule} needs 1 model chunk per pipeline rank, the model has {len(chunks)}; drop the flags "
             "that ask for virtual pipeline stages"
         )
+
+
+def check_asynchronous(config, chunks: list[torch.nn.Module], loop_updates: bool) -> None:
+    """Refuse what needs one set of weights, or one update per step.
+
+    Args:
+        config: Megatron's configuration of the model.
+        chunks: of this rank.
+        loop_updates: whether the optimizer steps once per call, and not once per microbatch.
+
+    Raises:
+        UnsupportedError: the configuration asks for it.
+    """
+    holders = [config, *(getattr(chunk, "ddp_config", None) for chunk in chunks)]
+    refuse(
+        lambda attribute: next(filter(None, (getattr(holder, attribute, None) for holder in holders)), None),
+        *asynchronous(loop_updates),
+    )
+    for chunk in [] if loop_updates else chunks:
+        model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        if getattr(model, "share_embeddings_and_output_weights", False):
+            raise UnsupportedError(TIED)

@@ -1,0 +1,263 @@
+"""Which options of Megatron do not go with which features of this package, and why.
+
+A run asks Megatron's configurations, the launcher the flags that will set them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from megatron_pipemem.config.runs import Run
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.features.windows import check_batch, updates_per_batch
+
+
+class Refusal(NamedTuple):
+    """One option and the values of it that cannot be.
+
+    Args:
+        attribute: of Megatron's configuration.
+        sentence: why not, and what to do.
+        refused: whether a value cannot be; by default every true one.
+    """
+
+    attribute: str
+    sentence: str
+    refused: Callable[[object], bool] = bool
+
+
+class Refusals(NamedTuple):
+    """All that one feature refuses.
+
+    Args:
+        feature: completes "... is not supported".
+        table: of the options.
+    """
+
+    feature: str
+    table: tuple[Refusal, ...]
+
+
+SCHEDULES = Refusals(
+    "",
+    (
+        Refusal(
+            "mtp_num_layers",
+            "multi-token prediction puts a second head on the last stage, which no schedule here knows; drop "
+            "--mtp-num-layers",
+        ),
+        Refusal(
+            "cuda_graph_impl",
+            "CUDA graphs freeze the order of one step; pass --cuda-graph-impl none",
+            lambda impl: impl not in (None, "none"),
+        ),
+        Refusal(
+            "overlap_moe_expert_parallel_comm",
+            "combined 1F1B is a schedule of its own; drop --overlap-moe-expert-parallel-comm",
+        ),
+        Refusal(
+            "defer_embedding_wgrad_compute",
+            "the schedule already decides when the head's weight gradient runs; drop --defer-embedding-wgrad-compute",
+        ),
+        Refusal(
+            "fine_grained_activation_offloading",
+            "fine-grained offload assumes the stock order of forwards and backwards; pass --pipemem-offload in place of "
+            "--fine-grained-activation-offloading",
+        ),
+        Refusal(
+            "cpu_offloading",
+            "offload of the last layers by Transformer Engine knows no pipeline; pass --pipemem-offload in its place",
+        ),
+        Refusal("moe_paged_stash", "the paged stash re-runs whole steps of the stock schedule; drop --moe-paged-stash"),
+        Refusal(
+            "num_microbatches_with_partial_activation_checkpoints",
+            "partial checkpointing is defined by the stock warm-up; recompute fully or selectively on every microbatch "
+            "instead",
+            lambda number: number is not None,
+        ),
+        Refusal(
+            "hybrid_context_parallel",
+            "hybrid context parallelism brings its own schedule; drop --hybrid-context-parallel",
+        ),
+        Refusal(
+            "tp_comm_overlap",
+            "Transformer Engine cannot delay weight gradients with user buffers; drop --tp-comm-overlap",
+        ),
+    ),
+)
+_UNCUT = ", or pass --pipemem-vocab-parallel off"
+VOCABULARY = Refusals(
+    " with vocabulary parallelism",
+    (
+        Refusal(
+            "variable_seq_lengths",
+            f"tokens and labels of a whole step are sent in one message; drop --variable-seq-lengths{_UNCUT}",
+        ),
+        Refusal(
+            "fp32_residual_connection",
+            f"the head is cut for inputs in the parameters' number format; drop --fp32-residual-connection{_UNCUT}",
+        ),
+        Refusal(
+            "enable_autocast",
+            "the cut head computes in the parameters' number format; build the model in the format it is to compute "
+            f"in{_UNCUT}",
+        ),
+        Refusal(
+            "init_model_with_meta_device",
+            f"the shards take their first values from the whole matrices; drop --init-model-with-meta-device{_UNCUT}",
+        ),
+    ),
+)
+_COUNTS = (
+    " counts the tokens that every expert of a layer gets in a step, and here two replicas of the layer get half of them "
+    "each; drop it, or take a schedule with one replica of the model"
+)
+REPLICAS = Refusals(
+    " with two replicas of the model",
+    (
+        Refusal("moe_router_enable_expert_bias", f"--moe-router-enable-expert-bias{_COUNTS}"),
+        *(
+            Refusal(
+                "moe_router_load_balancing_type", f"{kind}{_COUNTS}", lambda asked, kind=kind: kind in (asked or "")
+            )
+            for kind in ("global_aux_loss", "quantile_balancing")
+        ),
+        Refusal(
+            "init_model_with_meta_device",
+            "the second replica gets its values when it is built, and a model on the meta device has none; drop "
+            "--init-model-with-meta-device",
+        ),
+    ),
+)
+ASYNCHRONOUS = Refusals(
+    " by asynchronous schedules",
+    (
+        Refusal(
+            "use_distributed_optimizer",
+            "its parameters are views of one buffer that it gathers into, so they cannot be pointed at another version of "
+            "the weights; drop --use-distributed-optimizer",
+        ),
+        *(
+            Refusal(name, f"quantised weights are cached once per step and know no versions; drop --{name}-format")
+            for name in ("fp8", "fp4")
+        ),
+        Refusal(
+            "moe_router_enable_expert_bias",
+            "the bias is no weight and has no versions; drop --moe-router-enable-expert-bias",
+        ),
+    ),
+)
+PER_MICROBATCH = Refusals(
+    " by a schedule that updates after every microbatch",
+    (
+        Refusal(
+            "overlap_grad_reduce",
+            "every microbatch waits for its own reduction before it updates, so there is nothing to overlap; drop "
+            "--overlap-grad-reduce",
+        ),
+        Refusal(
+            "calculate_per_token_loss",
+            "gradients would be scaled by the tokens of a whole batch, which only the last stage has seen, and after it; "
+            "drop --calculate-per-token-loss",
+        ),
+        Refusal(
+            "clip_grad",
+            "the gradient's norm is a sum over all stages, which update at different times; pass --clip-grad 0",
+        ),
+        Refusal(
+            "fp16",
+            "loss scaling skips updates of all stages together, which update at different times; use bf16 or fp32",
+        ),
+        Refusal("log_num_zeros_in_grad", "gradients are gone when the step ends; drop --log-num-zeros-in-grad"),
+    ),
+)
+SPLIT_BACKWARD = Refusals(
+    " by a schedule that splits the backward",
+    (
+        Refusal(
+            "use_transformer_engine_op_fuser",
+            "its fused operations keep weight gradients for themselves, and no W would run; drop "
+            "--use-transformer-engine-op-fuser",
+        ),
+        Refusal(
+            "overlap_dispatch_backward_with_experts_wgrad",
+            "the experts' weight gradients would run within I, and not in W; drop "
+            "--overlap-dispatch-backward-with-experts-wgrad",
+        ),
+    ),
+)
+TIED = (
+    "a schedule that updates after every microbatch cannot tie the embedding to the head: their stages update at different "
+    "times; pass --untie-embeddings-and-output-weights"
+)
+_DELAYED_SCALING = (
+    "fp8 with delayed scaling does not go with recomputation in the schedule: a second forward would count its values "
+    "twice; pass --fp8-recipe tensorwise, or --pipemem-recompute none"
+)
+
+# Flags that are not called like their attribute, and what Megatron's flags are when they are not given.
+_FLAGS = {"fp8": "fp8-format", "fp4": "fp4-format"}
+_DEFAULTS = {"clip_grad": 1.0, "fp8_recipe": "delayed"}
+
+
+def refuse(value_of: Callable[[str], object], *wanted: Refusals) -> None:
+    """Refuse a configuration that does not go with features.
+
+    Args:
+        value_of: of an attribute of Megatron's configuration, ``None`` for one that it does not have.
+        wanted: what the features refuse.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
+    for feature, table in wanted:
+        for attribute, sentence, refused in table:
+            value = value_of(attribute)
+            if refused(value):
+                raise UnsupportedError(f"{attribute} = {value!r} is not supported{feature}: {sentence}")
+
+
+def refuse_transformer_engine(value_of: Callable[[str], object], splits: bool, recomputes: bool) -> None:
+    """Refuse what does not go with Transformer Engine's layers.
+
+    Args:
+        value_of: of an attribute of Megatron's configuration.
+        splits: whether some backward is split into I and W.
+        recomputes: whether the schedule may run something again, all or part of a forward.
+
+    Raises:
+        UnsupportedError: the configuration cannot run.
+    """
+    if recomputes and value_of("fp8") and value_of("fp8_recipe") == "delayed":
+        raise UnsupportedError(_DELAYED_SCALING)
+    if splits:
+        refuse(value_of, SPLIT_BACKWARD)
+
+
+def refuse_asynchronous(run: Run, name: str) -> None:
+    """Refuse a run that would be refused when it starts under the asynchronous family of that name.
+
+    Raises:
+        UnsupportedError: it would.
+    """
+    cut, per_batch = run.parallelism, updates_per_batch(name)
+    check_batch(name, cut.pp, cut.microbatches)
+    refuse(flag_values(run.flags | {run.precision: True}), *asynchronous(per_batch))
+    if run.model.tied and not per_batch:
+        raise UnsupportedError(TIED)
+
+
+def asynchronous(per_batch: bool) -> tuple[Refusals, ...]:
+    """Return what an asynchronous schedule refuses that updates once per batch, or else after every microbatch."""
+    return (ASYNCHRONOUS,) if per_batch else (ASYNCHRONOUS, PER_MICROBATCH)
+
+
+def flag_values(flags: Mapping[str, object]) -> Callable[[str], object]:
+    """Return what attributes will be under a training script's flags (without dashes in front), defaults included."""
+
+    def value_of(attribute: str) -> object:
+        given = flags.get(_FLAGS.get(attribute, attribute.replace("_", "-")))
+        return _DEFAULTS.get(attribute) if given is None or given is False else given
+
+    return value_of
