@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -20,8 +19,11 @@ from megatron_pipemem.schedule.registry import Family, build_schedule, families,
 
 # Arguments of every schedule; those that list them fit their order to them.
 _FLAGS = {"costs": "--costs", "memory_cap": "--memory-cap"}
-_SIZES = ((4, 8), (4, 4), (2, 4), (8, 16))
-"""Of the picture: the first that the schedule takes."""
+_COLUMNS = (
+    *("name", "placement", "summary", "peak", "bubble", "source", "splits_backward", "min_devices", "chunks", "needs"),
+    *("asynchronous", "simulated_only", "offloads", "replicas"),
+)
+"""Of the JSON table."""
 
 
 def schedules(
@@ -66,19 +68,12 @@ def _explain(chosen: Family, devices: int | None, microbatches: int | None, as_j
     if as_json:
         print_json(_row(chosen))
         return
-    sizes = (
-        _SIZES if devices is None and microbatches is None else ((devices or 4, microbatches or 2 * (devices or 4)),)
-    )
-    timeline = None
-    for p, m in sizes:
-        try:
-            schedule = build_schedule(chosen.name, num_devices=p, num_microbatches=m, **_usual(chosen))
-        except UnsupportedError:
-            if (p, m) == sizes[-1]:
-                raise
-            continue
-        timeline = simulate(schedule, with_channel(Costs(), None))
-        break
+    if devices is None and microbatches is None:
+        p, m = chosen.example.num_devices, chosen.example.num_microbatches
+    else:
+        p, m = devices or 4, microbatches or 2 * (devices or 4)
+    schedule = build_schedule(chosen.name, num_devices=p, num_microbatches=m, **_usual(chosen))
+    timeline = simulate(schedule, with_channel(Costs(), None))
     out = console()
     out.print(f"{chosen.name}: {chosen.summary}", style="bold", soft_wrap=True, markup=False)
     print_facts(out, _facts(chosen))
@@ -126,8 +121,4 @@ def _options(chosen: Family) -> Iterator[tuple[str, str]]:
 
 
 def _row(chosen: Family) -> dict[str, object]:
-    left_out = ("build", "fewest_microbatches", "options")
-    return {
-        **{key: value for key, value in asdict(chosen).items() if key not in left_out},
-        "options": dict(chosen.options),
-    }
+    return {key: getattr(chosen, key) for key in _COLUMNS} | {"options": dict(chosen.options)}

@@ -1,87 +1,51 @@
 """The schedule table: name -> how to build it and what it promises. Open to users and to installed packages.
 
-A package adds a family by an entry point of the group ``megatron_pipemem.schedules``, named like the family, that
-leads to a ``Family``; it is imported when somebody asks for that name or for the whole table.
+The families of this package are discovered: every module of ``schedule.families`` adds the ``Family`` objects among its
+names. Others come by ``register_schedule``, by ``register_module``, or by an entry point of the group
+``megatron_pipemem.schedules``, named like the family, that leads to a ``Family``; it is imported when somebody asks for
+that name or for the whole table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
+from zlib import crc32
 
 from megatron_pipemem.errors import PipememError, UnknownScheduleError, UnsupportedError
-from megatron_pipemem.schedule.core.brief import brief
+from megatron_pipemem.schedule import families as built_in
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import peaks
+from megatron_pipemem.schedule.family import Family
 
 ENTRY_POINT_GROUP = "megatron_pipemem.schedules"
-
-
-@dataclass(frozen=True)
-class Family:
-    """A row of the schedule table.
-
-    Args:
-        name: what the user types.
-        build: ``build(num_devices, num_microbatches, **options) -> Schedule``; called with counts of at least 1 and
-            with the options below only.
-        placement: name of the placement.
-        summary: one sentence for the user who chooses.
-        peak: highest activation memory of any device, in activation units, for many microbatches.
-        bubble: idle time of a step, for many microbatches.
-        source: arXiv number and section.
-        splits_backward: whether backwards run as I and W.
-        min_devices: fewest devices it works with.
-        options: name -> one-line description. A family that lists ``memory_cap`` or ``costs`` is given those of
-            ``build_schedule``, and fits its order to them.
-        chunks: stages per device; ``None`` when an option decides.
-        needs: what it asks of the number of devices and microbatches, in a few words; it refuses others.
-        asynchronous: whether weights change in the middle of a step, so that training differs from synchronous training.
-        simulated_only: why it can be built, simulated and drawn, but not run; empty when it runs.
-        offloads: whether activations spend time in host memory.
-        replicas: copies of the model that the devices hold.
-        fewest_microbatches: of a step, by the number of devices, where that is more than one.
-    """
-
-    name: str
-    build: Callable[..., Schedule]
-    placement: str
-    summary: str
-    peak: str
-    bubble: str
-    source: str
-    splits_backward: bool = False
-    min_devices: int = 1
-    options: Mapping[str, str] = field(default_factory=dict)
-    chunks: int | None = 1
-    needs: str = ""
-    asynchronous: bool = False
-    simulated_only: str = ""
-    offloads: bool = False
-    replicas: int = 1
-    fewest_microbatches: Callable[[int], int] = lambda num_devices: 1
-
-    def __repr__(self) -> str:
-        return f"<Family {brief(self.name)}: {brief(self.placement)}, peak {brief(self.peak)}, bubble {brief(self.bubble)}>"
 
 
 _FAMILIES: dict[str, Family] = {}
 
 
 def register_schedule(family: Family, *, replace: bool = False) -> Family:
-    """Add a family to the table.
+    """Add a family to the table, if it builds what it declares.
 
     Raises:
-        UnsupportedError: a family of that name is there already and ``replace`` is not set.
+        UnsupportedError: another family of that name is there already and ``replace`` is not set, or the family builds nothing,
+            or something else than it declares.
     """
-    if family.name in _FAMILIES and not replace:
+    there = _table().get(family.name)
+    if there is not None and there is not family and not replace:
         raise UnsupportedError(
             f"schedule {family.name!r} is registered already; pick another name or pass replace=True"
         )
+    family.check()
     _FAMILIES[family.name] = family
     return family
 
@@ -93,12 +57,13 @@ def family(name: str) -> Family:
         UnknownScheduleError: no such family; the message suggests the nearest name.
         UnsupportedError: an installed package offers it but is broken.
     """
-    if name in _FAMILIES:
-        return _FAMILIES[name]
+    table = _table()
+    if name in table:
+        return table[name]
     offered = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
     if name in offered:
         return register_schedule(_load(offered[name]))
-    known = sorted({*_FAMILIES, *offered})
+    known = sorted({*table, *offered})
     near = get_close_matches(name.lower().replace("_", "-"), known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise UnknownScheduleError(f"unknown schedule {name!r}; {hint}known: {', '.join(known)}")
@@ -111,9 +76,47 @@ def families() -> tuple[Family, ...]:
         UnsupportedError: an installed package offers a family but is broken.
     """
     for entry in entry_points(group=ENTRY_POINT_GROUP):
-        if entry.name not in _FAMILIES:
+        if entry.name not in _table():
             register_schedule(_load(entry))
-    return tuple(_FAMILIES.values())
+    return tuple(_table().values())
+
+
+def register_module(target: str) -> tuple[Family, ...]:
+    """Add the families of a module, which it registers itself or has among its names.
+
+    Args:
+        target: path of a Python file (``mine.py``), or full name of a module (``package.module``).
+
+    Returns:
+        The families that the module has added, now or when it was named before.
+
+    Raises:
+        UnsupportedError: there is no such module, it cannot be imported, it has no family, or one that ``register_schedule``
+            refuses.
+    """
+    before = set(_table())
+    try:
+        module = _module_of_file(target) if target.endswith(".py") else import_module(target)
+    except PipememError:
+        raise
+    except Exception as error:  # whatever somebody else's module raises
+        raise UnsupportedError(
+            f"schedule module {target} cannot be imported: {type(error).__name__}: {error}; give a Python file, or the name "
+            "of a module on the Python path"
+        ) from error
+    for each in families_of(module):
+        register_schedule(each)
+    added = tuple(each for name, each in _table().items() if name not in before) or families_of(module)
+    if not added:
+        raise UnsupportedError(
+            f"schedule module {target} has no schedule family; let it call register_schedule(Family(...))"
+        )
+    return added
+
+
+def families_of(module: ModuleType) -> tuple[Family, ...]:
+    """The families among the names of a module, in their order."""
+    return tuple(value for value in vars(module).values() if isinstance(value, Family))
 
 
 def build_schedule(
@@ -159,9 +162,8 @@ def chunks_per_device(name: str, **options: object) -> int:
         UnsupportedError: the family has no such options.
     """
     chosen = family(name)
-    if chosen.chunks is not None and "chunks" not in chosen.options:
-        return chosen.chunks
-    return _build(chosen, chosen.min_devices, 1, options).placement.num_chunks
+    fewest = chosen.fewest_microbatches(chosen.min_devices)
+    return _build(chosen, chosen.min_devices, fewest, options).placement.num_chunks
 
 
 def check_options(name: str, options: Mapping[str, object]) -> None:
@@ -186,7 +188,7 @@ def _fitted_to(chosen: Family, caps: Sequence[float] | None, costs: Costs | None
 def synchronous_families() -> Iterator[Family]:
     """Those that train as 1F1B does in one pipeline on the devices alone."""
     for each in families():
-        if not (each.simulated_only or each.asynchronous or each.offloads or each.replicas > 1):
+        if not (each.offloads or each.simulated_only or each.asynchronous or each.replicas > 1):
             yield each
 
 
@@ -224,8 +226,8 @@ def _build(chosen: Family, num_devices: int, num_microbatches: int, options: Map
             "use more pipeline ranks or another schedule"
         )
     options = dict(options)
-    if chosen.chunks is not None and "chunks" not in chosen.options:
-        chunks = options.pop("chunks", chosen.chunks)
+    if "chunks" in options and "chunks" not in chosen.options:
+        chunks = options.pop("chunks")
         if chunks != chosen.chunks:
             own = "1 chunk" if chosen.chunks == 1 else f"{chosen.chunks} chunks"
             raise UnsupportedError(
@@ -252,9 +254,9 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float]) -> Non
     worst = max(over, key=lambda device: held[device])
     fitting = []
     for other in families():
-        if other.simulated_only and not chosen.simulated_only or other.asynchronous and not chosen.asynchronous:
-            continue
         if other.offloads and not chosen.offloads:  # what they hold depends on the channel to the host
+            continue
+        if other.simulated_only and not chosen.simulated_only or other.asynchronous and not chosen.asynchronous:
             continue
         if other.replicas > chosen.replicas:  # they save activations and pay with weights
             continue
@@ -291,5 +293,28 @@ def _load(entry: EntryPoint) -> Family:
     return loaded
 
 
-# The built-in families register themselves with the functions above.
-from megatron_pipemem.schedule import families as _built_in  # noqa: E402, F401
+def _table() -> dict[str, Family]:
+    """The families by name. The first call imports every module of ``schedule.families``, whose names are not known here."""
+    if not _FAMILIES:
+        known = {name: place for place, name in enumerate(built_in.ORDER)}
+        names = [found.name for found in iter_modules(built_in.__path__)]
+        for name in sorted(names, key=lambda name: (known.get(name, len(known)), name)):
+            for each in families_of(import_module(f"{built_in.__name__}.{name}")):
+                _FAMILIES.setdefault(each.name, each)
+    return _FAMILIES
+
+
+def _module_of_file(path: str) -> ModuleType:
+    """The module in a file, imported once however often it is named."""
+    where = Path(path).resolve()
+    name = f"pipemem_schedule_{where.stem}_{crc32(str(where).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = spec_from_file_location(name, where)
+    module = sys.modules[name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

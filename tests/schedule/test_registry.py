@@ -21,6 +21,7 @@ from megatron_pipemem.schedule.registry import (
     chunks_per_device,
     families,
     family,
+    register_module,
     register_schedule,
 )
 
@@ -28,6 +29,7 @@ from megatron_pipemem.schedule.registry import (
 @pytest.fixture(autouse=True)
 def own_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is gone after it."""
+    families()
     monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
 
 
@@ -229,6 +231,115 @@ def test_a_broken_package_is_named_and_hurts_nobody_else(tmp_path: Path, monkeyp
         assert str(raised.value) == broken
 
 
+REGISTERING = """
+    from megatron_pipemem import Family, register_schedule
+    from megatron_pipemem.schedule.families.gpipe import gpipe
+    FAMILY = register_schedule(
+        Family(name="mine", build=gpipe, summary="registers itself", peak="m/p", bubble="(p-1)(F+B)", source="a test")
+    )
+"""
+
+
+@pytest.mark.parametrize("ask", [families, lambda: [family("mine")]])
+def test_an_installed_package_may_register_its_family_itself(ask, tmp_path: Path, monkeypatch) -> None:
+    name = f"pipemem_registering_plugin_{ask.__name__.strip('<>')}"
+    install(tmp_path, name, REGISTERING)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert ask()[-1].summary == "registers itself"
+    assert family("mine") is sys.modules[name].FAMILY
+
+
+def test_what_is_not_declared_is_found_out() -> None:
+    chosen = Family("mine", family("dualpipe").build, "dual", "1", "0", "a test")
+    assert chosen.facts == ("bidirectional", True, 2, False, "", False, 2)
+    assert [getattr(chosen, name) for name in chosen.facts._fields] == [*chosen.facts]
+    assert Family("mine", family("seq1f1b").build, "cut", "1", "0", "a test").simulated_only
+    assert Family("mine", family("po-h").build, "away", "1", "0", "a test").offloads
+    assert Family("mine", family("pipedream").build, "late", "1", "0", "a test").asynchronous
+
+
+@pytest.mark.parametrize(
+    ("build", "declared", "found"),
+    [
+        ("zb-h1", {"splits_backward": False}, "splits_backward=True"),
+        ("1f1b", {"splits_backward": True}, "splits_backward=False"),
+        ("zbv", {"placement": "linear"}, "placement='v'"),
+        ("zbv", {"chunks": 1}, "chunks=2"),
+        ("po-h", {"offloads": False}, "offloads=True"),
+        ("gems", {"replicas": 1}, "replicas=2"),
+        ("pipedream", {"asynchronous": False}, "asynchronous=True"),
+        ("seq1f1b", {"simulated_only": ""}, "simulated_only='attention would"),
+    ],
+)
+def test_what_is_declared_must_be_true(build: str, declared: dict[str, object], found: str) -> None:
+    mine = Family("mine", family(build).build, "claims", "1", "0", "a test", **declared)
+    ((name, value),) = declared.items()
+    with pytest.raises(UnsupportedError) as raised:
+        register_schedule(mine)
+    assert str(raised.value).startswith(
+        f"schedule 'mine' declares {name}={value!r}, but what it builds for 4 devices and 8 microbatches has {found}"
+    )
+    with pytest.raises(UnknownScheduleError):
+        family("mine")
+
+
+@pytest.mark.parametrize("each", families(), ids=lambda each: each.name)
+def test_the_built_in_families_are_what_they_declare(each: Family) -> None:
+    each.check()
+
+
+@pytest.mark.parametrize(
+    ("build", "what"), [(lambda p, m: None, "it returns None"), (lambda p: p, "takes 1 positional argument")]
+)
+def test_a_family_that_builds_nothing_is_refused(build, what: str) -> None:
+    with pytest.raises(
+        UnsupportedError, match=f"'mine' cannot be built for any of p=4 m=8, .*{what}.*; mend its build"
+    ):
+        register_schedule(Family("mine", build, "nothing", "1", "0", "a test"))
+
+
+@pytest.mark.parametrize("how", ["a file", "a module"])
+def test_a_module_adds_the_families_among_its_names(how: str, tmp_path: Path, monkeypatch) -> None:
+    stem = f"pipemem_module_{how.replace(' ', '_')}"
+    path = tmp_path / f"{stem}.py"
+    path.write_text(textwrap.dedent(REGISTERING).replace("register_schedule(\n", "(\n"))
+    monkeypatch.syspath_prepend(tmp_path)
+    target = str(path) if how == "a file" else stem
+    (added,) = register_module(target)
+    assert added is family("mine") and register_module(target) == (added,)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "cannot be imported: FileNotFoundError"),
+        ("1/0", "cannot be imported: ZeroDivisionError: division by zero"),
+        ("x = 1", "has no schedule family; let it call register_schedule"),
+        (REGISTERING.replace("mine", "1f1b"), "schedule '1f1b' is registered already"),
+    ],
+)
+def test_a_module_without_a_family_is_refused_in_one_sentence(text: str | None, told: str, tmp_path: Path) -> None:
+    path = tmp_path / "odd.py"
+    if text is not None:
+        path.write_text(textwrap.dedent(text))
+    with pytest.raises(UnsupportedError, match=told):
+        register_module(str(path))
+    with pytest.raises(UnsupportedError, match="schedule module no.such.module cannot be imported: ModuleNotFound"):
+        register_module("no.such.module")
+
+
+def test_no_family_is_imported_or_built_before_somebody_asks() -> None:
+    code = """
+import sys
+import megatron_pipemem, megatron_pipemem.cli.app
+from megatron_pipemem.schedule import registry
+assert not [name for name in sys.modules if name.startswith("megatron_pipemem.schedule.families.hanayo")]
+names = [each.name for each in registry.families()]
+assert names[:2] == ["gpipe", "1f1b"] and not [each for each in registry.families() if "example" in each.__dict__]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 @pytest.mark.parametrize(
     ("module", "found"),
     [("FAMILY = 3", "3"), ("from megatron_pipemem.schedule.families.gpipe import gpipe as FAMILY", "gpipe")],
@@ -243,7 +354,7 @@ def test_an_entry_point_must_lead_to_its_family(
         family("mine")
 
 
-@pytest.mark.parametrize("module", ["registry", "families.gpipe", "families", "blocks", "bounds"])
+@pytest.mark.parametrize("module", ["registry", "families.gpipe", "families", "families.blocks", "core.bounds"])
 def test_schedules_need_neither_torch_nor_megatron(module: str) -> None:
     code = f"""
 import sys

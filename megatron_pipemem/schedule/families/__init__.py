@@ -1,22 +1,20 @@
-"""The built-in schedule families. Each module writes down one group of families and registers it."""
-# ruff: noqa: I001 - imported in the order of the table
+"""The built-in schedule families. Every module that has a ``Family`` among its names adds it to the table."""
 
-from __future__ import annotations
-
-from megatron_pipemem.schedule.families import (  # noqa: F401 - imported to register
-    gpipe,
-    one_f_one_b,
-    interleaved,
-    looped_bfs,
-    zero_bubble,
-    zero_bubble_auto,
-    gis,
-    v_shape,
-    offload,
-    one_f_one_b_v,
-    dualpipe_v,
-    hanayo,
-    bidirectional,
-    seq1f1b,
-    asynchronous,
+ORDER = (
+    "gpipe",
+    "one_f_one_b",
+    "interleaved",
+    "looped_bfs",
+    "zero_bubble",
+    "zero_bubble_auto",
+    "gis",
+    "v_shape",
+    "offload",
+    "one_f_one_b_v",
+    "dualpipe_v",
+    "hanayo",
+    "bidirectional",
+    "seq1f1b",
+    "asynchronous",
 )
+"""Of the table, from the simplest; modules that are not named come behind these."""

@@ -13,7 +13,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
-from megatron_pipemem.schedule.registry import Family, register_schedule
+from megatron_pipemem.schedule.family import Family
 
 
 def chimera(num_devices: int, num_microbatches: int, doubling: bool = False) -> Schedule:
@@ -132,53 +132,37 @@ def _check_even(name: str, p: int) -> None:
         )
 
 
-register_schedule(
-    Family(
-        name="chimera",
-        build=chimera,
-        placement="bidirectional",
-        summary="Two pipelines in opposite directions: with few microbatches (m = p) a smaller bubble than 1F1B, for twice the "
-        "weights.",
-        peak="1",
-        bubble="(p-2)(B + (m/p-1)(B-F))",
-        source="arXiv 2107.06925, section 3",
-        min_devices=2,
-        options={
-            "doubling": "true: forwards in pairs, for a peak of 2 and, with units of 2p and B <= 2F, a bubble of "
-            "(p/2-1)(F+B) (default false)"
-        },
-        chunks=2,
-        needs="even p",
-        replicas=2,
-    )
+CHIMERA = Family(
+    name="chimera",
+    build=chimera,
+    summary="Two pipelines in opposite directions: with few microbatches (m = p) a smaller bubble than 1F1B, for twice the "
+    "weights.",
+    peak="1",
+    bubble="(p-2)(B + (m/p-1)(B-F))",
+    source="arXiv 2107.06925, section 3",
+    min_devices=2,
+    options={
+        "doubling": "true: forwards in pairs, for a peak of 2 and, with units of 2p and B <= 2F, a bubble of "
+        "(p/2-1)(F+B) (default false)"
+    },
+    needs="even p",
 )
-register_schedule(
-    Family(
-        name="gems",
-        build=gems,
-        placement="bidirectional",
-        summary="One microbatch at a time in alternating directions: fewest activations, hardly any overlap.",
-        peak="1/p",
-        bubble="(p-1)(F+mB)",
-        source="GEMS, SC 2020, section III",
-        chunks=2,
-        replicas=2,
-    )
+GEMS = Family(
+    name="gems",
+    build=gems,
+    summary="One microbatch at a time in alternating directions: fewest activations, hardly any overlap.",
+    peak="1/p",
+    bubble="(p-1)(F+mB)",
+    source="GEMS, SC 2020, section III",
 )
-register_schedule(
-    Family(
-        name="dualpipe",
-        build=dualpipe,
-        placement="bidirectional",
-        summary="DeepSeek's bidirectional zero-bubble order, made for overlapping a forward with a backward.",
-        peak="(p+1)/p",
-        bubble="at most (p/2-1)(F+2B-3W)",
-        source="arXiv 2412.19437, section 3.2.1",
-        splits_backward=True,
-        min_devices=2,
-        chunks=2,
-        needs="even p, even m of at least 2p",
-        fewest_microbatches=lambda num_devices: 2 * num_devices,
-        replicas=2,
-    )
+DUALPIPE = Family(
+    name="dualpipe",
+    build=dualpipe,
+    summary="DeepSeek's bidirectional zero-bubble order, made for overlapping a forward with a backward.",
+    peak="(p+1)/p",
+    bubble="at most (p/2-1)(F+2B-3W)",
+    source="arXiv 2412.19437, section 3.2.1",
+    min_devices=2,
+    needs="even p, even m of at least 2p",
+    fewest_microbatches=lambda num_devices: 2 * num_devices,
 )

@@ -11,7 +11,7 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
-from megatron_pipemem.schedule.registry import Family, register_schedule
+from megatron_pipemem.schedule.family import Family
 
 
 def dualpipe_v(num_devices: int, num_microbatches: int) -> Schedule:
@@ -62,16 +62,11 @@ def _device_passes(device: int, p: int, n: int) -> list[Pass]:
     return passes
 
 
-register_schedule(
-    Family(
-        name="dualpipe-v",
-        build=dualpipe_v,
-        placement="v",
-        summary="1F1B's memory and one chunk more; steady pairs of forward and backward on every device.",
-        peak="1 + 1/(2p)",
-        bubble="(p-1)F/2",
-        source="arXiv 2412.19437, section 3.2.1",
-        splits_backward=True,
-        chunks=2,
-    )
+DUALPIPE_V = Family(
+    name="dualpipe-v",
+    build=dualpipe_v,
+    summary="1F1B's memory and one chunk more; steady pairs of forward and backward on every device.",
+    peak="1 + 1/(2p)",
+    bubble="(p-1)F/2",
+    source="arXiv 2412.19437, section 3.2.1",
 )

@@ -9,7 +9,7 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.passes import Pass, check_whole, in_microbatch_order
-from megatron_pipemem.schedule.registry import Family, register_schedule
+from megatron_pipemem.schedule.family import Family
 
 # F, I and W of one chunk.
 _SLOTS = 3
@@ -101,34 +101,24 @@ def _in_slots(device: int, p: int, v: int, group: int, m: int) -> list[Pass]:
 
 _OPTIONS = {"chunks": "stages per device, v (default 2)"}
 
-register_schedule(
-    Family(
-        name="gis",
-        build=gis,
-        placement="interleaved",
-        summary="Interleaved 1F1B within 1F1B's memory and with two thirds of its own bubble.",
-        peak="1",
-        bubble="(p-1)(F+I)/v",
-        source="arXiv 2503.01328",
-        splits_backward=True,
-        options={
-            **_OPTIONS,
-            "group_size": "microbatches through one chunk before the next (default p); fewer hold less and idle longer",
-        },
-        chunks=None,
-    )
+GIS = Family(
+    name="gis",
+    build=gis,
+    summary="Interleaved 1F1B within 1F1B's memory and with two thirds of its own bubble.",
+    peak="1",
+    bubble="(p-1)(F+I)/v",
+    source="arXiv 2503.01328",
+    options={
+        **_OPTIONS,
+        "group_size": "microbatches through one chunk before the next (default p); fewer hold less and idle longer",
+    },
 )
-register_schedule(
-    Family(
-        name="gis-h",
-        build=gis_h,
-        placement="interleaved",
-        summary="Half of GIS's memory with many chunks, for a bubble that grows with them.",
-        peak="(floor((p+1)/2)(v-1)+p)/(pv)",
-        bubble="((p-1)(F+I) + (v-1)p/2(F+I-W))/v",
-        source="arXiv 2503.01328",
-        splits_backward=True,
-        options={**_OPTIONS, "group_size": "microbatches through one chunk before the next (default ceil(p/2))"},
-        chunks=None,
-    )
+GIS_H = Family(
+    name="gis-h",
+    build=gis_h,
+    summary="Half of GIS's memory with many chunks, for a bubble that grows with them.",
+    peak="(floor((p+1)/2)(v-1)+p)/(pv)",
+    bubble="((p-1)(F+I) + (v-1)p/2(F+I-W))/v",
+    source="arXiv 2503.01328",
+    options={**_OPTIONS, "group_size": "microbatches through one chunk before the next (default ceil(p/2))"},
 )

@@ -6,7 +6,7 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
-from megatron_pipemem.schedule.registry import Family, register_schedule
+from megatron_pipemem.schedule.family import Family
 
 
 def gpipe(num_devices: int, num_microbatches: int) -> Schedule:
@@ -16,14 +16,11 @@ def gpipe(num_devices: int, num_microbatches: int) -> Schedule:
     return in_microbatch_order("gpipe", Placement.linear(num_devices), m, passes)
 
 
-register_schedule(
-    Family(
-        name="gpipe",
-        build=gpipe,
-        placement="linear",
-        summary="All forwards, then all backwards: simple, and holds every microbatch at once.",
-        peak="m/p",
-        bubble="(p-1)(F+B)",
-        source="arXiv 1811.06965, section 2.3",
-    )
+GPIPE = Family(
+    name="gpipe",
+    build=gpipe,
+    summary="All forwards, then all backwards: simple, and holds every microbatch at once.",
+    peak="m/p",
+    bubble="(p-1)(F+B)",
+    source="arXiv 1811.06965, section 2.3",
 )

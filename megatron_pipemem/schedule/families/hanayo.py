@@ -12,7 +12,7 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.families.blocks import SLOTS, Block, build
 from megatron_pipemem.schedule.families.passes import Pass, check_whole, in_microbatch_order
-from megatron_pipemem.schedule.registry import Family, register_schedule
+from megatron_pipemem.schedule.family import Family
 
 # Extra slots between one chunk's forwards and the next's that are tried to make a block's lifespans shorter.
 _DELAYS = range(6)
@@ -153,19 +153,15 @@ class _Rhythm:
         return sum((after - slot - 1) % 2 for slot, after in zip(ordered, following, strict=True))
 
 
-register_schedule(
-    Family(
-        name="hanayo",
-        build=hanayo,
-        placement="wave",
-        summary="Waves of unsplit backwards in about 1F1B's memory: made for as many microbatches as devices.",
-        peak="up to 1 + 1/p",
-        bubble="m = p: about 4(p-1)(F+B)/(3v)",
-        source="arXiv 2308.15762",
-        options={
-            "waves": "times up and down the devices (default 2)",
-            "chunks": "stages per device, v: twice the waves (default 4)",
-        },
-        chunks=None,
-    )
+HANAYO = Family(
+    name="hanayo",
+    build=hanayo,
+    summary="Waves of unsplit backwards in about 1F1B's memory: made for as many microbatches as devices.",
+    peak="up to 1 + 1/p",
+    bubble="m = p: about 4(p-1)(F+B)/(3v)",
+    source="arXiv 2308.15762",
+    options={
+        "waves": "times up and down the devices (default 2)",
+        "chunks": "stages per device, v: twice the waves (default 4)",
+    },
 )

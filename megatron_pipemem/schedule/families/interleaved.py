@@ -8,7 +8,7 @@ from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.families.passes import Pass, check_whole, in_microbatch_order
-from megatron_pipemem.schedule.registry import Family, register_schedule
+from megatron_pipemem.schedule.family import Family
 
 
 def interleaved(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None) -> Schedule:
@@ -62,19 +62,15 @@ def _runs(schedule: Schedule) -> bool:
     return True
 
 
-register_schedule(
-    Family(
-        name="interleaved",
-        build=interleaved,
-        placement="interleaved",
-        summary="Stock Megatron's virtual pipeline: a smaller bubble for more memory and v times the messages.",
-        peak="1 + (p-1)/(pv)",
-        bubble="(p-1)(F+B)/v",
-        source="arXiv 2104.04473, section 2.2",
-        options={
-            "chunks": "stages per device, v (default 2)",
-            "group_size": "microbatches through one chunk before the next, at least p (default p)",
-        },
-        chunks=None,
-    )
+INTERLEAVED = Family(
+    name="interleaved",
+    build=interleaved,
+    summary="Stock Megatron's virtual pipeline: a smaller bubble for more memory and v times the messages.",
+    peak="1 + (p-1)/(pv)",
+    bubble="(p-1)(F+B)/v",
+    source="arXiv 2104.04473, section 2.2",
+    options={
+        "chunks": "stages per device, v (default 2)",
+        "group_size": "microbatches through one chunk before the next, at least p (default p)",
+    },
 )

@@ -6,7 +6,7 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.passes import Pass, check_whole, in_microbatch_order
-from megatron_pipemem.schedule.registry import Family, register_schedule
+from megatron_pipemem.schedule.family import Family
 
 
 def looped_bfs(num_devices: int, num_microbatches: int, chunks: int = 2) -> Schedule:
@@ -30,16 +30,12 @@ def looped_bfs(num_devices: int, num_microbatches: int, chunks: int = 2) -> Sche
     return in_microbatch_order("looped-bfs", placement, m, passes)
 
 
-register_schedule(
-    Family(
-        name="looped-bfs",
-        build=looped_bfs,
-        placement="interleaved",
-        summary="Chunk by chunk over all microbatches: touches a chunk's weights once per direction, holds what GPipe does.",
-        peak="m/p",
-        bubble="(p-1)(F+B)/v",
-        source="arXiv 2211.05953",
-        options={"chunks": "stages per device, v (default 2)"},
-        chunks=None,
-    )
+LOOPED_BFS = Family(
+    name="looped-bfs",
+    build=looped_bfs,
+    summary="Chunk by chunk over all microbatches: touches a chunk's weights once per direction, holds what GPipe does.",
+    peak="m/p",
+    bubble="(p-1)(F+B)/v",
+    source="arXiv 2211.05953",
+    options={"chunks": "stages per device, v (default 2)"},
 )

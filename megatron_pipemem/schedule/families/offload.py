@@ -14,9 +14,9 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.gis import gis_h
 from megatron_pipemem.schedule.families.passes import check_whole
 from megatron_pipemem.schedule.families.v_shape import zbv
+from megatron_pipemem.schedule.family import Family
 from megatron_pipemem.schedule.features.offload.plan import plan_offload
 from megatron_pipemem.schedule.features.offload.weights import with_prompt_weights
-from megatron_pipemem.schedule.registry import Family, register_schedule
 
 
 def po_h(
@@ -111,32 +111,30 @@ _OPTIONS = {
     "costs": "seconds of every pass, and what copies take (default F = I = W)",
 }
 
-for _name, _build, _summary, _peak in (
-    (
-        "po-h",
-        po_h,
-        "The longer-lived half of the chunks offloaded: on many devices a quarter of the peak, less with more chunks.",
-        "up to (v+2)/(8v) + 3/(pv), k <= 1",
-    ),
-    (
-        "po-f",
-        po_f,
-        "All chunks offloaded: a few chunks' activations, however many there are.",
-        "up to 4/(pv), k <= 1",
-    ),
-):
-    register_schedule(
-        Family(
-            name=_name,
-            build=_build,
-            placement="interleaved",
-            summary=_summary,
-            peak=_peak,
-            bubble="less than (p-1)(F+I+W)",
-            source="arXiv 2503.01328",
-            splits_backward=True,
-            options=_OPTIONS,
-            chunks=None,
-            offloads=True,
-        )
-    )
+_DECLARED = {
+    "bubble": "less than (p-1)(F+I+W)",
+    "source": "arXiv 2503.01328",
+    "options": _OPTIONS,
+    # Told here and not found out, since planning an example takes a tenth of a second and numpy.
+    "placement": "interleaved",
+    "splits_backward": True,
+    "asynchronous": False,
+    "simulated_only": "",
+    "offloads": True,
+    "replicas": 1,
+}
+
+PO_H = Family(
+    name="po-h",
+    build=po_h,
+    summary="The longer-lived half of the chunks offloaded: on many devices a quarter of the peak, less with more chunks.",
+    peak="up to (v+2)/(8v) + 3/(pv), k <= 1",
+    **_DECLARED,
+)
+PO_F = Family(
+    name="po-f",
+    build=po_f,
+    summary="All chunks offloaded: a few chunks' activations, however many there are.",
+    peak="up to 4/(pv), k <= 1",
+    **_DECLARED,
+)

@@ -8,7 +8,7 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
-from megatron_pipemem.schedule.registry import Family, register_schedule
+from megatron_pipemem.schedule.family import Family
 
 
 def one_f_one_b(num_devices: int, num_microbatches: int) -> Schedule:
@@ -30,25 +30,19 @@ def _with_warm_up(name: str, p: int, m: int, forwards_ahead: Callable[[int], int
     return in_microbatch_order(name, Placement.linear(p), m, map(device_passes, range(p)))
 
 
-register_schedule(
-    Family(
-        name="1f1b",
-        build=one_f_one_b,
-        placement="linear",
-        summary="Stock Megatron's schedule and the yardstick: its first device peaks at exactly 1.",
-        peak="1",
-        bubble="(p-1)(F+B)",
-        source="arXiv 2006.09503, section 2.2 (PipeDream-Flush); arXiv 2007.01045 (DAPPLE)",
-    )
+ONE_F_ONE_B = Family(
+    name="1f1b",
+    build=one_f_one_b,
+    summary="Stock Megatron's schedule and the yardstick: its first device peaks at exactly 1.",
+    peak="1",
+    bubble="(p-1)(F+B)",
+    source="arXiv 2006.09503, section 2.2 (PipeDream-Flush); arXiv 2007.01045 (DAPPLE)",
 )
-register_schedule(
-    Family(
-        name="1f1b-eager",
-        build=eager_one_f_one_b,
-        placement="linear",
-        summary="1F1B with up to twice the forwards ahead, which hides slow links behind compute.",
-        peak="2 - 1/p",
-        bubble="(p-1)(F+B), less than 1f1b on slow links",
-        source="arXiv 2211.05322, section 4.2",
-    )
+EAGER_ONE_F_ONE_B = Family(
+    name="1f1b-eager",
+    build=eager_one_f_one_b,
+    summary="1F1B with up to twice the forwards ahead, which hides slow links behind compute.",
+    peak="2 - 1/p",
+    bubble="(p-1)(F+B), less than 1f1b on slow links",
+    source="arXiv 2211.05322, section 4.2",
 )

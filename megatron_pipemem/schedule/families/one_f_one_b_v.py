@@ -7,7 +7,7 @@ from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.blocks import Block, build
 from megatron_pipemem.schedule.families.passes import Pass
-from megatron_pipemem.schedule.registry import Family, register_schedule
+from megatron_pipemem.schedule.family import Family
 
 # What a device computes for one microbatch, in slots: two chunks of F (1) and B (2).
 INTERVAL = 6
@@ -29,15 +29,11 @@ def one_f_one_b_v(num_devices: int, num_microbatches: int) -> Schedule:
     return build("1f1b-v", Block(Placement.v_shape(p), INTERVAL, starts), num_microbatches, steady=True)
 
 
-register_schedule(
-    Family(
-        name="1f1b-v",
-        build=one_f_one_b_v,
-        placement="v",
-        summary="Two thirds of 1F1B's memory on many devices without splitting the backward.",
-        peak="(floor(2p/3)+1)/p",
-        bubble="a little under that of 1f1b",
-        source="arXiv 2405.15362, appendix I",
-        chunks=2,
-    )
+ONE_F_ONE_B_V = Family(
+    name="1f1b-v",
+    build=one_f_one_b_v,
+    summary="Two thirds of 1F1B's memory on many devices without splitting the backward.",
+    peak="(floor(2p/3)+1)/p",
+    bubble="a little under that of 1f1b",
+    source="arXiv 2405.15362, appendix I",
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import WHY_NOT_RUN, Order, Schedule
+from megatron_pipemem.schedule.core.schedule import Order, Schedule
 from megatron_pipemem.schedule.families.passes import check_whole
-from megatron_pipemem.schedule.registry import Family, register_schedule
+from megatron_pipemem.schedule.family import Family
 
 
 def seq1f1b(num_devices: int, num_microbatches: int, pieces: int = 2) -> Schedule:
@@ -33,16 +33,12 @@ def seq1f1b(num_devices: int, num_microbatches: int, pieces: int = 2) -> Schedul
     return Schedule("seq1f1b", Placement.linear(p), num_microbatches, tuple(map(order, range(p))), pieces=n)
 
 
-register_schedule(
-    Family(
-        name="seq1f1b",
-        build=seq1f1b,
-        placement="linear",
-        summary="1F1B on n pieces of every sequence: about 1/n of the bubble and of the memory, for causal models.",
-        peak="(p+n-1)/(pn)",
-        bubble="(p-1)(F+B)/n",
-        source="arXiv 2406.03488, section 3.3",
-        options={"pieces": "pieces of a microbatch, n (default 2)"},
-        simulated_only=WHY_NOT_RUN["pieces"],
-    )
+SEQ1F1B = Family(
+    name="seq1f1b",
+    build=seq1f1b,
+    summary="1F1B on n pieces of every sequence: about 1/n of the bubble and of the memory, for causal models.",
+    peak="(p+n-1)/(pn)",
+    bubble="(p-1)(F+B)/n",
+    source="arXiv 2406.03488, section 3.3",
+    options={"pieces": "pieces of a microbatch, n (default 2)"},
 )

@@ -7,7 +7,7 @@ from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.blocks import Block, build
 from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
-from megatron_pipemem.schedule.registry import Family, register_schedule
+from megatron_pipemem.schedule.family import Family
 
 # What a device computes for one microbatch, in slots: two chunks of F, I and W.
 INTERVAL = 6
@@ -62,42 +62,27 @@ def _zbv_passes(device: int, p: int, n: int) -> list[Pass]:
     return warm_up + steady + cool_down
 
 
-register_schedule(
-    Family(
-        name="zbv",
-        build=zbv,
-        placement="v",
-        summary="1F1B's memory and no bubble between a device's first and last pass in unit costs.",
-        peak="1",
-        bubble="0 per device, (p-1)F/2 over all",
-        source="arXiv 2405.15362, section 3; arXiv 2401.10241, section 6",
-        splits_backward=True,
-        chunks=2,
-    )
+ZBV = Family(
+    name="zbv",
+    build=zbv,
+    summary="1F1B's memory and no bubble between a device's first and last pass in unit costs.",
+    peak="1",
+    bubble="0 per device, (p-1)F/2 over all",
+    source="arXiv 2405.15362, section 3; arXiv 2401.10241, section 6",
 )
-register_schedule(
-    Family(
-        name="v-half",
-        build=v_half,
-        placement="v",
-        summary="Half of 1F1B's memory on many devices, for half of its bubble.",
-        peak="floor((p+2)/2)/p",
-        bubble="max(3p-7, 1)F/2, p odd: (3p-4)F/2",
-        source="arXiv 2405.15362, section 3 and appendix",
-        splits_backward=True,
-        chunks=2,
-    )
+V_HALF = Family(
+    name="v-half",
+    build=v_half,
+    summary="Half of 1F1B's memory on many devices, for half of its bubble.",
+    peak="floor((p+2)/2)/p",
+    bubble="max(3p-7, 1)F/2, p odd: (3p-4)F/2",
+    source="arXiv 2405.15362, section 3 and appendix",
 )
-register_schedule(
-    Family(
-        name="v-min",
-        build=v_min,
-        placement="v",
-        summary="A third of 1F1B's memory on many devices; unequal F, I and W cost it a bubble per microbatch.",
-        peak="floor((p+4)/3)/p",
-        bubble="(4p-5)F/2, p divisible by 3: (4p-7)F/2",
-        source="arXiv 2405.15362, section 3 and appendix",
-        splits_backward=True,
-        chunks=2,
-    )
+V_MIN = Family(
+    name="v-min",
+    build=v_min,
+    summary="A third of 1F1B's memory on many devices; unequal F, I and W cost it a bubble per microbatch.",
+    peak="floor((p+4)/3)/p",
+    bubble="(4p-5)F/2, p divisible by 3: (4p-7)F/2",
+    source="arXiv 2405.15362, section 3 and appendix",
 )

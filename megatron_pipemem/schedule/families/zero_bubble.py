@@ -6,7 +6,7 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
-from megatron_pipemem.schedule.registry import Family, register_schedule
+from megatron_pipemem.schedule.family import Family
 
 
 def zb_h1(num_devices: int, num_microbatches: int) -> Schedule:
@@ -35,27 +35,19 @@ def _device_passes(device: int, m: int, forwards_ahead: int, delay: int) -> list
     return passes + [weight] * min(m, delay)
 
 
-register_schedule(
-    Family(
-        name="zb-h1",
-        build=zb_h1,
-        placement="linear",
-        summary="1F1B's memory with a third of its bubble: weight gradients wait until nothing else can run.",
-        peak="1",
-        bubble="(p-1)(F+I-W)",
-        source="arXiv 2401.10241, section 2.1",
-        splits_backward=True,
-    )
+ZB_H1 = Family(
+    name="zb-h1",
+    build=zb_h1,
+    summary="1F1B's memory with a third of its bubble: weight gradients wait until nothing else can run.",
+    peak="1",
+    bubble="(p-1)(F+I-W)",
+    source="arXiv 2401.10241, section 2.1",
 )
-register_schedule(
-    Family(
-        name="zb-h2",
-        build=zb_h2,
-        placement="linear",
-        summary="Twice 1F1B's memory; devices never idle between their first and last pass, but start one by one.",
-        peak="2 - 1/p",
-        bubble="(p-1)(F+I-2W) per device, (p-1)F over all",
-        source="arXiv 2401.10241, section 2.2",
-        splits_backward=True,
-    )
+ZB_H2 = Family(
+    name="zb-h2",
+    build=zb_h2,
+    summary="Twice 1F1B's memory; devices never idle between their first and last pass, but start one by one.",
+    peak="2 - 1/p",
+    bubble="(p-1)(F+I-2W) per device, (p-1)F over all",
+    source="arXiv 2401.10241, section 2.2",
 )

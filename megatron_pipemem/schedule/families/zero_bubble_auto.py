@@ -17,7 +17,7 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
 from megatron_pipemem.schedule.families.zero_bubble import zb_h1, zb_h2
-from megatron_pipemem.schedule.registry import Family, register_schedule
+from megatron_pipemem.schedule.family import Family
 
 NAME = "zb-auto"
 
@@ -191,19 +191,15 @@ class _Device:
         return arrivals[ran] if ran < len(arrivals) else inf
 
 
-register_schedule(
-    Family(
-        name=NAME,
-        build=zb_auto,
-        placement="linear",
-        summary="Zero bubble fitted to measured costs and to any memory cap (default: 1F1B's memory).",
-        peak="1",
-        bubble="at most that of zb-h1; with a cap of 2, of zb-h2",
-        source="arXiv 2401.10241, section 3.1",
-        splits_backward=True,
-        options={
-            "costs": "seconds of every pass to fit the order to (default F = I = W)",
-            "memory_cap": "the most a device may hold (default 1)",
-        },
-    )
+ZB_AUTO = Family(
+    name=NAME,
+    build=zb_auto,
+    summary="Zero bubble fitted to measured costs and to any memory cap (default: 1F1B's memory).",
+    peak="1",
+    bubble="at most that of zb-h1; with a cap of 2, of zb-h2",
+    source="arXiv 2401.10241, section 3.1",
+    options={
+        "costs": "seconds of every pass to fit the order to (default F = I = W)",
+        "memory_cap": "the most a device may hold (default 1)",
+    },
 )

@@ -1,0 +1,147 @@
+"""What a schedule family is: how to build its schedules, and what is to be known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.core.brief import brief
+from megatron_pipemem.schedule.core.schedule import WHY_NOT_RUN, Schedule
+
+_SIZES = ((4, 8), (4, 4), (2, 4), (8, 16), (3, 6), (1, 2))
+"""Devices and microbatches of a family's example: the first that it takes."""
+
+
+class Facts(NamedTuple):
+    """What the schedules of a family have in common, with its options left alone. The fields are those of ``Family``."""
+
+    placement: str
+    splits_backward: bool
+    chunks: int | None
+    asynchronous: bool
+    simulated_only: str
+    offloads: bool
+    replicas: int
+
+
+class _Fact:
+    """A field of ``Family`` that its example tells unless it was declared."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, family: Family | None, owner: type) -> object:
+        if family is None:
+            return None  # the default of the field: not declared
+        declared = family.__dict__[self._name]
+        return getattr(family.facts, self._name) if declared is None else declared
+
+    def __set__(self, family: Family, declared: object) -> None:
+        family.__dict__[self._name] = declared
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of the schedule table.
+
+    From ``placement`` on, what is left out is found out: a schedule is built when somebody asks. What is declared is checked
+    by ``check``.
+
+    Args:
+        name: what the user types.
+        build: ``build(num_devices, num_microbatches, **options) -> Schedule``; called with counts of at least 1 and
+            with the options below only.
+        summary: one sentence for the user who chooses.
+        peak: highest activation memory of any device, in activation units, for many microbatches.
+        bubble: idle time of a step, for many microbatches.
+        source: arXiv number and section.
+        min_devices: fewest devices it works with.
+        options: name -> one-line description. A family that lists ``memory_cap`` or ``costs`` is given those of
+            ``build_schedule``, and fits its order to them.
+        needs: what it asks of the number of devices and microbatches, in a few words; it refuses others.
+        fewest_microbatches: of a step, by the number of devices, where that is more than one.
+        placement: name of the placement.
+        splits_backward: whether backwards run as I and W.
+        chunks: stages per device; ``None`` when an option decides.
+        asynchronous: whether weights change in the middle of a step, so that training differs from synchronous training.
+        simulated_only: why it can be built, simulated and drawn, but not run; empty when it runs.
+        offloads: whether activations spend time in host memory.
+        replicas: how often the devices hold the model.
+    """
+
+    name: str
+    build: Callable[..., Schedule]
+    summary: str
+    peak: str
+    bubble: str
+    source: str
+    min_devices: int = 1
+    options: Mapping[str, str] = field(default_factory=dict)
+    needs: str = ""
+    fewest_microbatches: Callable[[int], int] = lambda num_devices: 1
+    placement: str = _Fact()
+    splits_backward: bool = _Fact()
+    chunks: int | None = _Fact()
+    asynchronous: bool = _Fact()
+    simulated_only: str = _Fact()
+    offloads: bool = _Fact()
+    replicas: int = _Fact()
+
+    def __repr__(self) -> str:
+        return f"<Family {brief(self.name)}: peak {brief(self.peak)}, bubble {brief(self.bubble)}>"
+
+    @cached_property
+    def example(self) -> Schedule:
+        """A small schedule of the family.
+
+        Raises:
+            UnsupportedError: the family builds none.
+        """
+        refusal: Exception | None = None
+        for devices, microbatches in _SIZES:
+            if devices < self.min_devices:
+                continue
+            try:
+                built = self.build(devices, microbatches)
+                if isinstance(built, Schedule):
+                    return built
+                refusal = TypeError(f"it returns {built!r}, not a Schedule")
+            except Exception as error:  # whatever somebody else's function raises
+                refusal = refusal or error
+        raise UnsupportedError(
+            f"schedule {self.name!r} cannot be built for any of {', '.join(f'p={p} m={m}' for p, m in _SIZES)}: "
+            f"{type(refusal).__name__}: {refusal}; mend its build function or min_devices"
+        ) from refusal
+
+    @cached_property
+    def facts(self) -> Facts:
+        """What the example shows."""
+        example = self.example
+        return Facts(
+            placement=example.placement.name,
+            splits_backward=example.splits_backward,
+            chunks=None if "chunks" in self.options else example.placement.num_chunks,
+            asynchronous=example.updates is not None,
+            simulated_only=WHY_NOT_RUN["pieces"] if example.pieces > 1 else "",
+            offloads=example.offloads,
+            replicas=example.placement.replicas,
+        )
+
+    def check(self) -> None:
+        """Hold what is declared against what ``build`` does.
+
+        Raises:
+            UnsupportedError: the family builds nothing, or something else than it declares.
+        """
+        for name, found in self.facts._asdict().items():
+            declared = self.__dict__[name]
+            if declared is None or declared == found or (name, found) in (("simulated_only", ""), ("chunks", None)):
+                continue
+            size = f"{self.example.num_devices} devices and {self.example.num_microbatches} microbatches"
+            raise UnsupportedError(
+                f"schedule {self.name!r} declares {name}={declared!r}, but what it builds for {size} has {name}={found!r}; "
+                f"leave {name} out, or mend one of them"
+            )
