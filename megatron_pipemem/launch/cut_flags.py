@@ -34,6 +34,9 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
         flags: of the training script.
         num_devices: pipeline ranks.
         layers: of the model; ``None`` where they are not known.
+
+    Raises:
+        UnsupportedError: more virtual stages are asked for than the model has layers.
     """
     hybrid = next((name for name in HYBRID if given(flags, name)), None)
     if hybrid is not None:
@@ -54,12 +57,17 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
         )
     number = _whole(flags.get(VIRTUAL_STAGES))
     if number is not None:
+        if layers is not None and number * num_devices > layers + accounted(flags):
+            raise UnsupportedError(
+                f"--{VIRTUAL_STAGES} {number} makes {number * num_devices:,} stages on {num_devices} pipeline ranks, more than "
+                f"{counted_layers(flags, layers)}; pass a smaller number, or what each stage holds by --{layout.FLAG}"
+            )
         return Cut(number, f"--{VIRTUAL_STAGES} {number}", lambda chunks: _pass_virtual_stages(chunks, "instead"))
     number = _whole(flags.get(LAYERS_PER_STAGE))
-    if number and layers is not None:
+    if number is not None and layers is not None:
         total = layers + accounted(flags)
         return Cut(
-            total / (num_devices * number),
+            total / (num_devices * number) if number > 0 else 0,
             f"--{LAYERS_PER_STAGE} {number} for {total} layers on {num_devices} pipeline ranks",
             lambda chunks: _pass_virtual_stages(chunks, "in its place"),
         )
