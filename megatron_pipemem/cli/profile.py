@@ -176,11 +176,10 @@ def _print(found: Profile, layers: list[int], ratios: dict[str, float], name: ob
     ]
     for label, part in rows:
         times = (part.seconds.forward, part.seconds.input, part.seconds.weight)
-        saved = part.saved + sum(change for kind, change in part.memory.items() if kind == "RECV_F")
         table.add_row(
             label,
             *(f"{1e3 * seconds:.3f}" for seconds in times),
-            f"{saved / MIB:z.2f}",
+            f"{part.saved / MIB:z.2f}",
             f"{part.released_at_input / MIB:z.2f}",
             f"{part.parameters:,}",
         )

@@ -46,13 +46,16 @@ class Part:
 
     @property
     def saved(self) -> float:
-        """Bytes from F to I."""
-        return self.memory.get(Kind.F, 0.0)
+        """Bytes from F to I, beside messages that come and go."""
+        return self._net(Kind.F, Kind.RECV_F, Kind.SEND_F)
 
     @property
     def released_at_input(self) -> float:
-        """Bytes that I gives back."""
-        return -self.memory.get(Kind.I, 0.0)
+        """Bytes that I gives back, beside messages that come and go."""
+        return -self._net(Kind.I, Kind.RECV_I, Kind.SEND_I)
+
+    def _net(self, *kinds: Kind) -> float:
+        return sum(self.memory.get(kind, 0.0) for kind in kinds)
 
     def __add__(self, other: Part) -> Part:
         kinds = [*self.memory, *(kind for kind in other.memory if kind not in self.memory)]
@@ -212,17 +215,18 @@ def from_formulas(model: Model, execution: Execution, cluster: Cluster) -> Profi
     """
     message = message_bytes(model, execution)
     # The ledger counts a layer's input as the message it came as, and so does the frame of the first stage.
-    receives = Part(memory={Kind.RECV_F: message, Kind.F: -message})
-    sends = Part(memory={Kind.RECV_I: message, Kind.I: -message})
+    # What a stage exchanges with the one before it and with the one behind it. A result counts until it is sent.
+    before = Part(memory={Kind.RECV_F: message, Kind.F: -message, Kind.I: message, Kind.SEND_I: -message})
+    behind = Part(memory={Kind.F: message, Kind.SEND_F: -message, Kind.RECV_I: message, Kind.I: -message})
     return Profile(
         model=model,
         execution=execution,
         source="formulas",
         device=speed(cluster),
         layer=_priced(prices.layer(model, execution, cluster, model.has_experts(0))),
-        first=_priced(prices.embedding(model, execution, cluster)) + sends,
-        middle=receives + sends,
-        last=_priced(prices.head(model, execution, cluster)) + receives,
+        first=_priced(prices.embedding(model, execution, cluster)) + behind,
+        middle=before + behind,
+        last=_priced(prices.head(model, execution, cluster)) + before,
         message_bytes=message,
         optimizer_seconds=prices.adam_seconds(cluster),
     )
@@ -240,10 +244,10 @@ def even_layers(layers: int, num_stages: int) -> list[int]:
 
 
 def _handing_over(before: Part, after: Part) -> tuple[Part, Part]:
-    """Two stages of one device: what would be received is there as soon as the neighbour has made it."""
+    """Two stages of one device: what would be received is there as soon as the neighbour has made it, and nothing is sent."""
     changed, gave = dict(before.memory), dict(after.memory)
-    changed[Kind.F] += gave.pop(Kind.RECV_F, 0.0)
-    gave[Kind.I] += changed.pop(Kind.RECV_I, 0.0)
+    changed[Kind.F] += gave.pop(Kind.RECV_F, 0.0) + changed.pop(Kind.SEND_F, 0.0)
+    gave[Kind.I] += changed.pop(Kind.RECV_I, 0.0) + gave.pop(Kind.SEND_I, 0.0)
     return replace(before, memory=changed), replace(after, memory=gave)
 
 

@@ -1,11 +1,11 @@
 """Counts the bytes that one rank holds between its actions.
 
 Counted are unique storages, in three categories: ``saved`` (kept for the backward, by autograd or by a shard of the LM
-head), ``boundary`` (received inputs and gradients, and tensors handed to a neighbouring stage on the same device or to a
-collective) and ``weight_gradients`` (what a deferred weight gradient keeps beyond the saved activations). A storage
+head), ``boundary`` (received inputs and gradients, results that have not been sent yet, and tensors handed to a neighbouring stage
+on the same device or to a collective) and ``weight_gradients`` (what a deferred weight gradient keeps beyond the saved activations). A storage
 belongs to the category that met it first.
-Not counted: parameters and their gradients, the batch itself, temporaries within one action, and outgoing messages, which
-belong to the transport from the moment they are posted.
+Not counted: parameters and their gradients, the batch itself, temporaries within one action, and outgoing messages from the
+moment they are posted: how long the transport keeps one depends on when its receiver gets there, which no two runs share.
 """
 
 from __future__ import annotations
@@ -70,18 +70,19 @@ def predict_peak_bytes(actions: Sequence[Action], changes: Mapping[Kind, Sequenc
     return int(max(held_after(actions, changes), default=0))
 
 
-def _counting[**P](count: Callable[P, None]) -> Callable[P, None]:
+def _counting[**P, T](count: Callable[P, T]) -> Callable[P, T | None]:
     """For methods of a ledger that training calls: a tensor that cannot be counted ends the count, not the training."""
 
     @wraps(count)
-    def counted(self, *args, **kwargs) -> None:
+    def counted(self, *args, **kwargs) -> T | None:
         if self.failure is not None:
-            return
+            return None
         try:
-            count(self, *args, **kwargs)
+            return count(self, *args, **kwargs)
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
             logger.warning("cannot count activations any more: %s", self.failure)
+            return None
 
     return counted
 
@@ -128,18 +129,24 @@ class ActivationLedger:
             self._batch[_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     @_counting
-    def hold(self, tensor: torch.Tensor, category: str) -> None:
-        """Count the tensor's storage for as long as anything keeps it alive."""
+    def hold(self, tensor: torch.Tensor, category: str) -> bool:
+        """Count the tensor's storage for as long as anything keeps it alive.
+
+        Returns:
+            Whether it was not counted before, so that who holds it may ``release`` it too.
+        """
         key = _key(tensor)
         if key in self._permanent:
-            return
+            return False
         batch = self._batch.get(key)
         if batch is not None and not batch.expired():
-            return
+            return False
         known = self._held.get(key)
-        if known is None or known[0].expired():
-            storage = tensor.untyped_storage()
-            self._held[key] = (StorageWeakRef(storage), storage.nbytes(), category)
+        if known is not None and not known[0].expired():
+            return False
+        storage = tensor.untyped_storage()
+        self._held[key] = (StorageWeakRef(storage), storage.nbytes(), category)
+        return True
 
     @_counting
     def release(self, tensor: torch.Tensor) -> None:

@@ -139,7 +139,8 @@ class Executor:
         self._local_gradients: dict[Key, torch.Tensor] = {}
         self._queues: dict[Key, WeightGradientQueue] = {}
         self._recorders: dict[Key, Recorder] = {}
-        self._outbox: dict[Action, torch.Tensor] = {}
+        # With every result that has not been sent yet, whether only that makes the ledger count it.
+        self._outbox: dict[Action, tuple[torch.Tensor, bool]] = {}
         self._perform = {
             Kind.F: self._forward,
             Kind.R: self._recompute,
@@ -220,7 +221,7 @@ class Executor:
         if each.offloaded:
             self._offload.stay(key, [passed_on])
         if each.send is not None:
-            self._outbox[each.send] = passed_on
+            self._put_out(each.send, passed_on)
         elif is_last:
             self._vocabulary.take_head_input(action.microbatch, passed_on)
         else:
@@ -292,7 +293,7 @@ class Executor:
                 "cannot stand behind a stage that trains"
             )
         if each.send is not None:
-            self._outbox[each.send] = gradient
+            self._put_out(each.send, gradient)
         elif is_first:
             self._vocabulary.take_embedding_gradient(action.microbatch, gradient)
         else:
@@ -307,10 +308,14 @@ class Executor:
         with self._measured(each.action):
             queue.run()
 
+    def _put_out(self, send: Action, tensor: torch.Tensor) -> None:
+        self._outbox[send] = tensor, self._ledger is not None and bool(self._ledger.hold(tensor, "boundary"))
+
     def _send(self, each: Instruction) -> None:
-        tensor = self._outbox.pop(each.action)
+        tensor, is_counted_here = self._outbox.pop(each.action)
         self._transport.post_send(each.action, tensor)
-        if self._ledger is not None and each.action.kind is Kind.SEND_I:
+        # An output that autograd keeps goes on counting; of a gradient, nobody but the transport has anything left.
+        if self._ledger is not None and (is_counted_here or each.action.kind is Kind.SEND_I):
             self._ledger.release(tensor)
 
     def _receive(self, each: Instruction) -> None:

@@ -59,5 +59,5 @@ def test_is_stocks_own_schedule(train, name):
     assert ours.losses == stock.losses
     assert ours.grad_norms == stock.grad_norms
     for own, other in zip(ours.counted_peaks, stock.counted_peaks, strict=True):
-        # Receives are posted at other moments: up to two boundary tensors.
-        assert abs(own - other) <= 2 * BOUNDARY_BYTES
+        # Receives are posted at other moments, and Megatron's loop variables keep what has been sent.
+        assert -2 <= (other - own) / BOUNDARY_BYTES <= 4

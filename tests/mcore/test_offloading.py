@@ -342,6 +342,16 @@ def test_a_cap_in_bytes_is_kept_by_what_is_cheap_to_make_again_first():
         plan_with_bytes(source("1f1b", "90B", recompute="auto"), Shape(4, 1, 8))
 
 
+def test_what_runs_again_is_priced_without_the_message_that_its_forward_has_sent():
+    wanted, shape = source("1f1b", "230B", recompute="full"), Shape(4, 1, 8)
+    wanted.plan(shape, "start")
+    wanted.measured(None, counted(4) | {Kind.F: (100 + MESSAGE,) * 4, Kind.SEND_F: (-MESSAGE,) * 4})
+    plan = wanted.plan(shape, "bytes counted")
+    assert set(plan.schedule.recomputed.values()) == {Kind.R}
+    memory = plan.costs.memory
+    assert memory[Kind.R] == (100,) * 4 and memory[Kind.F] == (MESSAGE,) * 4
+
+
 def test_selective_recomputation_goes_with_offload():
     plan = source("zbv", offload="full", recompute="selective", offload_options={"ratio": 1.0}).plan(SHAPE, "start")
     plain = source("zbv", offload="full", offload_options={"ratio": 1.0}).plan(SHAPE, "start")

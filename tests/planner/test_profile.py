@@ -300,5 +300,16 @@ def test_stages_of_one_device_hand_over_instead_of_sending():
     placement = build_schedule("v-half", num_devices=2, num_microbatches=4).placement
     sent, handed = (profile.costs([1, 1, 1, 1], None, each).memory for each in (None, placement))
     message = profile.message_bytes
-    assert handed[Kind.F][1] == sent[Kind.F][1] + message and handed[Kind.RECV_F] == (0, message, 0, message)
-    assert handed[Kind.I][2] == sent[Kind.I][2] + message and handed[Kind.RECV_I] == (message, 0, message, 0)
+    # What is sent counts until it has left, what is handed over until it is used: either way from its making.
+    assert handed[Kind.F] == sent[Kind.F] and handed[Kind.I] == sent[Kind.I]
+    assert handed[Kind.RECV_F] == (0, message, 0, message) and handed[Kind.SEND_F] == (-message, 0, -message, 0)
+    assert handed[Kind.RECV_I] == (message, 0, message, 0) and handed[Kind.SEND_I] == (0, -message, 0, -message)
+
+
+@pytest.mark.parametrize("layers", [[2, 2], [1, 2, 1], [4]])
+def test_a_microbatch_leaves_nothing_behind_with_its_messages_or_without(layers):
+    """Searches know no messages, and price F, I and W alone."""
+    memory = from_formulas(replace(GPT, layers=sum(layers)), Execution(), A100).costs(layers).memory
+    whole = [sum(changes) for changes in zip(*memory.values(), strict=True)]
+    alone = [sum(changes) for changes in zip(*(memory[kind] for kind in (Kind.F, Kind.I, Kind.W)), strict=True)]
+    assert whole == alone == [0] * len(layers)

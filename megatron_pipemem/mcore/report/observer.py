@@ -39,6 +39,7 @@ class StockObserver(Feature):
         self._record = record
         self._costs, self._priced_by = costs, priced_by
         self._observed: Observation | None = None
+        self._last_stage = 0
         # Megatron's backward step is not told its stage and microbatch, but it gets the forward's output object.
         self._forward_of: dict[int, Action] = {}
 
@@ -66,6 +67,7 @@ class StockObserver(Feature):
             self._record.group = group
             dist.barrier(group=group)
             self._observed = observed = observe(chunks)
+            self._last_stage = group.size() * len(chunks) - 1
             try:
                 result = original(data_iterator=watch_batches(data_iterator, observed.ledger), **call)
             finally:
@@ -104,6 +106,8 @@ class StockObserver(Feature):
             with self._record.guarded(STEPS):
                 for output in tensors_in(result[0]):
                     self._forward_of[id(output)] = action
+                if action.stage != self._last_stage:
+                    self._hold_boundary(result[0])  # until Megatron has sent it and let go of its data
                 observed.ledger.record(action)
             return result
 
@@ -121,7 +125,9 @@ class StockObserver(Feature):
                 return original(input_tensor, output_tensor, output_tensor_grad, config)
             with observed.trace.measure(action):
                 result = original(input_tensor, output_tensor, output_tensor_grad, config)
-            observed.ledger.record(action)
+            with self._record.guarded(STEPS):
+                self._hold_boundary(result)
+                observed.ledger.record(action)
             return result
 
         return backward_step
