@@ -14,7 +14,7 @@ from megatron.core import num_microbatches_calculator
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.cut_flags import as_built
 from megatron_pipemem.mcore.agreement import is_first_rank
-from megatron_pipemem.report.run import plan_line
+from megatron_pipemem.report.run import announcement
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
@@ -81,7 +81,7 @@ def announce(plan: Plan) -> None:
     if not is_first_rank():
         return
     try:
-        line = plan_line(plan.timeline)
+        line = announcement(plan.timeline)
     except Exception as error:  # a line of the log ends no run
         line = f"{plan.schedule.name}, which cannot be simulated: {error}"
     logger.info("%s: %s", plan.reason, line)

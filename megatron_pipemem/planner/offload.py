@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
-from megatron_pipemem.config.runs import Run, ScheduleChoice
+from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner.activations import moved_bytes
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.step import Step, price
-from megatron_pipemem.planner.variants import Variant, register_variant
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Channel
 from megatron_pipemem.schedule.core.memory_cap import parse_cap
@@ -52,16 +51,19 @@ def host_bytes(run: Run) -> float:
     return parse_cap(str(given)).amount / run.cluster.devices_per_node
 
 
-def _choice(choice: ScheduleChoice) -> ScheduleChoice:
-    return replace(choice, offload="auto")
+def offloaded(schedule: Schedule, step: Step, room: tuple[float, ...]) -> Schedule:
+    """The schedule with transfers to the host and back, so that it fits.
 
+    Args:
+        schedule: an order that holds too much.
+        step: from ``offload_step``.
+        room: bytes that the activations of every device may take.
 
-def _apply(schedule: Schedule, step: Step, room: tuple[float, ...]) -> Schedule:
-    plan = plan_offload(schedule, step.costs, memory_cap=room, host_budget=step.host)
-    if not plan.keeps_cap:
-        why = ", ".join(sorted(plan.obstacles)) or "what runs at the time"
+    Raises:
+        UnsupportedError: too much has to stay.
+    """
+    transfers = plan_offload(schedule, step.costs, memory_cap=room, host_budget=step.host)
+    if not transfers.keeps_cap:
+        why = ", ".join(sorted(transfers.obstacles)) or "what runs at the time"
         raise UnsupportedError(f"too much has to stay on a device ({why})")
-    return plan.schedule
-
-
-register_variant(Variant("offload", choice=_choice, prepare=offload_step, apply=_apply, frees_memory=True))
+    return transfers.schedule

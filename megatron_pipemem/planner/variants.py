@@ -1,4 +1,4 @@
-"""What a run can do beside computing in another order: a table that offload and vocabulary parallelism add themselves to.
+"""What a run can do beside computing in another order: offload, vocabulary parallelism, and what others register.
 
 A variant changes what the stages cost, or adds actions to an order, or both, and says what the run's configuration then is.
 """
@@ -6,14 +6,18 @@ A variant changes what the stages cost, or adds actions to an order, or both, an
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_pipemem.config.runs import Run, ScheduleChoice
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.planner.offload import offload_step, offloaded
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.step import Step
+from megatron_pipemem.planner.vocabulary import vocabulary_cut, vocabulary_step
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS_OF_ALGORITHM
 
 
 @dataclass(frozen=True)
@@ -60,4 +64,21 @@ def variants() -> tuple[Variant, ...]:
     return tuple(_VARIANTS.values())
 
 
-# The variants of this package register themselves with the function above.
+register_variant(
+    Variant(
+        "offload",
+        choice=lambda choice: replace(choice, offload="auto"),
+        prepare=offload_step,
+        apply=offloaded,
+        frees_memory=True,
+    )
+)
+for _algorithm, _barriers in BARRIERS_OF_ALGORITHM.items():
+    register_variant(
+        Variant(
+            f"vocabulary-{_algorithm}",
+            choice=partial(replace, vocab_parallel=str(_algorithm)),
+            prepare=partial(vocabulary_step, _barriers),
+            apply=partial(vocabulary_cut, _barriers),
+        )
+    )

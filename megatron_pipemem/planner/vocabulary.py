@@ -8,26 +8,19 @@ profile).
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 from megatron_pipemem.config.model import tokens
-from megatron_pipemem.config.runs import Run, ScheduleChoice
+from megatron_pipemem.config.runs import Run
 from megatron_pipemem.planner.activations import message_bytes
 from megatron_pipemem.planner.prices import MeasuredSlowdown, gather, logit_bytes
 from megatron_pipemem.planner.step import Step, ends_seconds, price
-from megatron_pipemem.planner.variants import Variant, register_variant
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts
 
 _STATISTICS = 3 * 4  # bytes per token: maximum, sum and label's logit
-
-
-def _choice(algorithm: int, choice: ScheduleChoice) -> ScheduleChoice:
-    return replace(choice, vocab_parallel=str(algorithm))
 
 
 def vocabulary_step(
@@ -60,16 +53,13 @@ def vocabulary_step(
     return replace(step, costs=replace(step.costs, vocabulary=costs, memory=memory))
 
 
-def _apply(barriers: int, schedule: Schedule, step: Step, room: tuple[float, ...]) -> Schedule:
+def vocabulary_cut(barriers: int, schedule: Schedule, step: Step, room: tuple[float, ...]) -> Schedule:
+    """The schedule with the passes and collectives of a vocabulary that all its devices share.
+
+    Args:
+        barriers: of the algorithm.
+        schedule: any of one pipeline.
+        step: from ``vocabulary_step``.
+        room: is not looked at: a cut vocabulary takes what it takes.
+    """
     return with_vocabulary(schedule, barriers, step.costs)
-
-
-for _algorithm, _barriers in BARRIERS_OF_ALGORITHM.items():
-    register_variant(
-        Variant(
-            f"vocabulary-{_algorithm}",
-            choice=partial(_choice, _algorithm),
-            prepare=partial(vocabulary_step, _barriers),
-            apply=partial(_apply, _barriers),
-        )
-    )

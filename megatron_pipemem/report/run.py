@@ -18,8 +18,8 @@ def peak_activation(schedule: Schedule) -> float:
     return max(peaks(schedule.orders, schedule.placement, Costs(), schedule.pieces))
 
 
-def plan_line(timeline: Timeline) -> str:
-    """What a run is about to do, in one line."""
+def announcement(timeline: Timeline) -> str:
+    """The line that tells which schedule a run is about to follow, and what is expected of it."""
     schedule = timeline.schedule
     return (
         f"{schedule.name}, {_size(schedule.num_devices, schedule.placement.num_chunks, schedule.num_microbatches)}: "
@@ -34,17 +34,17 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         report: as ``--pipemem-report`` writes it.
     """
     found = []
-    if plan := _last_plan(report):
-        size = _size(plan["devices"], plan["chunks"], plan["microbatches"])
+    if chosen := _last_schedule(report):
+        size = _size(chosen["devices"], chosen["chunks"], chosen["microbatches"])
         times = f", planned {len(report['plans'])} times" if len(report["plans"]) > 1 else ""
-        found.append(f"{plan['schedule']}, {size}{times}: {report['steps']} steps measured")
+        found.append(f"{chosen['schedule']}, {size}{times}: {report['steps']} steps measured")
     ranks: Sequence[Mapping[str, Any]] = report["ranks"]
     if (peak := _most(ranks, "counted_peak_bytes")) is not None:
-        share = f"; {plan['peak_activation']:.4g} of 1F1B's" if plan else ""
+        share = f"; {chosen['peak_activation']:.4g} of 1F1B's" if chosen else ""
         found.append(f"peak activations {peak / _MIB:.4g} MiB on the fullest rank, {_agreement(ranks)}{share}")
     if (measured := _least(ranks, "measured_bubble_rate")) is not None:
         planned = _least(ranks, "predicted_bubble_rate")
-        seconds = plan["measured_makespan"] if plan else None
+        seconds = chosen["measured_makespan"] if chosen else None
         found.append(
             f"bubble {planned:.1%} planned, {measured:.1%} measured, of the rank that idles least"
             + ("" if seconds is None else f"; a step takes {seconds:.4g} s from its first pass to its last")
@@ -75,7 +75,7 @@ def _size(devices: int, chunks: int, microbatches: int) -> str:
     )
 
 
-def _last_plan(report: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _last_schedule(report: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return report["plans"][-1] if report["plans"] else None
 
 

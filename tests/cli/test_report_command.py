@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_pipemem.report.run import plan_line
+from megatron_pipemem.report.run import announcement
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.registry import build_schedule
 
@@ -107,7 +107,7 @@ def test_a_picture_of_one_run_is_refused(refuses, run, tmp_path):
 
 def test_a_plan_in_one_line():
     timeline = simulate(build_schedule("v-half", num_devices=4, num_microbatches=8))
-    assert plan_line(timeline) == (
+    assert announcement(timeline) == (
         f"v-half, 4 pipeline ranks with 2 chunks each, 8 microbatches: planned bubble {timeline.bubble_rate:.1%}, peak "
         f"activations {timeline.peak:.4g} of 1F1B's"
     )

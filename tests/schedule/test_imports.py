@@ -181,3 +181,8 @@ for name in ("enable", "disable", "write_report"):
 """
     lines = run(code).splitlines()
     assert len(lines) == 3 and all("pip install 'megatron-pipemem[megatron]'" in line for line in lines)
+
+
+def test_the_planner_knows_all_its_variants_whoever_imports_it():
+    code = "from megatron_pipemem.planner.planning import variants; print([each.name for each in variants()])"
+    assert run(code) == "['offload', 'vocabulary-1', 'vocabulary-2']\n"
