@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_pipemem.errors import CostsError, PipememError, ScheduleError
+from megatron_pipemem.schedule.registry import register_module
 
 CANNOT_RUN = "is valid, but cannot run here, where losses are bit-identical to stock Megatron's"
 """Of a table that other programs run."""
@@ -70,6 +71,16 @@ OffloadRatio = Annotated[
 HostMemory = Annotated[
     str | None,
     typer.Option("--host-memory", metavar="X|XGiB", help="The most host memory of a device, in the unit of the cap."),
+]
+ScheduleModules = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--schedule-module",
+        metavar="FILE.py|package.module",
+        callback=lambda targets: [*map(register_module, targets or ())],
+        is_eager=True,  # before a name is looked up
+        help="Add the schedules of a Python file or module; repeatable.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 

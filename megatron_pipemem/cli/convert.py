@@ -18,6 +18,7 @@ from megatron_pipemem.cli.common import (
     MemoryCapText,
     Microbatches,
     Options,
+    ScheduleModules,
     console,
     print_json,
 )
@@ -54,6 +55,7 @@ def convert(
     options: Options = None,
     yes: Yes = False,
     as_json: Json = False,
+    _modules: ScheduleModules = None,
 ) -> None:
     """Write a schedule as a file: one line per device, one action per comma-separated cell.
 

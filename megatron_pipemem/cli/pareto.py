@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from megatron_pipemem.cli.checks import Yes, check_layers, check_output, check_seconds, check_size
-from megatron_pipemem.cli.common import P2P, CostsText, Json, console, print_json, report_note
+from megatron_pipemem.cli.common import P2P, CostsText, Json, ScheduleModules, console, print_json, report_note
 from megatron_pipemem.cli.loading import parse_costs
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, priced_head
@@ -41,6 +41,7 @@ def pareto(
     yes: Yes = False,
     output: Annotated[Path | None, typer.Option("--output", help="Picture: .png or .svg.")] = None,
     as_json: Json = False,
+    _modules: ScheduleModules = None,
 ) -> None:
     """Compare bubble and peak memory of all families and of searched schedules; only the front is a choice.
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_pipemem.cli.common import Devices, Json, Microbatches, console, print_facts, print_json
+from megatron_pipemem.cli.common import Devices, Json, Microbatches, ScheduleModules, console, print_facts, print_json
 from megatron_pipemem.cli.completion import complete_families
 from megatron_pipemem.cli.loading import with_channel
 from megatron_pipemem.errors import UnsupportedError
@@ -33,6 +33,7 @@ def schedules(
     devices: Devices = None,
     microbatches: Microbatches = None,
     as_json: Json = False,
+    _modules: ScheduleModules = None,
 ) -> None:
     """List every schedule: what it holds at its peak, how long it idles, what it needs; or explain one, with a picture.
 

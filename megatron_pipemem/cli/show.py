@@ -21,6 +21,7 @@ from megatron_pipemem.cli.common import (
     OffloadRatio,
     OffloadText,
     Options,
+    ScheduleModules,
     console,
     print_json,
     report_note,
@@ -60,6 +61,7 @@ def show(
         Path | None, typer.Option("--output", help=".png, .svg, .html, or .json for ui.perfetto.dev.")
     ] = None,
     as_json: Json = False,
+    _modules: ScheduleModules = None,
 ) -> None:
     """Draw when every action runs and what every device holds: in the terminal, or into a file."""
     check_output(output, SUFFIXES, "a picture")

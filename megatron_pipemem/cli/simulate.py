@@ -22,6 +22,7 @@ from megatron_pipemem.cli.common import (
     OffloadRatio,
     OffloadText,
     Options,
+    ScheduleModules,
     console,
     print_facts,
     print_json,
@@ -91,6 +92,7 @@ def simulate(
     ] = False,
     yes: Yes = False,
     as_json: Json = False,
+    _modules: ScheduleModules = None,
 ) -> None:
     """Run a schedule in the simulator: makespan, bubble, peak memory, messages, and how fast any could be.
 

@@ -18,8 +18,9 @@ from typing import Any, ClassVar, Literal
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.limits import MOST_DEVICES, check_counts
 from megatron_pipemem.config.model import Execution, Model, Recompute
-from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.errors import ConfigError, PipememError
 from megatron_pipemem.schedule.options import OFFLOAD, STOCK, VOCABULARY
+from megatron_pipemem.schedule.registry import register_module
 from megatron_pipemem.schedule.request import FILE_SUFFIX
 
 
@@ -88,6 +89,7 @@ class ScheduleChoice:
         recompute: which forwards run again before their backward, see ``Execution``.
         recompute_modules: what ``selective`` runs again; ``BY_ACTION`` are run again by an action of the schedule, where it is
             not Megatron's own.
+        module: Python file or module that adds the family to the table.
     """
 
     name: str = STOCK
@@ -98,6 +100,7 @@ class ScheduleChoice:
     vocab_parallel: Any = "off"
     recompute: Recompute = "none"
     recompute_modules: tuple[str, ...] = ("core_attn",)
+    module: str | None = None
 
     @property
     def recomputes_by_action(self) -> bool:
@@ -105,6 +108,11 @@ class ScheduleChoice:
         return self.recompute == "selective" and self.name != STOCK and set(self.recompute_modules) == set(BY_ACTION)
 
     def __post_init__(self) -> None:
+        if self.module is not None:
+            try:
+                register_module(self.module)
+            except PipememError as error:
+                raise ConfigError(str(error), key="module") from error
         for key, allowed in (("offload", OFFLOAD), ("vocab_parallel", VOCABULARY)):
             value = getattr(self, key)
             text = "off" if value is False else str(value)  # YAML reads off as false

@@ -219,6 +219,7 @@ def _schedule_flags(run: Run) -> Flags:
     switches = run.cluster.switches if choice.offload != "off" else ()
     return {
         "pipemem-schedule": choice.name,
+        "pipemem-schedule-module": choice.module,
         "pipemem-memory-cap": choice.memory_cap,
         "pipemem-costs": choice.costs if choice.costs != "unit" else None,
         "pipemem-offload": choice.offload if choice.offload != "off" else None,

@@ -32,6 +32,11 @@ def flag_parser() -> Parser:
     parser = Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS, parents=[plan_parser()])
     parser.add_argument("--pipemem-schedule", metavar="NAME|FILE.csv|auto|stock", help="which schedule to run")
     parser.add_argument(
+        "--pipemem-schedule-module",
+        metavar="FILE.py|package.module",
+        help="add the schedules of a Python file or module, so that one can be named",
+    )
+    parser.add_argument(
         "--pipemem-memory-cap",
         metavar="X|XGiB|XMiB|XB|X,X,...",
         help="the most a rank may hold: activation units, or, with auto, bytes of activations; one for all pipeline ranks, or "

@@ -59,6 +59,7 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         vocab_parallel=found.pipemem_vocab_parallel,
         vocab_piece_tokens=found.pipemem_vocab_piece_tokens,
         single_queue=found.pipemem_single_queue,
+        schedule_module=found.pipemem_schedule_module,
     )
     source_for(settings)
     return settings, others

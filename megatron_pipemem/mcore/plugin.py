@@ -33,6 +33,7 @@ from megatron_pipemem.mcore.symbols import USED
 from megatron_pipemem.mcore.vocabulary.source import check_vocab_parallel
 from megatron_pipemem.mcore.vocabulary.step import VocabularySteps
 from megatron_pipemem.schedule.options import OFF, STOCK
+from megatron_pipemem.schedule.registry import register_module
 from megatron_pipemem.schedule.request import PROFILE, check_request, prices_of
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Settings:
         single_queue: order what ranks launch for one hardware queue each, also where ``CUDA_DEVICE_MAX_CONNECTIONS`` is not 1.
         train_steps: training steps of the run, for asynchronous schedules: the last one reads no data of a next one.
             Megatron's own training loop tells it by itself.
+        schedule_module: Python file (``mine.py``) or module (``package.module``) that adds the schedule to the table.
     """
 
     schedule: str
@@ -82,6 +84,7 @@ class Settings:
     vocab_piece_tokens: int | None = None
     single_queue: bool = False
     train_steps: int | None = None
+    schedule_module: str | None = None
 
 
 def source_for(settings: Settings) -> tuple[Source | None, Offloading]:
@@ -90,6 +93,8 @@ def source_for(settings: Settings) -> tuple[Source | None, Offloading]:
     Raises:
         PipememError: settings that cannot be or go together.
     """
+    if settings.schedule_module is not None:
+        register_module(settings.schedule_module)
     offloading = Offloading(
         OffloadSettings.of(settings.offload, settings.recompute, settings.host_memory, settings.offload_options)
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_pipemem.cli.completion import complete_families, complete_schedules
+from megatron_pipemem.schedule import registry
 from megatron_pipemem.schedule.registry import families, family
 
 NAMES = [each.name for each in families()]
@@ -70,3 +71,42 @@ def test_files_and_auto_are_offered_where_they_are_taken(tmp_path, monkeypatch):
 
 def test_installing_completion_is_offered(pipemem):
     assert "--install-completion" in pipemem("--help").stdout
+
+
+MODULE = """
+from dataclasses import replace
+from pathlib import Path
+from megatron_pipemem import Family
+from megatron_pipemem.schedule.families.gpipe import gpipe
+NAME = Path(__file__).stem
+def build(p, m):
+    return replace(gpipe(p, m), name=NAME)
+FAMILY = Family(name=NAME, build=build, summary="mine", peak="m/p", bubble="(p-1)(F+B)", source="a test")
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["schedules", "NAME"],
+        ["simulate", "NAME", "-p", 2, "-m", 3],
+        ["show", "NAME", "1f1b", "-p", 2, "-m", 3],
+        ["convert", "NAME", "OUT", "-p", 2, "-m", 3],
+        ["schedules"],
+    ],
+)
+def test_a_module_adds_schedules_to_every_command(pipemem, monkeypatch, tmp_path, arguments):
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    name = f"mine-{arguments[0]}-{len(arguments)}"
+    path = tmp_path / f"{name}.py"
+    path.write_text(MODULE)
+    arguments = [{"NAME": name, "OUT": tmp_path / "out.csv"}.get(each, each) for each in arguments]
+    assert name not in pipemem(*arguments).stdout
+    done = pipemem(*arguments, "--schedule-module", path)
+    assert done.exit_code == 0, done.stderr
+    assert name in done.stdout or (tmp_path / "out.csv").exists()
+
+
+def test_a_module_that_is_not_there_is_refused(refuses):
+    told = refuses("simulate", "1f1b", "-p", 2, "-m", 2, "--schedule-module", "gone.py")
+    assert told.startswith("error: schedule module gone.py cannot be imported: FileNotFoundError")

@@ -16,6 +16,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron_pipemem.errors import PipememError, ScheduleFormatError, UnknownScheduleError, UnsupportedError
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.launch import enable_from_command_line
+from megatron_pipemem.schedule import registry
 from megatron_pipemem.schedule.registry import build_schedule
 
 MEGATRON = ["--num-layers", "8", "--bf16", "--lr", "1e-4", "--pipeline-model-parallel-size", "4"]
@@ -74,6 +75,23 @@ def test_options_become_numbers_where_they_are():
         ["--pipemem-schedule", "interleaved", "--pipemem-option", "group_size=6", "--pipemem-option", "chunks=3"]
     )
     assert settings.options == {"group_size": 6, "chunks": 3}
+
+
+def test_a_module_adds_the_schedule_that_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    path = tmp_path / "deep.py"
+    path.write_text(
+        "from dataclasses import replace\n"
+        "from megatron_pipemem.schedule.families.v_shape import ZBV\n"
+        "FAMILY = replace(ZBV, name='deep')\n"
+    )
+    with pytest.raises(UnknownScheduleError):
+        take_flags(["--pipemem-schedule", "deep"])
+    settings, others = take_flags([*MEGATRON, "--pipemem-schedule", "deep", "--pipemem-schedule-module", str(path)])
+    assert settings.schedule_module == str(path)
+    assert add_virtual_stages(settings, others) == [*MEGATRON, "--num-virtual-stages-per-pipeline-rank", "2"]
+    with pytest.raises(UnsupportedError, match="schedule module gone.py cannot be imported"):
+        take_flags(["--pipemem-schedule", "deep", "--pipemem-schedule-module", "gone.py"])
 
 
 def test_fractions_are_numbers_too():

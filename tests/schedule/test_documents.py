@@ -1,26 +1,69 @@
-"""The example in docs/adding-a-schedule.md works as printed."""
+"""The example in docs/adding-a-schedule.md works as printed: named by its path, and as a file of the package."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import megatron_pipemem
 from megatron_pipemem.errors import UnknownScheduleError
 from megatron_pipemem.schedule import registry
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.core.validator import validate
 
+PACKAGE = Path(megatron_pipemem.__file__).parent
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "adding-a-schedule.md").read_text(encoding="utf-8")
+EXAMPLE = re.search(r"```python\n(from megatron_pipemem import Family.*?)```", DOCUMENT, re.DOTALL)[1]
 
 
-def test_the_example_registers_a_valid_schedule(monkeypatch):
+@pytest.fixture
+def example(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(EXAMPLE, encoding="utf-8")
+    return path
+
+
+def test_the_example_is_short() -> None:
+    assert len(EXAMPLE.splitlines()) < 100
+
+
+def test_the_example_outside_of_the_package(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.families()
     monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
     with pytest.raises(UnknownScheduleError):
         registry.family("all-then-all")
-    example = re.search(r"```python\n(from megatron_pipemem import Family.*?)```", DOCUMENT, re.DOTALL)
-    exec(example[1], {})
+    (added,) = registry.register_module(str(example))
     schedule = registry.build_schedule("all-then-all", num_devices=4, num_microbatches=8)
     validate(schedule)
     assert simulate(schedule).peak == 2.0
+    assert (added.placement, added.splits_backward, added.chunks) == ("linear", False, 1)
+
+
+def test_the_example_as_a_file_of_the_package(example: Path, tmp_path: Path) -> None:
+    """The package with one more file: it is in the table, and the command line takes it."""
+    copy = tmp_path / "tree" / "megatron_pipemem"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(example, copy / "schedule" / "families" / "all_then_all.py")
+    code = """
+from megatron_pipemem.schedule.registry import families
+assert families()[-1].name == "all-then-all"
+from megatron_pipemem.cli.app import app
+app(["simulate", "all-then-all", "-p", "4", "-m", "8", "--json"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(copy.parent)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert '"peak_activation": 2.0' in done.stdout

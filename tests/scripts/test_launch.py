@@ -22,6 +22,7 @@ from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.launch.command import Nodes, command, min_nodes, model_flags, script_flags, words
 from megatron_pipemem.launch.feasibility import feasible
+from megatron_pipemem.schedule import registry
 from megatron_pipemem.schedule.registry import build_schedule
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +56,23 @@ def test_every_shipped_run_is_feasible_and_has_a_command():
         run = load(file, Run)
         assert feasible(run) is None, file
         assert command(run, Nodes(1 + (run.parallelism.ranks - 1) // run.cluster.devices_per_node, 0, "host")).words
+
+
+def test_a_run_names_the_module_of_its_schedule(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_FAMILIES", dict(registry._FAMILIES))
+    path = tmp_path / "launched.py"
+    path.write_text(
+        "from dataclasses import replace\n"
+        "from megatron_pipemem.schedule.families.v_shape import V_MIN\n"
+        "FAMILY = replace(V_MIN, name='launched')\n"
+    )
+    assert "unknown schedule 'launched'" in feasible(tiny("schedule.name=launched"))
+    run = tiny("schedule.name=launched", f"schedule.module={path}")
+    assert feasible(run) is None
+    assert flags(run)["--pipemem-schedule-module"] == [str(path)]
+    with pytest.raises(ConfigError, match="schedule module gone.py cannot be imported") as raised:
+        tiny("schedule.module=gone.py")
+    assert "schedule.module" in str(raised.value)
 
 
 def test_parallelism_and_schedule_become_flags():
