@@ -1,4 +1,4 @@
-"""Every error a user can cause. Each message says what is wrong, where, and what to change."""
+"""Define every error that a user can cause. Each message says what is wrong, where, and what to change."""
 
 from __future__ import annotations
 
@@ -41,9 +41,12 @@ class ScheduleError(PipememError, ValueError):
 
 
 class ScheduleFormatError(PipememError, ValueError):
-    """Text that cannot be read as a schedule. ``line`` and ``column`` count from 1 and name the cell.
+    """Say that text cannot be read as a schedule.
 
-    For CSV, ``column`` is the number of the cell within its line.
+    Args:
+        message: one sentence: what is wrong, and what to change.
+        line: number of the line, from 1.
+        column: number of the character within the line, or for CSV of the cell, from 1.
     """
 
     def __init__(self, message: str, *, line: int | None = None, column: int | None = None):

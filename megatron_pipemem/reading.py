@@ -41,7 +41,12 @@ def read_text(path: str | Path, what: str, refusal: type[PipememError] = ConfigE
 
 
 def read_json(path: str | Path, what: str, refusal: type[PipememError] = ConfigError) -> Any:
-    """What a JSON file holds; ``Infinity`` and ``NaN`` are no JSON.
+    """Return what a JSON file holds; ``Infinity`` and ``NaN`` are no JSON.
+
+    Args:
+        path: of the file.
+        what: what the file is, for the error's sentence.
+        refusal: class of the error that is raised.
 
     Raises:
         PipememError: as ``read_text``, or the text is no JSON; the message says where.

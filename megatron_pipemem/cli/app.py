@@ -1,4 +1,4 @@
-"""The Typer app. One module per command."""
+"""Assemble the command ``pipemem`` from one module per subcommand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pipemem check``: a linter for schedule files."""
+"""``pipemem check``: say whether a schedule file may run, and where it is wrong."""
 
 from __future__ import annotations
 

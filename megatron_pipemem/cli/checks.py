@@ -1,4 +1,4 @@
-"""What a command refuses before it computes anything."""
+"""Refuse, before a command computes anything, what could not be finished: unwritable files, and what takes too long."""
 
 from __future__ import annotations
 
@@ -46,7 +46,12 @@ def check_size(devices: int, microbatches: int, chunks: int, yes: bool, fitted: 
 
 
 def check_output(path: Path | None, suffixes: Sequence[str], what: str) -> None:
-    """Ask whether a file can be written, before what is to be in it is computed.
+    """Check that a file can be written, before anything is computed for it.
+
+    Args:
+        path: where the file is to be; ``None`` where the user asked for no file.
+        suffixes: file name endings that are understood, with their dot.
+        what: what is to be written, for the error's sentence.
 
     Raises:
         UnsupportedError: its name does not say which format.

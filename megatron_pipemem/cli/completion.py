@@ -1,4 +1,4 @@
-"""What the shell offers for a name that is begun."""
+"""Complete names of schedules and files that are typed in the shell."""
 
 from __future__ import annotations
 

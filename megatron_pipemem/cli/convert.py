@@ -1,4 +1,4 @@
-"""``pipemem convert``: schedule files, in and out."""
+"""``pipemem convert``: read a schedule in one format and write it in another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``--help`` of a command shows after its options: examples to copy, and the flags of ``run``."""
+"""Show, after the options in a command's ``--help``, examples to copy, and for ``run`` the flags behind the script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pipemem grid``: many runs that differ in a few keys."""
+"""``pipemem grid``: train many runs that differ in a few keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what was typed about a schedule to the schedule: read from a file, or resolved as a run resolves it."""
+"""Turn what was typed about a schedule into the schedule: read it from a file, or resolve it as a run does."""
 
 from __future__ import annotations
 
@@ -78,11 +78,22 @@ def load_schedule(
     offload: OffloadChoice = NO_OFFLOAD,
     yes: bool = False,
 ) -> Loaded:
-    """The schedule a user named, proved valid: built by its family, searched for, or read when ``name`` is a CSV file.
+    """Return the schedule that a user named, proved valid.
 
-    Some families fit their order to the cap and to the costs. A file's own messages are left out. Letters that are not
-    ours are said on stderr. With ``offload`` its activations' round trips to the host are planned; ``auto`` with
-    ``--offload auto`` searches for the order, too. What takes long is refused but for ``yes``.
+    It is built by its family, searched for, or read if ``name`` is a CSV file. Some families fit their order to the cap
+    and to the costs. A file's own messages are left out, and letters that are not ours are reported on stderr.
+
+    Args:
+        name: family, ``auto``, or path of a schedule file.
+        devices: pipeline ranks; a file has its own number.
+        microbatches: of one step; for a file they override what it seems to say.
+        chunks: stages per device, where the schedule leaves a choice.
+        memory_cap: as typed: activation units, bytes with a unit, or one cap per device.
+        options: ``KEY=VALUE`` of the family or of the search.
+        dialect: letters of a file; ``auto`` finds them out.
+        costs: what actions take and hold, in seconds and activation units or bytes; unit costs by default.
+        offload: which activations make a round trip to the host. ``auto`` with ``auto`` searches for the order, too.
+        yes: go on although it takes long or much memory.
 
     Raises:
         PipememError: it cannot be built, found, read or run; the message says why.
@@ -145,7 +156,13 @@ def _host_budget(offload: OffloadChoice, costs: Costs) -> float | None:
 def read_schedule(
     path: Path, dialect: Dialect, microbatches: int | None = None, yes: bool = False
 ) -> tuple[Table, Schedule]:
-    """A file's table and the schedule in it, not yet validated; ``microbatches`` overrides what the table seems to say.
+    """Return a file's table and the schedule in it, which is not validated yet.
+
+    Args:
+        path: of the file.
+        dialect: its letters; ``auto`` finds them out.
+        microbatches: of one step, instead of what the table seems to say.
+        yes: go on although it takes long or much memory.
 
     Raises:
         ScheduleFormatError: the file cannot be read as a schedule.
@@ -175,7 +192,13 @@ def is_file(name: str) -> bool:
 
 
 def check_offload_ratio(names: Sequence[str], ratio: float | None, select: str) -> None:
-    """Raises UnsupportedError when no schedule of those named sends anything to the host."""
+    """Raise UnsupportedError if a ratio is given and no schedule of those named sends anything to the host.
+
+    Args:
+        names: of the schedules.
+        ratio: seconds of activations to the host and back over those of their F, I and W; ``None`` if not given.
+        select: what ``--offload`` says.
+    """
     if ratio is None or select != OFF:
         return
     if not any(is_file(name) or (name != AUTO and family(name).offloads) for name in names):

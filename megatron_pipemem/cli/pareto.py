@@ -1,4 +1,4 @@
-"""``pipemem pareto``: what every schedule costs in memory and time, and which of them are worth choosing."""
+"""``pipemem pareto``: compare what schedules cost in memory and time, and mark those that are worth choosing."""
 
 from __future__ import annotations
 

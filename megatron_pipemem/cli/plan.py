@@ -1,4 +1,4 @@
-"""``pipemem plan``: the fastest ways to run a model on a cluster within its memory."""
+"""``pipemem plan``: rank the ways to run a model on a cluster within its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pipemem profile``: what the parts of a model take and keep."""
+"""``pipemem profile``: say what the layers of a model take in seconds and keep in bytes."""
 
 from __future__ import annotations
 
@@ -46,9 +46,15 @@ def profile(
     ] = None,
     micro_batch: Annotated[int, typer.Option("--micro-batch", help="Sequences per microbatch.")] = 1,
     sequence: Annotated[int | None, typer.Option("--sequence", help="Tokens per sequence, if not the model's.")] = None,
-    recompute: Annotated[str, typer.Option("--recompute", metavar="none|selective|full")] = "none",
-    attention: Annotated[str, typer.Option("--attention", metavar="flash|unfused")] = "flash",
-    precision: Annotated[str, typer.Option("--precision", metavar="bf16|fp16|fp32")] = "bf16",
+    recompute: Annotated[
+        str, typer.Option("--recompute", metavar="none|selective|full", help="What runs again before its backward.")
+    ] = "none",
+    attention: Annotated[
+        str, typer.Option("--attention", metavar="flash|unfused", help="Which attention the layers have.")
+    ] = "flash",
+    precision: Annotated[
+        str, typer.Option("--precision", metavar="bf16|fp16|fp32", help="Element type of weights and activations.")
+    ] = "bf16",
     fake: Annotated[bool, typer.Option("--fake", help="Count bytes with fake tensors; seconds by formulas.")] = False,
     formulas: Annotated[bool, typer.Option("--formulas", help="Nothing is run, and Megatron is not needed.")] = False,
     offload: Annotated[bool, typer.Option("--offload", help="Measure the way to the host and back, too.")] = False,
@@ -56,7 +62,7 @@ def profile(
     output: Annotated[Path | None, typer.Option("--output", help="JSON for --pipemem-costs and the planner.")] = None,
     as_json: Json = False,
 ) -> None:
-    """What one layer, the embedding and the head take and keep, and what the stages made of them cost."""
+    """Measure or compute what one layer, the embedding and the head take and keep, and what stages made of them cost."""
     placement: Placement | None = None
     if (run is None) == (model is None):
         raise UnsupportedError("what is to be profiled? give a run configuration, or --model NAME")

@@ -1,4 +1,4 @@
-"""What a long command is doing, on stderr: a line that changes where that is a terminal, else a plain line now and then."""
+"""Show on stderr what a long command is doing: in one changing line in a terminal, else in a plain line now and then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that end together, with one readable error.
+"""End all ranks together when one of them fails, with one readable error.
 
 The first rank that fails claims a key in a store that all ranks can reach, prints its error and exits. Every other rank
 watches that key and exits quietly, wherever it is blocked: in a collective, in a rendezvous or in its own computation.

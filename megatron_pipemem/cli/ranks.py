@@ -1,4 +1,7 @@
-"""torchrun, whose last words are the first cause of a failure: ``python -m megatron_pipemem.cli.ranks``, with its flags."""
+"""Run torchrun so that its last words are the first cause of a failure.
+
+``python -m megatron_pipemem.cli.ranks`` takes torchrun's own flags.
+"""
 
 from __future__ import annotations
 

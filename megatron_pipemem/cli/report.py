@@ -1,4 +1,4 @@
-"""``pipemem report``: what came of a grid, or of one run."""
+"""``pipemem report``: tell what came of a grid, or of one run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,13 @@ def report(
 
 
 def show(store: Store, picture: Path, as_json: bool) -> list[Result | None]:
-    """Print and draw the results so far, and return them."""
+    """Print and draw the results so far, and return them.
+
+    Args:
+        store: folder of the grid.
+        picture: file to draw into.
+        as_json: print JSON instead of tables.
+    """
     settings, results = store.settings(), store.results()
     points = [
         _point(result) for result in results if result is not None and result.peak_bytes and result.seconds_per_step

@@ -1,4 +1,4 @@
-"""``pipemem run``: a Megatron script, unchanged, with the plugin on and on CPU ranks if asked."""
+"""``pipemem run``: start a Megatron script, unchanged, with the plugin on, and on CPU ranks if asked."""
 
 from __future__ import annotations
 

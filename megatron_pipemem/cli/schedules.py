@@ -1,4 +1,4 @@
-"""``pipemem schedules``: the table, and what there is to know of one."""
+"""``pipemem schedules``: list all schedules, or explain one."""
 
 from __future__ import annotations
 

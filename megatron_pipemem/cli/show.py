@@ -1,4 +1,4 @@
-"""``pipemem show``: pictures."""
+"""``pipemem show``: draw when every action runs and what every device holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pipemem simulate``: time, bubble and memory of a schedule before any run."""
+"""``pipemem simulate``: compute time, bubble and memory of a schedule before any run."""
 
 from __future__ import annotations
 

@@ -80,7 +80,14 @@ class Head(NamedTuple):
 
 
 def priced_head(head: Head, costs: Costs, schedule: Schedule, barriers: int) -> Costs:
-    """The costs with the head on the last stage (no barriers), or on all devices."""
+    """Return the costs with the LM head on the last stage, or cut over all devices.
+
+    Args:
+        head: what the user says of the head.
+        costs: of the layers alone.
+        schedule: whose placement has the stages.
+        barriers: of the cut head, 1 or 2; 0 leaves it on the last stage.
+    """
     seconds = head.seconds(costs, schedule)
     if seconds is None:
         return costs
@@ -91,7 +98,12 @@ def priced_head(head: Head, costs: Costs, schedule: Schedule, barriers: int) -> 
 
 
 def apply_head(loaded: Loaded, prices: Costs, head: Head) -> tuple[Loaded, Costs, str]:
-    """The schedule with its head where the user wants it, its prices, and the reason for a choice.
+    """Return the schedule with its head where the user wants it, its costs, and the reason for a choice.
+
+    Args:
+        loaded: the schedule, and how it was asked for.
+        prices: costs of the layers alone, in seconds.
+        head: what the user says of the head.
 
     Raises:
         PipememError: the schedule takes no passes, or not within the cap.

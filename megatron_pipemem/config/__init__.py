@@ -1,4 +1,4 @@
-"""What a run is: a model, a cluster, how the one is cut over the other, and the YAML files that say so.
+"""Describe a run: a model, a cluster, how the one is cut over the other, and the YAML files that say so.
 
 * ``loading``     YAML files into typed, frozen dataclasses; ``models/`` and ``clusters/`` ship with the package
 * ``model``       the shape of a model: parameters, FLOPs

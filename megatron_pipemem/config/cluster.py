@@ -1,4 +1,4 @@
-"""Machines: what ``configs/clusters/NAME.yaml`` says of them."""
+"""Describe machines: what ``configs/clusters/NAME.yaml`` says of them."""
 
 from __future__ import annotations
 

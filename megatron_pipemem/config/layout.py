@@ -1,4 +1,4 @@
-"""Layers per stage in Megatron's words: ``--pipeline-model-parallel-layout "Et*3|(t*4|)*6t*3L"``."""
+"""Write layers per stage in Megatron's words: ``--pipeline-model-parallel-layout "Et*3|(t*4|)*6t*3L"``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How small and how large numbers of a configuration may be."""
+"""Bound how small and how large numbers of a configuration may be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML files into frozen dataclasses, every value checked against its annotation.
+"""Read YAML files into frozen dataclasses, and check every value against its annotation.
 
 A file may name others. Where a dataclass is wanted, text is the name of a file of that kind (``model: llama3-8b``), and a
 mapping with the key ``base`` is such a file with some keys changed (``model: {base: llama3-8b, layers: 16}``); a file may
@@ -87,7 +87,15 @@ def typed[T](raw: Mapping[str, Any], kind: type[T], file: Path | None = None) ->
 
 
 def override(raw: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in what ``read_raw`` gave. A name on the way (``model: llama3-8b``) becomes the base of a change."""
+    """Set a dotted key in what ``read_raw`` gave.
+
+    A name on the way (``model: llama3-8b``) becomes the base of a change.
+
+    Args:
+        raw: mapping that is changed in place.
+        key: for example ``model.layers``.
+        value: new value of the key.
+    """
     *parents, last = key.split(".")
     here = raw
     for part in parents:
@@ -149,7 +157,14 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 
 def locate(name: str, kind: type, user: Path | None = None, key: str | None = None) -> Path:
-    """The file that ``name`` means in the file ``user``, or on a command line."""
+    """Return the file that a name means, in another file or on a command line.
+
+    Args:
+        name: of a model, cluster or run, or a path that ends in ``.yaml``.
+        kind: dataclass that the file describes; it says in which folders to look.
+        user: file that uses the name; ``None`` on a command line.
+        key: key there, for the error's sentence.
+    """
     if name.endswith((".yaml", ".yml")):
         path = (user.parent if user else Path()) / name
         if path.is_file():

@@ -1,4 +1,4 @@
-"""The shape of a model, how a microbatch of it runs on one rank, and what follows: parameters and FLOPs.
+"""Describe the shape of a model and how a microbatch of it runs on one rank, and count parameters and FLOPs.
 
 FLOPs of one linear layer with ``k`` inputs and ``n`` outputs are ``2 k n`` per token in each of F, I and W. Attention scores
 and their product with the values take ``4 s^2`` per sequence and query channel in F, twice that in I and nothing in W. The
@@ -220,7 +220,13 @@ RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "activation")
 
 @dataclass(frozen=True)
 class Passes:
-    """A cost of F, I and W."""
+    """Hold one number per pass: seconds, FLOPs or bytes of F, I and W.
+
+    Args:
+        forward: of F.
+        input: of I, the input gradient.
+        weight: of W, the weight gradient.
+    """
 
     forward: float = 0.0
     input: float = 0.0
@@ -289,7 +295,13 @@ def model_flops(model: Model) -> float:
 
 
 def layer_parameters(model: Model, execution: Execution, experts: bool | None = None) -> int:
-    """Parameters of one layer on one rank."""
+    """Return the number of parameters of one layer on one rank.
+
+    Args:
+        model: its shape.
+        execution: how it is cut over ranks.
+        experts: whether the layer has experts; ``None`` says as the model's layers do.
+    """
     experts = model.has_experts(0) if experts is None else experts
     per_norm = model.hidden * (2 if model.norm == "layernorm" else 1)
     qkv_bias = model.qkv_width if model.bias != "none" else 0

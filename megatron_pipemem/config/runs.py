@@ -1,4 +1,4 @@
-"""A run: a model on a cluster, cut up in a given way, under a schedule, with the rest of its flags.
+"""Describe a run: a model on a cluster, cut up in a given way, under a schedule, with the rest of its flags.
 
 model: llama3-8b
 cluster: h100-80g

@@ -1,4 +1,4 @@
-"""A value from a file as the annotation of a dataclass's field wants it."""
+"""Convert a value from a file to what the annotation of a dataclass's field wants."""
 
 from __future__ import annotations
 

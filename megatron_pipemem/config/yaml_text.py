@@ -1,4 +1,4 @@
-"""YAML as configurations use it: text, numbers, truth values, lists, and mappings whose keys are text.
+"""Read YAML as configurations use it: text, numbers, truth values, lists, and mappings whose keys are text.
 
 PyYAML reads it. On top of it, numbers with an exponent are numbers (``1e-4``), a key stands once in a mapping, dates are text,
 tags are refused, and so is what would take unbounded memory or stack: deep nesting, and anchors that repeat each other.

@@ -1,4 +1,4 @@
-"""A ``torch.cuda`` that needs no GPU: one device per local rank, streams and events that are always done.
+"""Provide a ``torch.cuda`` that needs no GPU: one device per local rank, streams and events that are always done.
 
 CPU tensors are ready when the call that makes them returns, so waiting is a no-op and order is program order. What is
 not listed here (CUDA graphs, memory pools, profilers) keeps PyTorch's own behaviour and says that CUDA is missing.

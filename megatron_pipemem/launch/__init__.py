@@ -1,4 +1,4 @@
-"""From a run's configuration to processes: flags, commands, grids of runs, Slurm.
+"""Turn a run's configuration into processes: flags, commands, grids of runs, Slurm.
 
 * ``command``       the command that starts a run
 * ``flags``         the ``--pipemem-*`` flags

@@ -1,4 +1,4 @@
-"""From a run to the command that starts it: the one place that knows the training script's flags."""
+"""Build the command that starts a run. No other place knows the training script's flags."""
 
 from __future__ import annotations
 

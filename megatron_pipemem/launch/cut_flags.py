@@ -1,4 +1,4 @@
-"""What the training script's flags say of how a model is cut, and which flags do not go with which placements.
+"""Read from the training script's flags how a model is cut, and refuse flags that do not go with a placement.
 
 A run asks here when it takes its command line, the launcher before it starts ranks.
 """
@@ -101,14 +101,27 @@ def counted_layers(flags: Flags, layers: int) -> str:
 
 
 def uneven_layers(flags: Flags, layers: int, stages: int) -> str | None:
-    """Where Megatron cannot share the layers out evenly and no flag says how else: the layout that does, else ``None``."""
+    """Return the layout to propose where Megatron cannot share the layers out evenly, or ``None``.
+
+    It is ``None`` also where a flag says already how to share them out.
+
+    Args:
+        flags: of the training script, without dashes.
+        layers: of the model.
+        stages: of the pipeline.
+    """
     if any(given(flags, name) for name in layout.FLAGS) or (layers + accounted(flags)) % stages == 0:
         return None
     return layout.written(layout.spread(layers, stages))
 
 
 def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement]) -> None:
-    """Whether flags mean on all of these placements what they mean on Megatron's own.
+    """Check that flags mean on all of these placements what they mean on Megatron's own.
+
+    Args:
+        flags: of the training script, without dashes.
+        schedule: its name, for the error's sentence.
+        placements: that the run may take.
 
     Raises:
         UnsupportedError: one of them does not; the message says what to do instead.

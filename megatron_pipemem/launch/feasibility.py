@@ -1,4 +1,4 @@
-"""Whether a run can work, as far as that can be known without a device."""
+"""Say whether a run can work, as far as that can be known without a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``--pipemem-*`` flags: what they are called and mean. What becomes of them is ``mcore.flags``'."""
+"""Define the ``--pipemem-*`` flags: their names and what they mean. ``mcore.flags`` acts on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pipemem plan``: every way to run a model on a cluster, priced, and the best of them.
+"""Price every way to run a model on a cluster, and find the best of them (``pipemem plan``).
 
 * ``activations``     the bytes a microbatch keeps, by what needs them
 * ``profile``         what layers cost, measured or modelled, and the costs of stages made of them

@@ -1,4 +1,4 @@
-"""The bytes that one microbatch keeps on a rank, tensor by tensor, by what needs them.
+"""List the bytes that one microbatch keeps on a rank, tensor by tensor, by what needs them.
 
 What is listed is what Megatron's modules keep between F and the pass that needs it: inputs of norms, outputs of norms and
 activations as inputs of linear layers (needed by W), queries, keys, values and the softmax's sums (needed by I). A tensor
@@ -57,7 +57,13 @@ class Kept:
 
 
 def layer_tensors(model: Model, execution: Execution, experts: bool | None = None) -> tuple[Saved, ...]:
-    """What one layer would keep if nothing were recomputed."""
+    """Return what one layer would keep if nothing were recomputed.
+
+    Args:
+        model: its shape.
+        execution: how a microbatch of it runs on one rank.
+        experts: whether the layer has experts; ``None`` says as the model's layers do.
+    """
     experts = model.has_experts(0) if experts is None else experts
     n, e, tp = tokens(model, execution), execution.element, execution.tp
     between = n * model.hidden / execution.sequence_ranks  # what lies between tensor-parallel parts
@@ -140,7 +146,13 @@ def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 
 
 def layer_bytes(model: Model, execution: Execution, experts: bool | None = None) -> Kept:
-    """What one layer keeps, recomputation considered."""
+    """Return the bytes that one layer keeps, recomputation considered.
+
+    Args:
+        model: its shape.
+        execution: how a microbatch of it runs on one rank.
+        experts: whether the layer has experts; ``None`` says as the model's layers do.
+    """
     experts = model.has_experts(0) if experts is None else experts
     tensors = layer_tensors(model, execution, experts)
     after_input = sum(each.nbytes for each in tensors if each.needed == "W")
@@ -149,7 +161,14 @@ def layer_bytes(model: Model, execution: Execution, experts: bool | None = None)
 
 
 def moved_bytes(model: Model, execution: Execution, experts: bool | None = None) -> float:
-    """What offloading one layer moves each way: all it keeps but statistics and sums, which are few and stay."""
+    """Return the bytes that offloading one layer moves each way: all it keeps but statistics and sums, which are few
+    and stay.
+
+    Args:
+        model: its shape.
+        execution: how a microbatch of it runs on one rank.
+        experts: whether the layer has experts; ``None`` says as the model's layers do.
+    """
     return sum(each.nbytes for each in _kept(layer_tensors(model, execution, experts), execution) if not each.statistic)
 
 
@@ -198,6 +217,11 @@ def gathered_bytes(model: Model, execution: Execution, experts: bool | None = No
 
     With sequence parallelism a layer whose output is cut gets a part of the sequence and computes on all of it. Transformer
     Engine gathers the parts in I and keeps them so; Megatron's own layers, split by us, gather them again in W.
+
+    Args:
+        model: its shape.
+        execution: how a microbatch of it runs on one rank.
+        experts: whether the layer has experts; ``None`` says as the model's layers do.
     """
     if execution.implementation != "transformer_engine" or not execution.sequence_parallel:
         return 0.0

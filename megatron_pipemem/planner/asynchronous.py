@@ -1,4 +1,4 @@
-"""Asynchronous schedules, for those who ask for them: they train differently, so they never compete with the others.
+"""Price asynchronous schedules for those who ask for them. They train differently, so they never compete with the others.
 
 A step takes the makespan of a window, because the training loop joins all ranks at its end, and so is not free of bubbles. A
 rank holds several versions of its parameters, and the whole optimizer, which cannot be shared out. What updates after every

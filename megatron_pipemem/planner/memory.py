@@ -1,4 +1,4 @@
-"""Whether a run as it is configured fits into its devices' memory."""
+"""Say whether a run as it is configured fits into its devices' memory."""
 
 from __future__ import annotations
 

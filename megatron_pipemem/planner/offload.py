@@ -1,4 +1,4 @@
-"""Activations that wait on the host, as a variant of any schedule (arXiv 2503.01328).
+"""Price activations that wait on the host, as a variant of any schedule (arXiv 2503.01328).
 
 The copies are planned within the memory of each device and of its host, the longest-lived activations first.
 """
@@ -27,7 +27,14 @@ HOST_MEMORY = "pipemem-host-memory"
 def offload_step(
     run: Run, placement: Placement, pace: MeasuredSlowdown | None = None, layers: tuple[int, ...] | None = None
 ) -> Step:
-    """As ``price``, with the channel to the host, what goes over it, and how much of it the host can hold."""
+    """Price a step with the channel to the host, what goes over it, and how much of it the host can hold.
+
+    Args:
+        run: that is planned.
+        placement: of its stages.
+        pace: how much slower than modelled the passes were measured to be; ``None`` where nothing was measured.
+        layers: of every stage; ``None`` lets the partition choose.
+    """
     step = price(run, placement, layers, pace)
     host, sharing = run.cluster.host, run.cluster.sharing(0)
     per_layer = moved_bytes(run.model, run.execution)

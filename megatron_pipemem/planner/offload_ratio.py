@@ -1,4 +1,4 @@
-"""k: the time a layer's activations take to the host and back, over the time of the layer's F, I and W.
+"""Compute k: the time a layer's activations take to the host and back, over the time of the layer's F, I and W.
 
 The paper (arXiv 2503.01328) has ``k = 10 / (3 (6h + s)) * C / B`` for GPT-3's layer in 16 bits with norms, activation and
 dropout recomputed (``20bsh`` bytes, ``12bsh(6h + s)`` FLOPs), ``C`` the achieved FLOP/s and ``B`` the bytes per second of
@@ -45,7 +45,14 @@ def offload_ratio(
 
 
 def cluster_offload_ratio(model: Model, execution: Execution, cluster: Cluster, device: int = 0) -> float:
-    """k of one layer on a device of a cluster, with the devices that share its switch moving as much."""
+    """Return k of one layer on a device of a cluster, with the devices that share its switch moving as much.
+
+    Args:
+        model: its shape.
+        execution: how a microbatch of it runs on one rank.
+        cluster: with the device's speed, the channel to the host, and the switches.
+        device: number of the device within its node.
+    """
     return offload_ratio(model, execution, cluster.flops, cluster.host, cluster.sharing(device))
 
 

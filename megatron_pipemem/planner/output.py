@@ -1,4 +1,4 @@
-"""A plan as a run's configuration that ``pipemem launch`` takes, and as JSON."""
+"""Write a plan as a run's configuration that ``pipemem launch`` takes, and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers go to which stage: the slowest device as fast as whole layers allow.
+"""Choose which layers go to which stage, so that the slowest device is as fast as whole layers allow.
 
 Stages are contiguous slices of the model, as in Alpa's inter-operator pass (arXiv 2201.12023), with GPipe's cost function
 (arXiv 1811.06965): what a stage takes per microbatch is the sum of its layers, and a pipeline is as fast as its slowest

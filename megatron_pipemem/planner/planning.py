@@ -1,4 +1,4 @@
-"""The fastest ways to run a model on a cluster within its memory.
+"""Find the fastest ways to run a model on a cluster within its memory.
 
 A best-first search. Every cut of the model first stands with a bound that takes a few sums: all its work, evenly shared. The
 most promising is priced stage by stage and then stands with the certified bound of its placement within the memory left

@@ -1,4 +1,4 @@
-"""What the planner finds, and what waits in its queue."""
+"""Hold what the planner finds, and what waits in its queue."""
 
 from __future__ import annotations
 
@@ -108,7 +108,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Group:
-    """A cut with a placement, and the schedules for it."""
+    """Hold a cut with a placement, and the schedules for it.
+
+    Args:
+        run: with its parallelism.
+        step: its costs and bytes.
+        orders: schedules that go with the placement.
+        variant: that changes them, or ``None``.
+        bound: seconds that no step of this cut can undercut.
+        memory_seconds: by how much the limit of memory raises that bound.
+    """
 
     run: Run
     step: Step
@@ -120,7 +129,13 @@ class Group:
 
 @dataclass(frozen=True)
 class Base:
-    """An order that a variant is still to change."""
+    """Hold an order that a variant is still to change.
+
+    Args:
+        group: cut and placement.
+        variant: that is to change it.
+        order: as it stands alone.
+    """
 
     group: Group
     variant: Variant

@@ -1,4 +1,4 @@
-"""What the parts of a model take on one rank: seconds of F, I and W, bytes, parameters.
+"""Price the parts of a model on one rank: seconds of F, I and W, bytes, parameters.
 
 Formulas, with ``n`` tokens of a microbatch on the rank and ``e`` bytes per element:
 
@@ -93,7 +93,15 @@ def each_pass(function: Callable[..., float], *passes: Passes) -> Passes:
 def layer(
     model: Model, execution: Execution, cluster: Cluster, experts: bool = False, pace: Passes = _AS_MODELLED
 ) -> Price:
-    """One transformer layer."""
+    """Price one transformer layer.
+
+    Args:
+        model: its shape.
+        execution: how a microbatch of it runs on one rank.
+        cluster: speeds and links of the machines.
+        experts: whether the layer has experts.
+        pace: how many times as long as modelled F, I and W take.
+    """
     flops = layer_flops(model, execution, experts)
     plain = layer_flops(model, replace(execution, recompute="none"), experts)
     touched = sum(each.nbytes for each in layer_tensors(model, execution, experts))
@@ -125,7 +133,14 @@ def layer(
 
 @lru_cache(maxsize=1024)
 def embedding(model: Model, execution: Execution, cluster: Cluster) -> Price:
-    """The input embedding: its rows are copied, their gradients added; with tensor parallelism, summed over the ranks."""
+    """Price the input embedding: its rows are copied, their gradients added; with tensor parallelism, summed over the
+    ranks.
+
+    Args:
+        model: its shape.
+        execution: how a microbatch of it runs on one rank.
+        cluster: speeds and links of the machines.
+    """
     nbytes = tokens(model, execution) * model.hidden * execution.element
     moving = 2 * nbytes / (cluster.memory_gb_per_s * 1e9)
     messages = all_reduce(nbytes, execution.tp, cluster.link(execution.tp))
@@ -139,7 +154,14 @@ def embedding(model: Model, execution: Execution, cluster: Cluster) -> Price:
 
 @lru_cache(maxsize=1024)
 def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _AS_MODELLED) -> Price:
-    """Final norm, output layer and loss. The logits are read and written in fp32 twice in F and once in I."""
+    """Price final norm, output layer and loss. The logits are read and written in fp32 twice in F and once in I.
+
+    Args:
+        model: its shape.
+        execution: how a microbatch of it runs on one rank.
+        cluster: speeds and links of the machines.
+        pace: how many times as long as modelled F, I and W take.
+    """
     flops = head_flops(model, execution)
     between = tokens(model, execution) * model.hidden * execution.element
     moving = 2 * logit_bytes(model, execution) / (cluster.memory_gb_per_s * 1e9)
@@ -167,12 +189,24 @@ def adam_seconds(cluster: Cluster) -> float:
 
 
 def gather(nbytes: float, ranks: int, link: Link) -> float:
-    """Seconds until every rank has all ``nbytes``, or each the sum of its share of them."""
+    """Return the seconds until every rank has all bytes, or each the sum of its share of them.
+
+    Args:
+        nbytes: of the whole tensor.
+        ranks: that take part.
+        link: between neighbours.
+    """
     return link.seconds(nbytes * (ranks - 1) / ranks) if ranks > 1 else 0.0
 
 
 def all_reduce(nbytes: float, ranks: int, link: Link) -> float:
-    """Seconds: a scatter of sums, and a gather."""
+    """Return the seconds of a scatter of sums and a gather.
+
+    Args:
+        nbytes: of the tensor.
+        ranks: that take part.
+        link: between neighbours.
+    """
     return 2 * gather(nbytes, ranks, link)
 
 

@@ -1,4 +1,4 @@
-"""What the parts of a model cost on one rank, and the costs of stages made of them.
+"""Hold what the parts of a model cost on one rank, and make the costs of stages from it.
 
 A stage is its layers and its *frame*: what it has besides, by its place in the pipeline. The first holds the embedding, the
 last final norm, head and loss. Seconds, bytes and parameters of a stage are the sums of theirs, so one profile prices
@@ -72,7 +72,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """Measured 10^9 bytes per second between device and host; ``both`` is each way, ``computing`` beside matrix products."""
+    """Hold measured bandwidths between device and host, in 10^9 bytes per second.
+
+    Args:
+        d2h: from device to host alone.
+        h2d: from host to device alone.
+        both: each way, when both run.
+        d2h_computing: from device to host beside matrix products.
+        h2d_computing: from host to device beside matrix products.
+        both_computing: each way, when both run beside matrix products.
+    """
 
     d2h: float
     h2d: float
@@ -117,7 +126,13 @@ class Profile:
     end_layer: Part | None = None
 
     def stage(self, index: int, num_stages: int, layers: int) -> Part:
-        """A stage with that many layers."""
+        """Return what a stage costs.
+
+        Args:
+            index: of the stage in the pipeline, from 0.
+            num_stages: of the pipeline.
+            layers: of the stage.
+        """
         if num_stages == 1:
             frame = self.first + self.last - self.middle
             frame = Part(frame.seconds, {k: v for k, v in frame.memory.items() if k in _COMPUTED}, frame.parameters)
@@ -174,7 +189,13 @@ class Profile:
     def to_json(
         self, layers: Sequence[int], link: Link | None = None, placement: Placement | None = None
     ) -> dict[str, Any]:
-        """What ``--pipemem-costs FILE`` reads, with this profile under the key ``profile``."""
+        """Return what ``--pipemem-costs FILE`` reads, with this profile under the key ``profile``.
+
+        Args:
+            layers: of every stage.
+            link: that messages go over; ``None`` prices none.
+            placement: of the stages; ``None`` is one stage per device.
+        """
         costs = self.costs(layers, link, placement)
         return {
             "forward": list(costs.forward),

@@ -1,4 +1,4 @@
-"""The makespan of one order under many costs.
+"""Compute the makespan of one order under many costs.
 
 A planner prices the same order again and again: other tensor parallelism, other microbatches, the same sequence of passes. What
 every pass waits for is worked out once; a replay is then one sweep over the passes and agrees with ``simulate``.
@@ -87,7 +87,13 @@ class Replay:
 
 @lru_cache(maxsize=256)
 def replay(name: str, num_devices: int, num_microbatches: int, chunks: int | None) -> Replay:
-    """Of a family's schedule.
+    """Return a replay of a family's schedule.
+
+    Args:
+        name: of the family.
+        num_devices: pipeline ranks.
+        num_microbatches: of one step.
+        chunks: stages per device; ``None`` where the family has no choice.
 
     Raises:
         PipememError: the family cannot be built so.
@@ -115,9 +121,14 @@ def same_passes(costs: Costs) -> tuple[object, ...]:
 def measured(
     name: str, num_devices: int, num_microbatches: int, chunks: int | None, costs: Costs
 ) -> tuple[float, tuple[float, ...]]:
-    """Seconds and peaks of a family's step.
+    """Return seconds and peaks of a family's step.
 
-    Of a long step, two shorter ones are run, and seconds and peaks extended by what the microbatches between them add.
+    Args:
+        name: of the family.
+        num_devices: pipeline ranks.
+        num_microbatches: of one step.
+        chunks: stages per device; ``None`` where the family has no choice.
+        costs: what actions take, in seconds, and hold.
     """
     counts = lengths(num_devices, num_microbatches)
     if len(counts) == 1:

@@ -1,4 +1,4 @@
-"""What there is to choose from: every cut of a model over a cluster, and every schedule for it."""
+"""List what there is to choose from: every cut of a model over a cluster, and every schedule for it."""
 
 from __future__ import annotations
 
@@ -145,7 +145,13 @@ class Order:
 
 
 def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, list[Order]]:
-    """The families of schedules for a cut, by their placement."""
+    """Return the families of schedules for a cut, by their placement.
+
+    Args:
+        run: with its parallelism.
+        limits: what the user allows.
+        rejected: counts what is left out, by reason.
+    """
     found: dict[Placement, list[Order]] = {}
     pp, layers = run.parallelism.pp, run.model.layers
     named = limits.allowed.get("schedule", ())

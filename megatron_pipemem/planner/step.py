@@ -1,4 +1,4 @@
-"""A run on a given placement: costs of its stages, bytes of its ranks, seconds of a step beside the pipeline.
+"""Price a run on a placement: costs of its stages, bytes of its ranks, seconds of a step beside the pipeline.
 
 A step takes the makespan of the schedule, then what of the data-parallel reduction no computing hides, then the optimizer:
 

@@ -1,4 +1,4 @@
-"""What a run can do beside computing in another order: offload, vocabulary parallelism, and what others register.
+"""List what a run can do beside computing in another order: offload, vocabulary parallelism, and what others register.
 
 A variant changes what the stages cost, or adds actions to an order, or both, and says what the run's configuration then is.
 """

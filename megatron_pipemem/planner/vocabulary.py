@@ -1,4 +1,4 @@
-"""Embedding and head cut over all pipeline ranks, as a variant of any schedule of one pipeline (arXiv 2411.05288).
+"""Price embedding and head cut over all pipeline ranks, as a variant of any schedule of one pipeline (arXiv 2411.05288).
 
 Every rank then holds an equal share of both, with its passes and collectives between the others. Collectives go over the
 slowest link of the pipeline; that they slow the layers' kernels down is not priced (7 to 8 % of F and B in the paper's
@@ -30,7 +30,15 @@ def vocabulary_step(
     pace: MeasuredSlowdown | None = None,
     layers: tuple[int, ...] | None = None,
 ) -> Step:
-    """As ``price``, with embedding and head cut over all devices, and what their passes take and keep."""
+    """Price a step with embedding and head cut over all devices, and what their passes take and keep.
+
+    Args:
+        barriers: between head and last backward, 1 or 2.
+        run: that is planned.
+        placement: of its stages.
+        pace: how much slower than modelled the passes were measured to be; ``None`` where nothing was measured.
+        layers: of every stage; ``None`` lets the partition choose.
+    """
     step = price(run, placement, layers, pace, shared_ends=True)
     p, execution = placement.num_devices, run.execution
     cut = run.parallelism

@@ -1,4 +1,4 @@
-"""Pictures of a run: terminal, PNG, SVG, HTML, and traces for Perfetto. All take the simulator's ``Timeline``."""
+"""Draw runs: in the terminal, as PNG, SVG and HTML, and as traces for Perfetto. All take the simulator's ``Timeline``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which stretches of time a picture shows of its runs, and on what scale."""
+"""Choose which stretches of time a picture shows of its runs, and on what scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timelines as PNG and SVG. Needs matplotlib, which is imported only when a picture is drawn."""
+"""Draw timelines as PNG and SVG with matplotlib, which is imported only when a picture is drawn."""
 
 from __future__ import annotations
 

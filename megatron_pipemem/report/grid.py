@@ -1,4 +1,4 @@
-"""Runs side by side: throughput against peak memory, in the terminal and as PNG or SVG."""
+"""Compare runs by throughput and peak memory, in the terminal and as PNG or SVG."""
 
 from __future__ import annotations
 
@@ -87,6 +87,11 @@ def table(points: Sequence[RunPoint]) -> FittingTable:
 
 def save_picture(points: Sequence[RunPoint], path: str | Path, title: str = "") -> Path:
     """Draw the runs with their front; the suffix of ``path`` chooses PNG or SVG. Folders are made as needed.
+
+    Args:
+        points: one per run.
+        path: of the picture.
+        title: above it.
 
     Raises:
         UnsupportedError: the suffix is neither, there are no runs, or matplotlib is missing.

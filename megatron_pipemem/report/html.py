@@ -1,4 +1,4 @@
-"""Timelines as one self-contained HTML page: zoom, a slider over time, and the details of every action and bubble.
+"""Write timelines as one self-contained HTML page: zoom, a slider over time, and the details of every action and bubble.
 
 The page itself is ``page.html`` beside this file, with its style and script; here they are put together with the data.
 """

@@ -1,4 +1,4 @@
-"""Names beside the points of a picture: never on each other, each at its own point or joined to it by a line."""
+"""Place names beside the points of a picture, so that none covers another: each at its own point or joined to it by a line."""
 
 from __future__ import annotations
 

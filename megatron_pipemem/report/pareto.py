@@ -1,4 +1,4 @@
-"""Bubble against peak memory: which schedules are worth a second look, in the terminal and as PNG or SVG."""
+"""Draw bubble against peak memory, in the terminal and as PNG or SVG, so that the schedules worth choosing stand out."""
 
 from __future__ import annotations
 
@@ -96,7 +96,14 @@ def save_pareto(
 
 
 def draw(points: Sequence[Point], bound: Sequence[tuple[float, float]] = (), title: str = "") -> Figure:
-    """Bubble (up) against peak (right): the front as a staircase, dominated points hollow, searched ones as stars."""
+    """Draw bubble (up) against peak (right): the front as a staircase, dominated points hollow, searched ones as stars.
+
+    Args:
+        points: one per schedule.
+        bound: pairs ``(memory, bubble rate)`` by memory: what no schedule with no more memory can beat. Empty draws
+            none.
+        title: above the picture.
+    """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.ticker import PercentFormatter

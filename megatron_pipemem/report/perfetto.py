@@ -1,4 +1,4 @@
-"""Chrome trace events, for ui.perfetto.dev and chrome://tracing.
+"""Write a run as Chrome trace events, for ui.perfetto.dev and chrome://tracing.
 
 One process per run; in it a track per device with slices named as torch names them (``PP:2F0``), a counter track
 per device for what it holds, a track for its copies to and from the host, and a flow arrow per message.

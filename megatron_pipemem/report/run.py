@@ -1,4 +1,4 @@
-"""What one run did against what was planned, in words and as a table, from its report."""
+"""Tell from a run's report, in words and as a table, what it did against what was planned."""
 
 from __future__ import annotations
 

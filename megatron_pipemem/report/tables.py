@@ -1,5 +1,7 @@
-"""Tables that fit: at any width every cell is whole. Text wraps between words, numbers never; where that is not enough, every
-row becomes lines of its own."""
+"""Print tables that fit any width: text wraps between words, and numbers are never cut.
+
+Where wrapping is not enough, every row becomes lines of its own.
+"""
 
 from __future__ import annotations
 

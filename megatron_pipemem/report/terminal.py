@@ -1,4 +1,4 @@
-"""A timeline in the terminal: one line per device, coloured cells, readable without colour too."""
+"""Draw a timeline in the terminal: one line per device, coloured cells, readable without colour too."""
 
 from __future__ import annotations
 

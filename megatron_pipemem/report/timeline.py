@@ -1,6 +1,6 @@
-"""What every picture of a run shares: boxes, held memory, messages, colours and words.
+"""Derive from a ``Timeline`` what every picture shares: boxes, held memory, messages, colours and words.
 
-All backends draw a ``Timeline``. A measured run is one too: the same schedule with the spans of its trace.
+A measured run is a ``Timeline``, too: the same schedule with the spans of its trace.
 """
 
 from __future__ import annotations
@@ -210,13 +210,25 @@ def legend(timeline: Timeline) -> list[tuple[Kind, int]]:
 
 
 def legend_name(kind: Kind, chunk: int, num_chunks: int) -> str:
-    """For example ``F forward, chunk 1``."""
+    """Return what a legend calls a kind of action, for example ``F forward, chunk 1``.
+
+    Args:
+        kind: of the action.
+        chunk: of its stage on the device, from 0.
+        num_chunks: per device.
+    """
     has_chunks = num_chunks > 1 and kind not in VOCABULARY
     return f"{kind} {KIND_NAMES[kind]}" + (f", chunk {chunk}" if has_chunks else "")
 
 
 def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
-    """``#rrggbb``: the hue tells the kind, the shade the chunk (paler towards the last)."""
+    """Return ``#rrggbb``: the hue tells the kind, the shade the chunk (paler towards the last).
+
+    Args:
+        kind: of the action.
+        chunk: of its stage on the device, from 0.
+        num_chunks: per device.
+    """
     pale = _PALEST * chunk / (num_chunks - 1) * min(1.0, (num_chunks + 1) / 4) if num_chunks > 1 else 0.0
     return "#" + "".join(f"{round(part + (255 - part) * pale):02x}" for part in _BASE[kind])
 

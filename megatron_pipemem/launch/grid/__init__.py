@@ -1,4 +1,4 @@
-"""Many runs that differ in a few keys: written down, planned, started, resumed and compared.
+"""Write down, plan, start, resume and compare many runs that differ in a few keys.
 
 * ``config``   a grid's file, and the runs it stands for
 * ``store``    its folder: one run file and one result per point

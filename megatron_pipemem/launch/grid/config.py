@@ -1,4 +1,4 @@
-"""A grid: a run and what to vary of it.
+"""Describe a grid: a run and what to vary of it.
 
     run: tiny-cpu
     set: {training.iterations: 5}

@@ -1,4 +1,4 @@
-"""Starts points on this machine, several at a time. What a killed grid left running is ended before its point starts again."""
+"""Start points on this machine, several at a time. What a killed grid left running is ended before its point starts again."""
 
 from __future__ import annotations
 

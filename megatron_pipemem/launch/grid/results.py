@@ -1,4 +1,4 @@
-"""What came of one point: read from the log and the report of its run, kept as JSON."""
+"""Read what came of one point from the log and the report of its run, and keep it as JSON."""
 
 from __future__ import annotations
 

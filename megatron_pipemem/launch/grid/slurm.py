@@ -1,4 +1,4 @@
-"""Starts points as elements of Slurm array jobs, through ``scripts/slurm/grid.sbatch``."""
+"""Start points as elements of Slurm array jobs, through ``scripts/slurm/grid.sbatch``."""
 
 from __future__ import annotations
 
@@ -97,7 +97,13 @@ def under_way(store: Store, on_wait: Callable[[list[int]], object]) -> set[int]:
 
 
 def wait(store: Store, indices: Sequence[int], on_event: Callable[[int, Result], object]) -> list[int]:
-    """Wait until no job of the grid is left in the queue. Returns the points that ended without a result."""
+    """Wait until no job of the grid is left in the queue, and return the points that ended without a result.
+
+    Args:
+        store: folder of the grid.
+        indices: points to wait for.
+        on_event: called with point and result whenever a result is there.
+    """
     open_points = set(indices)
     while open_points:
         elements = _elements(store)  # before the results: one that has just left the queue has written its own

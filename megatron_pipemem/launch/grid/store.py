@@ -1,4 +1,4 @@
-"""The folder of a grid.
+"""Keep a grid in its folder.
 
 FOLDER/grid.json                 the grid's file, and the settings and all changes of all points
 FOLDER/points/007/run.yaml       a point's run, complete: later changes of other files do not reach it

@@ -1,0 +1,129 @@
+"""Public functions say what their arguments are.
+
+A public function, method or constructor with three or more arguments has an ``Args:`` section that names all of them. A
+dataclass has it in its own docstring, for its fields. Two kinds are exempt: commands, whose options have a help text of
+their own, and methods without a docstring in a class with bases, which inherit it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+import megatron_pipemem
+from megatron_pipemem.cli.app import app
+
+PACKAGE = Path(megatron_pipemem.__file__).parent
+CHECKED = ("cli", "config", "cpu/surface.py", "errors.py", "files.py", "launch", "planner", "reading.py", "report")
+"""Modules and packages, below the package, of which all public functions are held to it; the public surface is everywhere."""
+
+COMMANDS = {(Path(inspect.getfile(each.callback)), each.callback.__name__) for each in app.registered_commands}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def names_of(function: Function) -> list[str]:
+    """Argument names, without ``self`` and ``cls``, and those that nothing uses."""
+    arguments = function.args
+    everything = [*arguments.posonlyargs, *arguments.args, arguments.vararg, *arguments.kwonlyargs, arguments.kwarg]
+    return [
+        each.arg for each in everything if each is not None and each.arg not in ("self", "cls") and each.arg[0] != "_"
+    ]
+
+
+def fields_of(cls: ast.ClassDef) -> list[str] | None:
+    """Public arguments of a dataclass's constructor; None for other classes."""
+    if not any("dataclass" in ast.unparse(each) for each in cls.decorator_list):
+        return None
+    fields = [each for each in cls.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
+    return [
+        each.target.id
+        for each in fields
+        if not each.target.id.startswith("_")
+        and "init=False" not in ast.unparse(each)
+        and "ClassVar" not in ast.unparse(each.annotation)
+    ]
+
+
+def missing(names: list[str], docstring: str | None) -> list[str]:
+    """Those of three or more names that an ``Args:`` section does not explain."""
+    if len(names) < 3:
+        return []
+    section = re.search(r"^\s*(?:Args|Attributes):\n(.*)", docstring or "", re.DOTALL | re.MULTILINE)
+    said = (
+        set(re.findall(r"^\s+((?:\*{0,2}\w+(?:, )?)+)(?: \([^)]*\))?:", section[1], re.MULTILINE)) if section else set()
+    )
+    said = {name.lstrip("*") for names in said for name in names.split(", ")}
+    return [name for name in names if name not in said]
+
+
+def check_class(cls: ast.ClassDef, where: str) -> Iterator[str]:
+    fields, own = fields_of(cls), ast.get_docstring(cls)
+    if fields is not None and (left := missing(fields, own)):
+        yield f"{where}: {', '.join(left)}"
+    for each in cls.body:
+        if not isinstance(each, Function):
+            continue
+        if each.name == "__init__":
+            said = "\n".join(filter(None, (own, ast.get_docstring(each))))
+            if left := missing(names_of(each), said):
+                yield f"{where}: {', '.join(left)}"
+        elif not each.name.startswith("_") and (ast.get_docstring(each) or not cls.bases):
+            yield from check_function(each, f"{where}.{each.name}")
+
+
+def check_function(function: Function, where: str) -> Iterator[str]:
+    if left := missing(names_of(function), ast.get_docstring(function)):
+        yield f"{where}: {', '.join(left)}"
+
+
+def check_module(path: Path, only: set[str] | None = None) -> Iterator[str]:
+    """What is not explained in a module's public functions and classes, or in those named ``only``."""
+    for each in ast.parse(path.read_text(encoding="utf-8")).body:
+        name = getattr(each, "name", "_")
+        if name.startswith("_") or (only is not None and name not in only) or (path, name) in COMMANDS:
+            continue
+        where = f"{path.relative_to(PACKAGE)}:{each.lineno} {name}"
+        yield from check_class(each, where) if isinstance(each, ast.ClassDef) else check_function(each, where)
+
+
+def test_the_public_surface_explains_its_arguments():
+    modules: dict[str, set[str]] = {}
+    for name in megatron_pipemem.__all__:
+        needs_megatron = name in megatron_pipemem._NEEDS_MEGATRON
+        module = "megatron_pipemem.mcore.plugin" if needs_megatron else getattr(megatron_pipemem, name).__module__
+        modules.setdefault(module, {"Settings"}).add(name)
+    assert sum(len(names) - 1 for names in modules.values()) == len(megatron_pipemem.__all__)
+    files = {PACKAGE.parent / f"{module.replace('.', '/')}.py": names for module, names in modules.items()}
+    found = [each for path, names in files.items() for each in check_module(path, names)]
+    assert found == []
+
+
+@pytest.mark.parametrize("part", CHECKED)
+def test_every_public_function_explains_its_arguments(part):
+    root = PACKAGE / part
+    paths = [root] if root.suffix == ".py" else sorted(root.rglob("*.py"))
+    assert paths
+    assert [each for path in paths for each in check_module(path)] == []
+
+
+def test_every_option_of_a_command_has_a_help_text():
+    for name, command in typer.main.get_command(app).commands.items():
+        assert [each.name for each in command.params if not each.help] == [], name
+
+
+def test_the_checker_finds_what_is_missing():
+    source = (
+        'def f(a, b, *, c):\n    """Do.\n\n    Args:\n        a, b: numbers.\n    """\n'
+        'class K:\n    """It."""\n    def __init__(self, a, b, c): ...\n    def _g(self, a, b, c): ...\n'
+        "@dataclass\nclass D:\n    a: int\n    b: int\n    c: int = 0\n    _d: int = field(init=False)\n"
+    )
+    function, plain, data = ast.parse(source).body
+    assert list(check_function(function, "f")) == ["f: c"]
+    assert list(check_class(plain, "K")) == ["K: a, b, c"]
+    assert list(check_class(data, "D")) == ["D: a, b, c"]
