@@ -91,8 +91,7 @@ def agree(digest: str, group: dist.ProcessGroup) -> None:
     """Raises:
     UnsupportedError: the ranks of the pipeline are about to run different programs.
     """
-    digests: list[str | None] = [None] * group.size()
-    dist.all_gather_object(digests, digest, group=group)
+    digests = gather(digest, group)
     different = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if different:
         raise UnsupportedError(

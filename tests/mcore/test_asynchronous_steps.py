@@ -24,13 +24,17 @@ class Steps:
         self.chunks = [torch.nn.Linear(2, 2)]
 
     def begin(self):
-        return self.training.begin(SimpleNamespace(), self.chunks, Shape(2, 1, 4), 0, lambda digest: None, lambda: None)
+        self.training._call = self.training.begin(
+            SimpleNamespace(), self.chunks, Shape(2, 1, 4), 0, lambda digest: None, lambda: None
+        )
+        return self.training._call
 
     def run(self, fails: bool = False) -> int:
         call = self.begin()
-        with call.running(SimpleNamespace(in_flight=InFlight)):
+        with self.training.around(SimpleNamespace(executor=SimpleNamespace(in_flight=InFlight))):
             # As a program does that updates the weights once.
-            call._stream.weights.advance([call._stream.weights.newest])
+            weights = self.training._stream.weights
+            weights.advance([weights.newest])
             if fails:
                 raise ArithmeticError
         return call.left

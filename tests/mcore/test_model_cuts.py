@@ -11,10 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-import torch.distributed as dist  # noqa: E402
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags  # noqa: E402
+from megatron_pipemem.mcore.model import whole_model  # noqa: E402
 from megatron_pipemem.mcore.model.whole_model import check_whole_model, look_into  # noqa: E402
 from megatron_pipemem.mcore.search_source import source_of  # noqa: E402
 from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
@@ -174,15 +174,15 @@ def cut(*stages: range, **more) -> list[torch.nn.Module]:
 def check(placement: Placement, stages: list, monkeypatch, problem_of_last: str | None = None) -> None:
     """As rank 0 of a pipeline sees it."""
 
-    def all_gather_object(gathered, own, group):
+    def gather(own, group):
         contents = [[look_into(stages[stage]) for stage in held] for held in placement.stages]
-        gathered[:] = [own, *((None, of_rank) for of_rank in contents[1:])]
+        gathered = [own, *((None, of_rank) for of_rank in contents[1:])]
         if problem_of_last is not None:
             gathered[-1] = problem_of_last, contents[-1]
+        return gathered
 
-    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
-    group = SimpleNamespace(size=lambda: placement.num_devices)
-    check_whole_model([stages[stage] for stage in placement.stages[0]], placement, group, lambda: None)
+    monkeypatch.setattr(whole_model, "gather", gather)
+    check_whole_model([stages[stage] for stage in placement.stages[0]], placement, None, lambda: None)
 
 
 EVEN = (range(1, 3), range(3, 5), range(5, 7), range(7, 9))

@@ -167,11 +167,11 @@ def told(model: Model, execution: Execution, cluster: Cluster) -> list[str]:
 
 def ledger_of(model: Model, execution: Execution, position: int, layers: int) -> dict[str, int]:
     """Bytes by which real passes of a real stage changed what the activation ledger counts."""
-    from megatron_pipemem.mcore import profiling
+    from megatron_pipemem.mcore import lone_stage
 
-    with profiling._quiet(), profiling.lone_rank(execution, fake=False):
-        stage = profiling.build_stage(model, execution, position, layers)
-        entries = profiling.run_stage(stage, model, execution, position, 2).entries
+    with lone_stage.lone_rank(execution, fake=False):
+        stage = lone_stage.build_stage(model, execution, position, layers)
+        entries = lone_stage.run_stage(stage, model, execution, position, 2).entries
     changes, before = {}, 0
     for entry in entries:
         if entry.action.microbatch == 1:

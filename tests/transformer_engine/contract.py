@@ -33,7 +33,7 @@ from megatron.core.utils import is_te_min_version  # noqa: E402
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from megatron_pipemem.config.model import Execution, Model  # noqa: E402
-from megatron_pipemem.mcore import profiling  # noqa: E402
+from megatron_pipemem.mcore import lone_stage  # noqa: E402
 from megatron_pipemem.mcore.model.transformer_engine import MARKS_THE_PARAMETER, defer, delayed_modules  # noqa: E402
 from megatron_pipemem.mcore.step.observation import observe  # noqa: E402
 from megatron_pipemem.planner.activations import layer_bytes  # noqa: E402
@@ -203,7 +203,7 @@ def _planned(sequence_parallel: bool) -> None:
     execution = Execution(
         tp=2, sequence_parallel=sequence_parallel, attention="unfused", implementation="transformer_engine"
     )
-    spec_of, config_of = profiling.get_gpt_decoder_block_spec, profiling._config
+    spec_of, config_of = lone_stage.get_gpt_decoder_block_spec, lone_stage._config
 
     def delaying(*args):
         config = config_of(*args)
@@ -211,17 +211,17 @@ def _planned(sequence_parallel: bool) -> None:
         return config
 
     with (
-        profiling.lone_rank(execution, fake=False),
-        mock.patch.object(profiling, "_config", delaying),
+        lone_stage.lone_rank(execution, fake=False),
+        mock.patch.object(lone_stage, "_config", delaying),
         mock.patch.object(
-            profiling, "get_gpt_decoder_block_spec", lambda config, **_: spec_of(config, use_transformer_engine=True)
+            lone_stage, "get_gpt_decoder_block_spec", lambda config, **_: spec_of(config, use_transformer_engine=True)
         ),
     ):
         freed = []
         for layers in (1, 2):
-            stage = profiling.build_stage(model, execution, profiling.MIDDLE, layers)
+            stage = lone_stage.build_stage(model, execution, lone_stage.MIDDLE, layers)
             assert len(delayed_modules(stage)) == 4 * layers
-            entries = profiling.run_stage(stage, model, execution, profiling.MIDDLE, 2).entries
+            entries = lone_stage.run_stage(stage, model, execution, lone_stage.MIDDLE, 2).entries
             freed += [a.bytes - b.bytes for a, b in pairwise(entries) if b.action.kind is Kind.W][1:]
     assert freed[1] - freed[0] == layer_bytes(model, execution).after_input, (freed, layer_bytes(model, execution))
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -23,7 +24,7 @@ from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.step.programs import Compiled, digest_of
 from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, LOAD, SAVE
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
-from megatron_pipemem.runtime.executor import Executor, InFlight
+from megatron_pipemem.runtime.executor import InFlight
 from megatron_pipemem.runtime.weight_versions import WeightSwitch, WeightVersions
 from megatron_pipemem.schedule.features.windows import Moment, horizon
 
@@ -67,55 +68,20 @@ class _Stream:
         self.in_flight, self.ledger = InFlight(), None
 
 
-@dataclass
-class Call:
-    """One training step, entered around ``Executor.run``. If it fails, everything in flight is dropped and the next call
-    begins a new stream.
+class Call(NamedTuple):
+    """One training step.
 
     Args:
         plan: what it runs.
         device: this rank's place in the pipeline.
         weights: switches versions while it runs.
-        loss_divisor: the microbatches that one update averages over.
         left: training steps behind it, if known.
-        completed: told when it has not failed.
     """
 
     plan: WindowPlan
     device: int
     weights: WeightSwitch
-    loss_divisor: int
     left: int | None
-    completed: Callable[[], None]
-    _stream: _Stream
-
-    def take_in_flight(self) -> InFlight:
-        """What the call before has left. Nobody else keeps it: it is to go when its backward has run."""
-        taken, self._stream.in_flight = self._stream.in_flight, InFlight()
-        return taken
-
-    @contextmanager
-    def running(self, executor: Executor) -> Iterator[None]:
-        """Around ``executor.run()``."""
-        stream, window = self._stream, self.plan.window
-        try:
-            yield
-        except BaseException:
-            stream.drop()
-            raise
-        stream.weights.renumber(-window.updates_per_call)
-        stream.weights.show(0)
-        stream.in_flight = executor.in_flight().renumbered(-window.batch)
-        stream.before += 1
-        stream.done = window.moment.left
-        stream.left = self.left
-        self.completed()
-
-    def weight_bytes(self) -> WeightBytes:
-        """Of all versions: as the schedule foretells them, and as they are there."""
-        weights = self._stream.weights
-        planned = self.plan.window.versions_held[self.device]
-        return WeightBytes({self.device: weights.version_bytes}, weights.bytes, planned, weights.most_held)
 
 
 class AsynchronousTraining(Extension):
@@ -155,7 +121,8 @@ class AsynchronousTraining(Extension):
             lambda digest: agree(digest, step.pipeline.group),
             lambda: step.finalize(None),
         )
-        step.context.num_microbatches = call.loss_divisor
+        if not self._source.loop_updates:
+            step.context.num_microbatches = 1  # an update averages over one microbatch
         step.finalizes = self._source.loop_updates
         return Compiled(call.plan.window.program, call.plan)
 
@@ -163,14 +130,37 @@ class AsynchronousTraining(Extension):
         # The step begins with what the one before has left, and that must be known.
         step.leaves_in_flight, step.earlier_ledger = True, self._stream.ledger
         step.buffers += self._stream.weights.buffers()
-        step.weight_bytes, step.recorded_program = self._call.weight_bytes, self._call.plan.window.up_to_its_end
+        step.weight_bytes, step.recorded_program = self._weight_bytes, self._call.plan.window.up_to_its_end
 
     def executor_parts(self, step: Step) -> dict[str, object]:
-        self._stream.ledger = step.observation.ledger
-        return {"weights": self._call.weights, "carried": self._call.take_in_flight()}
+        stream = self._stream
+        stream.ledger = step.observation.ledger
+        # Nobody else keeps what the call before has left: it is to go when its backward has run.
+        carried, stream.in_flight = stream.in_flight, InFlight()
+        return {"weights": self._call.weights, "carried": carried}
 
-    def around(self, step: Step) -> AbstractContextManager:
-        return self._call.running(step.executor)
+    @contextmanager
+    def around(self, step: Step) -> Iterator[None]:
+        """If the call fails, everything in flight is dropped and the next one begins a new stream."""
+        stream, window = self._stream, self._call.plan.window
+        try:
+            yield
+        except BaseException:
+            stream.drop()
+            raise
+        stream.weights.renumber(-window.updates_per_call)
+        stream.weights.show(0)
+        stream.in_flight = step.executor.in_flight().renumbered(-window.batch)
+        stream.before += 1
+        stream.done = window.moment.left
+        stream.left = self._call.left
+        self._steps += 1
+
+    def _weight_bytes(self) -> WeightBytes:
+        """Of all versions: as the schedule foretells them, and as they are there."""
+        weights, (plan, device, *_) = self._stream.weights, self._call
+        planned = plan.window.versions_held[device]
+        return WeightBytes({device: weights.version_bytes}, weights.bytes, planned, weights.most_held)
 
     def begin(
         self,
@@ -214,11 +204,7 @@ class AsynchronousTraining(Extension):
         own = window.stream.placement.stages[device]
         updates = {action: needed for action, needed in window.updates.items() if action.stage in own}
         switch = WeightSwitch(weights, window.versions, updates, None if self._source.loop_updates else update)
-        divisor = shape.num_microbatches if self._source.loop_updates else 1
-        return Call(plan, device, switch, divisor, left, self._count_step, stream)
-
-    def _count_step(self) -> None:
-        self._steps += 1
+        return Call(plan, device, switch, left)
 
     def _stream_of(self, chunks: list[torch.nn.Module], batch: int) -> _Stream:
         stream = self._stream

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.agreement import tell
+from megatron_pipemem.mcore.agreement import gather, tell
 from megatron_pipemem.schedule.core.placement import Placement
 
 logger = logging.getLogger(__name__)
@@ -57,8 +57,7 @@ def check_whole_model(
         check_own()
     except UnsupportedError as error:
         problem = str(error)
-    gathered: list = [None] * group.size()
-    dist.all_gather_object(gathered, (problem, [look_into(chunk) for chunk in chunks]), group=group)
+    gathered = gather((problem, [look_into(chunk) for chunk in chunks]), group)
     for told, _ in gathered:
         if told is not None:
             raise UnsupportedError(told)

@@ -90,4 +90,4 @@ class Recording(Extension):
     def _write(self) -> None:
         self._is_due = False
         self._record.write()
-        self._scalars.finish()
+        self._scalars.before_log(None)

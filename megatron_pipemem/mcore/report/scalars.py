@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from megatron.core import parallel_state
 
 from megatron_pipemem.mcore.agreement import gather
 from megatron_pipemem.mcore.loop_arguments import open_writers, scalar_interval
 from megatron_pipemem.mcore.report.run_record import STEPS, RunRecord
-
-
-class _Numbers(NamedTuple):
-    """Of one step on one rank."""
-
-    end: float
-    work: float
-    peak: int
-    predicted_peak: int | None
-    planned_bubble: float
+from megatron_pipemem.mcore.report.run_report import Step
 
 
 class Scalars:
@@ -36,15 +26,13 @@ class Scalars:
         self._record = record
         self._iteration: int | None = None
 
-    def before_log(self, iteration: int) -> None:
-        """Write the step before. Every rank must call this when its loop is about to log ``iteration``."""
-        before, self._iteration = self._iteration, iteration
-        if before is not None:
-            self._write(before)
+    def before_log(self, iteration: int | None) -> None:
+        """Write the step before. Every rank must call this when its loop is about to log ``iteration``.
 
-    def finish(self) -> None:
-        """Write the last step. Every rank must call this when the last step's times have been read."""
-        before, self._iteration = self._iteration, None
+        Args:
+            iteration: ``None`` when no more come, and the last step's times have been read.
+        """
+        before, self._iteration = self._iteration, iteration
         if before is not None:
             self._write(before)
 
@@ -65,25 +53,24 @@ class Scalars:
             if wandb is not None:
                 wandb.log(scalars, iteration)
 
-    def _numbers(self) -> _Numbers | None:
-        """Of the last step of this rank; ``None`` where it could not be measured."""
+    def _numbers(self) -> tuple[Step, int | None, float] | None:
+        """The last step of this rank, its foretold peak and its planned bubble; ``None`` where it could not be measured."""
         record = self._record
         with record.guarded(STEPS):
             if record.is_whole and record.steps:
-                step = record.steps[-1]
-                planned = record.last_plan.timeline.bubble_rate
-                return _Numbers(step.end, step.work, step.peak, record.held.predicted_peak, planned)
+                return record.steps[-1], record.held.predicted_peak, record.last_plan.timeline.bubble_rate
         return None
 
 
-def _of_pipeline(ranks: Sequence[_Numbers]) -> dict[str, float]:
-    makespan = max(each.end for each in ranks)
+def _of_pipeline(ranks: Sequence[tuple[Step, int | None, float]]) -> dict[str, float]:
+    steps, predicted, planned = zip(*ranks, strict=True)
+    makespan = max(step.end for step in steps)
     scalars = {
-        "pipemem/peak-activation-bytes": max(each.peak for each in ranks),
-        "pipemem/bubble-rate": 1 - max(each.work for each in ranks) / makespan,
-        "pipemem/planned-bubble-rate": ranks[0].planned_bubble,
+        "pipemem/peak-activation-bytes": max(step.peak for step in steps),
+        "pipemem/bubble-rate": 1 - max(step.work for step in steps) / makespan,
+        "pipemem/planned-bubble-rate": planned[0],
         "pipemem/makespan-seconds": makespan,
     }
-    if all(each.predicted_peak is not None for each in ranks):
-        scalars["pipemem/predicted-peak-activation-bytes"] = max(each.predicted_peak for each in ranks)
+    if None not in predicted:
+        scalars["pipemem/predicted-peak-activation-bytes"] = max(predicted)
     return scalars

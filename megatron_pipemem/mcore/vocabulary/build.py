@@ -18,6 +18,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.config.refusals import VOCABULARY
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.agreement import gather
 from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.mcore.vocabulary.layers import NAME, ArrivingEmbedding, DepartingHead, VocabularyShards
 from megatron_pipemem.runtime.vocabulary.head import HeadOptions
@@ -64,7 +65,11 @@ def cut_vocabulary(
     first, last = (_end(models, placement, device, stage) for stage in (0, placement.num_stages - 1))
     _check_ends(models[0], first, last)
     first_device, last_device = placement.devices[0], placement.devices[-1]
-    whole = _agree(first, shards_group, first_device * t)
+    told = None
+    if first is not None:
+        embeddings = first.embedding.word_embeddings
+        told = _Whole(embeddings.num_embeddings, embeddings.embedding_dim, first.share_embeddings_and_output_weights)
+    whole = gather(told, shards_group)[first_device * t]
     partition = VocabularyPartition(whole.vocab_size, shards_group.size())
     if whole.vocab_size < partition.shards:
         raise UnsupportedError(
@@ -109,8 +114,7 @@ def cut_vocabulary(
 def layout_of(chunks: list[torch.nn.Module], placement: Placement, pipeline: dist.ProcessGroup) -> tuple[int, ...]:
     """Layers of every stage as they were built. Every rank calls this."""
     models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
-    everyones: list[list[int] | None] = [None] * pipeline.size()
-    dist.all_gather_object(everyones, [len(model.decoder.layers) for model in models], group=pipeline)
+    everyones = gather([len(model.decoder.layers) for model in models], pipeline)
     layout = [0] * placement.num_stages
     for stages, layers in zip(placement.stages, everyones, strict=True):
         for stage, held in zip(stages, layers, strict=True):
@@ -174,19 +178,6 @@ def _check_ends(model: torch.nn.Module, first: torch.nn.Module | None, last: tor
             "an output layer with a bias cannot be cut over the pipeline; drop the bias, or pass "
             "--pipemem-vocab-parallel off"
         )
-
-
-def _agree(first: torch.nn.Module | None, group: dist.ProcessGroup, source: int) -> _Whole:
-    """What the first stage's model tells everybody."""
-    known: list[_Whole | None] = [None]
-    if first is not None:
-        known[0] = _Whole(
-            first.embedding.word_embeddings.num_embeddings,
-            first.embedding.word_embeddings.embedding_dim,
-            first.share_embeddings_and_output_weights,
-        )
-    dist.broadcast_object_list(known, src=dist.get_global_rank(group, source), group=group)
-    return known[0]
 
 
 @torch.no_grad()

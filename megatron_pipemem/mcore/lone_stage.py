@@ -1,0 +1,316 @@
+"""Builds one stage of a model and runs it on this device, alone.
+
+The stage is Megatron's own model, run by the executor of real runs through Megatron's own forward and backward steps, with
+the weight gradients split; only its messages are made up, and so are the other ranks of its tensor- and context-parallel
+groups, whose collectives return at once. So bytes are those of a run, and times those of its computing.
+Within ``FakeTensorMode`` nothing is computed or allocated, and the bytes are the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as functional
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_pipemem.config.model import Execution, Model, padded_vocabulary
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.model import linear
+from megatron_pipemem.mcore.model.fused_kernels import FlashAttention, fused_rms_norm
+from megatron_pipemem.mcore.model.placement import ChunkPlacement
+from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext, watch_batches
+from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
+from megatron_pipemem.mcore.patching import PatchSet
+from megatron_pipemem.mcore.step.observation import observe
+from megatron_pipemem.mcore.symbols import LINEAR
+from megatron_pipemem.runtime.activation_ledger import LedgerEntry
+from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.runtime.trace import TracedAction
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.families.serial_orders import serial_schedule
+from megatron_pipemem.schedule.lowering import lower
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# A pipeline of three: the stage that reads the data, one in the middle, and the one with the loss.
+_PIPELINE = Placement.linear(3)
+FIRST, MIDDLE, LAST = range(3)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What running a stage showed.
+
+    Args:
+        entries: bytes held after every action.
+        actions: when every pass ran, if it did.
+        parameters: of the stage.
+    """
+
+    entries: list[LedgerEntry]
+    actions: list[TracedAction]
+    parameters: int
+
+
+@contextmanager
+def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
+    """Within this, the process is rank 0 of a job whose other ranks do not exist and whose collectives return at once.
+
+    Args:
+        execution: says how many ranks there are.
+        fake: whether tensors are fake too.
+
+    Raises:
+        UnsupportedError: the process is part of a job already.
+    """
+    if dist.is_initialized():
+        raise UnsupportedError("profiling needs a process of its own, and this one is in a process group already")
+    ranks = execution.tp * execution.cp * execution.ep
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    patches = PatchSet()
+    # Megatron advises another model class at every model, and on CPU warns at every layer that CUDA's generator is CPU's.
+    log = logging.getLogger("megatron.core")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=execution.tp,
+            context_parallel_size=execution.cp,
+            expert_model_parallel_size=execution.ep,
+            create_gloo_process_groups=False,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        patches.install([(LINEAR, linear.split_linear)])
+        if fake:
+            # It compares and sets the states of random generators, which are never fake.
+            tensor_parallel.get_cuda_rng_tracker().fork = nullcontext
+        with FakeTensorMode() if fake else nullcontext():
+            yield
+    finally:
+        log.setLevel(level)
+        patches.remove()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def build_stage(
+    model: Model, execution: Execution, position: int, layers: int, gpu_norms: bool = False
+) -> torch.nn.Module:
+    """A stage of the pipeline as Megatron's training loop would build it, within ``lone_rank``.
+
+    Args:
+        model: the shape.
+        execution: how it runs.
+        position: ``FIRST`` with the embedding, ``MIDDLE``, or ``LAST`` with the head.
+        layers: layers of the stage.
+        gpu_norms: on CPU too, let RMS norms keep what their fused GPU kernel keeps.
+
+    Raises:
+        UnsupportedError: Megatron's modules cannot do it here.
+    """
+    config = _config(model, execution, layers)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    if execution.attention == "flash":
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = FlashAttention
+    stage = GPTModel(
+        config,
+        spec,
+        padded_vocabulary(model, execution.tp),
+        model.sequence,
+        pre_process=position == FIRST,
+        post_process=position == LAST,
+        position_embedding_type={"learned": "learned_absolute"}.get(model.position, model.position),
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+    stage.cuda()
+    if gpu_norms:
+        for module in stage.modules():
+            if isinstance(module, torch.nn.RMSNorm):
+                module.forward = partial(fused_rms_norm, module)
+    if execution.precision == "fp32":
+        return stage
+    if any(isinstance(parameter, FakeTensor) for parameter in stage.parameters()):
+        # nn.Module converts fake parameters by swapping them, which weak references forbid.
+        for parameter in stage.parameters():
+            parameter.data = parameter.data.to(_DTYPES[execution.precision])
+        stage.bfloat16 = stage.half = lambda: stage
+    return Float16Module(config, stage)
+
+
+def run_stage(stage: torch.nn.Module, model: Model, execution: Execution, position: int, microbatches: int) -> Observed:
+    """One microbatch after another through F, I and W of a stage from ``build_stage``.
+
+    Args:
+        stage: the stage.
+        model: its shape.
+        execution: how it runs.
+        position: where in the pipeline it is.
+        microbatches: how many; those after the first say what a pass takes once everything is warm.
+    """
+    config = stage.config
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    (shape,) = schedules.get_tensor_shapes(
+        seq_length=model.sequence,
+        micro_batch_size=execution.micro_batch,
+        decoder_seq_length=None,
+        config=config,
+        tp_group=groups.tp,
+        cp_group=groups.cp,
+    )
+    observed = observe([stage])
+    step = StepContext(
+        config, _forward_step, microbatches, execution.cp, False, False, None, False,
+        num_tokens=torch.zeros([], dtype=torch.int, device=torch.cuda.current_device()),
+    )  # fmt: skip
+    batch = watch_batches(repeat(_batch(model, execution, position)), observed.ledger)
+    placement = ChunkPlacement(lambda devices, chunks: _PIPELINE, is_round_robin=True)
+    runner = ChunkStage(step, stage, batch, 0, 1, position == LAST, placement, delayed_modules(stage))
+    program = lower(serial_schedule(_PIPELINE, microbatches))
+    transport = _MadeUpMessages(tuple(shape), config.pipeline_dtype)
+    Executor(program, position, {position: runner}, transport, observed.ledger, observed.trace).run()
+    count = sum(parameter.numel() for parameter in stage.parameters())
+    return Observed(observed.ledger.entries, observed.trace.actions(), count)
+
+
+class _MadeUpMessages:
+    """Stands in for ``Transport``: every message has arrived, and goes nowhere."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype):
+        self._shape, self._dtype = shape, dtype
+        self._received: dict[Action, torch.Tensor] = {}
+
+    def post_receive(self, action: Action) -> torch.Tensor:
+        tensor = torch.empty(self._shape, dtype=self._dtype, device=torch.cuda.current_device())
+        self._received[action] = tensor.normal_(std=1.0 if action.kind is Kind.RECV_F else 1e-3)
+        return tensor
+
+    def wait(self, action: Action) -> torch.Tensor:
+        return self._received.pop(action)
+
+    def post_send(self, action: Action, tensor: torch.Tensor) -> None: ...
+
+    def settle(self, action: Action) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+def _forward_step(data, model):
+    """As training scripts write it."""
+    batch = next(data)
+    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    return output, partial(_loss, batch["loss_mask"])
+
+
+def _loss(loss_mask: torch.Tensor, output: torch.Tensor):
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    num_tokens = mask.sum().detach().to(torch.int)
+    return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens])}
+
+
+def _batch(model: Model, execution: Execution, position: int) -> dict[str, torch.Tensor | None]:
+    if position == MIDDLE:  # reads no data; its layers make the masks they need, and keep them
+        return dict.fromkeys(("tokens", "labels", "position_ids", "loss_mask", "attention_mask"))
+    size = (execution.micro_batch, model.sequence // execution.cp)
+    device = torch.cuda.current_device()
+    tokens = torch.randint(model.vocabulary, size, device=device)
+    mask = None
+    if execution.attention == "unfused":
+        mask = torch.ones(1, 1, model.sequence, model.sequence, dtype=torch.bool, device=device).triu(1)
+    return {
+        "tokens": tokens,
+        "labels": tokens.clone(),
+        "position_ids": torch.arange(size[1], device=device).repeat(size[0], 1),
+        "loss_mask": torch.ones(size, device=device),
+        "attention_mask": mask,
+    }
+
+
+_ACTIVATIONS = {
+    "gelu": functional.gelu, "geglu": functional.gelu, "swiglu": functional.silu,
+    "squared_relu": lambda x: torch.square(functional.relu(x)),
+}  # fmt: skip
+
+
+def _check_recompute(model: Model, execution: Execution) -> None:
+    for module, reason in (
+        ("activation", "Megatron has no flag for that"),
+        ("layernorm", "Megatron does that with Transformer Engine only, and profiling builds its local modules"),
+        (
+            "mlp",
+            "Megatron's backward of it never ends where linear layers have biases" if model.bias == "all" else None,
+        ),
+    ):
+        if reason and execution.recomputes(module):
+            raise UnsupportedError(f"recompute_modules has {module}: {reason}; the formulas of the planner have it")
+
+
+def _config(model: Model, execution: Execution, layers: int) -> TransformerConfig:
+    dtype = _DTYPES[execution.precision]
+    _check_recompute(model, execution)
+    recompute: dict[str, object] = {}
+    if execution.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    elif execution.recompute == "selective":
+        recompute = {"recompute_granularity": "selective", "recompute_modules": list(execution.recompute_modules)}
+    experts: dict[str, object] = {}
+    if model.experts:
+        experts = {
+            "num_moe_experts": model.experts,
+            "moe_router_topk": model.experts_per_token,
+            "moe_ffn_hidden_size": model.expert_width,
+            "moe_shared_expert_intermediate_size": model.shared_expert_ffn or None,
+            "moe_layer_freq": model.moe_every,
+            "moe_token_dispatcher_type": "alltoall",
+            "add_bias_linear": False,
+        }
+    return TransformerConfig(
+        **{
+            "num_layers": layers,
+            "hidden_size": model.hidden,
+            "num_attention_heads": model.heads,
+            "num_query_groups": model.key_heads,
+            "kv_channels": model.channels,
+            "ffn_hidden_size": model.ffn_width,
+            "gated_linear_unit": model.gated,
+            "activation_func": _ACTIVATIONS[model.activation],
+            "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
+            "add_bias_linear": model.bias == "all",
+            "add_qkv_bias": model.bias != "none",
+            "hidden_dropout": model.dropout,
+            "attention_dropout": model.dropout,
+            "tensor_model_parallel_size": execution.tp,
+            "sequence_parallel": execution.sequence_parallel,
+            "context_parallel_size": execution.cp,
+            "expert_model_parallel_size": execution.ep,
+            "params_dtype": dtype,
+            "pipeline_dtype": dtype,
+            "bf16": execution.precision == "bf16",
+            "fp16": execution.precision == "fp16",
+            "deallocate_pipeline_outputs": True,
+            "gradient_accumulation_fusion": False,
+            "persist_layer_norm": False,
+            "masked_softmax_fusion": False,
+            "apply_rope_fusion": False,
+            "bias_dropout_fusion": execution.fused,
+            "bias_activation_fusion": execution.fused and model.activation != "squared_relu",
+            **recompute,
+            **experts,
+        }
+    )
