@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class PipememError(Exception):
     """Base class of all errors raised on purpose by this package."""
@@ -15,6 +17,8 @@ class ScheduleError(PipememError, ValueError):
         device: pipeline rank whose order is at fault, if one is.
         position: index into that device's order (or program), if known.
         action: text form of the action at fault, for example ``2F0``.
+        cycle: of a deadlock, the devices that wait for one another (``schedule.core.walk.Wait``): every one for the next,
+            and the last for the first.
     """
 
     def __init__(
@@ -24,7 +28,9 @@ class ScheduleError(PipememError, ValueError):
         device: int | None = None,
         position: int | None = None,
         action: object | None = None,
+        cycle: tuple[Any, ...] = (),
     ):
+        self.cycle = cycle
         self.device = device
         self.position = position
         self.action = None if action is None else str(action)

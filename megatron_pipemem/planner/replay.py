@@ -10,14 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import dependencies, peaks, simulate
+from megatron_pipemem.schedule.core.simulator import peaks
+from megatron_pipemem.schedule.core.walk import Times
 from megatron_pipemem.schedule.registry import build_schedule
 
 _LONG = 4  # a step of more microbatches per device than this is two shorter ones, extended
-_Pass = tuple[int, int, tuple[tuple[int, int], ...]]  # device, price, (pass, link) that it waits for
 
 
 @dataclass(frozen=True)
@@ -34,51 +35,22 @@ class Replay:
     schedule: Schedule
 
     def __post_init__(self) -> None:
-        schedule, placement = self.schedule, self.schedule.placement
-        devices, stages = placement.devices, placement.num_stages
-        fused = {action for order in schedule.orders for action in order if action.kind is Kind.B}
-        index: dict[Action, int] = {}  # in an order in which passes come after all that they wait for
-        passes: list[_Pass] = []
-        waiting: dict[Action, list[int]] = {}
-        following, runnable = [0] * placement.num_devices, list(range(placement.num_devices))
-        while runnable:
-            device = runnable.pop()
-            order = schedule.orders[device]
-            while following[device] < len(order):
-                action = order[following[device]]
-                needed = dependencies(action, placement, fused)
-                # A device's own order sees to the others.
-                needed = [each for each in needed if devices[each.stage] != device]
-                if (missing := next((each for each in needed if each not in index), None)) is not None:
-                    waiting.setdefault(missing, []).append(device)
-                    break
-                links = tuple((index[each], devices[each.stage] * placement.num_devices + device) for each in needed)
-                index[action] = len(passes)
-                passes.append((device, _KINDS.index(action.kind) * stages + action.stage, links))
-                following[device] += 1
-                runnable += waiting.pop(action, ())
-        if waiting:
-            simulate(schedule)  # says who waits for whom
-        object.__setattr__(self, "_passes", passes)
+        found = Dependencies.of_schedule(self.schedule)
+        if error := found.stuck():
+            raise error
+        object.__setattr__(self, "_found", found)
+        object.__setattr__(self, "_steps", list(found.graph.steps(found.walk.nodes)))
 
     def makespan(self, costs: Costs) -> float:
         """Seconds."""
-        placement, p = self.schedule.placement, self.schedule.num_devices
-        seconds = costs.seconds(placement)
-        prices = [price for kind in _KINDS for price in seconds[kind]]
-        neighbours = {tuple(placement.devices[s : s + 2]) for s in range(placement.num_stages - 1)}
-        links = {}
-        for a, b in neighbours:
-            links |= {a * p + b: costs.link_seconds(a, b), b * p + a: costs.link_seconds(b, a)}
-        free, ends = [0.0] * p, []
-        for device, price, needed in self._passes:
-            start = free[device]
-            for other, link in needed:
-                if (arrived := ends[other] + links[link]) > start:
-                    start = arrived
-            free[device] = end = start + prices[price]
-            ends.append(end)
-        return max(free)
+        found, seconds = self._found, costs.seconds(self.schedule.placement)
+        times = Times(
+            found.graph,
+            [seconds[kind][stage] for kind, stage in found.kinds],
+            [costs.link_seconds(*link) for link in found.links],
+        )
+        times.run(self._steps)
+        return max(times.free)
 
     def peaks(self, costs: Costs) -> tuple[float, ...]:
         """Per device, the most it holds."""

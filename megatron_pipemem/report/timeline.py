@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_pipemem.schedule.core.action import VOCABULARY, Action, Kind
+from megatron_pipemem.schedule.core.dependencies import dependencies
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import Timeline, dependencies, held_after
+from megatron_pipemem.schedule.core.simulator import Timeline, held_after
 
 KIND_NAMES = {
     Kind.F: "forward",

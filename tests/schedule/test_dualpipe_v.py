@@ -6,8 +6,8 @@ import oracle
 import pytest
 
 from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.dependencies import dependencies
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import dependencies
 from megatron_pipemem.schedule.registry import build_schedule
 
 SLOTS = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2}

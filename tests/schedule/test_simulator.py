@@ -11,8 +11,9 @@ from random_schedules import random_schedules
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.dependencies import dependencies
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import count_messages, dependencies, simulate
+from megatron_pipemem.schedule.core.simulator import count_messages, simulate
 from megatron_pipemem.schedule.registry import build_schedule
 
 SPLIT = Schedule.from_csv("0F0,0I0,0W0\n1F0,1I0,1W0\n")
@@ -83,3 +84,4 @@ def test_an_order_that_waits_for_ever_is_named() -> None:
     with pytest.raises(ScheduleError, match="waits for ever for") as raised:
         simulate(stuck)
     assert (raised.value.device, raised.value.position, raised.value.action) in ((0, 1, "0B0"), (1, 0, "1B0"))
+    assert [(wait.device, str(wait.action), str(wait.needed)) for wait in raised.value.cycle] == [(1, "1B0", "1F0")]

@@ -324,6 +324,16 @@ def test_a_deadlock_is_shown_action_by_action():
         "which comes after 1F1; 1F1 (device 1, position 1) waits for 0F1 (device 0, position 2), which comes after 0B0"
         "; move 1B0 before 1F1 on device 1"
     )
+    waits = [
+        (w.device, w.position, str(w.action), w.owner, str(w.needed), w.needed_position) for w in caught.value.cycle
+    ]
+    assert waits == [(0, 1, "0B0", 1, "1B0", 2), (1, 1, "1F1", 0, "0F1", 2)]
+
+
+def test_what_is_missing_makes_no_circle():
+    with pytest.raises(ScheduleError) as caught:
+        validate(schedule_of("0F0 0B0\n1F0"))
+    assert caught.value.cycle == ()
 
 
 def test_a_deadlock_among_others_leaves_innocent_devices_out():

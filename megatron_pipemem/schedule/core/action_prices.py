@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_pipemem.schedule.core.action import Action
+from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.schedule import Schedule
 
@@ -13,19 +13,21 @@ class ActionPrices:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         placement, pieces = schedule.placement, schedule.pieces
         self._costs, self._pieces = costs, pieces
-        seconds = {**costs.seconds(placement), **costs.transfer_seconds(placement, schedule.recomputed)}
+        seconds = costs.seconds(placement)
+        if schedule.offloads:
+            seconds |= costs.transfer_seconds(placement, schedule.recomputed)
         self._seconds = {kind: tuple(each / pieces for each in prices) for kind, prices in seconds.items()}
         self._sums = costs.replica_reduction_seconds(placement) if placement.replicas > 1 else ()
+        self._collectives: dict[Kind, float] = {}
         if schedule.vocabulary_barriers:
             vocabulary = costs.vocabulary_costs(placement, schedule.vocabulary_barriers)
             self._seconds |= vocabulary.seconds(placement.num_devices)
-            everywhere = range(placement.num_devices)
-            self._seconds |= {k: tuple(s for _ in everywhere) for k, s in vocabulary.collective_seconds().items()}
+            self._collectives = vocabulary.collective_seconds()
 
-    def of_action(self, device: int, action: Action) -> float:
-        """Of one that is no message. Waits for copies, and reductions of gradients, take no time here."""
-        prices = self._seconds.get(action.kind)
-        return 0.0 if prices is None else prices[action.stage]
+    def of(self, kind: Kind, stage: int) -> float:
+        """Of an action that is no message. Waits for transfers, and reductions of gradients, take no time here."""
+        prices = self._seconds.get(kind)
+        return self._collectives.get(kind, 0.0) if prices is None else prices[stage]
 
     def of_message(self, edge: tuple[int, int]) -> float:
         """From one device to another."""

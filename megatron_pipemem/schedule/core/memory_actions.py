@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import RECOMPUTE, Action, Kind
@@ -11,19 +11,21 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 _ROUND_TRIP = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
 
 
-def backward_needs(schedule: Schedule, needs: dict[Action, tuple[Action, ...]]) -> None:
-    """Add to what every backward needs that its activations are there: run again, or back on the device. What is run again
-    in part needs the rest of them there too.
+def backward_needs(schedule: Schedule, action: Action, actions: Container[Action]) -> Iterator[Action]:
+    """What a backward needs besides the results of other stages: that its activations are there, run again or back on the
+    device. What is run again in part needs the rest of them there too.
 
     Args:
         schedule: supplies the stages that are recomputed.
-        needs: of all actions of the schedule; those of I, B and RS are extended.
+        action: any; only I, B and RS need something.
+        actions: all that the schedule runs.
     """
-    for action in [action for action in needs if action.kind in (Kind.I, Kind.B, Kind.RS)]:
-        if action.kind is not Kind.RS and action.stage in schedule.recomputed:
-            needs[action] = (*needs[action], action._replace(kind=schedule.recomputed[action.stage]))
-        if any(action._replace(kind=kind) in needs for kind in _ROUND_TRIP):
-            needs[action] = (*needs[action], action._replace(kind=Kind.WAIT_RELOAD))
+    if action.kind not in (Kind.I, Kind.B, Kind.RS):
+        return
+    if action.kind is not Kind.RS and action.stage in schedule.recomputed:
+        yield action._replace(kind=schedule.recomputed[action.stage])
+    if any(action._replace(kind=kind) in actions for kind in _ROUND_TRIP):
+        yield action._replace(kind=Kind.WAIT_RELOAD)
 
 
 def check_memory_actions(schedule: Schedule, places: Mapping[Action, tuple[int, int]]) -> None:

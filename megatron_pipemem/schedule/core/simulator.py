@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heappop, heappush
-from itertools import accumulate, islice, permutations
+from itertools import accumulate
 from typing import NamedTuple
 
-from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.action import COLLECTIVES, MEMORY, VOCABULARY, Action, Kind
+from megatron_pipemem.schedule.core.action import COLLECTIVES, Action, Kind
+from megatron_pipemem.schedule.core.action_prices import ActionPrices
 from megatron_pipemem.schedule.core.brief import brief
 from megatron_pipemem.schedule.core.costs import Channel, Costs
+from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Order, Schedule, recomputed_stages
+from megatron_pipemem.schedule.core.walk import Times
 from megatron_pipemem.schedule.core.weights import versions_held
-from megatron_pipemem.schedule.features.vocabulary.channel import CollectiveChannel, CollectiveTransfer
-from megatron_pipemem.schedule.features.vocabulary.needs import vocabulary_needs
-
-_FOLLOWS = {
-    Kind.R: Kind.F,
-    Kind.RS: Kind.F,
-    Kind.OFFLOAD: Kind.F,
-    Kind.WAIT_OFFLOAD: Kind.OFFLOAD,
-    Kind.RELOAD: Kind.WAIT_OFFLOAD,
-    Kind.WAIT_RELOAD: Kind.RELOAD,
-}
-"""What stands before these on the same device, for the same stage and microbatch."""
+from megatron_pipemem.schedule.features.vocabulary.needs import EVERYWHERE
 
 _AWAITED = {Kind.WAIT_OFFLOAD: Kind.OFFLOAD, Kind.WAIT_RELOAD: Kind.RELOAD}
 
@@ -36,6 +26,15 @@ class Transfer(NamedTuple):
     """A copy of activations between a device and the host: when its channel served it."""
 
     action: Action
+    start: float
+    end: float
+
+
+class CollectiveTransfer(NamedTuple):
+    """A collective that all devices have posted: when the channel of the collectives served it."""
+
+    kind: Kind
+    microbatch: int
     start: float
     end: float
 
@@ -53,49 +52,6 @@ class Stall(NamedTuple):
 
     action: Action
     seconds: float
-
-
-def dependencies(
-    action: Action, placement: Placement, fused: set[Action], pieces: int = 1, vocabulary_barriers: int = 0
-) -> tuple[Action, ...]:
-    """The actions of a schedule's orders that must end before ``action`` starts.
-
-    What a backward needs besides, of a stage that is recomputed or offloaded, its own device has done before it anyway.
-
-    Sequence pieces of one microbatch share the keys and values of attention: a piece runs forward after the piece before
-    it, and backward after the piece behind it, which adds to the gradients of its keys and values.
-
-    Args:
-        action: an action of an order.
-        placement: supplies the neighbours of the stage.
-        fused: every B of the schedule; a stage's gradient comes from its neighbour's I or from its B.
-        pieces: sequence pieces of a microbatch.
-        vocabulary_barriers: as ``Schedule`` has it.
-    """
-    kind, stage, microbatch = action
-    if vocabulary_barriers:
-        is_full = Action(Kind.B, 0, microbatch) in fused
-        further = vocabulary_needs(action, placement, vocabulary_barriers, is_full)
-        if kind in VOCABULARY:
-            return further
-        return (*dependencies(action, placement, fused, pieces), *further)
-    if kind is Kind.F:
-        before = placement.previous_stage(stage)
-        needed = () if before is None else (Action(Kind.F, before, microbatch),)
-        return (*needed, Action(Kind.F, stage, microbatch - 1)) if microbatch % pieces else needed
-    if kind is Kind.W:
-        return (Action(Kind.I, stage, microbatch),)
-    if kind in _FOLLOWS:
-        return (Action(_FOLLOWS[kind], stage, microbatch),)
-    after = placement.next_stage(stage)
-    needed = (Action(Kind.F, stage, microbatch),)
-    if after is not None:
-        full = Action(Kind.B, after, microbatch)
-        needed = (*needed, full if full in fused else Action(Kind.I, after, microbatch))
-    if (microbatch + 1) % pieces:
-        full = Action(Kind.B, stage, microbatch + 1)
-        needed = (*needed, full if full in fused else Action(Kind.I, stage, microbatch + 1))
-    return needed
 
 
 @dataclass(frozen=True)
@@ -203,111 +159,45 @@ def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[
     """
     costs = costs or Costs()
     placement, orders, pieces = schedule.placement, schedule.orders, schedule.pieces
-    seconds = {kind: tuple(s / pieces for s in prices) for kind, prices in costs.seconds(placement).items()}
-    vocabulary = (
-        costs.vocabulary_costs(placement, schedule.vocabulary_barriers) if schedule.vocabulary_barriers else None
+    found = Dependencies.of_schedule(schedule, already)
+    if error := found.stuck():
+        raise error
+    prices = ActionPrices(schedule, costs)
+    transfers = _Transfers(schedule, costs, prices)
+    actions, lanes, lane_of = found.actions, found.graph.lanes, found.graph.lane_of
+    times = Times(
+        found.graph,
+        [0.0 if kind in COLLECTIVES and stage != EVERYWHERE else prices.of(kind, stage) for kind, stage in found.kinds],
+        [prices.of_message(link) for link in found.links],
+        lambda node, start: transfers.run(lane_of[node], actions[node], start),
     )
-    collectives = CollectiveChannel(placement.num_devices, vocabulary.collective_seconds() if vocabulary else {})
-    seconds |= vocabulary.seconds(placement.num_devices) if vocabulary else {}
-    fused = {action for order in orders for action in order if action.kind is Kind.B}
-    links = {
-        (a, b): costs.link_seconds(a, b) / pieces
-        for stage in range(placement.num_stages)
-        if (after := placement.next_stage(stage)) is not None
-        for a, b in permutations((placement.devices[stage], placement.devices[after]))
-    }
-    copies = _Transfers(schedule, costs)
-    # Where devices share a channel, their actions are taken in order of time, so that copies queue up as they are issued.
+    # Where devices share a channel, their actions are taken in order of time, so that transfers queue up as they are issued.
     in_turn = schedule.offloads and costs.channel is not None and costs.channel.is_shared
-    needs = _Needs(schedule, fused)
-    devices = placement.devices
-    ends: dict[Action, float] = {}
-    spans: list[list[tuple[float, float]]] = [[] for _ in orders]
-    waiting: dict[Action, list[int]] = {}
-    runnable = [(0.0, device) for device in range(len(orders))]
-
-    def wake(ended: Action, time: float) -> None:
-        for other in waiting.pop(ended, ()):
-            if in_turn:
-                heappush(runnable, (time, other))
-            else:
-                runnable.append((time, other))
-
-    while runnable:
-        _, device = heappop(runnable) if in_turn else runnable.pop()
-        order, ran = orders[device], spans[device]
-        now = ran[-1][1] if ran else 0.0
-        for action in islice(order, len(ran), None):
-            start = now
-            for needed in needs.of(action):
-                if needed in already:
-                    continue
-                arrival = ends.get(needed)
-                if arrival is None:
-                    waiting.setdefault(needed, []).append(device)
-                    break
-                source = device if needed[0] in VOCABULARY else devices[needed[1]]
-                if source != device:
-                    arrival += links[source, device]
-                if arrival > start:
-                    start = arrival
-            else:
-                if in_turn and runnable and start > runnable[0][0]:
-                    heappush(runnable, (start, device))
-                    break
-                if action.kind in COLLECTIVES:
-                    # What is posted must be there: with one barrier REDUCE_X is formed here, of statistics that came.
-                    now = start
-                    ran.append((now, now))
-                    if transfer := collectives.post(action, start):
-                        for each in range(len(orders)):
-                            post = Action(action.kind, each, action.microbatch)
-                            ends[post] = transfer.end
-                            wake(post, transfer.end)
-                    continue
-                if action.kind in MEMORY:
-                    start = now = copies.run(device, action, start)
-                else:
-                    now = start + seconds[action.kind][action.stage]
-                ran.append((start, now))
-                ends[action] = now
-                if action in waiting:
-                    wake(action, now)
-                continue
-            break
-    for device, (order, ran) in enumerate(zip(orders, spans, strict=True)):
-        if len(ran) < len(order):
-            action = order[len(ran)]
-            needed = dependencies(action, placement, fused, pieces, schedule.vocabulary_barriers)
-            unmet = [str(each) for each in needed if each not in ends]
-            raise ScheduleError(
-                f"waits for ever for {', '.join(unmet)}; validate() shows why",
-                device=device,
-                position=len(ran),
-                action=action,
-            )
+    times.run(found.graph.steps(found.graph.by_urgency(times.start_of) if in_turn else found.walk.nodes))
+    spans = list(zip(times.starts, times.ends, strict=True))
+    served = zip(actions[sum(map(len, orders)) :], spans[sum(map(len, orders)) :], strict=True)
     return Timeline(
         schedule,
         costs,
-        tuple(map(tuple, spans)),
+        tuple(tuple(spans[nodes.start : nodes.stop]) for nodes in lanes[: len(orders)]),
         peaks(orders, placement, costs, pieces),
         count_messages(schedule),
-        copies.transfers,
-        copies.stalls,
+        transfers.transfers,
+        transfers.stalls,
         host_peaks(orders, placement, costs, pieces),
-        tuple(collectives.transfers),
-        _replica_reductions(placement, costs, ends),
+        tuple(CollectiveTransfer(kind, microbatch, *span) for (kind, _, microbatch), span in served),
+        _replica_reductions(placement, costs, zip(actions, times.ends, strict=True)),
     )
 
 
 def _replica_reductions(
-    placement: Placement, costs: Costs, ends: Mapping[Action, float]
+    placement: Placement, costs: Costs, ends: Iterable[tuple[Action, float]]
 ) -> tuple[ReplicaReduction, ...]:
     """In the order in which ``lower`` posts them; those within one device take no time."""
     if placement.replicas == 1:
         return ()
     complete: dict[int, float] = {}
-    for (kind, stage, _), end in ends.items():
+    for (kind, stage, _), end in ends:
         stage %= placement.model_stages
         if kind in (Kind.W, Kind.B) and len(placement.holders(stage)) > 1:
             complete[stage] = max(end, complete.get(stage, end))
@@ -322,38 +212,11 @@ def _replica_reductions(
     return tuple(sums)
 
 
-class _Needs:
-    """``dependencies`` of the actions of one schedule, looked up once per kind and stage where microbatches are alike."""
-
-    def __init__(self, schedule: Schedule, fused: set[Action]) -> None:
-        self._further = (schedule.placement, fused, schedule.pieces, schedule.vocabulary_barriers)
-        self._fused = fused
-        self._are_alike = schedule.pieces == 1 and not schedule.vocabulary_barriers
-        self._known: dict[tuple[Kind, int], list[tuple[Kind, int]]] = {}
-
-    def of(self, action: Action) -> Sequence[tuple[Kind, int, int | None]]:
-        """Equal to actions, and quicker to make."""
-        if not self._are_alike:
-            return dependencies(action, *self._further)
-        kind, stage, microbatch = action
-        needed = self._known.get((kind, stage))
-        if needed is None:
-            placement, *_ = self._further
-            needed = [each[:2] for each in dependencies(Action(kind, stage, 0), placement, set())]
-            self._known[kind, stage] = needed
-        fused = self._fused
-        return [
-            full if k is Kind.I and s != stage and (full := (Kind.B, s, microbatch)) in fused else (k, s, microbatch)
-            for k, s in needed
-        ]
-
-
 class _Transfers:
     """The channels of all devices while a schedule runs."""
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        prices = costs.transfer_seconds(schedule.placement, schedule.recomputed) if schedule.offloads else {}
-        self._seconds = {kind: tuple(s / schedule.pieces for s in stages) for kind, stages in prices.items()}
+    def __init__(self, schedule: Schedule, costs: Costs, prices: ActionPrices) -> None:
+        self._prices = prices
         self._channel = costs.channel or Channel(0.0)
         self._vacant: dict[tuple[int, bool], float] = {}
         self._ends: dict[Action, float] = {}
@@ -366,7 +229,7 @@ class _Transfers:
         if awaited is None:
             lane = self._channel.lane_of(device, action.kind)
             start = max(now, self._vacant.get(lane, now))
-            end = start + self._seconds[action.kind][action.stage]
+            end = start + self._prices.of(action.kind, action.stage)
             self._vacant[lane] = self._ends[action] = end
             self._transfers[device].append(Transfer(action, start, end))
             return now

@@ -1,8 +1,8 @@
-"""What becomes of a program on devices that serve everything in one queue: proof that it ends, and how long it takes.
+"""What becomes of a program on devices that serve everything, or all messages and collectives, in one queue.
 
-The model is strict: an action starts when the one before it on its device has ended, and what several devices do together, a
-message, a collective or a sum over copies, starts when all of them have come to it. Copies to the host take their time in the
-queue too. No hardware queue is stricter, so what ends here ends on any.
+The model of one queue for everything is strict: an action starts when the one before it on its device has ended, and what
+several devices do together, a message, a collective or a sum over replicas, starts when all of them have come to it. Transfers
+to the host take their time in the queue too. No hardware queue is stricter, so what ends here ends on any.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.action import COLLECTIVES, COMPUTE, Action, Kind
+from megatron_pipemem.schedule.core.action import COLLECTIVES, COMPUTE, Kind
 from megatron_pipemem.schedule.core.action_prices import ActionPrices
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.schedule import Program
-from megatron_pipemem.schedule.lowering.messages import Message, Router
+from megatron_pipemem.schedule.core.walk import Graph, Times, Waits, deadlock, find_cycle, numbered
+from megatron_pipemem.schedule.lowering.messages import Router
 
 
 @dataclass(frozen=True)
@@ -51,93 +53,99 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
         ScheduleError: some queues wait for one another for ever; the message names them in a circle.
         CostsError: the costs do not fit the placement.
     """
-    return _Queues(program, ActionPrices(program.schedule, costs or Costs())).run()
+    prices = ActionPrices(program.schedule, costs or Costs())
+    lanes, actions = numbered(program.actions), [action for order in program.actions for action in order]
+    meetings = _meetings(program, prices)
+    # Behind the actions stand the meetings, each in a lane of its own. Those who take part wait for it, and it waits until all
+    # of them have done what is before it in their queues.
+    waits: list[Waits] = [()] * len(actions)
+    seconds = [prices.of(*action[:2]) for action in actions]
+    meeting_of: dict[int, int] = {}
+    firsts = {nodes.start for nodes in lanes}
+    for meeting, (posts, takes) in enumerate(meetings, start=len(actions)):
+        waits.append([(post - 1, 0) for post in posts if post not in firsts])
+        seconds.append(takes)
+        for post in posts:
+            waits[post], seconds[post], meeting_of[post] = ((meeting, 0),), 0.0, meeting
+    graph = Graph([*lanes, *([meeting] for meeting in range(len(actions), len(waits)))], waits, range(len(waits)))
+    nodes, reached = graph.walk()
+    if len(nodes) < len(waits):
+
+        def awaited(device: int) -> tuple[int, int]:
+            """Whom a device waits for, and what that one has not come to."""
+            posts, _ = meetings[meeting_of[lanes[device][reached[device]]] - len(actions)]
+            places = ((owner := graph.lane_of[post], post - lanes[owner].start) for post in posts)
+            return next((owner, position) for owner, position in places if position != reached[owner])
+
+        cycle = find_cycle(program.actions, reached, awaited)
+        raise deadlock(cycle, " where every device has one queue", "lower the schedule for single queues")
+    times = Times(graph, seconds, [0.0])
+    times.run(graph.steps(nodes))
+    spans = [
+        (times.starts[each], times.ends[each]) for each in (meeting_of.get(node, node) for node in range(len(actions)))
+    ]
+    return QueueRun(program, tuple(tuple(spans[nodes.start : nodes.stop]) for nodes in lanes))
 
 
-class _Queues:
-    def __init__(self, program: Program, prices: ActionPrices) -> None:
-        self._program, self._prices = program, prices
-        self._at = [0] * len(program.actions)
-        self._spans: list[list[tuple[float, float]]] = [[] for _ in program.actions]
-        router = Router(program.placement)
-        self._messages: dict[Action, Message] = {}
-        for actions in program.actions:
-            for action in actions:
-                if message := router.emitted(action):
-                    self._messages[message.send] = self._messages[message.receive] = message
-        self._places = {
-            action: (device, position)
-            for device, actions in enumerate(program.actions)
-            for position, action in enumerate(actions)
-        }
-        # Of a device that holds several replicas of a stage, the last post is the one that counts.
-        self._sums: dict[int, dict[int, Action]] = {}
-        for device, actions in enumerate(program.actions):
-            for action in actions:
-                if action.kind is Kind.REDUCE_REPLICAS:
-                    self._sums.setdefault(action.stage % program.placement.model_stages, {})[device] = action
-
-    def run(self) -> QueueRun:
-        pending = list(range(len(self._at)))
-        while pending:
-            device = pending.pop()
-            while (action := self._head(device)) is not None:
-                together, seconds = self._meeting(device, action)
-                if any(self._head(other) != post for other, post in together):
-                    break
-                start = max((self._spans[other][-1][1] for other, _ in together if self._spans[other]), default=0.0)
-                for other, _ in together:
-                    self._spans[other].append((start, start + seconds))
-                    self._at[other] += 1
-                pending += [other for other, _ in together if other != device]
-        if any(self._head(device) is not None for device in range(len(self._at))):
-            raise self._deadlock()
-        return QueueRun(self._program, tuple(map(tuple, self._spans)))
-
-    def _head(self, device: int) -> Action | None:
-        actions = self._program.actions[device]
-        return actions[self._at[device]] if self._at[device] < len(actions) else None
-
-    def _meeting(self, device: int, action: Action) -> tuple[list[tuple[int, Action]], float]:
-        """Who takes part in an action, with what, and how long it takes."""
-        if message := self._messages.get(action):
-            ends = zip(message.edge, (message.send, message.receive), strict=True)
-            return list(ends), self._prices.of_message(message.edge)
+def _meetings(program: Program, prices: ActionPrices) -> list[tuple[list[int], float]]:
+    """Whatever several devices do together: the nodes of the actions that take part, and how long it takes."""
+    router, placement = Router(program.placement), program.placement
+    nodes = {action: node for node, action in enumerate(action for order in program.actions for action in order)}
+    together: dict[tuple[Kind, int | None], tuple[list[int], float]] = {}
+    for message in filter(None, map(router.emitted, nodes)):
+        posts = [nodes[message.send], nodes[message.receive]]
+        together[message.send] = posts, prices.of_message(message.edge)
+    sums: dict[int, dict[int, int]] = {}
+    for action, node in nodes.items():
         if action.kind in COLLECTIVES:
-            posts = [(other, action._replace(stage=other)) for other in range(len(self._at))]
-            return posts, self._prices.of_action(device, action)
-        if action.kind is Kind.REDUCE_REPLICAS:
-            stage = action.stage % self._program.placement.model_stages
-            if self._sums[stage][device] == action:
-                several = len(self._sums[stage]) > 1
-                return sorted(self._sums[stage].items()), self._prices.of_sum(stage) if several else 0.0
-            return [(device, action)], 0.0
-        return [(device, action)], self._prices.of_action(device, action)
+            key = (action.kind, action.microbatch)
+            together.setdefault(key, ([], prices.of(*action[:2])))[0].append(node)
+        elif action.kind is Kind.REDUCE_REPLICAS:
+            # Of a device that holds several replicas of a stage, the last post is the one that counts.
+            stage = action.stage % placement.model_stages
+            sums.setdefault(stage, {})[placement.device_of(action.stage)] = node
+    for stage, posts in sums.items():
+        together[Kind.REDUCE_REPLICAS, stage] = [*posts.values()], prices.of_sum(stage) if len(posts) > 1 else 0.0
+    return [*together.values()]
 
-    def _deadlock(self) -> ScheduleError:
-        """Every device that has not ended waits for one other: following them from any comes round to a circle."""
-        path: list[int] = []
-        device = next(device for device in range(len(self._at)) if self._head(device) is not None)
-        while device not in path:
-            path.append(device)
-            device = self._awaited(device)[0]
-        cycle = path[path.index(device) :]
-        steps = []
-        for member in cycle:
-            other, post = self._awaited(member)
-            _, position = self._places[post]
-            steps.append(
-                f"{self._head(member)} (device {member}, position {self._at[member]}) waits for {post} (device {other}, "
-                f"position {position}), which comes after {self._head(other)}"
-            )
-        return ScheduleError(
-            f"deadlock where every device has one queue: {'; '.join(steps)}; lower the schedule for single queues",
-            device=cycle[0],
-            position=self._at[cycle[0]],
-            action=self._head(cycle[0]),
-        )
 
-    def _awaited(self, device: int) -> tuple[int, Action]:
-        """Whom a device waits for, and what that one has not come to."""
-        together, _ = self._meeting(device, self._head(device))
-        return next((other, post) for other, post in together if self._head(other) != post)
+def check_queues(program: Program, found: Dependencies) -> None:
+    """Prove that messages and collectives do not hang, however strictly a device serves its queue of whatever it posts: a
+    message moves when it is at the head of both ends' queues, a collective when it is at the head of all, and nothing
+    behind a head moves. A post waits for the data it brings.
+
+    Args:
+        program: with matching messages.
+        found: its dependencies, in which all devices come to their ends.
+
+    Raises:
+        ScheduleError: some device waits for ever.
+    """
+    router, nodes = Router(program.placement), {action: node for node, action in enumerate(found.actions)}
+    *devices, channel = found.graph.lanes
+    waits = [list(each) for each in found.graph.waits]
+    moves = {post: collective for collective in channel for post, _ in waits[collective]}
+    for message in filter(None, map(router.emitted, found.actions)):
+        ends = [nodes[message.send], nodes[message.receive]]
+        moves |= dict.fromkeys(ends, len(waits))
+        waits.append([(end, 0) for end in ends])
+    for device in devices:
+        before = None
+        for node in device:
+            # Who waits for a message to be sent waits until it has moved.
+            waits[node] = [(moves.get(needed, needed), 0) for needed, _ in waits[node]]
+            if (move := moves.get(node)) is not None:
+                waits[move] += [] if before is None else [(before, 0)]
+                before = move
+    alone = ([move] for move in range(len(found.actions), len(waits)))
+    done = set(Graph([*devices, channel, *alone], waits).walk().nodes)
+    for device, order in enumerate(devices):
+        for position, node in enumerate(order):
+            if node not in done or moves.get(node, node) not in done:
+                raise ScheduleError(
+                    "never gets through where a device serves its messages and collectives strictly in posting order; post "
+                    "them in one order on all devices that take part, as lower() does",
+                    device=device,
+                    position=position,
+                    action=found.actions[node],
+                )

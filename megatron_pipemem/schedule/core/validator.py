@@ -9,25 +9,32 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.action import MESSAGES, ORDERED, RECEIVES, VOCABULARY, Action, Kind
+from megatron_pipemem.schedule.core.action import (
+    MEMORY,
+    MESSAGES,
+    ORDERED,
+    RECEIVES,
+    RECOMPUTE,
+    VOCABULARY,
+    Action,
+    Kind,
+)
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.gradient_checks import check_reductions, check_sums
 from megatron_pipemem.schedule.core.memory_actions import backward_needs, check_memory_actions
 from megatron_pipemem.schedule.core.memory_cap import loosened, per_device
-from megatron_pipemem.schedule.core.schedule import Order, Program, Schedule
-from megatron_pipemem.schedule.core.simulator import dependencies, held_after
-from megatron_pipemem.schedule.core.single_queue import run_single_queues
+from megatron_pipemem.schedule.core.schedule import Program, Schedule
+from megatron_pipemem.schedule.core.simulator import held_after
+from megatron_pipemem.schedule.core.single_queue import check_queues, run_single_queues
+from megatron_pipemem.schedule.core.walk import deadlock
 from megatron_pipemem.schedule.core.weights import weight_uses
 from megatron_pipemem.schedule.features.vocabulary.checks import check_passes, check_switch
 from megatron_pipemem.schedule.features.vocabulary.needs import vocabulary_needs
-from megatron_pipemem.schedule.features.vocabulary.queues import check_queues
 from megatron_pipemem.schedule.lowering.messages import Edge, Message, Router
 
 Places = dict[Action, tuple[int, int]]
 """Device and position of every action."""
-
-Needs = Mapping[Action, Sequence[Action]]
-"""What must have happened before an action; nothing for the actions left out."""
 
 
 def validate(
@@ -58,13 +65,8 @@ def validate(
     check_switch(schedule)
     places = _place_all(schedule)
     replica_of = _check_replicas(schedule, places)
-    fused = {action for action in places if action.kind is Kind.B}
-    needs = {
-        action: dependencies(action, schedule.placement, fused, schedule.pieces, schedule.vocabulary_barriers)
-        for action in places
-    }
-    backward_needs(schedule, needs)
-    _check_local_order(places, needs)
+    found = Dependencies.of_schedule(schedule)
+    _check_local_order(schedule, places, found)
     _check_completeness(schedule, places, replica_of)
     check_memory_actions(schedule, places)
     if microbatch_order:
@@ -73,7 +75,7 @@ def validate(
         check_passes(schedule, places)
     if schedule.updates is not None:
         _check_weight_versions(schedule)
-    _check_progress(schedule.orders, places, needs)
+    _check_progress(found)
     if memory_cap is not None or host_budget is not None:
         _check_memory(schedule, costs or Costs(), memory_cap, host_budget)
 
@@ -109,16 +111,18 @@ def validate_program(program: Program, *, microbatch_order: bool = True, single_
     # Both ends of an edge post the same sequence, posts never block, and a consumer stands behind its own receive: so
     # its message, and all before it on the edge, have moved as soon as the source has posted the send.
     sends = {message.receive: message.send for message in messages.values()}
-    needs = {action: (sends[receive],) for action, receive in receives.items()} | sums
-    if program.schedule.vocabulary_barriers:
-        fused = {action for action in computed if action.kind is Kind.B}
-        for action in computed:
-            is_full = Action(Kind.B, 0, action.microbatch) in fused
-            further = vocabulary_needs(action, program.placement, program.schedule.vocabulary_barriers, is_full)
-            needs[action] = (*needs.get(action, ()), *further)
-    _check_progress(program.actions, places, needs)
-    if program.schedule.vocabulary_barriers:
-        check_queues(program, needs)
+    barriers = program.schedule.vocabulary_barriers
+
+    def needs(action: Action) -> list[Action]:
+        before = [sends[receives[action]]] if action in receives else [*sums.get(action, ())]
+        if barriers and action.kind in ORDERED:
+            before += vocabulary_needs(action, program.placement, barriers)
+        return before
+
+    found = Dependencies(program.actions, program.placement, needs, program.schedule.pieces)
+    _check_progress(found)
+    if barriers:
+        check_queues(program, found)
     if single_queue:
         run_single_queues(program)
 
@@ -204,11 +208,17 @@ def _check_unique(places: Places, action: Action, device: int, position: int) ->
     places[action] = (device, position)
 
 
-def _check_local_order(places: Places, needs: Needs) -> None:
+def _check_local_order(schedule: Schedule, places: Places, found: Dependencies) -> None:
     """Everything an action needs exists and, on the same device, stands before it."""
-    for action, needed_actions in needs.items():
+    suspects: Iterable[int] = found.impossible
+    if any(kind in MEMORY or kind in RECOMPUTE for kind, _ in found.kinds):
+        suspects = range(len(places))
+    for node in suspects:
+        action = found.actions[node]
+        if action not in places:  # a collective: who needs it says so
+            continue
         device, position = places[action]
-        for needed in needed_actions:
+        for needed in (*found.needed_by(node), *backward_needs(schedule, action, places)):
             if needed not in places:
                 problem = f"needs {_or_fused(needed)}, which no device runs; add it"
             elif places[needed] > (device, position) and places[needed][0] == device:
@@ -347,56 +357,16 @@ def _check_memory(
                     )
 
 
-def _check_progress(actions: Sequence[Order], places: Places, needs: Needs) -> None:
-    """Run all devices until nothing moves; whoever has not ended is in a deadlock or waits for one."""
-    reached = [0] * len(actions)
-    waiting: dict[Action, list[int]] = {}
-    runnable = list(range(len(actions)))
-    while runnable:
-        device = runnable.pop()
-        order = actions[device]
-        for position in range(reached[device], len(order)):
-            action = order[position]
-            unmet = _first_unmet(needs.get(action, ()), places, reached)
-            if unmet is not None:
-                waiting.setdefault(unmet, []).append(device)
-                break
-            reached[device] = position + 1
-            runnable.extend(waiting.pop(action, ()))
-    stuck = {device: order[reached[device]] for device, order in enumerate(actions) if reached[device] < len(order)}
-    if stuck:
-        raise _deadlock(stuck, places, needs, reached)
-
-
-def _first_unmet(needed_actions: Iterable[Action], places: Places, reached: list[int]) -> Action | None:
-    for needed in needed_actions:
-        device, position = places[needed]
-        if position >= reached[device]:
-            return needed
-    return None
-
-
-def _deadlock(stuck: Mapping[int, Action], places: Places, needs: Needs, reached: list[int]) -> ScheduleError:
-    """Every stuck device waits for one other: following them from any comes round to a cycle."""
-    path: list[int] = []
-    device = next(iter(stuck))
-    while device not in path:
-        path.append(device)
-        device = places[_first_unmet(needs[stuck[device]], places, reached)][0]
-    cycle = path[path.index(device) :]
-    waits = [(stuck[member], _first_unmet(needs[stuck[member]], places, reached)) for member in cycle]
-    steps = "; ".join(
-        f"{action} (device {member}, position {reached[member]}) waits for {needed} (device {places[needed][0]}, "
-        f"position {places[needed][1]}), which comes after {stuck[places[needed][0]]}"
-        for member, (action, needed) in zip(cycle, waits, strict=True)
-    )
-    action, needed = waits[0]
-    return ScheduleError(
-        f"deadlock: {steps}; move {needed} before {stuck[places[needed][0]]} on device {places[needed][0]}",
-        device=cycle[0],
-        position=reached[cycle[0]],
-        action=action,
-    )
+def _check_progress(found: Dependencies) -> None:
+    """All devices come to the ends of their orders."""
+    error = found.stuck()
+    if error is None:
+        return
+    if error.cycle:
+        first, *_ = error.cycle
+        after = next(wait.action for wait in error.cycle if wait.device == first.owner)
+        error = deadlock(error.cycle, "", f"move {first.needed} before {after} on device {first.owner}")
+    raise error
 
 
 def _check_compute_actions(program: Program) -> None:

@@ -8,13 +8,16 @@ waits for something earlier in that sequence, so nothing waits in a circle.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from heapq import heappop, heappush
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.action import COLLECTIVES, Action, Kind
+from megatron_pipemem.schedule.core.action import COLLECTIVES, Action
+from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
-from megatron_pipemem.schedule.core.simulator import dependencies, simulate
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.core.walk import Graph
+from megatron_pipemem.schedule.features.vocabulary.needs import EVERYWHERE
 from megatron_pipemem.schedule.lowering.messages import Router
 
 
@@ -42,66 +45,36 @@ def sequence(schedule: Schedule) -> Iterator[tuple[int, Action]]:
         ScheduleError: there is no such sequence: some device would have to post a collective before and after what
             another one posts after and before it.
     """
-    placement, orders = schedule.placement, schedule.orders
-    ends = [[end for _, end in spans] for spans in simulate(schedule).spans]
-    fused = {action for order in orders for action in order if action.kind is Kind.B}
-    reached = [0] * len(orders)
-    missing: dict[Action, int] = {}
-    followers: dict[Action, list[Action]] = {}
-    for order in orders:
-        for action in order:
-            needed = set(dependencies(action, placement, fused, vocabulary_barriers=schedule.vocabulary_barriers))
-            missing[action] = len(needed)
-            for each in needed:
-                followers.setdefault(each, []).append(action)
-    at_head: dict[tuple[Kind, int], int] = {}
-    ready: list[tuple[float, int, int]] = []
-
-    def arrive(device: int) -> None:
-        """The device's next action, when it and all that it needs have been reached."""
-        if reached[device] == len(orders[device]):
-            return
-        action = orders[device][reached[device]]
-        if missing[action]:
-            return
-        end = ends[device][reached[device]]
-        if action.kind in COLLECTIVES:
-            key = (action.kind, action.microbatch)
-            at_head[key] = at_head.get(key, 0) + 1
-            if at_head[key] < len(orders):
-                return
-        heappush(ready, (end, device, reached[device]))
-
-    for device in range(len(orders)):
-        arrive(device)
-    device_of = {action: device for device, order in enumerate(orders) for action in order}
-    while ready:
-        _, device, position = heappop(ready)
-        action = orders[device][position]
-        together = range(len(orders)) if action.kind in COLLECTIVES else (device,)
-        passed = [(each, orders[each][reached[each]]) for each in together]
-        yield from passed
-        for each, _ in passed:
-            reached[each] += 1
-        woken = set(together)
-        for _, each in passed:
-            for follower in followers.get(each, ()):
-                missing[follower] -= 1
-                other = device_of[follower]
-                if (
-                    not missing[follower]
-                    and reached[other] < len(orders[other])
-                    and orders[other][reached[other]] == follower
-                ):
-                    woken.add(other)
-        for each in sorted(woken):
-            arrive(each)
-    for device, order in enumerate(orders):
-        if reached[device] < len(order):
-            raise ScheduleError(
-                "stands in no sequence of all devices' actions: the devices would wait for one another in a circle; take "
-                "the passes and collectives that with_vocabulary() places",
-                device=device,
-                position=reached[device],
-                action=order[reached[device]],
-            )
+    found = Dependencies.of_schedule(schedule)
+    ends = [(end, device) for device, spans in enumerate(simulate(schedule).spans) for _, end in spans]
+    *devices, channel = found.graph.lanes
+    waits = list(found.graph.waits)
+    firsts = {nodes.start for nodes in devices}
+    for collective in channel:
+        posts = [post for post, _ in waits[collective]]
+        # All posts stand where the last of them can.
+        waits[collective] = [
+            *((post - 1, 0) for post in posts if post not in firsts),
+            *(w for p in posts for w in waits[p]),
+        ]
+        ends.append(max(ends[post] for post in posts))
+        for post in posts:
+            waits[post], ends[post] = [(collective, 0)], (-math.inf, 0)
+    passed = set()
+    for node in Graph(found.graph.lanes, waits).by_urgency(ends.__getitem__):
+        passed.add(node)
+        kind, stage, microbatch = action = found.actions[node]
+        if stage == EVERYWHERE:
+            yield from ((device, Action(kind, device, microbatch)) for device in range(len(devices)))
+        elif kind not in COLLECTIVES:
+            yield found.graph.lane_of[node], action
+    for device, nodes in enumerate(devices):
+        for position, node in enumerate(nodes):
+            if node not in passed:
+                raise ScheduleError(
+                    "stands in no sequence of all devices' actions: the devices would wait for one another in a circle; take "
+                    "the passes and collectives that with_vocabulary() places",
+                    device=device,
+                    position=position,
+                    action=found.actions[node],
+                )

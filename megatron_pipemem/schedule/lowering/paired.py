@@ -7,8 +7,8 @@ after them. There both ends must post the messages of a *pair* in one order, whi
 
 from __future__ import annotations
 
-from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import Action
+from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.schedule import Order, Program, Schedule
 from megatron_pipemem.schedule.lowering.gradients import add_gradient_reductions
 from megatron_pipemem.schedule.lowering.messages import Router
@@ -23,34 +23,23 @@ def lower_paired(schedule: Schedule) -> Program:
     Raises:
         ScheduleError: some action waits for ever; ``validate`` says why.
     """
+    found = Dependencies.of_schedule(schedule)
+    if error := found.stuck():
+        raise error
+    # Devices take turns, the first one first, and who waits for a message lets the others go on.
+    waits, device_of = found.graph.waits, found.graph.lane_of
+    turns, following = [0] * len(found.actions), [0] * len(schedule.orders)
+    for node in found.walk.nodes:
+        device = device_of[node]
+        turns[node] = max([following[device], *(turns[n] + (device_of[n] > device) for n, _ in waits[node])])
+        following[device] = turns[node] + 1
     router = Router(schedule.placement)
     lowered: list[list[Action]] = [[] for _ in schedule.orders]
-    posted: set[Action] = set()
-    reached = [0] * len(schedule.orders)
-    moved = True
-    while moved:
-        moved = False
-        for device, order in enumerate(schedule.orders):
-            if reached[device] == len(order):
-                continue
-            action = order[reached[device]]
-            receive = router.awaited(action)
-            if receive is not None and receive not in posted:
-                continue
-            lowered[device].append(action)
-            if message := router.emitted(action):
-                lowered[device].append(message.send)
-                lowered[message.edge[1]].append(message.receive)
-                posted.add(message.receive)
-            reached[device] += 1
-            moved = True
-    for device, order in enumerate(schedule.orders):
-        if reached[device] < len(order):
-            raise ScheduleError(
-                "waits for ever for its message; validate() says why",
-                device=device,
-                position=reached[device],
-                action=order[reached[device]],
-            )
+    for node in sorted(found.walk.nodes, key=lambda node: (turns[node], device_of[node])):
+        action = found.actions[node]
+        lowered[device_of[node]].append(action)
+        if message := router.emitted(action):
+            lowered[message.edge[0]].append(message.send)
+            lowered[message.edge[1]].append(message.receive)
     rows: tuple[Order, ...] = tuple(map(tuple, lowered))
     return Program(schedule, tuple(map(add_gradient_reductions, rows)))

@@ -117,7 +117,7 @@ class _Run:
         for device, action in enumerate(following):
             self._lists[device].append(action)
             self._at[device] += 1
-            self._occupy(device, now + self._prices.of_action(device, action))
+            self._occupy(device, now + self._prices.of(action.kind, action.stage))
         return True
 
     def _compute(self, now: float) -> bool:
@@ -131,7 +131,7 @@ class _Run:
             receive = self._router.awaited(action)
             if action.kind in COLLECTIVES or (receive is not None and receive not in self._arrived):
                 continue
-            end = now + self._prices.of_action(device, action)
+            end = now + self._prices.of(action.kind, action.stage)
             if action.kind not in MEMORY and self._should_wait(device, now, end):
                 continue
             self._lists[device].append(action)
@@ -158,5 +158,5 @@ class _Run:
         for position in range(self._at[device], self._consumers.get(receive, len(order))):
             if time >= latest:
                 break
-            time += self._prices.of_action(device, order[position])
+            time += self._prices.of(*order[position][:2])
         return time

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.schedule import Order, Program, Schedule
-from megatron_pipemem.schedule.core.simulator import dependencies
+from megatron_pipemem.schedule.core.schedule import Program, Schedule
 from megatron_pipemem.schedule.core.validator import check_microbatch_order, validate, validate_program
 from megatron_pipemem.schedule.lowering.gradients import add_gradient_reductions
-from megatron_pipemem.schedule.lowering.messages import Router
 from megatron_pipemem.schedule.text.csv_format import Cell, Table, in_letters
 
 
@@ -60,17 +58,20 @@ def find_fault(table: Table, schedule: Schedule, memory_cap: float | Sequence[fl
         schedule: the compute actions of ``table``.
         memory_cap: the most a device may hold, one number or one per device, in activation units.
     """
-    lowered = False
     try:
         _check_numbering(schedule)
         validate(schedule, memory_cap=memory_cap, microbatch_order=False)
         if table.has_messages:
-            lowered = True
             validate_program(_program(table, schedule), microbatch_order=False)
     except ScheduleError as error:
-        cycle = _program_cycle(table, schedule) if lowered else _schedule_cycle(table, schedule)
-        if "deadlock" not in str(error) or not cycle:
+        if not error.cycle:
             return _fault(table, error)
+        cycle = tuple(
+            Wait(
+                w.device, w.action, _find(table, w.device, w.action), w.needed, w.owner, _find(table, w.owner, w.needed)
+            )
+            for w in error.cycle
+        )
         return Fault(error, in_letters(_describe(cycle), table.letters), cycle[0].cell, cycle)
     return None
 
@@ -133,45 +134,6 @@ def _cell(table: Table, error: ScheduleError) -> Cell | None:
         return None
     found = [cell for cell in table.rows[error.device] if str(cell.action) == error.action]
     return found[min(1, len(found) - 1)] if found else None
-
-
-def _schedule_cycle(table: Table, schedule: Schedule) -> tuple[Wait, ...]:
-    fused = {action for order in schedule.orders for action in order if action.kind is Kind.B}
-    placement, pieces, barriers = schedule.placement, schedule.pieces, schedule.vocabulary_barriers
-    return _cycle(table, schedule.orders, lambda action: dependencies(action, placement, fused, pieces, barriers))
-
-
-def _program_cycle(table: Table, schedule: Schedule) -> tuple[Wait, ...]:
-    router = Router(schedule.placement)
-    computed = [action for order in schedule.orders for action in order]
-    sends = {message.receive: message.send for action in computed if (message := router.emitted(action))}
-    awaited = {action: sends.get(receive) for action in computed if (receive := router.awaited(action))}
-    return _cycle(table, table.actions, lambda action: (send,) if (send := awaited.get(action)) else ())
-
-
-def _cycle(table: Table, orders: Sequence[Order], needs: Callable[[Action], Iterable[Action]]) -> tuple[Wait, ...]:
-    """Run every device as far as it comes, then follow who waits for whom until somebody comes up twice."""
-    places = {action: device for device, order in enumerate(orders) for action in order}
-    done: set[Action] = set()
-    reached = [0] * len(orders)
-    moved = True
-    while moved:
-        moved = False
-        for device, order in enumerate(orders):
-            while reached[device] < len(order) and all(n in done for n in needs(order[reached[device]]) if n in places):
-                done.add(order[reached[device]])
-                reached[device] += 1
-                moved = True
-    waits: dict[int, Wait] = {}
-    device = next((device for device, order in enumerate(orders) if reached[device] < len(order)), None)
-    while device is not None and device not in waits:
-        action = orders[device][reached[device]]
-        needed = next(n for n in needs(action) if n in places and n not in done)
-        owner = places[needed]
-        waits[device] = Wait(device, action, _find(table, device, action), needed, owner, _find(table, owner, needed))
-        device = owner
-    path = list(waits)
-    return tuple(waits[member] for member in path[path.index(device) :]) if device in waits else ()
 
 
 def _find(table: Table, device: int, action: Action) -> Cell | None:

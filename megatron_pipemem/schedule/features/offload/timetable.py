@@ -6,16 +6,17 @@ timetable in which such actions are late: waits for transfers that end before th
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import Timeline, dependencies
+from megatron_pipemem.schedule.core.simulator import Timeline
 
 
 class Timetable(NamedTuple):
@@ -46,22 +47,23 @@ def paced(schedule: Schedule, costs: Costs, share: float) -> Timetable:
     seconds = {kind: [s / pieces for s in stages] for kind, stages in costs.seconds(placement).items()}
     work = [sum(seconds[action.kind][action.stage] for action in order) for order in schedule.orders]
     interval = share * max(work) / schedule.num_units * (1 - 1e-9)
-    needs = _needs(schedule)
+    found = Dependencies.of_schedule(schedule)
+    lags = [costs.link_seconds(*link) / pieces for link in found.links]
     starts: list[list[float]] = [[] for _ in schedule.orders]
     ends: list[list[float]] = [[] for _ in schedule.orders]
-    ended: dict[Action, float] = {}
+    ended = [0.0] * len(found.actions)
     last: dict[int, float] = {}
-    for device, _, action in reversed(list(_backwards(schedule, needs))):
+    for node in found.walk.nodes:
+        device, action = found.graph.lane_of[node], found.actions[node]
         start = ends[device][-1] if ends[device] else 0.0
-        for needed in needs[action]:
-            link = costs.link_seconds(placement.devices[needed.stage], device) / pieces
-            start = max(start, ended[needed] + link)
+        for needed, link in found.graph.waits[node]:
+            start = max(start, ended[needed] + lags[link])
         if action.kind is Kind.F:
             start = max(start, last.get(action.stage, -interval) + interval)
             last[action.stage] = start
         starts[device].append(start)
-        ended[action] = start + seconds[action.kind][action.stage]
-        ends[device].append(ended[action])
+        ended[node] = start + seconds[action.kind][action.stage]
+        ends[device].append(ended[node])
     return Timetable.of(starts, ends)
 
 
@@ -71,67 +73,29 @@ def timetables(timeline: Timeline) -> tuple[Timetable, ...]:
     Args:
         timeline: of a schedule of compute actions only.
     """
-    schedule = timeline.schedule
-    warm_up = set()
-    for order in schedule.orders:
-        for action in order:
-            if action.kind is not Kind.F:
-                break
-            warm_up.add(action)
-    everything = {action for order in schedule.orders for action in order}
-    needs = _needs(schedule)
-    walk = list(_backwards(schedule, needs))
-    return tuple(_late(timeline, needs, walk, movable) for movable in (warm_up, everything))
+    found = Dependencies.of_schedule(timeline.schedule)
+    warm_up = {
+        node for nodes in found.graph.lanes for node in takewhile(lambda n: found.actions[n].kind is Kind.F, nodes)
+    }
+    return tuple(_late(timeline, found, movable) for movable in (warm_up, range(len(found.actions))))
 
 
-def _late(
-    timeline: Timeline,
-    needs: dict[Action, tuple[Action, ...]],
-    walk: Sequence[tuple[int, int, Action]],
-    movable: set[Action],
-) -> Timetable:
-    """The same run with every movable action as late as its followers and consumers allow; ``walk`` is ``_backwards``."""
+def _late(timeline: Timeline, found: Dependencies, movable: Container[int]) -> Timetable:
+    """The same run with every movable node as late as its followers and consumers allow."""
     schedule, costs, spans = timeline.schedule, timeline.costs, timeline.spans
-    placement, pieces = schedule.placement, schedule.pieces
     end_of_run = max((device[-1][1] for device in spans if device), default=0.0)
     starts = [[start for start, _ in device] for device in spans]
     ends = [[end for _, end in device] for device in spans]
-    limits: dict[Action, float] = {}
-    for device, at, action in walk:
+    limits = [end_of_run] * len(found.actions)
+    lags = [costs.link_seconds(*link) / schedule.pieces for link in found.links]
+    for node in reversed(found.walk.nodes):
+        device = found.graph.lane_of[node]
+        at = node - found.graph.lanes[device].start
         start, end = spans[device][at]
-        if action in movable:
+        if node in movable:
             following = starts[device][at + 1] if at + 1 < len(starts[device]) else end_of_run
-            latest = max(end, min(limits.get(action, end_of_run), following))
+            latest = max(end, min(limits[node], following))
             starts[device][at], ends[device][at] = latest - (end - start), latest
-        for needed in needs[action]:
-            link = costs.link_seconds(placement.devices[needed.stage], device) / pieces
-            limits[needed] = min(limits.get(needed, end_of_run), starts[device][at] - link)
+        for needed, link in found.graph.waits[node]:
+            limits[needed] = min(limits[needed], starts[device][at] - lags[link])
     return Timetable.of(starts, ends)
-
-
-def _needs(schedule: Schedule) -> dict[Action, tuple[Action, ...]]:
-    actions = [action for order in schedule.orders for action in order]
-    fused = {action for action in actions if action.kind is Kind.B}
-    return {action: dependencies(action, schedule.placement, fused, schedule.pieces) for action in actions}
-
-
-def _backwards(schedule: Schedule, needs: dict[Action, tuple[Action, ...]]) -> Iterator[tuple[int, int, Action]]:
-    """Device, position and action, everything after all that needs it."""
-    unseen = Counter(needed for wanted in needs.values() for needed in wanted)
-    left = [len(order) for order in schedule.orders]
-    waiting: dict[Action, int] = {}
-    runnable = list(range(len(left)))
-    while runnable:
-        device = runnable.pop()
-        order = schedule.orders[device]
-        while left[device]:
-            action = order[left[device] - 1]
-            if unseen[action]:
-                waiting[action] = device
-                break
-            left[device] -= 1
-            yield device, left[device], action
-            for needed in needs[action]:
-                unseen[needed] -= 1
-                if not unseen[needed] and needed in waiting:
-                    runnable.append(waiting.pop(needed))

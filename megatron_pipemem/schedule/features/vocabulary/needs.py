@@ -8,6 +8,8 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
 
+EVERYWHERE = -1
+"""In place of a device: a collective that all devices have posted."""
 BARRIERS = (1, 2)
 BARRIERS_OF_ALGORITHM = {1: 2, 2: 1}
 """The paper's Algorithm 1 has two barriers, its Algorithm 2 one. Users name the algorithm, schedules count barriers."""
@@ -37,8 +39,9 @@ def vocabulary_needs(
 ) -> tuple[Action, ...]:
     """What ``action`` needs besides what it needs without vocabulary parallelism.
 
-    To need a collective is to need that every device has posted it. With one barrier ``REDUCE_X`` needs the statistics:
-    what it sums is formed from them, where it is posted, so there the device waits for them.
+    A collective that is needed has ``EVERYWHERE`` for its stage: every device must have posted it. With one barrier
+    ``REDUCE_X`` needs the statistics: what it sums is formed from them, where it is posted, so there the device waits for
+    them.
 
     Args:
         action: any action of an order.
@@ -49,11 +52,11 @@ def vocabulary_needs(
     kind, stage, microbatch = action
     last = placement.num_stages - 1
     if kind is Kind.F:
-        return _posts(Kind.REDUCE_E, placement, microbatch) if stage == 0 else ()
+        return (Action(Kind.REDUCE_E, EVERYWHERE, microbatch),) if stage == 0 else ()
     if kind is Kind.I or kind is Kind.B:
         if stage != last:
             return ()
-        gradient = _posts(Kind.REDUCE_X, placement, microbatch)
+        gradient = (Action(Kind.REDUCE_X, EVERYWHERE, microbatch),)
         # With two barriers T has waited for the loss already.
         return (*gradient, Action(Kind.LOSS, placement.devices[last], microbatch)) if barriers == 1 else gradient
     if kind is Kind.BCAST_X:
@@ -64,12 +67,12 @@ def vocabulary_needs(
         backward = Kind.B if has_full_backward else Kind.I
         return (Action(backward, 0, microbatch),) if stage == placement.devices[0] else ()
     if kind is Kind.REDUCE_X and barriers == 1:
-        return _posts(Kind.STATS, placement, microbatch)
+        return (Action(Kind.STATS, EVERYWHERE, microbatch),)
     for compute, collective in _OF_ALL.items():
         if kind is collective:
             return (Action(compute, stage, microbatch),)
     if kind in _AWAITED:
-        return _posts(_AWAITED[kind], placement, microbatch)
+        return (Action(_AWAITED[kind], EVERYWHERE, microbatch),)
     return ()
 
 
@@ -87,7 +90,3 @@ def vocabulary_actions(placement: Placement, num_microbatches: int, backwards: b
                 yield device, Action(kind, device, microbatch)
         last = placement.devices[-1]
         yield last, Action(Kind.LOSS, last, microbatch)
-
-
-def _posts(kind: Kind, placement: Placement, microbatch: int) -> tuple[Action, ...]:
-    return tuple(Action(kind, device, microbatch) for device in range(placement.num_devices))

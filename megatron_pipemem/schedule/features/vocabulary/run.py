@@ -9,8 +9,8 @@ from heapq import heappop, heappush
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import COLLECTIVES, VOCABULARY_COMPUTE, Action, Kind
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.dependencies import dependencies
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
-from megatron_pipemem.schedule.core.simulator import dependencies
 
 BACKWARD = frozenset((Kind.I, Kind.W, Kind.B))
 _AHEAD = 2

@@ -1,0 +1,260 @@
+"""What every action of a schedule or a program waits for, and the graph of that for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron_pipemem.errors import ScheduleError
+from megatron_pipemem.schedule.core.action import COLLECTIVES, MEMORY, VOCABULARY, Action, Kind
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Order, Schedule
+from megatron_pipemem.schedule.core.walk import NEVER, Graph, Wait, Walk, find_cycle, numbered
+from megatron_pipemem.schedule.features.vocabulary.needs import EVERYWHERE, vocabulary_needs
+
+_FOLLOWS = {
+    Kind.R: Kind.F,
+    Kind.RS: Kind.F,
+    Kind.OFFLOAD: Kind.F,
+    Kind.WAIT_OFFLOAD: Kind.OFFLOAD,
+    Kind.RELOAD: Kind.WAIT_OFFLOAD,
+    Kind.WAIT_RELOAD: Kind.RELOAD,
+}
+"""What stands before these on the same device, for the same stage and microbatch."""
+
+
+def dependencies(
+    action: Action, placement: Placement, fused: Container[Action], pieces: int = 1, vocabulary_barriers: int = 0
+) -> tuple[Action, ...]:
+    """The actions of a schedule's orders that must end before ``action`` starts.
+
+    What a backward needs besides, of a stage that is recomputed or offloaded, its own device has done before it anyway.
+
+    Sequence pieces of one microbatch share the keys and values of attention: a piece runs forward after the piece before
+    it, and backward after the piece behind it, which adds to the gradients of its keys and values.
+
+    Args:
+        action: an action of an order.
+        placement: supplies the neighbours of the stage.
+        fused: every B of the schedule; a stage's gradient comes from its neighbour's I or from its B.
+        pieces: sequence pieces of a microbatch.
+        vocabulary_barriers: as ``Schedule`` has it.
+    """
+    kind, stage, microbatch = action
+    if vocabulary_barriers:
+        is_full = Action(Kind.B, 0, microbatch) in fused
+        further = vocabulary_needs(action, placement, vocabulary_barriers, is_full)
+        if kind in VOCABULARY:
+            return further
+        return (*dependencies(action, placement, fused, pieces), *further)
+    if kind is Kind.F:
+        before = placement.previous_stage(stage)
+        needed = () if before is None else (Action(Kind.F, before, microbatch),)
+        return (*needed, Action(Kind.F, stage, microbatch - 1)) if microbatch % pieces else needed
+    if kind is Kind.W:
+        return (Action(Kind.I, stage, microbatch),)
+    if kind in _FOLLOWS:
+        return (Action(_FOLLOWS[kind], stage, microbatch),)
+    after = placement.next_stage(stage)
+    needed = (Action(Kind.F, stage, microbatch),)
+    if after is not None:
+        full = Action(Kind.B, after, microbatch)
+        needed = (*needed, full if full in fused else Action(Kind.I, after, microbatch))
+    if (microbatch + 1) % pieces:
+        full = Action(Kind.B, stage, microbatch + 1)
+        needed = (*needed, full if full in fused else Action(Kind.I, stage, microbatch + 1))
+    return needed
+
+
+class _Need(NamedTuple):
+    """What all actions of a kind on a stage wait for: for example the forwards of the stage before.
+
+    Args:
+        action: what the first of them waits for.
+        nodes: by microbatch, what may be waited for.
+        shift: how many microbatches after the one that waits.
+        link: number of the link over which the result comes.
+        is_local: whether it is on the same device.
+    """
+
+    action: Action
+    nodes: dict[int, int]
+    shift: int
+    link: int
+    is_local: bool
+
+
+class Dependencies:
+    """The graph of the actions of all devices. They are its nodes, device by device; behind them stand the collectives.
+
+    A device is a lane, and so is the channel that serves the collectives in the order in which they are posted. Whoever waits
+    for a collective waits for its node, which waits for the posts of all devices. Of what an action waits for on its own
+    device, the graph has only what does not come before it.
+
+    Args:
+        orders: of all devices. They may be wrong: what is missing is waited for for ever.
+        placement: tells which device has a stage.
+        needs: what an action waits for. It is asked once per kind, stage and piece, since microbatches are alike.
+        pieces: sequence pieces of a microbatch.
+        already: actions that have run before.
+
+    Attributes:
+        actions: the action of every node. A collective has ``EVERYWHERE`` for its stage.
+        kinds: kind and stage of all that has one price in the graph; actions on memory have the price -1.
+        links: source and destination of every link; the first leads nowhere.
+        impossible: the nodes that wait for what is missing, or comes later on their own device.
+        graph: who waits for whom.
+    """
+
+    def __init__(
+        self,
+        orders: Sequence[Order],
+        placement: Placement,
+        needs: Callable[[Action], Iterable[Action]],
+        pieces: int = 1,
+        already: Container[Action] = (),
+    ) -> None:
+        self._orders, self._placement, self._needs = orders, placement, needs
+        self._pieces, self._already = pieces, already
+        self.actions = [action for order in orders for action in order]
+        self._num_ordered = len(self.actions)
+        self._nodes: dict[tuple[Kind, int], dict[int, int]] = {}
+        for node, (kind, stage, microbatch) in enumerate(self.actions):
+            self._nodes.setdefault((kind, stage), {})[microbatch or 0] = node
+        self._lanes = self._numbered()
+        self.kinds, self.links, self.impossible = list(self._nodes), [(0, 0)], []
+        self._rules: dict[tuple[Kind, int, int], tuple[int, list[_Need]]] = {}
+        self.graph = Graph(self._lanes, *self._edges())
+
+    @classmethod
+    def of_schedule(cls, schedule: Schedule, already: Container[Action] = ()) -> Dependencies:
+        """Those of a schedule's orders; ``already`` has run before them."""
+        placement, pieces, barriers = schedule.placement, schedule.pieces, schedule.vocabulary_barriers
+
+        def needs(action: Action) -> tuple[Action, ...]:
+            return dependencies(action, placement, (), pieces, barriers)
+
+        return cls(schedule.orders, placement, needs, pieces, already)
+
+    def _numbered(self) -> list[range]:
+        """The nodes of every device, and of the channel of the collectives, if there are any."""
+        lanes, first = numbered(self._orders), len(self.actions)
+        for kind, _, microbatch in [action for action in self.actions if action.kind in COLLECTIVES]:
+            nodes = self._nodes.setdefault((kind, EVERYWHERE), {})
+            if microbatch not in nodes:
+                nodes[microbatch] = len(self.actions)
+                self.actions.append(Action(kind, EVERYWHERE, microbatch))
+        return [*lanes, range(first, len(self.actions))] if len(self.actions) > first else lanes
+
+    def _edges(self) -> tuple[list[list[tuple[int, int]]], list[int]]:
+        """What every node waits for, and its price."""
+        rules, pieces = self._rules, self._pieces
+        waits: list[list[tuple[int, int]]] = []
+        prices: list[int] = []
+        for lane, nodes in enumerate(self._lanes):
+            for node in nodes:
+                action = self.actions[node]
+                kind, stage, microbatch = action
+                microbatch = microbatch or 0
+                key = (kind, stage, microbatch % pieces)
+                if key not in rules:
+                    rules[key] = self._rule(action, lane)
+                price, needs = rules[key]
+                waiting = []
+                for sample, numbers, shift, link, is_local in needs:
+                    needed = numbers.get(microbatch + shift, NEVER)
+                    if is_local or needed == NEVER:
+                        if NEVER < needed < node or _moved(sample, microbatch + shift) in self._already:
+                            continue
+                        self.impossible.append(node)
+                    waiting.append((needed, link))
+                waits.append(waiting)
+                prices.append(price)
+        return waits, prices
+
+    def _rule(self, action: Action, lane: int) -> tuple[int, list[_Need]]:
+        """The price of all actions that are like this one, and what they wait for."""
+        microbatch = action.microbatch or 0
+        if action.stage == EVERYWHERE:
+            wanted = [action._replace(stage=device) for device in range(len(self._orders))]
+        else:
+            wanted = list(self._needs(action))
+            # What a device waits for, it has posted before.
+            wanted += [needed._replace(stage=lane) for needed in wanted if needed.stage == EVERYWHERE]
+        needs = []
+        for needed in wanted:
+            nodes = self._nodes.get(needed[:2], {})
+            if needed.kind is Kind.I and action.kind is not Kind.W:  # the gradient comes from an I or from a B
+                nodes = nodes | self._nodes.get((Kind.B, needed.stage), {})
+            source = needed.stage if needed.kind in VOCABULARY else self._placement.devices[needed.stage]
+            link = (0, 0) if EVERYWHERE in (source, action.stage) or source == lane else (source, lane)
+            if link not in self.links:
+                self.links.append(link)
+            shift = (needed.microbatch or 0) - microbatch
+            needs.append(_Need(needed, nodes, shift, self.links.index(link), source == lane))
+        return -1 if action.kind in MEMORY else self.kinds.index(action[:2]), needs
+
+    @cached_property
+    def walk(self) -> Walk:
+        """How far all devices come."""
+        return self.graph.walk()
+
+    def needed_by(self, node: int) -> Iterator[Action]:
+        """What the action of a node waits for, by name, also on its own device and where it is missing."""
+        microbatch = self.actions[node].microbatch or 0
+        for need in self._rules[(*self.actions[node][:2], microbatch % self._pieces)][1]:
+            found = need.nodes.get(microbatch + need.shift)
+            action = _moved(need.action, microbatch + need.shift) if found is None else self.actions[found]
+            if action.stage == EVERYWHERE:
+                yield from (action._replace(stage=device) for device in range(len(self._orders)))
+            else:
+                yield action
+
+    def cycle(self) -> tuple[Wait, ...]:
+        """The devices that wait for one another for ever; nothing when all come to their ends, or something is missing."""
+
+        def awaited(device: int) -> tuple[int, int] | None:
+            needed = self._awaited(self._lanes[device][self.walk.reached[device]])
+            if needed is None:
+                return None
+            lane = self.graph.lane_of[needed]
+            return lane, needed - self._lanes[lane].start
+
+        return find_cycle(self._orders, self.walk.reached, awaited)
+
+    def _awaited(self, node: int) -> int | None:
+        """The first action of a device that a node waits for and that does not run."""
+        needed = next(needed for needed, _ in self.graph.waits[node] if needed == NEVER or not self._runs(needed))
+        if needed < self._num_ordered:
+            return None if needed == NEVER else needed
+        # The channel may stand still at a collective before it.
+        return self._awaited(self._lanes[-1][self.walk.reached[-1]])
+
+    def stuck(self) -> ScheduleError | None:
+        """What waits for ever, and for what; nothing when all devices come to their ends."""
+        for device, (order, reached) in enumerate(zip(self._orders, self.walk.reached, strict=False)):
+            if reached < len(order):
+                unmet = [
+                    str(needed) for needed in self.needed_by(self._lanes[device][reached]) if not self._has_run(needed)
+                ]
+                return ScheduleError(
+                    f"waits for ever for {', '.join(unmet)}; validate() shows why",
+                    device=device,
+                    position=reached,
+                    action=order[reached],
+                    cycle=self.cycle(),
+                )
+        return None
+
+    def _has_run(self, action: Action) -> bool:
+        node = self._nodes.get(action[:2], {}).get(action.microbatch or 0)
+        return action in self._already if node is None else self._runs(node)
+
+    def _runs(self, node: int) -> bool:
+        lane = self.graph.lane_of[node]
+        return node - self._lanes[lane].start < self.walk.reached[lane]
+
+
+def _moved(action: Action, microbatch: int) -> Action:
+    return action if action.microbatch is None else action._replace(microbatch=microbatch)
