@@ -84,7 +84,7 @@ def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str, 
             )
     if len(chunks) != num_chunks and replicas > 1:
         raise UnsupportedError(
-            f"schedule {schedule} needs {replicas} copies of the model, a chunk of either on every rank, and here "
+            f"schedule {schedule} needs {replicas} replicas of the model, a chunk of either on every rank, and here "
             f"are {len(chunks)} chunks; call enable() before the model is built, and drop the flags that ask for virtual "
             "pipeline stages"
         )

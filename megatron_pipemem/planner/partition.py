@@ -49,12 +49,12 @@ def partition(loads: Loads, placement: Placement) -> tuple[int, ...]:
     """Layers of every stage, in model order.
 
     Raises:
-        UnsupportedError: there are no layers, or the placement holds more than one copy of the model.
+        UnsupportedError: there are no layers, or the placement holds more than one replica of the model.
     """
     if not loads.seconds or placement.replicas > 1:
         raise UnsupportedError(
-            f"{len(loads.seconds)} layers cannot be cut for {placement.replicas} copies of the model; give at least one "
-            "layer, and a placement of one copy"
+            f"{len(loads.seconds)} layers cannot be cut for {placement.replicas} replicas of the model; give at least one "
+            "layer, and a placement of one replica"
         )
     measure = _Measure(loads, placement)
     seconds, nbytes = measure.stage_tables()

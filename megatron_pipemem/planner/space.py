@@ -26,9 +26,9 @@ OUTCLASSED = {
     "zb-auto": "the search starts from it",
     "po-h": "the offload variant moves no more than memory asks for",
     "po-f": "the offload variant moves no more than memory asks for",
-    "chimera": "two copies of the model take more memory than they save",
-    "gems": "two copies of the model take more memory than they save",
-    "dualpipe": "two copies of the model take more memory than they save",
+    "chimera": "two replicas of the model take more memory than they save",
+    "gems": "two replicas of the model take more memory than they save",
+    "dualpipe": "two replicas of the model take more memory than they save",
 }
 """Families that are never worth their memory, and why; considered where a user names them."""
 _OF_REPLICAS = {DISTRIBUTED: True, "overlap-grad-reduce": True, "overlap-param-gather": True}

@@ -27,7 +27,7 @@ class Cut:
 
 
 def known_chunks(placement: Placement) -> int:
-    """Model chunks per rank that Megatron knows of: those of one copy of the model."""
+    """Model chunks per rank that Megatron knows of: those of one replica of the model."""
     return placement.num_chunks // placement.replicas
 
 

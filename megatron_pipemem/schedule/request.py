@@ -218,18 +218,18 @@ def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
 
 def check_replicas(placement: Placement) -> None:
     """Raises:
-    UnsupportedError: there are copies of the model elsewhere than Megatron can build them.
+    UnsupportedError: there are replicas of the model elsewhere than Megatron can build them.
     """
     if placement.replicas == 1:
         return
     if placement.name != "bidirectional":
         raise UnsupportedError(
-            f"{placement.replicas} copies of the model run in opposite directions only, stage r and stage p-1-r on device r; "
+            f"{placement.replicas} replicas of the model run in opposite directions only, stage r and stage p-1-r on device r; "
             "this placement has them elsewhere"
         )
     if placement.num_devices == 1:
         raise UnsupportedError(
-            "two copies of the model need at least two pipeline ranks; pass --pipeline-model-parallel-size 2 or more, or "
+            "two replicas of the model need at least two pipeline ranks; pass --pipeline-model-parallel-size 2 or more, or "
             "another schedule"
         )
 

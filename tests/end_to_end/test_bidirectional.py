@@ -1,4 +1,4 @@
-"""Two copies of the model in one pipeline train as one does in stock Megatron.
+"""Two replicas of the model in one pipeline train as one does in stock Megatron.
 
 Gradients are added up in another order than stock's: the microbatches of either copy first, then the two sums. That is the
 same for two microbatches, one per copy; for more, it differs by rounding.

@@ -1,6 +1,6 @@
 """Every schedule family trains a GPT as stock Megatron does, and its peak bytes are known beforehand.
 
-Those of two copies of the model: ``test_bidirectional.py``.
+Those of two replicas of the model: ``test_bidirectional.py``.
 """
 
 from __future__ import annotations

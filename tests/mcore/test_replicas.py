@@ -1,4 +1,4 @@
-"""What makes two copies of the model one model to Megatron, as far as one process shows it."""
+"""What makes two replicas of the model one model to Megatron, as far as one process shows it."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_what_looks_at_all_microbatches_of_a_layer_is_refused(setting, words):
 
 
 def test_a_model_with_one_copy_is_refused():
-    with pytest.raises(UnsupportedError, match="schedule gems needs 2 copies of the model"):
+    with pytest.raises(UnsupportedError, match="schedule gems needs 2 replicas of the model"):
         check_chunks([torch.nn.Linear(2, 2)], 2, "gems", 2)
 
 

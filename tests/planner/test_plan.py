@@ -133,7 +133,7 @@ def test_two_copies_of_the_model_hold_it_twice_and_are_added_up():
     assert len(two.layers) == 4
     rejected: Counter[str] = Counter()
     assert all(placement.replicas == 1 for placement in orders(run, Limits(), rejected))
-    assert rejected["gems: two copies of the model take more memory than they save"] == 1
+    assert rejected["gems: two replicas of the model take more memory than they save"] == 1
 
 
 def every_variant(run: Run, limits: Limits) -> list[tuple[float, str]]:

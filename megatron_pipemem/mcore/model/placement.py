@@ -169,7 +169,7 @@ class ChunkPlacement(Feature):
                 _keep_rank_for_checkpoints(chunks[-1], self, chunk)
         check_sharing(get_model_config(chunks[0]), self._name, placement)
         if placement.replicas > 1:
-            replicas.make_copies(chunks, placement, pg_collection.pp)
+            replicas.make_replicas(chunks, placement, pg_collection.pp)
         if not round_robin:
             with torch.no_grad():
                 for embedding, head in _tied_weights(chunks):

@@ -20,12 +20,12 @@ from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.schedule.core.placement import Placement
 
 _TIED_ENDS = 2
-"""Megatron saves a tied embedding from its first stage and numbers the copy on its last one behind it."""
+"""Megatron saves a tied embedding from its first stage and numbers the one on its last stage behind it."""
 
 
 @torch.no_grad()
-def make_copies(chunks: Sequence[torch.nn.Module], placement: Placement, group: dist.ProcessGroup) -> None:
-    """Give this rank's second chunk the values of its stage's first copy, and mark it as a copy.
+def make_replicas(chunks: Sequence[torch.nn.Module], placement: Placement, group: dist.ProcessGroup) -> None:
+    """Give this rank's second chunk the values of its stage's first replica, and mark it as a replica.
 
     Every rank of the pipeline calls this.
 
@@ -53,11 +53,11 @@ def make_copies(chunks: Sequence[torch.nn.Module], placement: Placement, group: 
                     parameter.copy_(carried)
     for parameter in replica.parameters():
         parameter.shared = True
-    _save_as_copy(replica)
+    _save_as_replica(replica)
 
 
-def _save_as_copy(module: torch.nn.Module) -> None:
-    """Its state is loaded from where the first copy's is and never written."""
+def _save_as_replica(module: torch.nn.Module) -> None:
+    """Its state is loaded from where the first replica's is and never written."""
     original = module.sharded_state_dict
 
     def sharded_state_dict(*args, **kwargs):
@@ -71,7 +71,7 @@ def _save_as_copy(module: torch.nn.Module) -> None:
 
 
 def _behind(replica_id: int | tuple[int, ...]) -> int | tuple[int, ...]:
-    """A replica number behind those that Megatron gives to the first copy."""
+    """A replica number behind those that Megatron gives to the first replica."""
     if isinstance(replica_id, int):
         return replica_id + _TIED_ENDS
     first, *rest = replica_id

@@ -71,7 +71,7 @@ def check_whole_model(
         return
     for replica in range(placement.replicas):
         first = replica * placement.model_stages
-        _check_copy(stages[first : first + placement.model_stages])
+        _check_replica(stages[first : first + placement.model_stages])
     tell(
         logger,
         "the model's %d layers are on %d stages, %d parameters on each tensor-parallel rank",
@@ -97,9 +97,9 @@ def look_into(chunk: torch.nn.Module) -> _Chunk | None:
     return _Chunk(numbers, layers, *ends, sum(parameter.numel() for parameter in chunk.parameters()))
 
 
-def _check_copy(stages: Sequence[_Chunk]) -> None:
+def _check_replica(stages: Sequence[_Chunk]) -> None:
     """Raises:
-    UnsupportedError: the stages of one copy of the model are not the model.
+    UnsupportedError: the stages of one replica of the model are not the model.
     """
     layers = [number for chunk in stages for number in chunk.layers]
     held = "; ".join(f"stage {stage}: {_written(chunk.layers)}" for stage, chunk in enumerate(stages))

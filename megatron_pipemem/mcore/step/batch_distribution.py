@@ -56,7 +56,7 @@ class _Hand(IteratorWrapper):
         if not self._coming:
             raise UnsupportedError(
                 "the forward step asked for more than one batch per microbatch, and then nobody can say which of them belong "
-                "to which copy of the model; read all of a microbatch at once, or take a schedule with one copy"
+                "to which replica of the model; read all of a microbatch at once, or take a schedule with one replica"
             )
         return self._dealer.batch(self._coming.popleft())
 

@@ -87,7 +87,7 @@ class Placement:
         return stage - 1 if stage % self.model_stages else None
 
     def replica_of(self, stage: int) -> int:
-        """The copy of the model that ``stage`` belongs to."""
+        """The replica of the model that ``stage`` belongs to."""
         return stage // self.model_stages
 
     def counterparts(self, stage: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ _OF_ALL = {Kind.EMBED_F: Kind.REDUCE_E, Kind.S: Kind.STATS, Kind.T: Kind.REDUCE_
 
 def check_placement(placement: Placement) -> None:
     """Raises:
-    UnsupportedError: there is no device for every shard, or more than one copy of the model.
+    UnsupportedError: there is no device for every shard, or more than one replica of the model.
     """
     if placement.replicas > 1:
         raise UnsupportedError(
