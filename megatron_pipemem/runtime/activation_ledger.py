@@ -1,11 +1,13 @@
-"""Counts the bytes that one rank holds between its actions.
+"""Count the bytes that one rank holds between its actions.
 
 Counted are unique storages, in three categories: ``saved`` (kept for the backward, by autograd or by a shard of the LM
-head), ``boundary`` (received inputs and gradients, results that have not been sent yet, and tensors handed to a neighbouring stage
-on the same device or to a collective) and ``weight_gradients`` (what a deferred weight gradient keeps beyond the saved activations). A storage
-belongs to the category that met it first.
-Not counted: parameters and their gradients, the batch itself, temporaries within one action, and outgoing messages from the
-moment they are posted: how long the transport keeps one depends on when its receiver gets there, which no two runs share.
+head), ``boundary`` (received inputs and gradients, results that have not been sent yet, and tensors handed to a
+neighbouring stage on the same device or to a collective) and ``weight_gradients`` (what a deferred weight gradient keeps
+beyond the saved activations). A storage belongs to the category that met it first.
+
+Not counted are parameters and their gradients, the batch itself, temporaries within one action, and outgoing messages from
+the moment they are posted: how long the transport keeps one depends on when its receiver gets there, which no two runs
+share.
 """
 
 from __future__ import annotations
@@ -30,7 +32,13 @@ CATEGORIES = ("saved", "boundary", "weight_gradients")
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """What is held right after an action, in bytes; ``host_bytes`` are activations that are away on the host."""
+    """Say what is held right after an action.
+
+    Args:
+        action: that has run.
+        bytes_by_category: bytes on the device.
+        host_bytes: activations that are away on the host.
+    """
 
     action: Action
     bytes_by_category: dict[str, int]

@@ -1,4 +1,4 @@
-"""Process groups beside those of Megatron."""
+"""Make process groups beside those of Megatron."""
 
 from __future__ import annotations
 

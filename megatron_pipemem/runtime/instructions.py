@@ -1,4 +1,4 @@
-"""What every action of a rank's program asks for, settled once per program instead of in every step."""
+"""Settle once per program what every action of a rank asks for, instead of in every step."""
 
 from __future__ import annotations
 

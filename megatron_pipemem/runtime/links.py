@@ -1,4 +1,4 @@
-"""How long a message between neighbouring pipeline ranks takes."""
+"""Measure how long a message between neighbouring pipeline ranks takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs from a run's own timestamps, and when they have moved away from what was planned for."""
+"""Make costs from a run's own timestamps, and tell when they have moved away from what was planned for."""
 
 from __future__ import annotations
 
@@ -103,7 +103,13 @@ def _passes(medians: Medians, placement: Placement, before: Costs) -> Vocabulary
 
 
 def drift(planned: Costs, measured: Costs, placement: Placement) -> str | None:
-    """Which action moved furthest from what was planned for, in words; ``None`` if none moved by more than a fifth."""
+    """Say which action moved furthest from what was planned for; ``None`` if none moved by more than a fifth.
+
+    Args:
+        planned: costs of the plan, in seconds.
+        measured: costs of the run, in seconds.
+        placement: of the stages.
+    """
     old, new = planned.seconds(placement), measured.seconds(placement)
     noise = _NOISE * max(
         sum(new[kind][stage] for stage in stages for kind in (Kind.F, Kind.B)) for stages in placement.stages

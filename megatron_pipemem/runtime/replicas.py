@@ -1,4 +1,4 @@
-"""Adds up the gradients of a stage's replicas, where the devices hold the model more than once."""
+"""Add up the gradients of a stage's replicas, where the devices hold the model more than once."""
 
 from __future__ import annotations
 

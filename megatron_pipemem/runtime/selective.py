@@ -1,4 +1,4 @@
-"""Selective recomputation: parts of a stage whose results are dropped, and made again before their backward needs them.
+"""Recompute selectively: drop results of cheap parts of a stage, and make them again before their backward needs them.
 
 A *region* is a function of the stage that is cheap to run again. While a ``Recorder`` records a forward, neither what autograd
 saves inside a region nor what a region returns is kept for the backward: saved tensors of both are empty places, which

@@ -1,4 +1,4 @@
-"""When every action of one step really ran on one rank."""
+"""Record when every action of one step really ran on one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from megatron_pipemem.schedule.core.action import Action
 
 @dataclass(frozen=True)
 class TracedAction:
-    """Seconds since the step began on this rank. Waiting for a message ends before ``start``."""
+    """Say when an action ran, in seconds since the step began on this rank.
+
+    Args:
+        action: that ran.
+        start: when it began; waiting for a message ends before.
+        end: when it had ended.
+    """
 
     action: Action
     start: float

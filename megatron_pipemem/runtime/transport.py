@@ -1,4 +1,4 @@
-"""Messages between pipeline ranks: one first-in-first-out channel per directed edge.
+"""Carry messages between pipeline ranks: one first-in-first-out channel per directed edge.
 
 NCCL has no tags. It serves what two ranks exchange within one process group in the order in which they posted it, and once
 ``init_process_group(device_id=...)`` has bound the default group to a device, everything that one rank posts to a group,

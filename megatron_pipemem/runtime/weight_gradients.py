@@ -1,4 +1,4 @@
-"""Weight gradients that wait for their W.
+"""Hold weight gradients that wait for their W.
 
 A linear layer that splits its backward computes the input gradient when autograd reaches it and leaves the
 weight-gradient GEMM in the queue of its stage and microbatch. Splitting at the layer keeps no graph alive, unlike

@@ -1,4 +1,4 @@
-"""Several versions of a stage's weights, and which of them its parameters show.
+"""Keep several versions of a stage's weights, and show its parameters the one that an action uses.
 
 Every version alive is one flat buffer per element type; parameters are pointed into the version that an action uses, so
 nothing is copied per microbatch. The optimizer always updates what the parameters show, in place: a version that somebody

@@ -1,4 +1,4 @@
-"""Moves activations to host memory and back."""
+"""Move activations to host memory and back."""
 
 from megatron_pipemem.runtime.offload.engine import OffloadEngine
 from megatron_pipemem.runtime.offload.statistics import OffloadStatistics, Stall

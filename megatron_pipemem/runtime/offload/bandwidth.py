@@ -1,4 +1,4 @@
-"""Measures what the channel between a GPU and its host carries: each way, both ways, and while computing."""
+"""Measure what the channel between a GPU and its host carries: each way, both ways, and while computing."""
 
 from __future__ import annotations
 

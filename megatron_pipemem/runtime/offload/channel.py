@@ -1,4 +1,4 @@
-"""What carries bytes between a device and its host, as the engine sees it."""
+"""Define what carries bytes between a device and its host, as the engine sees it."""
 
 from __future__ import annotations
 
@@ -39,9 +39,14 @@ class Channel(Protocol):
         """New host memory that this channel can copy from and to: ``uint8``, one-dimensional."""
 
     def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[Ticket]) -> Ticket:
-        """Copy when everything computed so far and every transfer in ``after`` has ended. Does not wait.
+        """Start transfers, to run when everything computed so far and every transfer in ``after`` has ended.
 
-        Both tensors of every copy must be kept until ``join``.
+        The call does not wait. Both tensors of every pair must be kept until ``join``.
+
+        Args:
+            direction: to the host or back.
+            copies: runs of bytes with their source and destination.
+            after: tickets of earlier transfers.
         """
 
     def join(self, ticket: Ticket, on_stall: Callable[[float], None]) -> None:

@@ -1,4 +1,4 @@
-"""Copies on two side streams of a GPU. The host never waits: order is made by events between streams alone."""
+"""Run transfers on two side streams of a GPU. The host never waits: events between streams alone make the order."""
 
 from __future__ import annotations
 
@@ -40,6 +40,13 @@ class CudaChannel:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[CudaTicket]) -> CudaTicket:
+        """Start transfers on the stream of their direction, as ``Channel.start`` says.
+
+        Args:
+            direction: to the host or back.
+            copies: runs of bytes with their source and destination.
+            after: tickets of earlier transfers.
+        """
         lane = self._lanes[direction]
         # Computing so far wrote the sources, and perhaps last used what is now the destinations' memory.
         computed = torch.cuda.Event()

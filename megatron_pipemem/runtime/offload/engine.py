@@ -1,4 +1,4 @@
-"""Moves what a forward saved for its backward to the host and back, when told to.
+"""Move what a forward saved for its backward to the host and back, when told to.
 
 The caller decides when, because it knows the schedule; for every key, which is one forward:
 

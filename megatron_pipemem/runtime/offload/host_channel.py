@@ -1,4 +1,4 @@
-"""Copies by threads, for devices that are host memory themselves: order, bytes and stalls without a GPU."""
+"""Run transfers by threads, for devices that are host memory themselves: order, bytes and stalls without a GPU."""
 
 from __future__ import annotations
 
@@ -19,6 +19,17 @@ _LOOK_AFTER_SECONDS = 0.05
 
 @dataclass(eq=False)
 class HostTicket:
+    """Stand for a transfer that a thread runs.
+
+    Args:
+        direction: to the host or back.
+        thread: that runs it.
+        copies: runs of bytes with their source and destination.
+        after: transfers that it waits for.
+        ended: is set when it has ended, well or not.
+        error: why it failed, or ``None``.
+    """
+
     direction: Direction
     thread: threading.Thread
     copies: Sequence[Copy]
@@ -65,6 +76,13 @@ class HostChannel:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[HostTicket]) -> HostTicket:
+        """Start transfers in a thread, as ``Channel.start`` says.
+
+        Args:
+            direction: to the host or back.
+            copies: runs of bytes with their source and destination.
+            after: tickets of earlier transfers.
+        """
         ticket = HostTicket(direction, self._threads[direction], tuple(copies), tuple(after))
         self._queues[direction].put(ticket)
         return ticket

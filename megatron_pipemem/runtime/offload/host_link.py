@@ -1,4 +1,4 @@
-"""How fast a channel is, measured once at the start of a run."""
+"""Measure how fast a channel is, once at the start of a run."""
 
 from __future__ import annotations
 

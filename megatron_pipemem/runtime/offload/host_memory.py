@@ -1,4 +1,4 @@
-"""How much host memory is left to a process, within the limits of its container or batch job."""
+"""Tell how much host memory is left to a process, within the limits of its container or batch job."""
 
 from __future__ import annotations
 

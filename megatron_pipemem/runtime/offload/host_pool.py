@@ -1,4 +1,4 @@
-"""One pool of host memory for all activations that are away, reused from microbatch to microbatch and step to step."""
+"""Lend blocks of one pool of host memory to all activations that are away, from microbatch to microbatch and step to step."""
 
 from __future__ import annotations
 

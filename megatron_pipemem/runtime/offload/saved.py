@@ -1,4 +1,4 @@
-"""Storages that autograd saved views of, wherever they are at the moment."""
+"""Keep the storages of which autograd saved views, wherever they are at the moment."""
 
 from __future__ import annotations
 
@@ -121,7 +121,16 @@ class SavedStorage:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SavedView:
-    """What autograd keeps in place of a saved tensor. ``start`` is in bytes from the beginning of the first storage."""
+    """Stand for a saved tensor in autograd's graph.
+
+    Args:
+        home: the storage it is a view of.
+        hold: which keeps that storage alive.
+        dtype: of its elements.
+        shape: of the tensor.
+        stride: in elements.
+        start: bytes from the beginning of the first storage.
+    """
 
     home: SavedStorage
     hold: Hold

@@ -1,4 +1,4 @@
-"""What a step's offload moved, held and waited for."""
+"""Report what a step's offload moved, held and waited for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from megatron_pipemem.runtime.offload.channel import Direction
 
 @dataclass(frozen=True)
 class Stall:
-    """Seconds that computing stood still for one transfer of ``nbytes``, asked for by ``key``."""
+    """Say how long computing stood still for one transfer.
+
+    Args:
+        key: of the forward whose activations moved.
+        direction: to the host or back.
+        nbytes: of the transfer.
+        seconds: of standing still.
+    """
 
     key: Hashable
     direction: Direction
@@ -20,14 +27,19 @@ class Stall:
 
 @dataclass(frozen=True)
 class OffloadStatistics:
-    """Bytes and seconds since the step began.
+    """Hold bytes and seconds since the step began.
 
-    ``device_peak_bytes`` is the most that captured storages took on the device at once, reloads included from the moment
-    their memory is allocated. What deferred weight gradients keep longer than the graph is not in it.
-    ``host_peak_bytes`` counts payload from its offload until its reload was waited for, ``host_reserved_bytes`` the host
-    memory behind it, which stays for later steps and may be less, because a block is lent again while it is being read.
-    ``held_elsewhere_bytes`` were moved in vain: somebody else still held the storage when the engine let go of it.
-    ``stayed_bytes`` are saved tensors that were never candidates, per reason.
+    Args:
+        bytes_out: moved to the host.
+        bytes_in: moved back.
+        device_peak_bytes: the most that captured storages took on the device at once, reloads included from the moment
+            their memory is allocated. What deferred weight gradients keep longer than the graph is not in it.
+        host_peak_bytes: payload, from its offload until its reload was waited for.
+        host_reserved_bytes: host memory behind it. It stays for later steps, and may be less, because a block is lent
+            again while it is being read.
+        held_elsewhere_bytes: moved in vain: somebody else still held the storage when the engine let go of it.
+        stayed_bytes: saved tensors that were never candidates, per reason.
+        stalls: every time that computing stood still.
     """
 
     bytes_out: int

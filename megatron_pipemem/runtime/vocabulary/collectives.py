@@ -1,4 +1,4 @@
-"""The collectives between the phases. All ranks of the group must start them in one order; nothing else communicates.
+"""Start the collectives between the phases. All ranks of the group must start them in one order; nothing else communicates.
 
 Each returns at once with the collective under way; ``wait()`` makes the result usable, on a GPU by making the current stream
 wait. Use a process group that carries nothing else: point-to-point messages on the same one could wait for each other.
@@ -37,21 +37,38 @@ class Pending[Result]:
 
 
 def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
-    """Copy ``tensor`` of rank ``source`` of the group into ``tensor`` of all others: the head's input, gradients."""
+    """Send a tensor of one rank to all others of the group: the head's input, gradients.
+
+    Args:
+        tensor: of any shape, sent on rank ``source`` and filled on all others.
+        source: number of the rank within the group.
+        group: of the ranks.
+    """
     work = dist.broadcast(tensor, dist.get_global_rank(group, source), group=group, async_op=True)
     return Pending(work, lambda: tensor)
 
 
 def gather_statistics(tensor: torch.Tensor, everyones: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
-    """``Scored.statistics`` of all ranks, into ``everyones``, ``[ranks, 3, tokens]``: one message, not three reductions."""
+    """Gather ``Scored.statistics`` of all ranks: one message, not three reductions.
+
+    Args:
+        tensor: of this rank, ``[3, tokens]``.
+        everyones: that is filled, ``[ranks, 3, tokens]``.
+        group: of the ranks.
+    """
     work = dist.all_gather_into_tensor(everyones.flatten(0, 1), tensor, group=group, async_op=True)
     return Pending(work, lambda: everyones)
 
 
 def reduce_sum(tensor: torch.Tensor, destination: int, group: dist.ProcessGroup) -> Pending[torch.Tensor | None]:
-    """The sum over the ranks, on rank ``destination`` of the group only: the embedding's output, the head's input gradient.
+    """Sum a tensor over the ranks, for one of them only: the embedding's output, the head's input gradient.
 
-    The result is ``None`` elsewhere; what ``tensor`` holds there afterwards is undefined.
+    The result is ``None`` on the others; what ``tensor`` holds there afterwards is undefined.
+
+    Args:
+        tensor: of any shape, the same on all ranks.
+        destination: number of the rank within the group that gets the sum.
+        group: of the ranks.
     """
     work = dist.reduce(tensor, dist.get_global_rank(group, destination), group=group, async_op=True)
     return Pending(work, lambda: tensor if group.rank() == destination else None)
@@ -60,7 +77,13 @@ def reduce_sum(tensor: torch.Tensor, destination: int, group: dist.ProcessGroup)
 def gather_logits(
     local: torch.Tensor, partition: VocabularyPartition, group: dist.ProcessGroup
 ) -> Pending[torch.Tensor]:
-    """The logits of the whole vocabulary, ``[..., vocab_size]``, on every rank, from ``VocabularyHead.logits`` of each."""
+    """Gather the logits of the whole vocabulary, ``[..., vocab_size]``, on every rank.
+
+    Args:
+        local: what ``VocabularyHead.logits`` gave on this rank, ``[..., rows]``.
+        partition: of the vocabulary's rows over the ranks.
+        group: of the ranks.
+    """
     # Collectives want equal sizes; shards may differ by a row.
     padded = torch.nn.functional.pad(local, (0, partition.largest - local.size(-1))).contiguous()
     parts = [torch.empty_like(padded) for _ in range(partition.shards)]

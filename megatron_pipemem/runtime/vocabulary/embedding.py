@@ -1,4 +1,4 @@
-"""The input embedding: rows are looked up where they live and summed on the rank that needs them.
+"""Cut the input embedding: rows are looked up where they live and summed on the rank that needs them.
 
 Forward: ``partial = embedding.forward(tokens)`` on every rank, then ``collectives.reduce_sum`` to the rank of the first stage.
 Backward: ``collectives.broadcast`` of the output's gradient from there, then ``embedding.weight_gradient(...)``.
@@ -63,6 +63,11 @@ class EmbeddingWeightGradient(DeferredWeightGradient):
     """Adds a microbatch's gradient to the rows of this rank's tokens, in the dtype that gradients accumulate in.
 
     On a GPU the order of the sums of a token that occurs often varies, unless ``torch.use_deterministic_algorithms`` is on.
+
+    Args:
+        shard: rows of this rank.
+        tokens: of the microbatch, of any shape.
+        output_gradient: gradient of the embedding's output, the shape of the tokens and ``h``.
     """
 
     shard: WeightShard

@@ -1,4 +1,4 @@
-"""The LM head and its cross entropy: what comes before the loss. ``head_gradients`` has what comes after.
+"""Compute of the LM head and its cross entropy what comes before the loss. ``head_gradients`` has what comes after.
 
 One microbatch goes through a chain of objects, one per phase:
 

@@ -1,4 +1,4 @@
-"""The LM head's losses and gradients, once the statistics of all ranks are known.
+"""Compute the LM head's losses and gradients, once the statistics of all ranks are known.
 
 With logits y (scaled and capped), their maximum M over the whole vocabulary, S = sum exp(y - M), Z = log S + M:
 
@@ -58,7 +58,15 @@ def finish_input_gradient(
 
 
 class Normalised:
-    """The losses of one microbatch, the same on every rank."""
+    """Hold the losses of one microbatch, which are the same on every rank.
+
+    Args:
+        batch: what this rank keeps of the microbatch.
+        maximum: of the logits over the whole vocabulary, ``[tokens]``.
+        others: sum of exp(logit - maximum) over all rows but the label's, ``[tokens]``.
+        label: the label's logit minus the maximum, ``[tokens]``.
+        into: fp32 ``[NUMBERS, tokens]``, memory for what is kept per token; ``None`` takes new memory.
+    """
 
     NUMBERS = 5
     """Kept per token."""
@@ -262,10 +270,15 @@ class HeadWeightGradient(DeferredWeightGradient):
 
 
 def add_product(gradient: torch.Tensor, output_gradient: torch.Tensor, input: torch.Tensor) -> None:
-    """``gradient += output_gradient^T @ input``. An fp32 gradient gets the product of 16-bit factors unrounded.
+    """Add ``output_gradient^T @ input`` to a gradient. An fp32 gradient gets the product of 16-bit factors unrounded.
 
-    Only CUDA has such a product, from torch 2.8. Elsewhere it is that of fp32 copies; with an older torch on CUDA, where that
-    takes many times as long, it is rounded to the factors' dtype.
+    Only CUDA has such a product, from torch 2.8. Elsewhere it is that of fp32 copies; with an older torch on CUDA,
+    where that takes many times as long, it is rounded to the factors' dtype.
+
+    Args:
+        gradient: ``[rows, h]``, changed in place.
+        output_gradient: of the logits, ``[tokens, rows]``.
+        input: of the head, ``[tokens, h]``.
     """
     transposed = output_gradient.t()
     if gradient.dtype == input.dtype:

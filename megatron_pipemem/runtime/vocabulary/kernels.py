@@ -1,4 +1,4 @@
-"""The passes over logits of the LM head, one per phase, and what compiles them.
+"""Pass over the logits of the LM head, once per phase, and compile these passes where torch can.
 
 A pass is a plain function of one piece's logits as the matrix product gave them, ``[tokens, rows]``, and of numbers per token.
 Run as it is, each of its operations reads and writes memory of that size. Compiled, it reads the logits once and writes what
@@ -24,7 +24,13 @@ _SMALLEST_SUM = 1e-30
 
 
 def transform(raw: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
-    """The logits in fp32, in memory of their own, from what the matrix product gave."""
+    """Return the logits in fp32, in memory of their own.
+
+    Args:
+        raw: what the matrix product gave, ``[tokens, rows]``.
+        scale: factor of every logit.
+        softcap: bound ``c`` of ``c tanh(logit / c)``, or ``None``.
+    """
     logits = raw.to(torch.float32, copy=True)
     if scale != 1.0:
         logits.mul_(scale)
@@ -136,7 +142,14 @@ class Compiler:
         """Whether passes run as they are where they should have been compiled."""
 
     def run(self, function: Callable, raw: torch.Tensor, *per_token: torch.Tensor, **constants):
-        """``function(raw, *per_token, **constants)``. The first dimension of every tensor is the tokens'."""
+        """Return ``function(raw, *per_token, **constants)``, compiled where torch can.
+
+        Args:
+            function: the pass.
+            raw: logits as the matrix product gave them, ``[tokens, rows]``.
+            per_token: tensors whose first dimension is the tokens'.
+            constants: of the pass, by name.
+        """
         if raw.device.type in self._devices and not self.gave_up:
             # Imported here, as it takes seconds, and only those who compile need it.
             from torch._dynamo import config, exc, maybe_mark_dynamic

@@ -1,4 +1,4 @@
-"""What one rank keeps of one microbatch between the phases of the head."""
+"""Hold what one rank keeps of one microbatch between the phases of the head."""
 
 from __future__ import annotations
 
@@ -86,7 +86,15 @@ class HeadMicrobatch:
             torch.mm(softmax, self.head.shard.weight, out=self.average[piece])
 
     def over_logits(self, function: Callable, piece: slice, raw: torch.Tensor, *per_token: torch.Tensor, **constants):
-        """Run a pass of ``kernels`` over the logits of a piece of the tokens, compiled where that is asked for."""
+        """Run a pass of ``kernels`` over the logits of a piece of the tokens, compiled where that is asked for.
+
+        Args:
+            function: the pass.
+            piece: of the tokens.
+            raw: logits of the piece as the matrix product gave them, ``[tokens, rows]``.
+            per_token: numbers per token of the piece, ``[tokens]`` each.
+            constants: of the pass, by name.
+        """
         options = self.head.options
         tensors = raw, self.local[piece], self.owned[piece], *per_token
         constants |= {"scale": options.scale, "softcap": options.softcap}

@@ -1,4 +1,7 @@
-"""Which rank owns which rows of the vocabulary. Embedding and head share one partition, which is all that tying takes."""
+"""Say which rank owns which rows of the vocabulary.
+
+Embedding and head share one partition, which is all that tying takes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the vocabulary passes of a program do on one rank, and what they hold in between.
+"""Run the vocabulary passes of a program on one rank, and keep what they hold in between.
 
 Collectives are posted where the program says, and waited for by the pass that uses the result, as messages are. Labels and
 everything between the head's input and its gradient have the head's layout, ``[s, b]``; tokens have the batch's, ``[b, s]``.
@@ -37,7 +37,13 @@ class ShardedLayers(Protocol):
         """See ``VocabularyEmbedding.weight_gradient``."""
 
     def score(self, x: torch.Tensor, labels: torch.Tensor, for_backward: bool) -> Scored:
-        """See ``VocabularyHead.score``."""
+        """Score a microbatch, as ``VocabularyHead.score`` does.
+
+        Args:
+            x: the head's input, ``[s, b, h]``.
+            labels: ``[s, b]``.
+            for_backward: whether gradients will be asked for.
+        """
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """See ``VocabularyHead.logits``."""

@@ -1,4 +1,4 @@
-"""The built-in schedule families. Every module that has a ``Family`` among its names adds it to the table."""
+"""Hold the built-in schedule families. Each module writes down one group of families."""
 
 ORDER = (
     "gpipe",

@@ -1,4 +1,4 @@
-"""Schedules from building blocks: repeat, reorder, squeeze (arXiv 2405.15362, sections 2 and 3).
+"""Make schedules from building blocks: repeat, reorder, squeeze (arXiv 2405.15362, sections 2 and 3).
 
 A block is the passes of one microbatch at fixed time slots; repeated at a fixed interval it is a schedule whose peak
 follows from how long each activation lives. Time is in slots: F, I and W take one, B takes two.
@@ -74,7 +74,12 @@ class Block:
 
     @classmethod
     def with_weight_gradients(cls, placement: Placement, interval: int, starts: Mapping[Pass, int]) -> Block:
-        """A block from its F and I: the W take the next vacant slots, first I first.
+        """Make a block from its F and I: the W take the next vacant slots, first I first.
+
+        Args:
+            placement: of the stages.
+            interval: slots from one microbatch to the next.
+            starts: slot of every F and I.
 
         Raises:
             ScheduleError: as for a block, or when no slot is vacant.
@@ -171,6 +176,11 @@ def extend(timetable: Timetable, interval: int, num_microbatches: int) -> Timeta
     """Repeat one interval from the middle of the steady state until there are this many microbatches more.
 
     The timetable is returned as it is when the number is not positive.
+
+    Args:
+        timetable: slots of every pass.
+        interval: slots from one microbatch to the next.
+        num_microbatches: how many to add.
     """
     if num_microbatches <= 0:
         return timetable
@@ -188,6 +198,12 @@ def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatc
     """Drop the idle slots: what remains is the order, and everything starts as soon as its inputs arrive.
 
     A device's W are assigned in the order of its I. Passes beyond the last microbatch are dropped.
+
+    Args:
+        name: of the schedule.
+        timetable: slots of every pass.
+        placement: of the stages.
+        num_microbatches: of one step.
     """
 
     def device_passes(device: int) -> Iterator[Pass]:
@@ -203,9 +219,15 @@ def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatc
 
 
 def build(name: str, block: Block, num_microbatches: int, *, steady: bool = False) -> Schedule:
-    """Repeat, reorder and squeeze: a schedule of which no device holds more than the block's highest peak.
+    """Repeat, reorder and squeeze a block, to a schedule of which no device holds more than the block's highest peak.
 
     A step with fewer microbatches than the peak cannot fill the warm-up; it is the longer one without its surplus.
+
+    Args:
+        name: of the schedule.
+        block: of one microbatch.
+        num_microbatches: of one step.
+        steady: move the passes between warm-up and cool-down too, as ``reorder`` does.
     """
     peak = max(block.peaks())
     # Enough for a warm-up, a steady state longer than any pass waits for its input, and a cool-down.

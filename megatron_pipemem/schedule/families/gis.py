@@ -1,4 +1,4 @@
-"""Generalised interleaving with a split backward: GIS, GIS-H and everything between (arXiv 2503.01328)."""
+"""Interleave in groups with a split backward: GIS, GIS-H and everything between (arXiv 2503.01328)."""
 
 from __future__ import annotations
 
@@ -31,23 +31,26 @@ def gis(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: in
 
 
 def gis_h(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None) -> Schedule:
-    """Groups of half as many microbatches: towards half of the memory the more chunks there are.
+    """Run groups of half as many microbatches as devices: towards half of the memory, the more chunks there are.
 
-    Arguments and errors are those of ``gis``; ``group_size`` is ``ceil(p/2)`` by default.
+    Args:
+        num_devices: pipeline ranks.
+        num_microbatches: of one step.
+        chunks: stages per device.
+        group_size: microbatches of a group; ``ceil(p/2)`` by default.
     """
     p = num_devices
     return _gis("gis-h", p, num_microbatches, chunks, (p + 1) // 2 if group_size is None else group_size)
 
 
 def grouped_slots(num_devices: int, chunks: int, group_size: int) -> tuple[list[int], list[int]]:
-    """When the first microbatch of a group starts: the slots of its F on device 0 and of its I on the last, by chunk.
+    """Return when the first microbatch of a group starts: the slots of its F on device 0 and of its I on the last, by
+    chunk.
 
-    Every further device runs F one slot later and I two slots earlier; every further member of a group runs everything
-    three slots later, every further group a period of ``3 * group_size * chunks`` slots later. W follows I at once.
-
-    Groups of fewer than half of the devices take turns: while one is on its way, others use the device. Groups of one
-    are the uniform repeating of arXiv 2503.01328. The slots tell the order of a device's passes; where a group is too
-    small to fill the pipeline, passes wait for their inputs beyond them.
+    Args:
+        num_devices: pipeline ranks.
+        chunks: stages per device.
+        group_size: microbatches of a group.
     """
     p, v, g = num_devices, chunks, group_size
     turns = -(-((p + 1) // 2) // g)

@@ -1,4 +1,4 @@
-"""PipeOffload: uniform repeating with half or all chunks offloaded (arXiv 2503.01328), interleaved or over a V.
+"""Offload half or all chunks of uniform repeating, interleaved or over a V: PipeOffload (arXiv 2503.01328).
 
 In uniform repeating forwards keep the pace of the steady state from the first on, so that activations are made no faster than
 they can leave, and every W follows its I at once.
@@ -54,9 +54,17 @@ def po_f(
     offload_chunks: int | None = None,
     costs: Costs | None = None,
 ) -> Schedule:
-    """All chunks go to the host, as far as that lowers the peak.
+    """Send all chunks to the host, as far as that lowers the peak.
 
-    Arguments and errors are those of ``po_h``; ``offload_chunks`` is ``chunks`` by default.
+    Args:
+        num_devices: pipeline ranks.
+        num_microbatches: of one step.
+        chunks: stages per device.
+        k: seconds of a chunk's activations to the host and back over those of its F, I and W; ``None`` takes the costs'
+            own.
+        placement: ``interleaved`` or ``v``.
+        offload_chunks: how many chunks of every device leave; all by default.
+        costs: what actions take; unit costs by default.
     """
     return _pipe_offload("po-f", num_devices, num_microbatches, chunks, k, placement, offload_chunks, costs, part=1)
 
@@ -64,7 +72,13 @@ def po_f(
 def uniform_repeating(
     num_devices: int, num_microbatches: int, chunks: int = 2, placement: str = "interleaved"
 ) -> Schedule:
-    """What PipeOffload offloads from; holds less than interleaved 1F1B, and more than it with offload.
+    """Build what PipeOffload offloads from. It holds less than interleaved 1F1B, and more than it with offload.
+
+    Args:
+        num_devices: pipeline ranks.
+        num_microbatches: of one step.
+        chunks: stages per device.
+        placement: ``interleaved`` or ``v``.
 
     Raises:
         UnsupportedError: there is no such placement.

@@ -1,4 +1,4 @@
-"""Schedules written as passes: what a device runs next, not yet for which microbatch.
+"""Write schedules as passes: what a device runs next, not yet for which microbatch.
 
 Every family here takes the microbatches of a stage in order, forward as well as backward. A device's order is then fully
 told by the sequence of its passes, and weight gradients accumulate in the order in which 1F1B does it.
@@ -64,7 +64,15 @@ def _order(passes: list[Pass], num_microbatches: int) -> tuple[Action, ...]:
 
 
 def check_whole(family: str, option: str, value: object, least: int) -> None:
-    """Raises:
+    """Check that an option of a family is a whole number.
+
+    Args:
+        family: its name, for the error's sentence.
+        option: name of the option.
+        value: what was given.
+        least: the smallest number that is allowed.
+
+    Raises:
     UnsupportedError: an option of a family is no whole number, or too small.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:

@@ -1,4 +1,4 @@
-"""Orders that every placement has: forwards alone, and one microbatch after another."""
+"""Write orders that every placement has: forwards alone, and one microbatch after another."""
 
 from __future__ import annotations
 

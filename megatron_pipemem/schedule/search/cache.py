@@ -1,4 +1,4 @@
-"""Finished searches on disk, found again by what was asked."""
+"""Keep finished searches on disk, and find them again by what was asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time of a search: a step of it begins only if it can be expected to end in time."""
+"""Keep the time of a search: a step of it begins only if it can be expected to end in time."""
 
 from __future__ import annotations
 

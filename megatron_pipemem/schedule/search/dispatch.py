@@ -1,4 +1,4 @@
-"""List scheduling: whenever a device is free, run the most urgent pass that is ready and that its cap admits."""
+"""Schedule by list: whenever a device is free, run the most urgent pass that is ready and that its cap admits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimum of tiny problems: best-first search over what has run so far, with dominance.
+"""Find the optimum of tiny problems: best-first search over what has run so far, with dominance.
 
 A step grows by the pass that starts next. What matters of the passes that have run is how many of every class there are,
 when each device is free, and when what nobody has used yet arrives. Of two ways to run the same passes, one that is no

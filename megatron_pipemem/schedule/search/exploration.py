@@ -1,4 +1,4 @@
-"""The search within one placement: its starts, what improves them, and the best of all."""
+"""Search within one placement: make starts, improve them, and keep the best of all."""
 
 from __future__ import annotations
 
@@ -60,7 +60,15 @@ _EFFORT_WHEN_IDLE = 4
 
 @dataclass
 class Exploration:
-    """The search within one placement. Makespans and bounds in seconds outside, in ticks inside."""
+    """Search within one placement. Makespans and bounds are in seconds outside, in ticks inside.
+
+    Args:
+        placement: of the stages.
+        num_microbatches: of one step.
+        costs: what actions take, in seconds, and hold.
+        caps: the most every device may hold, in the unit of the costs' memory; ``None`` is no limit.
+        seed: of all random choices.
+    """
 
     placement: Placement
     num_microbatches: int
@@ -158,6 +166,13 @@ class Exploration:
         return clock.allows(Step.JUSTIFY, 2 * self.num_passes, self.num_passes)
 
     def justify(self, name: str, table: Timetable, clock: Clock) -> None:
+        """Justify a timetable, and keep it if it is among the best.
+
+        Args:
+            name: of the start that it came from.
+            table: when every pass starts, in ticks.
+            clock: of the search.
+        """
         with clock.step(Step.JUSTIFY, 2 * self.num_passes):
             self._add(f"{name}, justified", justify(self._problem, justify(self._problem, table)))
 

@@ -1,4 +1,4 @@
-"""Better orders from given ones: run as soon as possible, then justify (forward-backward improvement).
+"""Improve given orders: run every pass as soon as possible, then justify (forward-backward improvement).
 
 Justification comes from project scheduling: move every pass as late as possible, into idle gaps too, then every pass as
 early as possible, and repeat. No move makes the step longer or takes more memory than the caps, so every order on the

@@ -1,4 +1,4 @@
-"""All schedules of a pipeline by memory and bubble, and which of them anybody would choose."""
+"""Compare all schedules of a pipeline by memory and bubble, and mark those that anybody would choose."""
 
 from __future__ import annotations
 

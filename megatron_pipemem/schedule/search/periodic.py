@@ -1,4 +1,4 @@
-"""Periodic orders: every device repeats one cycle of its passes, and a microbatch takes the shortest way through them.
+"""Find periodic orders: every device repeats one cycle of its passes, and a microbatch takes the shortest way through them.
 
 The building blocks of arXiv 2405.15362 (repeat a microbatch's passes at a fixed interval) for any costs: the interval is
 what the busiest device computes per microbatch, so that no device that is as busy ever idles in the steady state, and the
@@ -207,7 +207,13 @@ class Cycles:
 
 @dataclass(frozen=True)
 class Block:
-    """When the passes of one microbatch start; the next microbatch's start ``interval`` ticks later."""
+    """Say when the passes of one microbatch start.
+
+    Args:
+        problem: with the passes.
+        interval: ticks from one microbatch to the next.
+        starts: tick of every pass class.
+    """
 
     problem: Problem
     interval: int
@@ -215,7 +221,13 @@ class Block:
 
     @classmethod
     def along_chain(cls, problem: Problem, interval: int, offsets: np.ndarray) -> Block:
-        """Start every pass at the first time that has its offset, modulo the interval, and that its inputs allow."""
+        """Start every pass at the first time that has its offset, modulo the interval, and that its inputs allow.
+
+        Args:
+            problem: with the passes.
+            interval: ticks from one microbatch to the next.
+            offsets: of every pass class within the interval, in ticks, ``[classes]``.
+        """
         starts = [0] * len(offsets)
         stages = len(offsets) // 3
         for c in (*_way(stages), *(3 * s + WEIGHT for s in range(stages))):

@@ -1,4 +1,4 @@
-"""Orders to start from that need no search: every registered family, and list scheduling."""
+"""List orders to start from that need no search: every registered family, and list scheduling."""
 
 from __future__ import annotations
 
@@ -67,7 +67,15 @@ def _one_by_one(problem: Problem) -> Orders:
 def family_starts(
     families: Sequence[Family], placement: Placement, problem: Problem, costs: Costs, caps: Sequence[float] | None
 ) -> Iterator[tuple[str, Timetable | None]]:
-    """The families' schedules of this placement by name; ``None`` for those that do not fit the caps."""
+    """Yield the families' schedules of a placement by name; ``None`` for those that do not fit the caps.
+
+    Args:
+        families: to try.
+        placement: of the stages.
+        problem: in ticks.
+        costs: what actions take, in seconds, and hold.
+        caps: the most every device may hold, in the unit of the costs' memory; ``None`` is no limit.
+    """
     given: dict[str, object] = {"costs": costs}
     if caps is not None and costs.memory is None:
         given["memory_cap"] = min(caps)

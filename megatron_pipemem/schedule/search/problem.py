@@ -1,4 +1,4 @@
-"""The search problem in whole numbers: passes, what they wait for, how long they take and what they hold.
+"""Write the search problem in whole numbers: passes, what they wait for, how long they take and what they hold.
 
 Microbatches are identical, so every pass class (a kind on a stage) runs them in order without loss, and a device's order
 is a sequence of passes. Time is in ticks and memory in units small enough that nothing is lost by rounding, because a

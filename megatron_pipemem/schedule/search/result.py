@@ -1,4 +1,4 @@
-"""What a search found, and how good it is."""
+"""Hold what a search found, and say how good it is."""
 
 from __future__ import annotations
 

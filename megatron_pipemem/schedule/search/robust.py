@@ -1,4 +1,4 @@
-"""How an order fares when its costs were wrong."""
+"""Say how an order fares when its costs were wrong."""
 
 from __future__ import annotations
 
@@ -13,16 +13,26 @@ _SAMPLES = 4
 
 
 def with_errors(problem: Problem, error: float, rng: Random) -> Problem:
-    """The problem with every cost of every stage off by up to ``error``, independently."""
+    """Return the problem with every cost of every stage changed by up to ``error``, independently.
+
+    Args:
+        problem: in ticks.
+        error: largest relative change.
+        rng: source of the random changes.
+    """
     return replace(
         problem, ticks=tuple(max(1, round(ticks * (1 + rng.uniform(-error, error)))) for ticks in problem.ticks)
     )
 
 
 def most_robust(problem: Problem, tables: Sequence[Timetable], seed: int, error: float = 0.2) -> int:
-    """Index of the timetable whose orders are fastest on average over costs that are off by up to ``error``.
+    """Return the index of the timetable whose orders are fastest on average over costs that are off by up to ``error``.
 
-    Orders are kept, times are not: a device runs its order as soon as it can.
+    Args:
+        problem: in ticks.
+        tables: to choose from.
+        seed: of the random costs.
+        error: largest relative error of a cost.
     """
     if len(tables) == 1:
         return 0

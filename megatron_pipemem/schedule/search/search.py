@@ -1,4 +1,4 @@
-"""The search: a portfolio of starts for every placement, each improved, the best kept."""
+"""Run a search: a portfolio of starts for every placement, each improved, the best kept."""
 
 from __future__ import annotations
 
@@ -157,7 +157,13 @@ def _standing(what: str, explorations: Sequence[Exploration]) -> str:
 
 
 def usual_placements(num_devices: int, max_chunks: int, costs: Costs) -> tuple[Placement, ...]:
-    """Those that families have, a V first, as it fits most caps; of these, the ones that costs per stage are for.
+    """Return the placements that families have, a V first, as it fits most caps; of these, the ones that costs per
+    stage are for.
+
+    Args:
+        num_devices: pipeline ranks.
+        max_chunks: the most stages per device.
+        costs: numbers, or sequences that fit some of the placements.
 
     Raises:
         CostsError: they are for none.
