@@ -100,6 +100,8 @@ def measure(
     cap: float,
     max_chunks: int = 2,
     placements: Sequence[Placement] | None = None,
+    seconds: float = 60,
+    beside_families: bool = True,
 ) -> Row:
     """One search beside the fastest family of the same placements; ``ratio`` names the costs in the table."""
     result = search_schedule(
@@ -109,10 +111,10 @@ def measure(
         memory_cap=cap,
         max_chunks=max_chunks,
         placements=placements,
-        seconds=60,
+        seconds=seconds,
     )
     ideal = simulate(result.schedule, costs).ideal
-    fitting = fitting_families(p, m, costs, cap, max_chunks, placements)
+    fitting = fitting_families(p, m, costs, cap, max_chunks, placements) if beside_families else ()
     best = min(((simulate(schedule, costs).makespan, schedule.name) for schedule in fitting), default=None)
     return Row(
         p, m, ratio, costs.p2p, cap, max_chunks,
@@ -201,6 +203,26 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
+def random_searches(count: int, rng: random.Random) -> dict[str, list[Row]]:
+    """Searches for so many random costs, by what is random about them, and for extreme ones."""
+    groups = {"any costs": [], "any costs, more chunks": [], "unequal stages": [], "messages": []}
+    groups["extreme costs, more chunks"] = [
+        measure(8, 24, ratio, Costs(*ratio), cap, MAX_CHUNKS)
+        for ratio in track(EXTREME, "extreme costs", transient=True)
+        for cap in (0.625, 0.75)
+    ]
+    for _ in track(range(count), "random inputs", transient=True):
+        ratio = tuple(round(rng.uniform(0.4, 2), 2) for _ in range(3))
+        p2p = round(rng.uniform(0, 0.2) * ratio[0] / 2, 3)
+        for cap in (0.625, 0.75):
+            groups["any costs"].append(measure(8, 24, ratio, Costs(*ratio), cap))
+            groups["any costs, more chunks"].append(measure(8, 24, ratio, Costs(*ratio), cap, MAX_CHUNKS))
+            costs = unequal_costs(8, ratio, rng, 0.0)
+            groups["unequal stages"].append(measure(8, 24, ratio, costs, cap, placements=[Placement.v_shape(8)]))
+            groups["messages"].append(measure(8, 24, ratio, Costs(*ratio, p2p=p2p), cap))
+    return groups
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -223,52 +245,15 @@ def main() -> None:
     console.print(table(named))
     results["named"] = [asdict(row) for row in named]
     if arguments.large:
-        large = []
-        for ratio in (EQUAL, UNEQUAL):
-            for cap in CAPS:
-                costs = Costs(*ratio)
-                found = search_schedule(
-                    num_devices=64, num_microbatches=512, costs=costs, memory_cap=cap, max_chunks=2, seconds=30
-                )
-                ideal = 512 * sum(ratio)
-                large.append(
-                    Row(
-                        64,
-                        512,
-                        ratio,
-                        0.0,
-                        cap,
-                        2,
-                        1 - ideal / found.makespan,
-                        1 - ideal / found.lower_bound,
-                        1 - ideal / lower_bound(Placement.v_shape(64), 512, costs, cap),
-                        None,
-                        None,
-                        found.schedule.placement.name,
-                        found.schedule.placement.num_chunks,
-                        found.best.found_by,
-                        found.seconds,
-                    )  # fmt: skip
-                )
+        large = [
+            measure(64, 512, ratio, Costs(*ratio), cap, seconds=30, beside_families=False)
+            for ratio in (EQUAL, UNEQUAL)
+            for cap in CAPS
+        ]
         console.print(table(large))
         results["large"] = [asdict(row) for row in large]
     if not arguments.quick:
-        groups = {"any costs": [], "any costs, more chunks": [], "unequal stages": [], "messages": []}
-        groups["extreme costs, more chunks"] = [
-            measure(8, 24, ratio, Costs(*ratio), cap, MAX_CHUNKS)
-            for ratio in track(EXTREME, "extreme costs", transient=True)
-            for cap in (0.625, 0.75)
-        ]
-        for _ in track(range(arguments.inputs), "random inputs", transient=True):
-            ratio = tuple(round(rng.uniform(0.4, 2), 2) for _ in range(3))
-            p2p = round(rng.uniform(0, 0.2) * ratio[0] / 2, 3)
-            for cap in (0.625, 0.75):
-                groups["any costs"].append(measure(8, 24, ratio, Costs(*ratio), cap))
-                groups["any costs, more chunks"].append(measure(8, 24, ratio, Costs(*ratio), cap, MAX_CHUNKS))
-                costs = unequal_costs(8, ratio, rng, 0.0)
-                groups["unequal stages"].append(measure(8, 24, ratio, costs, cap, placements=[Placement.v_shape(8)]))
-                groups["messages"].append(measure(8, 24, ratio, Costs(*ratio, p2p=p2p), cap))
-        for name, rows in groups.items():
+        for name, rows in random_searches(arguments.inputs, rng).items():
             console.print(f"{name}: p = 8, m = 24, caps .625 and .75", style="bold")
             console.print(table(rows))
             console.print(summary(rows))
