@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, Phase, settings
+from patience import interrupted_when_stuck
 
 if TYPE_CHECKING:
     from xdist.scheduler import Scheduling
@@ -27,19 +28,22 @@ def _starts_processes(nodeid: str) -> bool:
     return nodeid.startswith(START_PROCESSES)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Those are what the whole suite waits for; the others take the time that ranks spend on waiting for each other."""
-    if hasattr(item.config, "workerinput") and not _starts_processes(item.nodeid):
-        _give_way()
+# An example that fails is shown as it was found, with what reproduces it: to shrink one can take many minutes. That, and
+# hypothesis's own limits of time, are in "default" (pytest --hypothesis-profile default).
+settings.register_profile(
+    "suite",
+    deadline=None,
+    print_blob=True,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("suite")
 
 
-def _give_way() -> None:
-    os.setpriority(os.PRIO_PROCESS, 0, 19)
-    # Where Linux shares the processor out by session first, that counts within the session only; every rank has its own.
-    group = Path("/proc/self/autogroup")
-    if group.exists() and os.getsid(0) != os.getpid():
-        os.setsid()
-        group.write_text("19")
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    with interrupted_when_stuck():
+        return (yield)
 
 
 @pytest.hookimpl(optionalhook=True)

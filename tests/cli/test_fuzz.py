@@ -35,7 +35,7 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.registry import build_schedule, families
 
 TIMES = int(os.environ.get("PIPEMEM_FUZZ", "1"))
-SECONDS = 60  # of a busy core, for what takes one at most
+SECONDS = 60  # of the processor, for what takes one at most
 TINY = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
 
 NUMBERS = (
@@ -114,13 +114,13 @@ def in_time(what: object):
     def late(*_: object) -> None:
         raise AssertionError(f"more than {SECONDS} s: {what}")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(SECONDS)
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def call(place: Path, *arguments: object) -> None:

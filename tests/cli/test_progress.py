@@ -93,10 +93,8 @@ def test_progress_is_shown_on_stderr(monkeypatch, is_terminal):
     monkeypatch.setattr(told, "_SECONDS_BETWEEN", 0.0)
 
     def is_shown(words: str) -> None:
-        until = time.monotonic() + 10
-        while words not in out.getvalue() and time.monotonic() < until:
+        while words not in out.getvalue():
             time.sleep(0.01)
-        assert words in out.getvalue()
 
     with progress.showing("first words"):
         is_shown("first words [0 s]")
@@ -163,7 +161,7 @@ app({words})
     ) as process:
         assert process.stdout.readline() == "up\n"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=240)
+        out, err = process.communicate()
     assert process.returncode == 130 and out == ""
     assert err == "error: pipemem simulate was interrupted and has written nothing\n"
 

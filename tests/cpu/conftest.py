@@ -35,7 +35,6 @@ def python(environment: dict[str, str]) -> Callable[..., str]:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=120,
             check=False,
         )
         assert result.returncode == 0, result.stderr
@@ -48,7 +47,7 @@ def python(environment: dict[str, str]) -> Callable[..., str]:
 def lane() -> Iterator[Callable[[str], object]]:
     """Run a piece of Python where the CPU lane is active, all in one process; gives what it calls ``result``."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=activate) as process:
-        yield lambda code: process.submit(_execute, code).result(timeout=120)
+        yield lambda code: process.submit(_execute, code).result()
 
 
 def _execute(code: str) -> object:
@@ -63,7 +62,7 @@ def _execute(code: str) -> object:
 def torchrun(environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run ``pipemem run --cpu script arguments`` on ranks of its own; stdout and stderr come as one text."""
 
-    def run(ranks: int, script: Path, *arguments: str, timeout: int = 120) -> subprocess.CompletedProcess[str]:
+    def run(ranks: int, script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command = [*launcher, "-m", "megatron_pipemem", "run", "--cpu", str(script), *arguments]
         return subprocess.run(
@@ -72,7 +71,6 @@ def torchrun(environment: dict[str, str]) -> Callable[..., subprocess.CompletedP
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=timeout,
             check=False,
         )
 

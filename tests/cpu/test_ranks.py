@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
 import launching
+from patience import Patience
 
 from megatron_pipemem.cpu.ranks import end_ranks, start_ranks
 
@@ -21,7 +22,7 @@ def test_every_rank_is_a_process_with_torchruns_environment(tmp_path: Path, fork
     log.write_text("a line that stays\n")
     processes = start_ranks(launching.tell, [(10,), (20,)], [log, log], forked=forked)
     for process in processes:
-        process.join(120)
+        process.join()
     assert [process.exitcode for process in processes] == [0, 0]
     first, *lines = log.read_text().splitlines()
     assert first == "a line that stays"
@@ -36,14 +37,14 @@ def test_every_rank_is_a_process_with_torchruns_environment(tmp_path: Path, fork
 def test_a_rank_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
     log = tmp_path / "log"
     (process,) = start_ranks(launching.sleep_beside_a_child, [()], [log])
-    deadline = time.monotonic() + 120
+    patience = Patience(process.pid)
     while not (log.exists() and log.read_text().endswith("\n")):
-        assert time.monotonic() < deadline
+        assert not patience.is_over
         time.sleep(0.05)
     end_ranks([process])
     assert process.exitcode == -9
     while _runs(int(log.read_text())):
-        assert time.monotonic() < deadline
+        assert not patience.is_over
         time.sleep(0.05)
     end_ranks([process])  # nothing is left to end
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -52,7 +51,6 @@ def set_up(machine: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         env=environment | variables,
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
 
@@ -105,10 +103,11 @@ def test_is_fast_when_nothing_changed_and_works_again_when_something_did(machine
     install(machine / "bin" / "python3.12", GOOD_PYTHON)
     assert set_up(machine).returncode == 0
     calls = (machine / "calls").read_text()
-    start = time.monotonic()
+    start = os.times()
     again = set_up(machine)
     assert (again.returncode, again.stdout) == (0, "")
-    assert time.monotonic() - start < 1
+    took = [after - before for before, after in zip(start, os.times(), strict=True)]
+    assert took[2] + took[3] < 1  # seconds of the processor, of what has been started
     assert (machine / "calls").read_text() == calls
     with (machine / "requirements.txt").open("a") as pins:
         pins.write("rich==15.0.0\n")

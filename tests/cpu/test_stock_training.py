@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,7 +44,7 @@ def test_trains_on_text(torchrun: Torchrun, environment: dict[str, str], tmp_pat
         (text / f"{number}.txt").write_text("abcd" * 200)
     data = tmp_path / "data" / "letters"
     tool = REPOSITORY / "scripts" / "text_to_dataset.py"
-    subprocess.run([sys.executable, str(tool), str(text), str(data)], env=environment, check=True, timeout=60)
+    subprocess.run([sys.executable, str(tool), str(text), str(data)], env=environment, check=True)
     result = torchrun(
         2,
         REPOSITORY / "scripts" / "pretrain_gpt.py",
@@ -63,10 +62,9 @@ def test_trains_on_text(torchrun: Torchrun, environment: dict[str, str], tmp_pat
 def test_a_failing_rank_ends_all_ranks_with_its_error(torchrun: Torchrun, tmp_path: Path) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING_SCRIPT)
-    start = time.monotonic()
-    result = torchrun(2, script, *TOY_MODEL, "--mock-data", "--vocab-size", "99")
+    # Should the peers wait for their time-out, the test would be stuck.
+    result = torchrun(2, script, *TOY_MODEL, "--mock-data", "--vocab-size", "99", "--distributed-timeout-minutes", "60")
     assert result.returncode != 0
-    assert time.monotonic() - start < 60  # most of it to start; a wait for the peers would take five minutes
     told = re.findall(
         r"rank (\d+) failed: (.*)", result.stdout
     )  # when it happens, and in torchrun's summary at the end
@@ -92,7 +90,7 @@ if place == "rendezvous":
 elif place == "collective":
     dist.barrier()
 elif place == "computation":
-    time.sleep(300)
+    time.sleep(36000)
 """
 
 GUARDED = """
@@ -103,14 +101,11 @@ run(False, Path(sys.argv[1]), sys.argv[2:])
 """
 
 
-def start_ranks(
-    count: int, environment: dict[str, str], script: Path, *arguments: str
-) -> tuple[list[int], list[str], float]:
-    """Start ranks as srun would, with nothing but their environment; exit codes, stderr of each, and seconds."""
+def start_ranks(count: int, environment: dict[str, str], script: Path, *arguments: str) -> tuple[list[int], list[str]]:
+    """Start ranks as srun would, with nothing but their environment; exit codes, and stderr of each."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    start = time.monotonic()
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", GUARDED, str(script), *arguments],
@@ -122,20 +117,19 @@ def start_ranks(
         for rank in range(count)
     ]
     try:
-        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+        errors = [rank.communicate()[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    return [rank.returncode for rank in ranks], errors, time.monotonic() - start
+    return [rank.returncode for rank in ranks], errors
 
 
 @pytest.mark.parametrize("place", ["rendezvous", "collective", "computation"])
 def test_ranks_end_together_without_torchrun(environment: dict[str, str], tmp_path: Path, place: str) -> None:
     script = tmp_path / "waiting.py"
     script.write_text(WAITING_SCRIPT)
-    codes, errors, seconds = start_ranks(2, environment, script, place)
+    codes, errors = start_ranks(2, environment, script, place)
     assert codes == [1, 1]
-    assert seconds < 30
     assert "Traceback" in errors[1]
     *_, cause, advice = errors[1].splitlines()
     assert cause == "rank 1 failed: ArithmeticError: this rank cannot go on" and advice.startswith("what to do: ")
@@ -146,16 +140,15 @@ def test_ranks_end_together_without_torchrun(environment: dict[str, str], tmp_pa
 def test_a_killed_rank_is_told_as_such(environment: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "killed.py"
     script.write_text(WAITING_SCRIPT.replace("raise ArithmeticError", "os.kill(os.getpid(), 9)  #"))
-    codes, errors, seconds = start_ranks(3, environment, script, "collective")
+    codes, errors = start_ranks(3, environment, script, "collective")
     assert codes == [1, -9, 1]
-    assert seconds < 30
     assert sum("ended without saying why" in error for error in errors) == 1
 
 
 def test_ranks_that_finish_finish_quietly(environment: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "fine.py"
     script.write_text("import os, time; time.sleep(int(os.environ['RANK']))")
-    codes, errors, _ = start_ranks(2, environment, script)
+    codes, errors = start_ranks(2, environment, script)
     assert codes == [0, 0]
     assert errors == ["", ""]
 
@@ -165,9 +158,9 @@ def test_our_own_errors_come_without_traceback(environment: dict[str, str], tmp_
     script.write_text(
         "from megatron_pipemem.errors import UnsupportedError\nraise UnsupportedError('cannot [do] this; do that')"
     )
-    codes, errors, _ = start_ranks(1, environment, script)
+    codes, errors = start_ranks(1, environment, script)
     assert (codes, errors) == ([1], ["rank 0 failed: UnsupportedError: cannot [do] this; do that\n"])
-    _, errors, _ = start_ranks(1, environment | {"PIPEMEM_TRACEBACK": "1"}, script)
+    _, errors = start_ranks(1, environment | {"PIPEMEM_TRACEBACK": "1"}, script)
     assert errors[0].startswith("Traceback")
 
 
@@ -178,7 +171,7 @@ def test_the_script_decides_its_exit_code(environment: dict[str, str], tmp_path:
 
 
 def test_a_missing_script_is_an_error(environment: dict[str, str], tmp_path: Path) -> None:
-    codes, errors, _ = start_ranks(1, environment, tmp_path / "nowhere.py")
+    codes, errors = start_ranks(1, environment, tmp_path / "nowhere.py")
     assert codes == [1]
     assert "there is no script" in errors[0] and "nowhere.py" in errors[0]
 
@@ -204,7 +197,7 @@ def test_the_script_sees_the_command_line_it_would_have(environment: dict[str, s
         "import json, sys, beside\njson.dump([__name__, sys.argv, sys.path[0], beside.value], open(sys.argv[1], 'w'))"
     )
     output = tmp_path / "seen.json"
-    codes, errors, _ = start_ranks(1, environment, script, str(output), "--lr", "1")
+    codes, errors = start_ranks(1, environment, script, str(output), "--lr", "1")
     assert codes == [0], errors
     assert json.loads(output.read_text()) == ["__main__", [str(script), str(output), "--lr", "1"], str(tmp_path), 42]
 
@@ -214,7 +207,7 @@ def launched(environment: dict[str, str], script: Path, *arguments: str) -> list
     start = [sys.executable, "-m", "megatron_pipemem.cli.ranks", "--standalone", "--nproc-per-node", "2"]
     command = [*start, "-m", "megatron_pipemem", "run", str(script), *arguments]
     done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=False
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     assert done.returncode == 1
     return done.stdout.splitlines()

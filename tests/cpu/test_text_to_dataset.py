@@ -20,7 +20,7 @@ Tool = Callable[..., subprocess.CompletedProcess[str]]
 def tool(environment: dict[str, str]) -> Tool:
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(REPOSITORY / "scripts" / "text_to_dataset.py"), *map(str, arguments)]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
     return run
 

@@ -6,6 +6,7 @@ next case gets new ones.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -16,16 +17,17 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import worker
+from patience import Patience
 
 from megatron_pipemem.cpu.ranks import end_ranks, start_ranks
 
-START_SECONDS = 300
-CASE_SECONDS = 240
+IDLE_SECONDS = 120
+LOOK_SECONDS = 5
 LOST_PEER_SECONDS = 5
 
 
 class CaseFailed(AssertionError):
-    """A rank raised, died, or did not finish in time."""
+    """A rank raised, died, or did nothing any more."""
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Ranks:
     _connections: list[Connection] = field(default_factory=list)
     _starts: int = 0
 
-    def run(self, case: dict, seconds: float = CASE_SECONDS) -> list[dict]:
+    def run(self, case: dict) -> list[dict]:
         """What ``run(case)`` returned on every rank; of all, or of the case's first ``ranks``.
 
         Raises:
@@ -58,7 +60,7 @@ class Ranks:
         try:
             for connection in self._connections:
                 connection.send(case)
-            return self._replies(seconds)[: case.get("ranks", self.size)]
+            return self._replies()[: case.get("ranks", self.size)]
         except BaseException:
             self.stop()
             raise
@@ -80,15 +82,15 @@ class Ranks:
         self._processes = start_ranks(worker.serve, arguments, logs, forked=self.forked)
         for connection in theirs:
             connection.close()
-        self._replies(START_SECONDS)
+        self._replies()
 
-    def _replies(self, seconds: float) -> list[dict]:
+    def _replies(self) -> list[dict]:
         """One of every rank."""
         replies: dict[int, dict] = {}
         waiting = dict(zip(self._connections, range(self.size), strict=True))
-        deadline = time.monotonic() + seconds
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for connection in wait(list(waiting), timeout=left):
+        patience, deadline = Patience(*(process.pid for process in self._processes), seconds=IDLE_SECONDS), math.inf
+        while waiting and time.monotonic() < deadline and not patience.is_over:
+            for connection in wait(list(waiting), timeout=LOOK_SECONDS):
                 rank = waiting.pop(connection)
                 try:
                     replies[rank] = connection.recv()
@@ -101,7 +103,8 @@ class Ranks:
         missing = sorted(set(range(self.size)) - set(replies))
         if missing:
             errors.append(
-                f"ranks {missing} did not finish in {seconds} s; the first one's log ends\n{self._tail(missing[0])}"
+                f"ranks {missing} wait for something that does not come; the first one's log ends\n"
+                f"{self._tail(missing[0])}"
             )
         if errors:
             raise CaseFailed("\n".join(errors))
@@ -129,9 +132,9 @@ class ConductedRanks:
         self._conductor.start()
         theirs.close()
 
-    def run(self, case: dict, seconds: float = CASE_SECONDS) -> list[dict]:
+    def run(self, case: dict) -> list[dict]:
         """As of ``Ranks``."""
-        self._connection.send((case, seconds))
+        self._connection.send(case)
         reply = self._connection.recv()
         if isinstance(reply, str):
             raise CaseFailed(reply)
@@ -149,9 +152,9 @@ def _conduct(connection: Connection, path: list[str], program: str, logs: Path, 
     ranks = Ranks(program, logs, size)
     try:
         while True:
-            case, seconds = connection.recv()
+            case = connection.recv()
             try:
-                connection.send(ranks.run(case, seconds))
+                connection.send(ranks.run(case))
             except CaseFailed as failure:
                 connection.send(str(failure))
     except EOFError:

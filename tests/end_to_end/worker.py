@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 
 from megatron_pipemem.cpu import activate
 
-GROUP_TIMEOUT = timedelta(seconds=200)
+GROUP_TIMEOUT = timedelta(hours=1)  # those who wait for it give up before (ranks.py)
 
 
 def serve(program: str, connection: Connection, environment: dict[str, str]) -> None:

@@ -148,7 +148,7 @@ def lane() -> Iterator[Callable]:
     if find_spec("megatron") is None:  # importing it takes seconds, which only the other process needs to spend
         pytest.skip("needs Megatron-Core")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=activate) as process:
-        yield lambda function, *arguments: process.submit(function, *arguments).result(timeout=300)
+        yield lambda function, *arguments: process.submit(function, *arguments).result()
 
 
 def profiled(model: Model, execution: Execution, cluster: Cluster | None) -> Profile:

@@ -368,4 +368,4 @@ for name in offload:
     build_schedule(name, num_devices=4, num_microbatches=8)
 assert not {{"torch", "megatron"}} & set(sys.modules), sorted(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -391,9 +391,7 @@ def script_run(tmp_path: Path, program: str, **environment: str) -> subprocess.C
     fake.chmod(0o755)
     words = [str(ROOT / "scripts" / "pretrain_gpt.sh"), "run.yaml", "--set", "a=b c"]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "NODE_RANK"))}
-    return subprocess.run(
-        words, env=inherited | {"PYTHON": str(fake)} | environment, capture_output=True, text=True, timeout=300
-    )
+    return subprocess.run(words, env=inherited | {"PYTHON": str(fake)} | environment, capture_output=True, text=True)
 
 
 def test_the_script_runs_what_is_printed_and_passes_the_exit_code_on(tmp_path):
@@ -410,7 +408,6 @@ def test_a_wrong_file_ends_the_script():
         env=os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert done.returncode == 2 and "nowhere.yaml" in done.stderr and "Traceback" not in done.stderr
 
@@ -447,7 +444,6 @@ def test_the_training_script_knows_every_flag():
         input=json.dumps(lines),
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     unknown = {flag for line in json.loads(done.stdout) for flag in line if flag.startswith("--")}

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import Patience
 from typer.testing import CliRunner
 
 from megatron_pipemem.cli.app import app
@@ -300,7 +301,7 @@ def test_results_are_whole_or_not_there(tmp_path, monkeypatch):
 GRID = """
 import sys
 from pathlib import Path
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {folders!r}
 from megatron_pipemem.launch.grid.local import LocalRunner
 from megatron_pipemem.launch.grid.store import Store
 from test_launch_grid import training
@@ -311,14 +312,16 @@ with store.claimed():
 
 
 def grid_process(store: Store) -> subprocess.Popen:
-    code = textwrap.dedent(GRID).format(tests=str(Path(__file__).parent), folder=str(store.folder))
+    code = textwrap.dedent(GRID).format(
+        folders=[str(ROOT / "tests" / each) for each in ("scripts", "watching")], folder=str(store.folder)
+    )
     return subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
-def until(holds, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
+def until(holds, process: subprocess.Popen) -> None:
+    patience = Patience(process.pid)
     while not holds():
-        assert time.monotonic() < deadline
+        assert not patience.is_over
         time.sleep(0.02)
 
 
@@ -340,18 +343,18 @@ def test_a_killed_grid_goes_on_where_it_was(store):
     point is."""
     wait = store.folder / "wait"
     first = grid_process(store)
-    until(lambda: store.results()[1] is not None)
+    until(lambda: store.results()[1] is not None, first)
     wait.write_text("300")
     try:
-        until(lambda: starts(store, 3) or store.results()[2] is None and starts(store, 2))
+        until(lambda: starts(store, 3) or store.results()[2] is None and starts(store, 2), first)
         killed = 3 if starts(store, 3) else 2
         first.send_signal(signal.SIGKILL)
-        first.wait(10)
+        first.wait()
         (left,) = starts(store, killed)
         assert alive(left) and store.results()[killed] is None
         wait.unlink()
         second = grid_process(store)
-        assert second.wait(60) == 0
+        assert second.wait() == 0
     finally:
         first.kill()
     assert not alive(left)

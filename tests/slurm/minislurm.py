@@ -19,6 +19,7 @@ from pathlib import Path
 
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 
+PATIENCE_SECONDS = 1800  # a job that ends otherwise than it should is told at once
 _OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 _CONF = """
 ClusterName=tests
@@ -115,7 +116,7 @@ class MiniSlurm:
         self.call("slurmctld", "-f", self.environment["SLURM_CONF"])
         for node in self.nodes:
             self.start_node(node)
-        self.until(lambda: self.idle_nodes() == set(self.nodes), "all nodes are idle", 30)
+        self.until(lambda: self.idle_nodes() == set(self.nodes), "all nodes are idle")
 
     def start_node(self, node: str) -> None:
         self.call("slurmd", "-f", self.environment["SLURM_CONF"], "-N", node)
@@ -148,7 +149,7 @@ class MiniSlurm:
         """What Slurm says of a job: ``JobState``, ``Restarts``, ``ExitCode`` ..."""
         return dict(re.findall(r"(\w+)=(\S+)", self.call("scontrol", "show", "job", "--oneliner", job)))
 
-    def until(self, holds: Callable[[], object], what: str, seconds: float) -> None:
+    def until(self, holds: Callable[[], object], what: str, seconds: float = PATIENCE_SECONDS) -> None:
         """Wait for something that must happen."""
         deadline = time.monotonic() + seconds
         while not holds():
@@ -156,7 +157,7 @@ class MiniSlurm:
                 raise TimeoutError(f"after {seconds} s it does not hold that {what}\n{self.call('squeue')}")
             time.sleep(0.2)
 
-    def until_log(self, job: str, log: Path, holds: Callable[[str], object], seconds: float) -> None:
+    def until_log(self, job: str, log: Path, holds: Callable[[str], object]) -> None:
         """Wait for something in the log of a job that must not end before."""
 
         def check() -> object:
@@ -164,11 +165,11 @@ class MiniSlurm:
             assert holds(text) or self.job(job)["JobState"] not in _OVER, f"job {job} has ended:\n{text}"
             return holds(text)
 
-        self.until(check, f"{log} says so", seconds)
+        self.until(check, f"{log} says so")
 
-    def ended(self, job: str, seconds: float) -> dict[str, str]:
+    def ended(self, job: str) -> dict[str, str]:
         """Wait for a job's end, and say what came of it."""
-        self.until(lambda: self.job(job)["JobState"] in _OVER, f"job {job} has ended", seconds)
+        self.until(lambda: self.job(job)["JobState"] in _OVER, f"job {job} has ended")
         return self.job(job)
 
     def processes(self, job: str, node: str | None = None) -> list[int]:

@@ -102,7 +102,7 @@ def grid(slurm, workplace):
 def uninterrupted(slurm, grid):
     """The folder of the grid's first point, trained to its end."""
     grid.start()
-    slurm.until(lambda: (grid.point(0) / "result.json").exists(), "the first point ends", 240)
+    slurm.until(lambda: (grid.point(0) / "result.json").exists(), "the first point ends")
     return grid.point(0)
 
 
@@ -124,11 +124,11 @@ def assert_losses(log: Path, resumed: int, uninterrupted: Path) -> None:
 
 def test_a_crashed_node_costs_the_steps_since_the_last_checkpoint(slurm, submit, request):
     job, log = submit("train", TWO_RANKS)
-    slurm.until_log(job, log, lambda text: len(losses(text)) >= 5, 180)
+    slurm.until_log(job, log, lambda text: len(losses(text)) >= 5)
     second = slurm.job(job)["NodeList"]
     node = slurm.call("scontrol", "show", "hostnames", second).split()[1]
     slurm.crash(node, job)
-    found = slurm.ended(job, 240)
+    found = slurm.ended(job)
     slurm.start_node(node)
     text = log.read_text()
     assert (found["JobState"], found["Restarts"]) == ("COMPLETED", "1"), text
@@ -144,11 +144,11 @@ def test_a_crashed_node_costs_the_steps_since_the_last_checkpoint(slurm, submit,
 
 def test_an_array_job_that_was_killed_goes_on_where_it_was(slurm, grid, uninterrupted):
     hanging = grid.point(1) / "log.txt"
-    slurm.until(lambda: hanging.exists() and hanging.read_text().count("hangs") == 2, "the second point hangs", 120)
+    slurm.until(lambda: hanging.exists() and hanging.read_text().count("hangs") == 2, "the second point hangs")
     grid.kill()
     (job,) = json.loads((grid.folder / "slurm-jobs.json").read_text())
     slurm.call("scancel", job)
-    slurm.until(lambda: not slurm.processes(job), "none of its processes is left", 60)
+    slurm.until(lambda: not slurm.processes(job), "none of its processes is left")
     trained = (uninterrupted / "result.json").stat().st_mtime_ns
     grid.start("--resume")
     code, printed = grid.wait()
@@ -165,7 +165,7 @@ def test_an_array_job_that_was_killed_goes_on_where_it_was(slurm, grid, uninterr
 
 def test_ranks_are_in_the_order_of_nodes_and_a_failing_one_ends_the_job(slurm, submit):
     job, log = submit("fail", {**FOUR_RANKS, "script": STAND_IN, "megatron": {"behaviour": "fail"}})
-    found = slurm.ended(job, 120)
+    found = slurm.ended(job)
     text = log.read_text()
     assert found["JobState"] == "FAILED" and found["ExitCode"] != "0:0", text
     assert found["Restarts"] == "0"
@@ -173,15 +173,15 @@ def test_ranks_are_in_the_order_of_nodes_and_a_failing_one_ends_the_job(slurm, s
     nodes = slurm.call("scontrol", "show", "hostnames", found["NodeList"]).split()
     where = dict(re.findall(r"rank (\d) of 4 on (\S+)", text))
     assert where == {"0": nodes[0], "1": nodes[0], "2": nodes[1], "3": nodes[1]}
-    slurm.until(lambda: not slurm.processes(job), "none of its processes is left", 20)
+    slurm.until(lambda: not slurm.processes(job), "none of its processes is left")
 
 
 def test_the_signal_before_the_time_limit_saves_and_requeues(slurm, submit, uninterrupted):
     only_when_told = {"iterations": STEPS, "save_interval": 10 * STEPS}
     job, log = submit("save", {**TWO_RANKS, "training": only_when_told})
-    slurm.until_log(job, log, lambda text: len(losses(text)) >= 3, 180)
+    slurm.until_log(job, log, lambda text: len(losses(text)) >= 3)
     slurm.call("scancel", "--batch", "--signal=USR1", job)
-    found = slurm.ended(job, 240)
+    found = slurm.ended(job)
     text = log.read_text()
     assert (found["JobState"], found["Restarts"]) == ("COMPLETED", "1"), text
     assert [step for step, _ in losses(text)] == list(range(1, STEPS + 1)), "no step is lost, none trained twice"
