@@ -13,7 +13,8 @@ from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.core.validator import validate
-from megatron_pipemem.schedule.registry import Family, build_schedule, register_schedule
+from megatron_pipemem.schedule.family import Family, Formula
+from megatron_pipemem.schedule.registry import build_schedule, register_schedule
 from megatron_pipemem.schedule.search import SearchResult, search_schedule
 
 try:
@@ -26,6 +27,7 @@ _NEEDS_MEGATRON = ("enable", "disable", "write_report", "build_model_chunks")
 __all__ = [
     "Costs",
     "Family",
+    "Formula",
     "PipememError",
     "Schedule",
     "ScheduleError",

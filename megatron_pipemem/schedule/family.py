@@ -15,6 +15,30 @@ _SIZES = ((4, 8), (4, 4), (2, 4), (8, 16), (3, 6), (1, 2))
 """Devices and microbatches of a family's example: the first that it takes."""
 
 
+class Formula(str):
+    """A closed form: a text to read, and a function that computes it, so that tests hold every family to what it claims.
+
+    Args:
+        text: as the table of schedules shows it.
+        compute: called with all letters by name, in lower case: ``p`` devices, ``m`` microbatches, ``v`` chunks per device,
+            ``n`` sequence pieces, and the seconds ``f``, ``i``, ``w`` and ``b`` (``i + w``) of one device's share of the
+            model. It returns ``None`` where the form says nothing. A peak holds from ``m = 2p`` on, and bounds it for fewer
+            microbatches; a bubble holds for equal F, I and W from ``m = 2p`` on.
+        at_most: whether it is a bound only.
+    """
+
+    compute: Callable[..., float | None]
+    at_most: bool
+
+    def __new__(cls, text: str, compute: Callable[..., float | None], at_most: bool = False) -> Formula:
+        formula = super().__new__(cls, text)
+        formula.compute, formula.at_most = compute, at_most
+        return formula
+
+    def __getnewargs__(self) -> tuple[str, Callable[..., float | None], bool]:
+        return str(self), self.compute, self.at_most
+
+
 class Facts(NamedTuple):
     """What the schedules of a family have in common, with its options left alone. The fields are those of ``Family``."""
 
@@ -55,8 +79,9 @@ class Family:
         build: ``build(num_devices, num_microbatches, **options) -> Schedule``; called with counts of at least 1 and
             with the options below only.
         summary: one sentence for the user who chooses.
-        peak: highest activation memory of any device, in activation units, for many microbatches.
-        bubble: idle time of a step, for many microbatches.
+        peak: highest activation memory of any device, in activation units, for many microbatches; a ``Formula``, or a text
+            that no test can check.
+        bubble: idle time of a step, for many microbatches; likewise.
         source: arXiv number and section.
         min_devices: fewest devices it works with.
         options: name -> one-line description. A family that lists ``memory_cap`` or ``costs`` is given those of

@@ -46,18 +46,25 @@ def test_the_example_outside_of_the_package(example: Path, monkeypatch: pytest.M
 
 
 def test_the_example_as_a_file_of_the_package(example: Path, tmp_path: Path) -> None:
-    """The package with one more file: it is in the table, and the command line takes it."""
+    """The package with one more file: the property tests and the command line take it."""
     copy = tmp_path / "tree" / "megatron_pipemem"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(example, copy / "schedule" / "families" / "all_then_all.py")
     code = """
-from megatron_pipemem.schedule.registry import families
-assert families()[-1].name == "all-then-all"
+import sys
+sys.path.insert(0, TESTS)
+import test_families
+mine = test_families.families()[-1]
+assert mine.name == "all-then-all" and mine.name in test_families.NAMES
+for p in (1, 4):
+    test_families.test_correct_and_within_its_peak(mine.name, p)
+    test_families.test_bubble_is_the_closed_form(mine, p)
+    test_families.test_peaks_are_the_closed_forms(mine, p)
 from megatron_pipemem.cli.app import app
 app(["simulate", "all-then-all", "-p", "4", "-m", "8", "--json"])
 """
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code.replace("TESTS", repr(str(Path(__file__).parent)))],
         env={**os.environ, "PYTHONPATH": str(copy.parent)},
         cwd=tmp_path,
         capture_output=True,

@@ -13,7 +13,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
-from megatron_pipemem.schedule.family import Family
+from megatron_pipemem.schedule.family import Family, Formula
 
 
 def chimera(num_devices: int, num_microbatches: int, doubling: bool = False) -> Schedule:
@@ -137,8 +137,10 @@ CHIMERA = Family(
     build=chimera,
     summary="Two pipelines in opposite directions: with few microbatches (m = p) a smaller bubble than 1F1B, for twice the "
     "weights.",
-    peak="1",
-    bubble="(p-2)(B + (m/p-1)(B-F))",
+    peak=Formula("1", lambda p, m, **_: min(p, m) / p),
+    bubble=Formula(
+        "(p-2)(B + (m/p-1)(B-F))", lambda p, m, f, b, **_: None if m % p else (p - 2) * (b + (m / p - 1) * (b - f))
+    ),
     source="arXiv 2107.06925, section 3",
     min_devices=2,
     options={
@@ -151,16 +153,16 @@ GEMS = Family(
     name="gems",
     build=gems,
     summary="One microbatch at a time in alternating directions: fewest activations, hardly any overlap.",
-    peak="1/p",
-    bubble="(p-1)(F+mB)",
+    peak=Formula("1/p", lambda p, **_: 1 / p),
+    bubble=Formula("(p-1)(F+mB)", lambda p, m, f, b, **_: (p - 1) * (f + m * b)),
     source="GEMS, SC 2020, section III",
 )
 DUALPIPE = Family(
     name="dualpipe",
     build=dualpipe,
     summary="DeepSeek's bidirectional zero-bubble order, made for overlapping a forward with a backward.",
-    peak="(p+1)/p",
-    bubble="at most (p/2-1)(F+2B-3W)",
+    peak=Formula("(p+1)/p", lambda p, m, **_: min(p + 1, m) / p),
+    bubble=Formula("at most (p/2-1)(F+2B-3W)", lambda p, f, b, w, **_: (p / 2 - 1) * (f + 2 * b - 3 * w), at_most=True),
     source="arXiv 2412.19437, section 3.2.1",
     min_devices=2,
     needs="even p, even m of at least 2p",

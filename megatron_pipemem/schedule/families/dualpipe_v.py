@@ -11,7 +11,7 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
-from megatron_pipemem.schedule.family import Family
+from megatron_pipemem.schedule.family import Family, Formula
 
 
 def dualpipe_v(num_devices: int, num_microbatches: int) -> Schedule:
@@ -66,7 +66,7 @@ DUALPIPE_V = Family(
     name="dualpipe-v",
     build=dualpipe_v,
     summary="1F1B's memory and one chunk more; steady pairs of forward and backward on every device.",
-    peak="1 + 1/(2p)",
-    bubble="(p-1)F/2",
+    peak=Formula("1 + 1/(2p)", lambda p, m, **_: min(2 * p + 1, 2 * m) / (2 * p)),
+    bubble=Formula("(p-1)F/2", lambda p, f, **_: (p - 1) * f / 2),
     source="arXiv 2412.19437, section 3.2.1",
 )

@@ -9,7 +9,7 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.passes import Pass, check_whole, in_microbatch_order
-from megatron_pipemem.schedule.family import Family
+from megatron_pipemem.schedule.family import Family, Formula
 
 # F, I and W of one chunk.
 _SLOTS = 3
@@ -102,14 +102,18 @@ def _in_slots(device: int, p: int, v: int, group: int, m: int) -> list[Pass]:
     return [each for _, each in sorted(timetable)]
 
 
+def _bubble_of_halves(p: int, m: int, v: int, f: float, i: float, w: float, **_: float) -> float | None:
+    return None if m % ((p + 1) // 2) else ((p - 1) * (f + i) + (v - 1) * (p // 2) * (f + i - w)) / v
+
+
 _OPTIONS = {"chunks": "stages per device, v (default 2)"}
 
 GIS = Family(
     name="gis",
     build=gis,
     summary="Interleaved 1F1B within 1F1B's memory and with two thirds of its own bubble.",
-    peak="1",
-    bubble="(p-1)(F+I)/v",
+    peak=Formula("1", lambda p, m, **_: min(p, m) / p, at_most=True),
+    bubble=Formula("(p-1)(F+I)/v", lambda p, m, v, f, i, **_: None if m % p else (p - 1) * (f + i) / v),
     source="arXiv 2503.01328",
     options={
         **_OPTIONS,
@@ -120,8 +124,8 @@ GIS_H = Family(
     name="gis-h",
     build=gis_h,
     summary="Half of GIS's memory with many chunks, for a bubble that grows with them.",
-    peak="(floor((p+1)/2)(v-1)+p)/(pv)",
-    bubble="((p-1)(F+I) + (v-1)p/2(F+I-W))/v",
+    peak=Formula("(floor((p+1)/2)(v-1)+p)/(pv)", lambda p, m, v, **_: min((p + 1) // 2 * (v - 1) + p, m * v) / (p * v)),
+    bubble=Formula("((p-1)(F+I) + (v-1)p/2(F+I-W))/v", _bubble_of_halves),
     source="arXiv 2503.01328",
     options={**_OPTIONS, "group_size": "microbatches through one chunk before the next (default ceil(p/2))"},
 )

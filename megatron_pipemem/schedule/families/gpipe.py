@@ -6,7 +6,7 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
-from megatron_pipemem.schedule.family import Family
+from megatron_pipemem.schedule.family import Family, Formula
 
 
 def gpipe(num_devices: int, num_microbatches: int) -> Schedule:
@@ -20,7 +20,7 @@ GPIPE = Family(
     name="gpipe",
     build=gpipe,
     summary="All forwards, then all backwards: simple, and holds every microbatch at once.",
-    peak="m/p",
-    bubble="(p-1)(F+B)",
+    peak=Formula("m/p", lambda p, m, **_: m / p),
+    bubble=Formula("(p-1)(F+B)", lambda p, f, b, **_: (p - 1) * (f + b)),
     source="arXiv 1811.06965, section 2.3",
 )

@@ -12,7 +12,7 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.families.blocks import SLOTS, Block, build
 from megatron_pipemem.schedule.families.passes import Pass, check_whole, in_microbatch_order
-from megatron_pipemem.schedule.family import Family
+from megatron_pipemem.schedule.family import Family, Formula
 
 # Extra slots between one chunk's forwards and the next's that are tried to make a block's lifespans shorter.
 _DELAYS = range(6)
@@ -157,7 +157,7 @@ HANAYO = Family(
     name="hanayo",
     build=hanayo,
     summary="Waves of unsplit backwards in about 1F1B's memory: made for as many microbatches as devices.",
-    peak="up to 1 + 1/p",
+    peak=Formula("up to 1 + 1/p", lambda p, m, **_: min(p + 1, m) / p, at_most=True),
     bubble="m = p: about 4(p-1)(F+B)/(3v)",
     source="arXiv 2308.15762",
     options={

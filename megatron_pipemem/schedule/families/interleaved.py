@@ -8,7 +8,7 @@ from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.families.passes import Pass, check_whole, in_microbatch_order
-from megatron_pipemem.schedule.family import Family
+from megatron_pipemem.schedule.family import Family, Formula
 
 
 def interleaved(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None) -> Schedule:
@@ -66,8 +66,8 @@ INTERLEAVED = Family(
     name="interleaved",
     build=interleaved,
     summary="Stock Megatron's virtual pipeline: a smaller bubble for more memory and v times the messages.",
-    peak="1 + (p-1)/(pv)",
-    bubble="(p-1)(F+B)/v",
+    peak=Formula("1 + (p-1)/(pv)", lambda p, m, v, **_: min(p * v + p - 1, m * v) / (p * v)),
+    bubble=Formula("(p-1)(F+B)/v", lambda p, m, v, f, b, **_: None if m % p else (p - 1) * (f + b) / v),
     source="arXiv 2104.04473, section 2.2",
     options={
         "chunks": "stages per device, v (default 2)",

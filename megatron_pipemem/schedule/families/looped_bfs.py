@@ -6,7 +6,7 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.passes import Pass, check_whole, in_microbatch_order
-from megatron_pipemem.schedule.family import Family
+from megatron_pipemem.schedule.family import Family, Formula
 
 
 def looped_bfs(num_devices: int, num_microbatches: int, chunks: int = 2) -> Schedule:
@@ -34,8 +34,8 @@ LOOPED_BFS = Family(
     name="looped-bfs",
     build=looped_bfs,
     summary="Chunk by chunk over all microbatches: touches a chunk's weights once per direction, holds what GPipe does.",
-    peak="m/p",
-    bubble="(p-1)(F+B)/v",
+    peak=Formula("m/p", lambda p, m, **_: m / p),
+    bubble=Formula("(p-1)(F+B)/v", lambda p, v, f, b, **_: (p - 1) * (f + b) / v),
     source="arXiv 2211.05953",
     options={"chunks": "stages per device, v (default 2)"},
 )

@@ -14,7 +14,7 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.gis import gis_h
 from megatron_pipemem.schedule.families.passes import check_whole
 from megatron_pipemem.schedule.families.v_shape import zbv
-from megatron_pipemem.schedule.family import Family
+from megatron_pipemem.schedule.family import Family, Formula
 from megatron_pipemem.schedule.features.offload.plan import plan_offload
 from megatron_pipemem.schedule.features.offload.weights import with_prompt_weights
 
@@ -126,7 +126,7 @@ _OPTIONS = {
 }
 
 _DECLARED = {
-    "bubble": "less than (p-1)(F+I+W)",
+    "bubble": Formula("less than (p-1)(F+I+W)", lambda p, f, b, **_: (p - 1) * (f + b), at_most=True),
     "source": "arXiv 2503.01328",
     "options": _OPTIONS,
     # Told here and not found out, since planning an example takes a tenth of a second and numpy.
@@ -142,13 +142,13 @@ PO_H = Family(
     name="po-h",
     build=po_h,
     summary="The longer-lived half of the chunks offloaded: on many devices a quarter of the peak, less with more chunks.",
-    peak="up to (v+2)/(8v) + 3/(pv), k <= 1",
+    peak=Formula("up to (v+2)/(8v) + 3/(pv), k <= 1", lambda p, v, **_: (v + 2) / (8 * v) + 3 / (p * v), at_most=True),
     **_DECLARED,
 )
 PO_F = Family(
     name="po-f",
     build=po_f,
     summary="All chunks offloaded: a few chunks' activations, however many there are.",
-    peak="up to 4/(pv), k <= 1",
+    peak=Formula("up to 4/(pv), k <= 1", lambda p, v, **_: 4 / (p * v), at_most=True),
     **_DECLARED,
 )

@@ -8,7 +8,7 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
-from megatron_pipemem.schedule.family import Family
+from megatron_pipemem.schedule.family import Family, Formula
 
 
 def one_f_one_b(num_devices: int, num_microbatches: int) -> Schedule:
@@ -34,15 +34,15 @@ ONE_F_ONE_B = Family(
     name="1f1b",
     build=one_f_one_b,
     summary="Stock Megatron's schedule and the yardstick: its first device peaks at exactly 1.",
-    peak="1",
-    bubble="(p-1)(F+B)",
+    peak=Formula("1", lambda p, m, **_: min(p, m) / p),
+    bubble=Formula("(p-1)(F+B)", lambda p, f, b, **_: (p - 1) * (f + b)),
     source="arXiv 2006.09503, section 2.2 (PipeDream-Flush); arXiv 2007.01045 (DAPPLE)",
 )
 EAGER_ONE_F_ONE_B = Family(
     name="1f1b-eager",
     build=eager_one_f_one_b,
     summary="1F1B with up to twice the forwards ahead, which hides slow links behind compute.",
-    peak="2 - 1/p",
-    bubble="(p-1)(F+B), less than 1f1b on slow links",
+    peak=Formula("2 - 1/p", lambda p, m, **_: min(2 * p - 1, m) / p),
+    bubble=Formula("(p-1)(F+B), less than 1f1b on slow links", lambda p, f, b, **_: (p - 1) * (f + b)),
     source="arXiv 2211.05322, section 4.2",
 )

@@ -7,7 +7,7 @@ from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.blocks import Block, build
 from megatron_pipemem.schedule.families.passes import Pass
-from megatron_pipemem.schedule.family import Family
+from megatron_pipemem.schedule.family import Family, Formula
 
 # What a device computes for one microbatch, in slots: two chunks of F (1) and B (2).
 INTERVAL = 6
@@ -33,7 +33,7 @@ ONE_F_ONE_B_V = Family(
     name="1f1b-v",
     build=one_f_one_b_v,
     summary="Two thirds of 1F1B's memory on many devices without splitting the backward.",
-    peak="(floor(2p/3)+1)/p",
-    bubble="a little under that of 1f1b",
+    peak=Formula("(floor(2p/3)+1)/p", lambda p, m, **_: min(2 * p // 3 + 1, m) / p),
+    bubble=Formula("a little under that of 1f1b", lambda p, f, b, **_: (p - 1) * (f + b), at_most=True),
     source="arXiv 2405.15362, appendix I",
 )

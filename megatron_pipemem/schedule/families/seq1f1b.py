@@ -6,7 +6,7 @@ from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
 from megatron_pipemem.schedule.families.passes import check_whole
-from megatron_pipemem.schedule.family import Family
+from megatron_pipemem.schedule.family import Family, Formula
 
 
 def seq1f1b(num_devices: int, num_microbatches: int, pieces: int = 2) -> Schedule:
@@ -37,8 +37,8 @@ SEQ1F1B = Family(
     name="seq1f1b",
     build=seq1f1b,
     summary="1F1B on n pieces of every sequence: about 1/n of the bubble and of the memory, for causal models.",
-    peak="(p+n-1)/(pn)",
-    bubble="(p-1)(F+B)/n",
+    peak=Formula("(p+n-1)/(pn)", lambda p, m, n, **_: min(p + n - 1, m * n) / (p * n)),
+    bubble=Formula("(p-1)(F+B)/n", lambda p, n, f, b, **_: (p - 1) * (f + b) / n),
     source="arXiv 2406.03488, section 3.3",
     options={"pieces": "pieces of a microbatch, n (default 2)"},
 )

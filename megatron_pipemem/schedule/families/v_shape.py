@@ -7,7 +7,7 @@ from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.blocks import Block, build
 from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
-from megatron_pipemem.schedule.family import Family
+from megatron_pipemem.schedule.family import Family, Formula
 
 # What a device computes for one microbatch, in slots: two chunks of F, I and W.
 INTERVAL = 6
@@ -62,27 +62,33 @@ def _zbv_passes(device: int, p: int, n: int) -> list[Pass]:
     return warm_up + steady + cool_down
 
 
+def _bubble_of_v_half(p: int, f: float, **_: float) -> float:
+    return (max(3 * p - 4, 0) if p % 2 else max(3 * p - 7, 1)) * f / 2
+
+
 ZBV = Family(
     name="zbv",
     build=zbv,
     summary="1F1B's memory and no bubble between a device's first and last pass in unit costs.",
-    peak="1",
-    bubble="0 per device, (p-1)F/2 over all",
+    peak=Formula("1", lambda p, m, **_: min(p, m) / p),
+    bubble=Formula("0 per device, (p-1)F/2 over all", lambda p, f, **_: (p - 1) * f / 2),
     source="arXiv 2405.15362, section 3; arXiv 2401.10241, section 6",
 )
 V_HALF = Family(
     name="v-half",
     build=v_half,
     summary="Half of 1F1B's memory on many devices, for half of its bubble.",
-    peak="floor((p+2)/2)/p",
-    bubble="max(3p-7, 1)F/2, p odd: (3p-4)F/2",
+    peak=Formula("floor((p+2)/2)/p", lambda p, m, **_: min((p + 2) // 2, m) / p),
+    bubble=Formula("max(3p-7, 1)F/2, p odd: (3p-4)F/2", _bubble_of_v_half),
     source="arXiv 2405.15362, section 3 and appendix",
 )
 V_MIN = Family(
     name="v-min",
     build=v_min,
     summary="A third of 1F1B's memory on many devices; unequal F, I and W cost it a bubble per microbatch.",
-    peak="floor((p+4)/3)/p",
-    bubble="(4p-5)F/2, p divisible by 3: (4p-7)F/2",
+    peak=Formula("floor((p+4)/3)/p", lambda p, m, **_: min((p + 4) // 3, m) / p),
+    bubble=Formula(
+        "(4p-5)F/2, p divisible by 3: (4p-7)F/2", lambda p, f, **_: max(4 * p - (5 if p % 3 else 7), 0) * f / 2
+    ),
     source="arXiv 2405.15362, section 3 and appendix",
 )

@@ -6,7 +6,7 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
-from megatron_pipemem.schedule.family import Family
+from megatron_pipemem.schedule.family import Family, Formula
 
 
 def zb_h1(num_devices: int, num_microbatches: int) -> Schedule:
@@ -39,15 +39,15 @@ ZB_H1 = Family(
     name="zb-h1",
     build=zb_h1,
     summary="1F1B's memory with a third of its bubble: weight gradients wait until nothing else can run.",
-    peak="1",
-    bubble="(p-1)(F+I-W)",
+    peak=Formula("1", lambda p, m, **_: min(p, m) / p),
+    bubble=Formula("(p-1)(F+I-W)", lambda p, f, i, w, **_: (p - 1) * (f + i - w)),
     source="arXiv 2401.10241, section 2.1",
 )
 ZB_H2 = Family(
     name="zb-h2",
     build=zb_h2,
     summary="Twice 1F1B's memory; devices never idle between their first and last pass, but start one by one.",
-    peak="2 - 1/p",
-    bubble="(p-1)(F+I-2W) per device, (p-1)F over all",
+    peak=Formula("2 - 1/p", lambda p, m, **_: min(2 * p - 1, m) / p),
+    bubble=Formula("(p-1)(F+I-2W) per device, (p-1)F over all", lambda p, f, **_: (p - 1) * f),
     source="arXiv 2401.10241, section 2.2",
 )
