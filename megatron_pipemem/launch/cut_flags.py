@@ -152,9 +152,7 @@ def remarks(flags: Flags) -> list[str]:
 
 def is_folded(placement: Placement) -> bool:
     """Whether one replica of the model goes back and forth over the devices, as in a V or a wave."""
-    return placement.replicas == 1 and any(
-        device != stage % placement.num_devices for stage, device in enumerate(placement.devices)
-    )
+    return placement.replicas == 1 and not placement.is_round_robin
 
 
 FIRST_OR_LAST = (

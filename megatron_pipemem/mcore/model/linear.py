@@ -31,52 +31,38 @@ def split_linear(original: Callable) -> Callable:
     """Wrap the stock function: same arguments, same results, weight gradient deferred while a queue is collecting."""
     unsplit = countable_linear(original)
 
-    def linear_with_grad_accumulation_and_async_allreduce(
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        gradient_accumulation_fusion: bool,
-        allreduce_dgrad: bool,
-        sequence_parallel: bool,
-        grad_output_buffer: list[torch.Tensor] | None = None,
-        wgrad_deferral_limit: int | None = 0,
-        tp_group: dist.ProcessGroup | None = None,
-        **newer,
-    ) -> torch.Tensor:
+    def linear_with_grad_accumulation_and_async_allreduce(*args, **kwargs) -> torch.Tensor:
         queue = current_queue()
-        unknown = {name: value for name, value in newer.items() if not (name == "gtp_remat_size" and value == 1)}
-        # Without a differentiable input autograd never reaches our node, and stock has to find the weight gradient.
-        if (
-            queue is None
-            or not (torch.is_grad_enabled() and input.requires_grad and weight.requires_grad)
-            or grad_output_buffer is not None
-            or any(value is not None for value in unknown.values())
-        ):
-            return unsplit(
-                input,
-                weight,
-                bias,
-                gradient_accumulation_fusion,
-                allreduce_dgrad,
-                sequence_parallel,
-                grad_output_buffer,
-                wgrad_deferral_limit,
-                tp_group,
-                **newer,
-            )
-        call = _Call(
-            queue,
-            weight,
-            gradient_accumulation_fusion and hasattr(weight, "main_grad"),
-            allreduce_dgrad,
-            sequence_parallel,
-            get_tensor_model_parallel_group_if_none(tp_group),
-        )
-        return _SplitLinear.apply(input, bias, call)
+        output = None if queue is None else _split(queue, *args, **kwargs)
+        return unsplit(*args, **kwargs) if output is None else output
 
     # Stock keeps a flag for its one-time warnings on the function itself.
     linear_with_grad_accumulation_and_async_allreduce.warned = True
     return linear_with_grad_accumulation_and_async_allreduce
+
+
+def _split(
+    queue: WeightGradientQueue,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    grad_output_buffer: list[torch.Tensor] | None = None,
+    wgrad_deferral_limit: int | None = 0,
+    tp_group: dist.ProcessGroup | None = None,
+    **newer,
+) -> torch.Tensor | None:
+    """The layer's output, ``None`` where stock has to compute it. Behind ``queue`` come the stock function's arguments."""
+    known = all(value is None or (name == "gtp_remat_size" and value == 1) for name, value in newer.items())
+    # Without a differentiable input autograd never reaches our node, and stock has to find the weight gradient.
+    differentiable = torch.is_grad_enabled() and input.requires_grad and weight.requires_grad
+    if not (known and differentiable and grad_output_buffer is None):
+        return None
+    fused = gradient_accumulation_fusion and hasattr(weight, "main_grad")
+    group = get_tensor_model_parallel_group_if_none(tp_group)
+    return _SplitLinear.apply(input, bias, _Call(queue, weight, fused, allreduce_dgrad, sequence_parallel, group))
 
 
 def countable_linear(original: Callable) -> Callable:

@@ -146,14 +146,13 @@ class ChunkPlacement(Feature):
         """
         device, p = pg_collection.pp.rank(), pg_collection.pp.size()
         placement = self.for_model(p, vp_size)
-        round_robin = _is_round_robin(placement)
         chunks = []
         for chunk, stage in enumerate(placement.stages[device]):
             rank = round_robin_rank(placement, device, chunk)
             groups = copy.copy(pg_collection)
             if rank != device:
                 groups.pp = RoundRobinRank(rank, p)
-            if not round_robin:
+            if not placement.is_round_robin:
                 # The stock embedding group spans the first and the last rank; here both ends may be on one rank.
                 groups.embd = None
             with self.chunk(chunk):
@@ -165,12 +164,12 @@ class ChunkPlacement(Feature):
                         pg_collection=groups,
                     )
                 )
-            if not round_robin:
+            if not placement.is_round_robin:
                 _keep_rank_for_checkpoints(chunks[-1], self, chunk)
         check_sharing(get_model_config(chunks[0]), self._name, placement)
         if placement.replicas > 1:
             replicas.make_replicas(chunks, placement, pg_collection.pp)
-        if not round_robin:
+        if not placement.is_round_robin:
             with torch.no_grad():
                 for embedding, head in _tied_weights(chunks):
                     head.data.copy_(embedding.data)
@@ -184,7 +183,7 @@ class ChunkPlacement(Feature):
         Raises:
             UnsupportedError: the model was built before ``enable()`` or around it.
         """
-        if _is_round_robin(placement):
+        if placement.is_round_robin:
             return
         for chunk, module in enumerate(chunks):
             groups = get_attr_wrapped_model(module, "pg_collection")
@@ -208,7 +207,7 @@ class ChunkPlacement(Feature):
     def _wrap_tied_gradients(self, original: Callable) -> Callable:
         def sum_tied_gradients(model, config, embd_group=None, pp_group=None) -> None:
             size = parallel_state.get_pipeline_model_parallel_world_size() if pp_group is None else pp_group.size()
-            if _is_round_robin(self.placement(size)):
+            if self.placement(size).is_round_robin:
                 original(model, config, embd_group, pp_group)
             else:
                 _sum_tied_gradients(model)
@@ -218,7 +217,7 @@ class ChunkPlacement(Feature):
     def _wrap_build_stages(self, original: Callable) -> Callable:
         def build_virtual_pipeline_stages(build_model_func, pg_collection, vp_size, model_type=None):
             placement = self.for_model(pg_collection.pp.size(), vp_size)
-            if _is_round_robin(placement) and self._cut is None:
+            if placement.is_round_robin and self._cut is None:
                 return original(build_model_func, pg_collection, vp_size, model_type)
             chunks = self.build_chunks(
                 lambda pg_collection, **kwargs: build_model_func(pg_collection, **kwargs), pg_collection, vp_size
@@ -236,7 +235,7 @@ class ChunkPlacement(Feature):
             groups = kwargs.get("pg_collection")
             size = parallel_state.get_pipeline_model_parallel_world_size() if groups is None else groups.pp.size()
             placement = self.for_model(size, vp_size)
-            if _is_round_robin(placement) and self._cut is None:
+            if placement.is_round_robin and self._cut is None:
                 return original(model_provider_func, *args, **kwargs)
 
             def provider(*, vp_stage: int | None = None, pg_collection=None, **ignored):
@@ -259,10 +258,6 @@ class _Chunks(list):
 def round_robin_rank(placement: Placement, device: int, chunk: int) -> int:
     """The pipeline rank that would hold this device's chunk if chunks were dealt round robin."""
     return placement.stages[device][chunk] % placement.num_devices
-
-
-def _is_round_robin(placement: Placement) -> bool:
-    return all(device == stage % placement.num_devices for stage, device in enumerate(placement.devices))
 
 
 def _virtual_pipeline_size() -> int:

@@ -71,6 +71,13 @@ class Placement:
         """The largest number of stages on one device."""
         return max(len(stages) for stages in self.stages)
 
+    @cached_property
+    def is_round_robin(self) -> bool:
+        """Whether one replica of the model is dealt round robin, as Megatron deals its chunks."""
+        return self.replicas == 1 and all(
+            device == stage % self.num_devices for stage, device in enumerate(self.devices)
+        )
+
     def device_of(self, stage: int) -> int:
         return self.devices[stage]
 
