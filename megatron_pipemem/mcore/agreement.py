@@ -73,7 +73,14 @@ def is_first_rank() -> bool:
 
 
 def tell(logger: logging.Logger, message: str, *arguments: object, level: int = logging.INFO) -> None:
-    """Log for the whole job, once: every rank knows it, and there may be hundreds."""
+    """Log a message once for the whole job: every rank knows it, and there may be hundreds.
+
+    Args:
+        logger: of the module that tells it.
+        message: with ``%`` placeholders.
+        arguments: for these.
+        level: of ``logging``.
+    """
     if is_first_rank():
         logger.log(level, message, *arguments)
 

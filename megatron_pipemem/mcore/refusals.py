@@ -29,8 +29,15 @@ def check_config(config, *wanted: Refusals) -> None:
 
 
 def check_sharing(config, schedule: str, placement: Placement) -> None:
-    """Raises:
-    UnsupportedError: the model's configuration gives a rank layers that this placement would put elsewhere.
+    """Refuse a configuration that gives a rank layers which the placement would put elsewhere.
+
+    Args:
+        config: Megatron's configuration of the model.
+        schedule: its name, for the message.
+        placement: of the schedule.
+
+    Raises:
+        UnsupportedError: it does.
     """
     for attribute in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         if getattr(config, attribute, None) is not None and is_folded(placement):
@@ -67,8 +74,16 @@ def check_model(config, splits: bool, recomputes: bool) -> None:
 
 
 def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str, replicas: int = 1) -> None:
-    """Raises:
-    UnsupportedError: the model is sharded by FSDP or has another number of chunks than the schedule.
+    """Refuse a model that is sharded by FSDP or has another number of chunks than the schedule.
+
+    Args:
+        chunks: of this rank.
+        num_chunks: per rank, all replicas together, that the schedule has.
+        schedule: its name, for the message.
+        replicas: of the model that the schedule has.
+
+    Raises:
+        UnsupportedError: it is.
     """
     for chunk in chunks:
         if "FullyShardedDataParallel" in type(chunk).__name__:

@@ -10,8 +10,14 @@ from megatron.core.transformer.module import MegatronModule
 class FlashAttention(MegatronModule):
     """Core attention that keeps queries, keys, values, its output and the logarithm of the softmax's sums.
 
-    That is what Transformer Engine's and every other fused kernel keeps; PyTorch's own runs on any device. Takes the place
-    of Megatron's ``DotProductAttention``, with its arguments.
+    That is what Transformer Engine's and every other fused kernel keeps; PyTorch's own runs on any device. It takes the place
+    of Megatron's ``DotProductAttention``, which explains the arguments.
+
+    Args:
+        config: Megatron's configuration of the model.
+        layer_number, attn_mask_type, attention_type: unused; attention is causal.
+        attention_dropout: probability; ``None`` for the configuration's.
+        softmax_scale: factor of the scores; ``None`` for one over the root of the channels.
     """
 
     def __init__(
@@ -24,7 +30,12 @@ class FlashAttention(MegatronModule):
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
-        """``[s, b, heads, channels] -> [s, b, heads * channels]``, causal."""
+        """Attend to what comes before: ``[s, b, heads, channels] -> [s, b, heads * channels]``.
+
+        Args:
+            query, key, value: ``[s, b, heads, channels]``; keys and values may have fewer heads.
+            attention_mask, attn_mask_type, attention_bias, packed_seq_params: unused.
+        """
         # On CPU dropout is left out: PyTorch has it there only together with all scores.
         query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         output = functional.scaled_dot_product_attention(

@@ -180,6 +180,11 @@ class ChunkPlacement(Feature):
     def check_built(self, chunks: list[torch.nn.Module], placement: Placement, device: int) -> None:
         """Refuse chunks that hold other layers than the placement says.
 
+        Args:
+            chunks: of this rank.
+            placement: of the schedule.
+            device: this rank's place in the pipeline.
+
         Raises:
             UnsupportedError: the model was built before ``enable()`` or around it.
         """
@@ -256,7 +261,13 @@ class _Chunks(list):
 
 
 def round_robin_rank(placement: Placement, device: int, chunk: int) -> int:
-    """The pipeline rank that would hold this device's chunk if chunks were dealt round robin."""
+    """Return the pipeline rank that would hold a chunk if chunks were dealt round robin.
+
+    Args:
+        placement: which stage the chunk is.
+        device: that holds it.
+        chunk: its index among the device's chunks.
+    """
     return placement.stages[device][chunk] % placement.num_devices
 
 

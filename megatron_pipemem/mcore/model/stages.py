@@ -35,6 +35,8 @@ class StepContext:
         collect_non_loss_data: as in Megatron.
         first_val_step: as in Megatron.
         force_all_reduce: reduce gradients fully even under the distributed optimizer.
+        loss_data: what the loss function reports, microbatch by microbatch.
+        num_tokens: that the losses of this rank are of, a whole number in a tensor without dimensions.
     """
 
     config: object

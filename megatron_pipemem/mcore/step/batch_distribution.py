@@ -62,7 +62,13 @@ class _Hand(IteratorWrapper):
 
 
 def deal(stream: Iterator | None, schedule: Schedule, device: int) -> tuple[Dealer, list[Iterator | None]]:
-    """One iterator per chunk of a device, and who hands out their batches."""
+    """Return who hands out the batches of a device, and one iterator per chunk.
+
+    Args:
+        stream: Megatron's iterator of this rank, or ``None``.
+        schedule: says which microbatches every chunk runs, in which order.
+        device: this rank's place in the pipeline.
+    """
     dealer = Dealer(stream, schedule.num_microbatches)
     hands = [
         dealer.hand([a.microbatch for a in schedule.orders[device] if a.kind is Kind.F and a.stage == stage])

@@ -133,10 +133,16 @@ class Losses(Extension):
 
 
 def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, pp_group: dist.ProcessGroup) -> None:
-    """Training loops read losses on the last pipeline rank, and gradients are scaled by its token count.
+    """Bring all losses to the last pipeline rank, where training loops read them and the tokens that scale gradients.
 
     Every replica of the model has its losses on a device of its own; there they come in the order of their forwards.
     Every rank of the pipeline calls this after its last action; ``step.loss_data`` is empty afterwards but on the last.
+
+    Args:
+        step: has the losses and the token count of this rank, and gets those of all.
+        schedule: says which microbatches each rank's losses are of.
+        carrier: between the ranks of the pipeline.
+        pp_group: of the pipeline.
     """
     last, rank, placement = pp_group.size() - 1, pp_group.rank(), schedule.placement
     ends = {stage for stage in range(placement.num_stages) if placement.next_stage(stage) is None}

@@ -65,7 +65,13 @@ class Rereadable(Tape):
 def calls_of(
     forward_step: Callable, iterator: Iterator | None, model: torch.nn.Module, num_microbatches: int
 ) -> tuple[list[Call], Iterator | None]:
-    """What the user's forward step passes to the model, for every microbatch, and the iterator for the real forwards.
+    """Return what the user's forward step passes to the model, for every microbatch, and the iterator for the real forwards.
+
+    Args:
+        forward_step: the user's.
+        iterator: of the data, if this stage has one.
+        model: the stage's chunk.
+        num_microbatches: of the step.
 
     Raises:
         UnsupportedError: a forward step that does not call its model.
@@ -142,7 +148,16 @@ def share_batch(
     group: dist.ProcessGroup,
     may_want_logits: bool,
 ) -> Batch:
-    """The tokens of the first stage's calls and the labels of the last one's, on every rank of the pipeline."""
+    """Return the tokens of the first stage's calls and the labels of the last one's, on every rank of the pipeline.
+
+    Args:
+        shape: ``(m, b, s)``.
+        first: calls of the first stage, where it is.
+        last: calls of the last stage, where it is.
+        sources: the pipeline ranks that have these stages.
+        group: of the pipeline.
+        may_want_logits: whether labels may be missing, because logits are wanted.
+    """
     tokens = None if first is None else [call.tokens for call in first]
     labels = None if last is None else [call.labels for call in last]
     return Batch(

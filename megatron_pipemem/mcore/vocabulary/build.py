@@ -112,7 +112,13 @@ def cut_vocabulary(
 
 
 def layout_of(chunks: list[torch.nn.Module], placement: Placement, pipeline: dist.ProcessGroup) -> tuple[int, ...]:
-    """Layers of every stage as they were built. Every rank calls this."""
+    """Return the number of layers of every stage as they were built. Every rank calls this.
+
+    Args:
+        chunks: of this rank.
+        placement: of the stages.
+        pipeline: its process group.
+    """
     models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
     everyones = gather([len(model.decoder.layers) for model in models], pipeline)
     layout = [0] * placement.num_stages

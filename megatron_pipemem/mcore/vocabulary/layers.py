@@ -24,7 +24,13 @@ EMBEDDING_KEY, HEAD_KEY = "embedding.word_embeddings.weight", "output_layer.weig
 
 
 class EmbeddingShard(torch.nn.Module):
-    """A module of its own, because Megatron gathers a module's parameters before its forward."""
+    """This rank's rows of the embedding: a module, because Megatron gathers a module's parameters before its forward.
+
+    Args:
+        weight: ``[rows, h]``.
+        partition: of the vocabulary.
+        index: of this rank's shard.
+    """
 
     def __init__(self, weight: torch.nn.Parameter, partition: VocabularyPartition, index: int):
         super().__init__()
@@ -40,7 +46,14 @@ class EmbeddingShard(torch.nn.Module):
 
 
 class HeadShard(torch.nn.Module):
-    """As ``EmbeddingShard``. A tied head has no parameter; it is given the embedding's, which every step uses before."""
+    """This rank's rows of the head, as ``EmbeddingShard``.
+
+    Args:
+        weight: ``[rows, h]``; ``None`` for a tied head, which is given the embedding's, that every step uses before.
+        partition: of the vocabulary.
+        index: of this rank's shard.
+        options: of the head.
+    """
 
     def __init__(
         self, weight: torch.nn.Parameter | None, partition: VocabularyPartition, index: int, options: HeadOptions
@@ -53,7 +66,14 @@ class HeadShard(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, labels: torch.Tensor | None, embedding: torch.nn.Parameter, for_backward: bool
     ) -> Scored | torch.Tensor:
-        """What the losses need; logits where there are no labels."""
+        """Return what the losses need; logits where there are no labels.
+
+        Args:
+            x: the head's input.
+            labels: of its tokens, if losses are wanted.
+            embedding: weight of a tied head.
+            for_backward: whether gradients will be asked for.
+        """
         weight = embedding if self.weight is None else self.weight
         layer = VocabularyHead(WeightShard(weight, *self._shard), self._options)
         return layer.logits(x) if labels is None else layer.score(x, labels, for_backward=for_backward)
@@ -108,7 +128,12 @@ class VocabularyShards(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """Under stock's keys, so that a checkpoint does not remember how the vocabulary was cut."""
+        """Return the shards under stock's keys, so that a checkpoint does not remember how the vocabulary was cut.
+
+        Args:
+            prefix, sharded_offsets: as in Megatron.
+            metadata: has the process group over which the model is replicated.
+        """
         root = prefix.removesuffix(f"{NAME}.")
         replica = (0, 0, get_pg_rank(metadata["dp_cp_group"]))
         entries = {}
