@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -47,7 +46,7 @@ class Walk(NamedTuple):
     reached: list[int]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Graph:
     """Who waits for whom.
 
@@ -55,20 +54,21 @@ class Graph:
         lanes: the nodes of every lane, in the order in which it runs them. Every node is in one lane.
         waits: per node, the others that it waits for.
         prices: per node, which price it takes (see ``Times``).
+        lane_of: per node, its lane; left out, it is looked up in ``lanes``.
     """
 
     lanes: Sequence[Sequence[int]]
     waits: Sequence[Waits]
     prices: Sequence[int] = ()
+    lane_of: Sequence[int] = ()
 
-    @cached_property
-    def lane_of(self) -> list[int]:
-        """The lane of every node."""
-        found = [0] * len(self.waits)
-        for lane, nodes in enumerate(self.lanes):
-            for node in nodes:
-                found[node] = lane
-        return found
+    def __post_init__(self) -> None:
+        if not self.lane_of:
+            lane_of = [0] * len(self.waits)
+            for lane, nodes in enumerate(self.lanes):
+                for node in nodes:
+                    lane_of[node] = lane
+            self.lane_of = lane_of
 
     def steps(self, nodes: Iterable[int]) -> Iterator[Step]:
         """Nodes as ``Times`` runs them."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from megatron_pipemem.schedule.search.improve import Timetable
-from megatron_pipemem.schedule.search.problem import FORWARD, INPUT, Orders, Problem
+from megatron_pipemem.schedule.search.problem import Orders, Problem
 
 
 def dispatch(problem: Problem, urgency: Sequence[float], patience: float = 0.0) -> Timetable | None:
@@ -20,31 +20,11 @@ def dispatch(problem: Problem, urgency: Sequence[float], patience: float = 0.0) 
     Returns:
         ``None`` when the devices came to a stop because no cap admitted what was ready.
     """
-    m, ticks, change, waits, device_of = (
-        problem.num_microbatches,
-        problem.ticks,
-        problem.change,
-        problem.waits,
-        problem.device,
-    )
+    m, ticks, change, device_of = problem.num_microbatches, problem.ticks, problem.change, problem.device
+    classes_of, caps, followers, reserve = problem.classes, problem.caps, problem.followers, problem.reserve
     num_classes = len(ticks)
-    followers: list[list[tuple[int, int]]] = [[] for _ in range(num_classes)]
-    needs = [0] * num_classes
-    for c, each in enumerate(waits):
-        for other, shift, lag in each:
-            if shift == 0:
-                followers[other].append((c, lag))
-                needs[c] += 1
-    # A chunk's forward leaves room for one forward of every later chunk and for what an I may take, or the microbatch
-    # could never turn round.
-    reserve = [0] * num_classes
-    for classes in problem.classes:
-        forwards = [c for c in classes if c % 3 == FORWARD]
-        taken = max(0, *(change[c] for c in classes if c % 3 == INPUT))
-        for index, c in enumerate(forwards):
-            reserve[c] = sum(change[later] for later in forwards[index + 1 :]) + taken
     ready: list[list[int]] = [[0] * m for _ in range(num_classes)]
-    missing = [[count] * m for count in needs]
+    missing = [[len(waits)] * m for waits in problem.waits]
     upcoming = [0] * num_classes
     levels = [0] * problem.num_devices
     busy = [0] * problem.num_devices
@@ -52,7 +32,6 @@ def dispatch(problem: Problem, urgency: Sequence[float], patience: float = 0.0) 
     starts = [-1] * (num_classes * m)
     events = [(0, d) for d in range(problem.num_devices)]
     left = num_classes * m
-    classes_of, caps = problem.classes, problem.caps
     while events:
         now, d = heappop(events)
         if busy[d] > now:

@@ -115,7 +115,7 @@ class _Steps:
         self._device = [problem.device[c] for c in first]
         self._ticks = [problem.ticks[c] for c in first]
         self._change = [problem.change[c] for c in first]
-        self._lags = [max((lag for _, shift, lag in problem.waits[c] if shift == 0), default=0) for c in way]
+        self._lags = [max((lag for _, lag in problem.waits[c]), default=0) for c in way]
         # The I of a pool of W.
         self._sources = [[way.index(c - 1) for c in pool if c % 3 == WEIGHT] for pool in self._pools]
         self._of_device = [[i for i, d in enumerate(self._device) if d == e] for e in range(problem.num_devices)]

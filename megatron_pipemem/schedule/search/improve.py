@@ -8,9 +8,10 @@ way is a valid schedule.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from megatron_pipemem.schedule.core.walk import Graph, Times
 from megatron_pipemem.schedule.search.problem import Orders, Problem
 
 
@@ -31,44 +32,17 @@ class Timetable:
 
 def as_soon_as_possible(problem: Problem, orders: Orders) -> Timetable | None:
     """Run every device's order without waiting longer than it must; ``None`` when the orders wait for one another."""
-    m, ticks, waits = problem.num_microbatches, problem.ticks, problem.waits
-    ends = [-1] * (len(ticks) * m)
-    reached = [0] * len(orders)
-    free = [0] * len(orders)
-    blocked: dict[int, list[int]] = {}
-    runnable = list(range(len(orders)))
-    while runnable:
-        device = runnable.pop()
-        order, now = orders[device], free[device]
-        position = reached[device]
-        while position < len(order):
-            each = order[position]
-            c, k = divmod(each, m)
-            start = now
-            for other, shift, lag in waits[c]:
-                if k + shift < 0:
-                    continue
-                end = ends[other * m + k + shift]
-                if end < 0:
-                    blocked.setdefault(other * m + k + shift, []).append(device)
-                    break
-                if end + lag > start:
-                    start = end + lag
-            else:
-                now = start + ticks[c]
-                ends[each] = now
-                position += 1
-                if each in blocked:
-                    runnable += blocked.pop(each)
-                continue
-            break
-        reached[device], free[device] = position, now
-    if any(position < len(order) for position, order in zip(reached, orders, strict=True)):
+    lags, waits, classes, devices = problem.passes
+    graph = Graph(orders, waits, classes, devices)
+    nodes, _ = graph.walk()
+    if len(nodes) < len(waits):
         return None
-    return Timetable(orders, [end - ticks[each // m] for each, end in enumerate(ends)], max(free))
+    times = Times(graph, problem.ticks, lags, zero=0)
+    times.run(graph.steps(nodes))
+    return Timetable(orders, times.starts, max(times.free))
 
 
-def justify(problem: Problem, table: Timetable, frozen: frozenset[int] | set[int] = frozenset()) -> Timetable:
+def justify(problem: Problem, table: Timetable, frozen: Collection[int] = frozenset()) -> Timetable:
     """All passes as late as possible, then all as early as possible.
 
     Args:
@@ -80,7 +54,7 @@ def justify(problem: Problem, table: Timetable, frozen: frozenset[int] | set[int
     return _earlier(problem, _mirror(problem.reversed, late), frozen)
 
 
-def _mirrored(problem: Problem, passes) -> set[int]:
+def _mirrored(problem: Problem, passes: Collection[int]) -> set[int]:
     m = problem.num_microbatches
     return {each + m - 1 - 2 * (each % m) for each in passes}
 
@@ -96,93 +70,107 @@ def _mirror(problem: Problem, table: Timetable) -> Timetable:
     return Timetable(orders, starts, table.makespan)
 
 
-def _earlier(problem: Problem, table: Timetable, frozen: Sequence[int] | set[int]) -> Timetable:
-    """Every pass, by time, into the first gap that it fits, by its inputs, its length and the cap."""
-    m, ticks, waits, change, caps = (
+class _Row:
+    """A device while its passes are placed, one after another.
+
+    Args:
+        cap: the most that it may hold.
+        shortest: its shortest pass; smaller gaps are forgotten.
+    """
+
+    def __init__(self, cap: int, shortest: int) -> None:
+        self._cap, self._shortest = cap, shortest
+        self.order: list[int] = []
+        self.end = 0
+        self._levels: list[int] = []  # what it holds after each pass placed so far
+        self._gap_starts: list[int] = []
+        self._gap_ends: list[int] = []
+        self._gap_places: list[int] = []  # how many passes stand before the gap
+
+    def into_gap(self, each: int, ready: int, length: int, change: int) -> int:
+        """Put a pass into the first gap that it fits, by its inputs, its length and the cap; when it ends, or -1."""
+        levels, heads, tails, places = self._levels, self._gap_starts, self._gap_ends, self._gap_places
+        gap = bisect_left(tails, ready + length)
+        if gap == len(tails):
+            return -1
+        first = 0
+        if change > 0:
+            # Whatever stands between the gap and here would be run with this much more held.
+            allowed = self._cap - change
+            place, least = len(levels), places[gap]
+            # The level before the gap counts too: it is what the pass itself adds to.
+            while place and place >= least and levels[place - 1] <= allowed:
+                place -= 1
+            first = place + 1 if place or allowed < 0 else 0
+        for found in range(gap, len(tails)):
+            begin = heads[found]
+            if ready > begin:
+                begin = ready
+            if begin + length <= tails[found] and places[found] >= first:
+                break
+        else:
+            return -1
+        place = places[found]
+        self.order.insert(place, each)
+        levels.insert(place, levels[place - 1] if place else 0)
+        if change:
+            for index in range(place, len(levels)):
+                levels[index] += change
+        end = begin + length
+        # The gap splits in two; slivers that nothing fits are forgotten.
+        pieces = []
+        if begin - heads[found] >= self._shortest:
+            pieces.append((heads[found], begin, place))
+        if tails[found] - end >= self._shortest:
+            pieces.append((end, tails[found], place + 1))
+        heads[found : found + 1] = [piece[0] for piece in pieces]
+        tails[found : found + 1] = [piece[1] for piece in pieces]
+        places[found : found + 1] = [piece[2] for piece in pieces]
+        for index in range(found + len(pieces), len(places)):
+            places[index] += 1
+        return end
+
+    def append(self, each: int, ready: int, length: int, change: int) -> int:
+        """Put a pass behind all others; when it ends."""
+        begin = self.end
+        if ready > begin:
+            if ready - begin >= self._shortest:
+                self._gap_starts.append(begin)
+                self._gap_ends.append(ready)
+                self._gap_places.append(len(self.order))
+            begin = ready
+        self.order.append(each)
+        self._levels.append((self._levels[-1] if self._levels else 0) + change)
+        self.end = begin + length
+        return self.end
+
+
+def _earlier(problem: Problem, table: Timetable, frozen: Collection[int]) -> Timetable:
+    """Every pass, by time, into the first gap that it fits, or else behind the others."""
+    m, ticks, waits, change, device_of = (
         problem.num_microbatches,
         problem.ticks,
         problem.waits,
         problem.change,
-        problem.caps,
+        problem.device,
     )
-    device_of = problem.device
-    shortest = [min(ticks[c] for c in classes) for classes in problem.classes]
-    ends = [0] * len(table.starts)
-    count = len(table.orders)
-    orders: Orders = [[] for _ in range(count)]
-    levels: list[list[int]] = [[] for _ in range(count)]  # what the device holds after each pass placed so far
-    gap_starts: list[list[int]] = [[] for _ in range(count)]
-    gap_ends: list[list[int]] = [[] for _ in range(count)]
-    gap_places: list[list[int]] = [[] for _ in range(count)]  # how many passes stand before the gap
-    last_end = [0] * count
-    starts = table.starts
+    rows = [
+        _Row(cap, min(ticks[c] for c in classes)) for cap, classes in zip(problem.caps, problem.classes, strict=True)
+    ]
+    ends, starts = [0] * len(table.starts), table.starts
     for each in sorted(range(len(starts)), key=starts.__getitem__):
         c, k = divmod(each, m)
-        device = device_of[c]
-        length, delta = ticks[c], change[c]
-        ready = 0
-        for other, shift, lag in waits[c]:
-            if k + shift >= 0:
-                end = ends[other * m + k + shift] + lag
-                if end > ready:
-                    ready = end
-        order, level = orders[device], levels[device]
-        tails = gap_ends[device]
-        gap = bisect_left(tails, ready + length)
-        if gap < len(tails) and each not in frozen:
-            heads, places = gap_starts[device], gap_places[device]
-            if delta > 0:
-                # Whatever stands between the gap and here would be run with this much more held.
-                allowed = caps[device] - delta
-                place, least = len(level), places[gap]
-                # The level before the gap counts too: it is what the pass itself adds to.
-                while place and place >= least and level[place - 1] <= allowed:
-                    place -= 1
-                first = place + 1 if place or allowed < 0 else 0
-            else:
-                first = 0
-            found = -1
-            for index in range(gap, len(tails)):
-                begin = heads[index]
-                if ready > begin:
-                    begin = ready
-                if begin + length <= tails[index] and places[index] >= first:
-                    found = index
-                    break
-            if found >= 0:
-                place = places[found]
-                order.insert(place, each)
-                level.insert(place, level[place - 1] if place else 0)
-                if delta:
-                    for index in range(place, len(level)):
-                        level[index] += delta
-                end = begin + length
-                ends[each] = end
-                # The gap splits in two; slivers that nothing fits are forgotten.
-                pieces = []
-                if begin - heads[found] >= shortest[device]:
-                    pieces.append((heads[found], begin, place))
-                if tails[found] - end >= shortest[device]:
-                    pieces.append((end, tails[found], place + 1))
-                heads[found : found + 1] = [piece[0] for piece in pieces]
-                tails[found : found + 1] = [piece[1] for piece in pieces]
-                places[found : found + 1] = [piece[2] for piece in pieces]
-                for index in range(found + len(pieces), len(places)):
-                    places[index] += 1
-                continue
-        begin = last_end[device]
-        if ready > begin:
-            if ready - begin >= shortest[device]:
-                gap_starts[device].append(begin)
-                tails.append(ready)
-                gap_places[device].append(len(order))
-            begin = ready
-        order.append(each)
-        level.append((level[-1] if level else 0) + delta)
-        ends[each] = last_end[device] = begin + length
+        ready = ends[each - 1] if k else 0
+        for other, lag in waits[c]:
+            end = ends[other * m + k] + lag
+            if end > ready:
+                ready = end
+        row = rows[device_of[c]]
+        end = -1 if each in frozen else row.into_gap(each, ready, ticks[c], change[c])
+        ends[each] = end if end >= 0 else row.append(each, ready, ticks[c], change[c])
     new_starts = [end - ticks[each // m] for each, end in enumerate(ends)]
     # Mirrored timetables may begin late when everything moved towards the end.
     first = min(new_starts)
     if first:
         new_starts = [start - first for start in new_starts]
-    return Timetable(orders, new_starts, max(last_end) - first)
+    return Timetable([row.order for row in rows], new_starts, max(row.end for row in rows) - first)

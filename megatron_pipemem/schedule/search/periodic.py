@@ -68,10 +68,7 @@ class Cycles:
                 orders[key] = _cycle_starts(*key, rng)
             self._starts.append(orders[key])
         links = [
-            Link(other, c, problem.ticks[other] + lag)
-            for c, waits in enumerate(problem.waits)
-            for other, shift, lag in waits
-            if shift == 0
+            Link(other, c, problem.ticks[other] + lag) for c, waits in enumerate(problem.waits) for other, lag in waits
         ]
         device = problem.device
         self._local = [[link for link in links if device[link.source] == device[link.target] == d] for d in range(p)]
@@ -232,9 +229,8 @@ class Block:
         stages = len(offsets) // 3
         for c in (*_way(stages), *(3 * s + WEIGHT for s in range(stages))):
             ready = int(offsets[c]) if c == FORWARD else 0
-            for other, shift, lag in problem.waits[c]:
-                if shift == 0:
-                    ready = max(ready, starts[other] + problem.ticks[other] + lag)
+            for other, lag in problem.waits[c]:
+                ready = max(ready, starts[other] + problem.ticks[other] + lag)
             starts[c] = ready + (int(offsets[c]) - ready) % interval
         return cls(problem, interval, tuple(starts))
 

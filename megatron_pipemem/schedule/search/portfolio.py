@@ -29,7 +29,7 @@ def first_start(problem: Problem) -> Timetable | None:
     m, stages = problem.num_microbatches, len(problem.ticks) // 3
     starts, now = [0] * len(problem.ticks), 0
     for c in (*(3 * s + FORWARD for s in range(stages)), *(3 * s + INPUT for s in reversed(range(stages)))):
-        now += next((lag for _, shift, lag in problem.waits[c] if shift == 0), 0)
+        now += next((lag for _, lag in problem.waits[c]), 0)
         starts[c] = now
         now += problem.ticks[c]
         if c % 3 == INPUT:
@@ -181,8 +181,8 @@ def fusable(problem: Problem, table: Timetable) -> set[int]:
     m, ticks, starts = problem.num_microbatches, problem.ticks, table.starts
     consumers: dict[int, tuple[int, int]] = {}
     for c, waits in enumerate(problem.waits):
-        for other, shift, lag in waits:
-            if c % 3 == INPUT and other % 3 == INPUT and shift == 0:
+        for other, lag in waits:
+            if c % 3 == INPUT and other % 3 == INPUT:
                 consumers[other] = (c, lag)
     fused = problem.full_backwards
     for order in table.orders:

@@ -18,6 +18,7 @@ from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import loosened
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.walk import Waits
 
 FORWARD, INPUT, WEIGHT = range(3)
 KINDS = (Kind.F, Kind.I, Kind.W)
@@ -43,8 +44,8 @@ class Problem:
         device: device of every class; class ``3 * stage + kind`` with kinds F, I, W.
         ticks: how long a pass of the class takes.
         change: by how much it changes what its device holds.
-        waits: ``(class, shift, lag)`` of what a pass waits for: the pass of that class and of microbatch ``k + shift``
-            ends ``lag`` ticks before it at the latest. The last one is the pass's own class, one microbatch before.
+        waits: ``(class, lag)`` of what a pass waits for: the pass of that class and of the same microbatch ends ``lag`` ticks
+            before it at the latest. Besides, the passes of a class run in the order of their microbatches.
         caps: the most every device may hold.
         full: stages whose backwards are full ones (B): class I has the length and the change of both, W is a shadow.
     """
@@ -53,7 +54,7 @@ class Problem:
     device: tuple[int, ...]
     ticks: tuple[int, ...]
     change: tuple[int, ...]
-    waits: tuple[tuple[tuple[int, int, int], ...], ...]
+    waits: tuple[tuple[tuple[int, int], ...], ...]
     caps: tuple[int, ...]
     full: frozenset[int] = frozenset()
 
@@ -77,10 +78,42 @@ class Problem:
         return tuple(sum(self.change[c] for c in classes) for classes in self.classes)
 
     @cached_property
+    def passes(self) -> tuple[list[int], list[Waits], list[int], list[int]]:
+        """The lags of all links, and of every pass what it waits for, its class and its device (see ``walk.Graph``)."""
+        m, links = self.num_microbatches, {}
+        waits: list[Waits] = []
+        for each in self.waits:
+            first = [(other * m, links.setdefault(lag, len(links))) for other, lag in each]
+            waits += [[(before + k, link) for before, link in first] for k in range(m)]
+        classes = [c for c in range(len(self.ticks)) for _ in range(m)]
+        return list(links), waits, classes, [self.device[c] for c in classes]
+
+    @cached_property
     def is_steady(self) -> bool:
         """Whether a microbatch never holds less than nothing, and nothing in the end."""
         held = (self.change[c : c + 3] for c in range(0, len(self.change), 3))
         return all(f >= 0 and f + i >= 0 and f + i + w == 0 for f, i, w in held)
+
+    @cached_property
+    def followers(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """``(class, lag)`` of what waits for the passes of every class."""
+        found: list[list[tuple[int, int]]] = [[] for _ in self.device]
+        for c, waits in enumerate(self.waits):
+            for other, lag in waits:
+                found[other].append((c, lag))
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def reserve(self) -> tuple[int, ...]:
+        """What must be free besides when a pass of every class starts: a chunk's forward leaves room for one forward of every
+        later chunk and for what an I may take, or the microbatch could never turn round."""
+        reserve = [0] * len(self.change)
+        for classes in self.classes:
+            forwards = [c for c in classes if c % 3 == FORWARD]
+            taken = max(0, *(self.change[c] for c in classes if c % 3 == INPUT))
+            for index, c in enumerate(forwards):
+                reserve[c] = sum(self.change[later] for later in forwards[index + 1 :]) + taken
+        return tuple(reserve)
 
     @cached_property
     def reversed(self) -> Problem:
@@ -88,17 +121,12 @@ class Problem:
 
         Its orders are the reversed orders, with microbatch ``k`` renamed ``m - 1 - k``.
         """
-        followers: list[list[tuple[int, int, int]]] = [[] for _ in self.device]
-        for c, waits in enumerate(self.waits):
-            for other, shift, lag in waits:
-                if other != c:
-                    followers[other].append((c, shift, lag))
         return Problem(
             self.num_microbatches,
             self.device,
             self.ticks,
             tuple(-change for change in self.change),
-            tuple((*waits, (c, -1, 0)) for c, waits in enumerate(followers)),
+            self.followers,
             # What is left in the end is there from the start now, and what is held counts from there.
             tuple(cap - self.num_microbatches * left for cap, left in zip(self.caps, self.left, strict=True)),
         )
@@ -172,21 +200,17 @@ def make_problem(
         if caps is None
         else tuple(min(total, int(loosened(cap * memory_scale))) for cap in caps)
     )
-    waits: list[tuple[tuple[int, int, int], ...]] = []
+    waits: list[tuple[tuple[int, int], ...]] = []
     for stage in range(stages):
         before, after = placement.previous_stage(stage), placement.next_stage(stage)
-        forward, inputs, weights = (3 * stage + kind for kind in range(3))
+        forward, inputs = 3 * stage + FORWARD, 3 * stage + INPUT
 
         def lag(source: int, destination: int) -> int:
             return round(costs.link_seconds(placement.devices[source], placement.devices[destination]) * scale)
 
-        data = () if before is None else ((3 * before + FORWARD, 0, lag(before, stage)),)
-        gradient = (forward, 0, 0) if after is None else (3 * after + INPUT, 0, lag(after, stage))
-        waits += [
-            (*data, (forward, -1, 0)),
-            (gradient, (inputs, -1, 0)),
-            ((inputs, 0, 0), (weights, -1, 0)),
-        ]
+        data = () if before is None else ((3 * before + FORWARD, lag(before, stage)),)
+        gradient = (forward, 0) if after is None else (3 * after + INPUT, lag(after, stage))
+        waits += [data, (gradient,), ((inputs, 0),)]
     device = tuple(placement.devices[stage] for stage in range(stages) for _ in KINDS)
     return Problem(num_microbatches, device, ticks, change, tuple(waits), allowed, full), scale
 
