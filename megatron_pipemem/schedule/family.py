@@ -16,21 +16,22 @@ _SIZES = ((4, 8), (4, 4), (2, 4), (8, 16), (3, 6), (1, 2))
 
 
 class Formula(str):
-    """A closed form: a text to read, and a function that computes it, so that tests hold every family to what it claims.
-
-    Args:
-        text: as the table of schedules shows it.
-        compute: called with all letters by name, in lower case: ``p`` devices, ``m`` microbatches, ``v`` chunks per device,
-            ``n`` sequence pieces, and the seconds ``f``, ``i``, ``w`` and ``b`` (``i + w``) of one device's share of the
-            model. It returns ``None`` where the form says nothing. A peak holds from ``m = 2p`` on, and bounds it for fewer
-            microbatches; a bubble holds for equal F, I and W from ``m = 2p`` on.
-        at_most: whether it is a bound only.
-    """
+    """A closed form: a text to read, and a function that computes it, so that tests hold every family to what it claims."""
 
     compute: Callable[..., float | None]
     at_most: bool
 
     def __new__(cls, text: str, compute: Callable[..., float | None], at_most: bool = False) -> Formula:
+        """A closed form.
+
+        Args:
+            text: as the table of schedules shows it.
+            compute: called with all letters by name, in lower case: ``p`` devices, ``m`` microbatches, ``v`` chunks per device,
+                ``n`` sequence pieces, and the seconds ``f``, ``i``, ``w`` and ``b`` (``i + w``) of one device's share of the
+                model. It returns ``None`` where the form says nothing. A peak holds from ``m = 2p`` on, and bounds it for fewer
+                microbatches; a bubble holds for equal F, I and W from ``m = 2p`` on.
+            at_most: whether it is a bound only.
+        """
         formula = super().__new__(cls, text)
         formula.compute, formula.at_most = compute, at_most
         return formula
