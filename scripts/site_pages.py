@@ -206,7 +206,8 @@ def _table(heading: str, records: list[tuple[str, str]]) -> list[str]:
     if not records:
         return []
     rows = [f"| {_code(names)} | {_cell(meaning)} |" for names, meaning in records]
-    return ["", f"## {heading}", "", "| | |", "|---|---|", *rows]
+    kind = "argument" if heading == "Arguments" else "option"
+    return ["", f"## {heading}", "", f"| {kind} | meaning |", "|---|---|", *rows]
 
 
 def _code(text: str) -> str:
