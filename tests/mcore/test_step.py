@@ -17,8 +17,9 @@ from megatron_pipemem.mcore.model.placement import ChunkPlacement  # noqa: E402
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext  # noqa: E402
 from megatron_pipemem.mcore.plugin import Settings, source_for  # noqa: E402
 from megatron_pipemem.mcore.step import forward_backward as step  # noqa: E402
+from megatron_pipemem.mcore.step.extension import Extension  # noqa: E402
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward  # noqa: E402
-from megatron_pipemem.mcore.step.programs import ProgramCache  # noqa: E402
+from megatron_pipemem.mcore.step.programs import Compiled, ProgramCache  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.stages import FirstStage, LastStage  # noqa: E402
 from megatron_pipemem.runtime.executor import StageRunner  # noqa: E402
 from megatron_pipemem.runtime.groups import new_groups  # noqa: E402
@@ -62,6 +63,43 @@ def test_closing_destroys_the_groups_unless_others_may_be_gone(world, function, 
     open_groups = dist.distributed_c10d._world.pg_map
     assert all((group in open_groups) == broken_off for group in channels.values())
     assert world in open_groups
+
+
+class Asked(Extension):
+    """Notes when it is asked for what."""
+
+    def __init__(self, name: str, told: list, only_trains: bool = False, program: Compiled | None = None):
+        self.name, self.told, self.only_trains, self.program = name, told, only_trains, program
+
+    def choose(self, step):
+        self.told.append(f"{self.name} chooses")
+        return self.program
+
+    def prepare(self, step):
+        self.told.append(f"{self.name} prepares")
+        raise ArithmeticError  # what follows would need ranks
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_extensions_are_asked_in_their_order_and_one_may_bring_the_program(function, forward_only):
+    told: list[str] = []
+    own = Compiled(SimpleNamespace(), None)
+    extensions = [Asked("first", told), Asked("second", told, True, own), Asked("third", told)]
+    compiled = Compiled(SimpleNamespace(), None)
+    function._programs.compile = lambda shape, **_: told.append("compiled") or compiled
+    function._extensions = tuple(extensions)
+    config = SimpleNamespace(timers=None)
+    step = SimpleNamespace(
+        forward_only=forward_only, context=SimpleNamespace(config=config), chunks=[], shape=None, pipeline=None
+    )
+    with pytest.raises(ArithmeticError):
+        function._perform(step)
+    if forward_only:
+        assert told == ["first chooses", "third chooses", "compiled", "first prepares"]
+        assert step.program is compiled.program
+    else:
+        assert told == ["first chooses", "second chooses", "third chooses", "first prepares"]
+        assert step.program is own.program
 
 
 @pytest.mark.parametrize("kind", [ChunkStage, FirstStage, LastStage])
