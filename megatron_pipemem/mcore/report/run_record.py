@@ -162,14 +162,11 @@ class RunRecord:
         held = self.held
         if foretell and program is not self._program:
             actions = program.actions[device]
-            peak = max(held.predicted_peak or 0, predict_peak_bytes(actions, self._changes))
-            away = max(held.predicted_host_peak, predict_peak_bytes(actions, self._host_changes))
-            held = replace(held, predicted_peak=peak, predicted_host_peak=away)
-        self.held = replace(
-            held,
-            counted_peak=max(held.counted_peak, ledger.peak),
-            counted_host_peak=max(held.counted_host_peak, ledger.host_peak),
-        )
+            held.predicted_peak = max(held.predicted_peak or 0, predict_peak_bytes(actions, self._changes))
+            away = predict_peak_bytes(actions, self._host_changes)
+            held.predicted_host_peak = max(held.predicted_host_peak, away)
+        held.counted_peak = max(held.counted_peak, ledger.peak)
+        held.counted_host_peak = max(held.counted_host_peak, ledger.host_peak)
         counted = [(entry.bytes, entry.host_bytes) for entry in ledger.entries]
         self._is_settled = program is self._program and counted == self._counted
         self._counted = counted

@@ -54,9 +54,16 @@ class Shared:
     ends: Sequence[float]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Bytes:
-    """What a rank held at most, foretold and counted; ``None`` where nobody foretold it."""
+    """What a rank held at most so far.
+
+    Args:
+        predicted_peak: activations, as foretold; ``None`` where nobody foretold it.
+        counted_peak: activations, as counted.
+        predicted_host_peak: what was away on the host, as foretold.
+        counted_host_peak: what was away, as counted.
+    """
 
     predicted_peak: int | None = None
     counted_peak: int = 0
@@ -169,7 +176,8 @@ def measured(
         "predicted_bubble_rate": 1 - timeline.work[device] / timeline.makespan,
         "measured_bubble_rate": fmean(rates[1:] or rates) if rates else None,
     }
-    return {key: values[key] for key in _OF_A_RANK}
+    assert tuple(values) == _OF_A_RANK
+    return values
 
 
 def makespans(shared: Sequence[Shared]) -> list[float]:
