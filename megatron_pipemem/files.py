@@ -1,4 +1,4 @@
-"""How every file of this package is written: whole or not at all."""
+"""Write every file of this package whole or not at all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def write_whole(path: str | Path, content: str | bytes) -> Path:
 
 @contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """As `write_whole`, for what others write: a temporary file beside ``path``, renamed to it when this block ends well.
+    """Write a file as `write_whole` does, for what others write: a temporary file beside ``path``, renamed to it when
+    this block ends well.
 
     Raises:
         OutputError: an OSError met in this block too.
@@ -108,7 +109,7 @@ def check_writable(path: str | Path) -> None:
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """Of what a path leads to; ``None`` where there is nothing yet."""
+    """Return the status of what a path leads to; ``None`` where there is nothing yet."""
     try:
         return path.stat()
     except FileNotFoundError:

@@ -86,7 +86,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.
 
 
 def console() -> Console:
-    """For what a command answers. A file or a pipe has no width, so tables are not cut there to a terminal's default."""
+    """Return the console that a command answers on. A file or a pipe has no width, so tables are not cut there to a
+    terminal's default.
+    """
     out = Console(highlight=False)
     if not out.is_terminal and "COLUMNS" not in os.environ:
         out.width = _WIDTH_OF_FILES

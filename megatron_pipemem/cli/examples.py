@@ -89,12 +89,12 @@ _LEAST_COLUMNS = 80
 
 
 def markup() -> str | None:
-    """How help is to be rendered: ``None`` is plain."""
+    """Return how help is to be rendered; ``None`` is plain."""
     return "markdown" if Console().width >= _LEAST_COLUMNS else None
 
 
 class CommandWithExamples(TyperCommand):
-    """Its help ends with ``EXAMPLES``, each in a line that can be copied whole."""
+    """End a command's help with ``EXAMPLES``, each in a line that can be copied whole."""
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:
         self.rich_markup_mode = markup()
@@ -105,7 +105,7 @@ class CommandWithExamples(TyperCommand):
 
 
 class RunCommand(CommandWithExamples):
-    """Its help tells of the flags that stand behind the script, too."""
+    """Tell in the help also of the flags that stand behind the script."""
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:
         super().format_help(ctx, formatter)

@@ -142,7 +142,7 @@ def _train(store: Store, launcher: Launcher, max_parallel: int, sbatch: Sequence
 
 
 class _Standing:
-    """Which points run and what is left, told whenever that changes, from any thread.
+    """Tell which points run and what is left, whenever that changes, from any thread.
 
     Args:
         labels: of all points.
@@ -177,7 +177,7 @@ class _Standing:
             self._console.print(line, soft_wrap=True, markup=False)
 
     def hear(self, queue: str) -> None:
-        """What Slurm says."""
+        """Take note of what Slurm says of its queue, and show it."""
         self._queue = queue
         self._show(self._line())
 
@@ -203,7 +203,7 @@ def _resume_command(
     yes: bool,
     as_json: bool,
 ) -> str:
-    """What goes on with a grid that was started with these arguments."""
+    """Return the command that goes on with a grid that was started with these arguments."""
     words = ["pipemem", "grid", str(grid_file), "--resume"]
     words += [] if launcher == "local" else ["--launcher", launcher]
     words += [] if max_parallel == 1 else ["--max-parallel", str(max_parallel)]
@@ -224,7 +224,7 @@ def _terminated_as_interrupt() -> Iterator[None]:
 
 
 def _print_commands(points: Sequence[Point], store: Store, as_json: bool) -> None:
-    """What would start each point by hand."""
+    """Print the commands that would start each point by hand."""
     rows = []
     for point in points:
         changes = point.changes | {"output": os.path.relpath(store.place(point.index))}

@@ -27,7 +27,7 @@ from megatron_pipemem.schedule.text.lint import find_obstacle
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a command was asked for, and the schedule that it comes to.
+    """Hold what a command was asked for, and the schedule that it comes to.
 
     Args:
         request: as it was typed.
@@ -47,7 +47,7 @@ class Loaded:
 
     @property
     def memory_cap(self) -> float | tuple[float, ...] | None:
-        """In the unit of the costs."""
+        """Return a cap in the unit of the costs."""
         return None if self.request.memory_cap is None else self.request.memory_cap.amount
 
     def again(self, request: Request, costs: Costs) -> Loaded:
@@ -187,7 +187,7 @@ def _likely_chunks(name: str, settings: Mapping[str, object]) -> int:
 
 
 def is_file(name: str) -> bool:
-    """Whether a user who typed ``name`` means a file rather than a family."""
+    """Return whether a user who typed ``name`` means a file rather than a family."""
     return name.endswith((".csv", ".txt")) or Path(name).is_file()
 
 

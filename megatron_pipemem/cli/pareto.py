@@ -115,7 +115,7 @@ def _name(choice: Choice) -> str:
 
 
 def _point(choice: Choice, work: float) -> picture.Point:
-    """With the part of its makespan beyond ``work``."""
+    """Return a choice as a point, with the part of its makespan beyond ``work``."""
     return picture.Point(
         _name(choice),
         choice.schedule.placement.name,

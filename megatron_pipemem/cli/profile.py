@@ -115,7 +115,7 @@ def _check_runs_own(context: typer.Context) -> None:
 
 
 def _placement(run: Run) -> Placement | None:
-    """Which device holds which stage, where the run's configuration says so."""
+    """Return which device holds which stage, where the run's configuration says so."""
     cut, name = run.parallelism, run.schedule.name
     if name in (STOCK, AUTO) or name.endswith(FILE_SUFFIX):
         return None

@@ -71,7 +71,7 @@ class _Line:
 
 
 def duration(seconds: float) -> str:
-    """In the two largest units of it."""
+    """Write a duration in its two largest units."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -124,7 +124,7 @@ class _FailureBoard:
         return store
 
     def announced(self) -> bool:
-        """Whether some rank has failed.
+        """Return whether some rank has failed.
 
         Raises:
             ConnectionError: the store is gone, because the process that kept it has ended.
@@ -188,7 +188,7 @@ def _summary(error: BaseException) -> str:
 
 
 def _last_words(error: BaseException) -> list[str]:
-    """Which rank, at what, what to do, where to read on."""
+    """Say which rank failed, at what, what to do, and where to read on."""
     words = [f"rank {os.environ.get('RANK', 0)} failed: {_summary(error)}"]
     words += [f"at: {note}" for note in getattr(error, "__notes__", ())]
     if _lost_a_peer(error):
@@ -204,7 +204,9 @@ def _last_words(error: BaseException) -> list[str]:
 
 
 def _argparse_message(stop: SystemExit) -> str | None:
-    """What a parser of command lines said when it ended the process: it stands above pages of usage, once per rank."""
+    """Return what a parser of command lines said when it ended the process: it stands above pages of usage, once per
+    rank.
+    """
     for frame, _ in traceback.walk_tb(stop.__traceback__):
         if frame.f_code.co_name == "exit" and isinstance(frame.f_locals.get("self"), argparse.ArgumentParser):
             return (frame.f_locals.get("message") or "").strip() or None

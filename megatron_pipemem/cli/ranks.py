@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def first_cause(failures: Mapping[int, Any]) -> str:
-    """Which rank failed first, at what, and what to do.
+    """Say which rank failed first, at what, and what to do.
 
     Args:
         failures: torchrun's ``ProcessFailure`` by global rank.

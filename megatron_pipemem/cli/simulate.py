@@ -148,7 +148,7 @@ def simulate(
 
 
 def _in_single_queues(schedule: Schedule, costs: Costs) -> dict[str, float]:
-    """What becomes of a schedule in the order that a run has then, which is proved first."""
+    """Prove the order that a run has in single queues, and return what becomes of the schedule in it."""
     program = lower(schedule, single_queue=True, costs=costs)
     validate_program(program, microbatch_order=False)
     run = run_single_queues(program, costs)
@@ -172,7 +172,9 @@ def _placements(candidates: Iterable[Candidate]) -> FittingTable:
 
 
 def _fastest_plans(search: OffloadSearchResult, costs: Costs) -> Iterator[Candidate]:
-    """Of every placement. What is away takes no memory, so their bounds are those without a cap."""
+    """Return the fastest plan of every placement. What is away takes no memory, so their bounds are those without a
+    cap.
+    """
     seen: set[Placement] = set()
     for plan, found_by in search.candidates:
         placement = plan.schedule.placement

@@ -1,4 +1,4 @@
-"""What the commands do about the LM head: on the last stage, or cut over all devices."""
+"""Place the LM head for the commands: on the last stage, or cut over all devices."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Head(NamedTuple):
     layers: int | None = None
 
     def seconds(self, costs: Costs, schedule: Schedule) -> float | None:
-        """Of the whole head.
+        """Return the seconds of the whole head.
 
         Raises:
             UnsupportedError: it is no number, or counts layers and nobody said how many there are.

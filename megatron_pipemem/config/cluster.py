@@ -30,7 +30,7 @@ class Link:
         check_amounts(self, ("latency_us",), zero=True)
 
     def seconds(self, nbytes: float) -> float:
-        """Of one message."""
+        """Return the seconds of one message."""
         return self.latency_us * 1e-6 + nbytes / (self.gb_per_s * 1e9)
 
 
@@ -130,16 +130,16 @@ class Cluster:
 
     @property
     def memory_bytes(self) -> float:
-        """Of one device, for the model."""
+        """Bytes of one device that are free for the model."""
         return (self.memory_gib - self.reserved_gib) * GIB
 
     @property
     def host_bytes(self) -> float:
-        """Of host memory, per device, shared evenly."""
+        """Bytes of host memory per device, shared evenly."""
         return self.host_memory_gib * GIB / self.devices_per_node
 
     def sharing(self, device: int) -> int:
-        """How many devices use the channel to the host that device ``device`` of a node uses, itself among them."""
+        """Return how many devices use the channel to the host that device ``device`` of a node uses, itself among them."""
         return next((len(group) for group in self.switches if device in group), 1)
 
     def link(self, devices: int, stride: int = 1) -> Link:

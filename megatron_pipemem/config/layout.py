@@ -14,12 +14,14 @@ FLAGS = (FLAG, *FIRST_OR_LAST)
 
 
 def even(layers: int, stages: int) -> tuple[int, ...] | None:
-    """As many on every stage, which needs no flag; ``None`` where they do not divide."""
+    """Return the same number of layers for every stage, which needs no flag; ``None`` where they do not divide."""
     return None if layers % stages else (layers // stages,) * stages
 
 
 def spread(layers: int, stages: int) -> tuple[int, ...]:
-    """As even as it goes: what is left over goes to the stages behind the first, which has the embedding."""
+    """Share layers out as evenly as it goes: what is left over goes to the stages behind the first, which has the
+    embedding.
+    """
     return tuple(layers // stages + (0 < stage <= layers % stages) for stage in range(stages))
 
 
@@ -41,7 +43,9 @@ def written(counts: Sequence[int]) -> str:
 
 
 def layers_of(run: Run, stages: int) -> tuple[int, ...] | None:
-    """What a run says of its cut, or an even one; ``None`` where only Megatron can tell."""
+    """Return the layers of every stage: what a run says of its cut, or an even one; ``None`` where only Megatron can
+    tell.
+    """
     flags = run.flags
     if any(flags.get(key) is not None for key in FIRST_OR_LAST):
         return None

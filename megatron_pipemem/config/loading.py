@@ -54,7 +54,7 @@ def load[T](source: str | Path, kind: type[T], overrides: Sequence[str] = ()) ->
 
 
 def read_raw(path: str | Path) -> dict[str, Any]:
-    """What a YAML file says, with nothing resolved or checked.
+    """Return what a YAML file says, with nothing resolved or checked.
 
     Raises:
         ConfigError: it cannot be read, or is no mapping.
@@ -73,7 +73,7 @@ def read_raw(path: str | Path) -> dict[str, Any]:
 
 
 def typed[T](raw: Mapping[str, Any], kind: type[T], file: Path | None = None) -> T:
-    """What ``read_raw`` gave, perhaps changed, as a dataclass.
+    """Return what ``read_raw`` gave, perhaps changed, as a dataclass.
 
     Args:
         raw: keys and values.
@@ -107,7 +107,7 @@ def override(raw: dict[str, Any], key: str, value: Any) -> None:
 
 
 def check_key(kind: type, key: str, user: str = "", file: Path | None = None) -> None:
-    """Whether files of a kind can have a dotted key; below a mapping that takes any key, everything goes.
+    """Return whether files of a kind can have a dotted key; below a mapping that takes any key, everything goes.
 
     Args:
         kind: a dataclass.
@@ -268,7 +268,7 @@ def _build(kind: type, values: Mapping[str, Any], file: Path | None, prefix: str
 
 @cache
 def _fields(kind: type) -> dict[str, Field]:
-    """What a dataclass is made of, with types in the place of their names."""
+    """Return what a dataclass is made of, with types in the place of their names."""
     hints = get_type_hints(kind)
     found = {field.name: copy(field) for field in fields(kind) if field.init}
     for name, field in found.items():

@@ -124,12 +124,12 @@ class Model:
         return 3 if self.gated else 2
 
     def has_experts(self, layer: int) -> bool:
-        """Whether layer ``layer``, counted from 0, is a mixture of experts."""
+        """Return whether layer ``layer``, counted from 0, is a mixture of experts."""
         return self.experts > 0 and layer % self.moe_every == 0
 
     @property
     def expert_layers(self) -> int:
-        """How many layers are mixtures of experts."""
+        """Return how many layers are mixtures of experts."""
         return sum(map(self.has_experts, range(self.layers)))
 
 
@@ -138,7 +138,7 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True)
 class Execution:
-    """How a microbatch runs on one rank; the part of Megatron's flags that its costs depend on.
+    """Describe how a microbatch runs on one rank: the part of Megatron's flags that its costs depend on.
 
     Args:
         micro_batch: sequences per microbatch.
@@ -255,12 +255,12 @@ def groups_per_rank(model: Model, execution: Execution) -> int:
 
 
 def tokens(model: Model, execution: Execution) -> float:
-    """Of a microbatch, on one context-parallel rank."""
+    """Tokens of a microbatch on one context-parallel rank."""
     return execution.micro_batch * model.sequence / execution.cp
 
 
 def layer_flops(model: Model, execution: Execution, experts: bool | None = None) -> Passes:
-    """Of one layer, one microbatch and one rank, recomputation included: it belongs to I.
+    """Return the FLOPs of one layer, one microbatch and one rank. Recomputation is included: it belongs to I.
 
     Args:
         model: the shape.
@@ -281,13 +281,13 @@ def layer_flops(model: Model, execution: Execution, experts: bool | None = None)
 
 
 def head_flops(model: Model, execution: Execution) -> Passes:
-    """Of the output layer, one microbatch and one rank."""
+    """Return the FLOPs of the output layer, one microbatch and one rank."""
     product = 2 * tokens(model, execution) * model.hidden * padded_vocabulary(model, execution.tp) / execution.tp
     return Passes(product, product, product)
 
 
 def model_flops(model: Model) -> float:
-    """Of one whole sequence, forward and backward, nothing recomputed: what MFU counts."""
+    """Return the FLOPs of one whole sequence, forward and backward, nothing recomputed: what MFU counts."""
     one = Execution()
     dense, expert = layer_flops(model, one, False).total, layer_flops(model, one, True).total
     head = 6 * model.sequence * model.hidden * model.vocabulary
@@ -322,13 +322,15 @@ def layer_parameters(model: Model, execution: Execution, experts: bool | None = 
 
 
 def embedding_parameters(model: Model, execution: Execution) -> int:
-    """Of the input embedding on one rank, learned positions included."""
+    """Return the number of parameters of the input embedding on one rank, learned positions included."""
     rows = padded_vocabulary(model, execution.tp) // execution.tp
     return model.hidden * (rows + (model.sequence if model.position == "learned" else 0))
 
 
 def head_parameters(model: Model, execution: Execution) -> int:
-    """Of final norm and output layer on one rank. A tied head far from its embedding has a copy, and is counted too."""
+    """Return the number of parameters of final norm and output layer on one rank. A tied head far from its embedding
+    has a copy of it, which is counted too.
+    """
     rows = padded_vocabulary(model, execution.tp) // execution.tp
     return model.hidden * (rows + (2 if model.norm == "layernorm" else 1))
 

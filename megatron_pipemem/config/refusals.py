@@ -1,4 +1,4 @@
-"""Which options of Megatron do not go with which features of this package, and why.
+"""Say which options of Megatron do not go with which features of this package, and why.
 
 A run asks Megatron's configurations, the launcher the flags that will set them.
 """

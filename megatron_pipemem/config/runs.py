@@ -26,7 +26,7 @@ from megatron_pipemem.schedule.request import FILE_SUFFIX
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How a model is cut up.
+    """Describe how a model is cut up.
 
     Args:
         tp: tensor-parallel ranks.
@@ -76,7 +76,7 @@ BY_ACTION = ("core_attn", "layernorm", "activation")
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """Which schedule, and what it does beside computing.
+    """Say which schedule runs, and what it does beside computing.
 
     Args:
         name: a family of ``pipemem schedules``, a schedule file (``.csv``), ``auto`` for a search, or ``stock`` for
@@ -123,7 +123,7 @@ class ScheduleChoice:
 
 @dataclass(frozen=True)
 class Training:
-    """How long, on what, and what is kept.
+    """Say how long to train, on what, and what is kept.
 
     Args:
         iterations: training steps in all, over all restarts.
@@ -180,7 +180,7 @@ class Run:
 
     @property
     def report(self) -> Path:
-        """What it writes about itself."""
+        """Path of the report that a run writes about itself."""
         return Path(self.output) / REPORT
 
     @property
@@ -190,7 +190,7 @@ class Run:
 
     @property
     def unfinished(self) -> bool:
-        """Whether its last checkpoint is of a step before the last: starting the run again goes on from there."""
+        """Whether the last checkpoint is of a step before the last, so that starting the run again goes on from there."""
         try:
             saved = int((Path(self.checkpoints) / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -203,7 +203,7 @@ class Run:
 
     @property
     def flags(self) -> dict[str, Any]:
-        """What it says under ``megatron``, by the names of the training script's flags without dashes in front."""
+        """Flags under ``megatron``, by the names of the training script's flags without dashes in front."""
         return {key.replace("_", "-"): value for key, value in self.megatron.items()}
 
     @property

@@ -29,7 +29,7 @@ _active = False
 
 
 def is_active() -> bool:
-    """Whether `activate` has run in this process."""
+    """Return whether `activate` has run in this process."""
     return _active
 
 

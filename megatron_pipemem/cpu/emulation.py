@@ -1,4 +1,4 @@
-"""What asynchronous training must give, in one process, from nothing but the papers' update rules.
+"""Compute in one process, from nothing but the papers' update rules, what asynchronous training must give.
 
 The whole model stands in one process on Megatron's own schedule without a pipeline. Before a gradient is taken the weights
 are overwritten by those that the rule names, afterwards by the newest, and the optimizer steps. Nothing here shares code with
@@ -68,7 +68,7 @@ class _Emulator:
         """Copies of all weights, after how many updates."""
 
     def step(self, *, model, num_microbatches: int, forward_only: bool = False, **call) -> list:
-        """In place of Megatron's forward-backward function."""
+        """Run a step in place of Megatron's forward-backward function."""
         chunk = model[0] if isinstance(model, list) else model
         if forward_only:
             return self._original(model=model, num_microbatches=num_microbatches, forward_only=True, **call)

@@ -19,7 +19,7 @@ _METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tenso
 
 
 def _is_cuda(device: Any) -> bool:
-    """Whether ``device`` names a CUDA device: an index, ``"cuda[:i]"`` or a `torch.device`."""
+    """Return whether ``device`` names a CUDA device: an index, ``"cuda[:i]"`` or a `torch.device`."""
     if isinstance(device, str):
         return device.partition(":")[0] == "cuda"
     if isinstance(device, torch.device):

@@ -1,4 +1,4 @@
-"""What Megatron-Core itself insists on beyond PyTorch, supplied for the CPU."""
+"""Supply for the CPU what Megatron-Core itself insists on beyond PyTorch."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ EXIT_SIGNAL = "SIGUSR1"
 
 @dataclass(frozen=True)
 class Nodes:
-    """Where the ranks of a run are started.
+    """Say where the ranks of a run are started.
 
     Args:
         count: nodes.
@@ -40,7 +40,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Command:
-    """What starts this node's ranks.
+    """Hold the command that starts this node's ranks.
 
     Args:
         words: program and arguments.
@@ -51,7 +51,7 @@ class Command:
     environment: Mapping[str, str]
 
     def text(self) -> str:
-        """For a shell: one command, with one flag on each line."""
+        """Write the command for a shell, with one flag on each line."""
         lines: list[list[str]] = [["env", *(f"{key}={value}" for key, value in self.environment.items())]]
         for number, word in enumerate(self.words):
             if number == 0 or (word.startswith("-") and not _is_number(word)):
@@ -63,7 +63,7 @@ class Command:
 
 
 def command(run: Run, nodes: Nodes | None = None) -> Command:
-    """What starts the ranks of a run that are on one of its nodes, under torchrun.
+    """Return the command that starts the ranks of a run that are on one of its nodes, under torchrun.
 
     Raises:
         ConfigError: the run cannot be written as a command; it names the key at fault.
@@ -102,8 +102,8 @@ def script_flags(run: Run) -> list[str]:
 
 
 def planned_flags(run: Run) -> list[str]:
-    """Those of ``script_flags`` that a plan decides or rests on: model, parallelism, schedule, precision, and what the run
-    says under ``megatron``.
+    """Return those of ``script_flags`` that a plan decides or rests on: model, parallelism, schedule, precision, and
+    what the run says under ``megatron``.
 
     Raises:
         ConfigError: as ``script_flags``.
@@ -112,7 +112,7 @@ def planned_flags(run: Run) -> list[str]:
 
 
 def _planned(run: Run) -> dict[str, Flags]:
-    """By the run's key that they come from."""
+    """Return these flags by the run's key that they come from."""
     return {
         "model": model_flags(run.model),
         "parallelism": _parallelism_flags(run),
@@ -132,7 +132,9 @@ def _fixed(run: Run, flags: dict[str, Flags]) -> Flags:
 
 
 def words(flags: Flags) -> list[str]:
-    """As they are typed: ``True`` is a bare flag, ``False`` and ``None`` are none, a list is several values."""
+    """Return flags as they are typed: ``True`` is a bare flag, ``False`` and ``None`` are none, a list is several
+    values.
+    """
     result: list[str] = []
     for name, value in flags.items():
         if value is None or value is False:
@@ -256,7 +258,7 @@ def _output_flags(run: Run) -> Flags:
 
 
 def _defaults(run: Run) -> Flags:
-    """What a run may say otherwise."""
+    """Return the flags that a run may say otherwise."""
     flags: Flags = {
         "tokenizer-type": "NullTokenizer",
         "log-interval": 1,

@@ -23,12 +23,13 @@ _ACCOUNTED = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pi
 
 
 def given(flags: Flags, name: str) -> bool:
-    """Whether a flag is there; a run's file may say that it is not."""
+    """Return whether a flag is there; a run's file may say that it is not."""
     return flags.get(name) not in (None, False)
 
 
 def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
-    """How these flags cut a model; ``None`` where they leave it to the schedule, or where Megatron will refuse them.
+    """Return how these flags cut a model; ``None`` where they leave it to the schedule, or where Megatron will refuse
+    them.
 
     Args:
         flags: of the training script.
@@ -75,7 +76,7 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
 
 
 def as_built(chunks: int) -> Cut:
-    """How Megatron is about to build a model, or has built it, whatever asked for that."""
+    """Return how Megatron is about to build a model, or has built it, whatever asked for that."""
 
     def remedy(needed: int) -> str:
         if needed == 1:
@@ -90,12 +91,12 @@ def as_built(chunks: int) -> Cut:
 
 
 def accounted(flags: Flags) -> int:
-    """How many of embedding and loss count as a layer when Megatron shares layers out evenly."""
+    """Return how many of embedding and loss count as a layer when Megatron shares layers out evenly."""
     return sum(given(flags, name) for name in _ACCOUNTED)
 
 
 def counted_layers(flags: Flags, layers: int) -> str:
-    """For messages: what Megatron shares out evenly, and by which flags that is more than the layers."""
+    """Say, for messages, how many layers Megatron shares out evenly, and by which flags that is more than the model's."""
     names = " and ".join(f"--{name}" for name in _ACCOUNTED if given(flags, name))
     return f"{layers} layers" + (f" and what {names} adds to them" if names else "")
 
@@ -136,7 +137,7 @@ def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement
 
 
 def remarks(flags: Flags) -> list[str]:
-    """What the user should know of flags that go with every schedule but do less than with Megatron's own."""
+    """Return what the user should know of flags that go with every schedule but do less than with Megatron's own."""
     found = [
         f"--{name} has no effect: the schedule's messages go over channels of its own, in the order of its plan"
         for name in _WITHOUT_EFFECT
@@ -151,7 +152,7 @@ def remarks(flags: Flags) -> list[str]:
 
 
 def is_folded(placement: Placement) -> bool:
-    """Whether one replica of the model goes back and forth over the devices, as in a V or a wave."""
+    """Return whether one replica of the model goes back and forth over the devices, as in a V or a wave."""
     return placement.replicas == 1 and not placement.is_round_robin
 
 

@@ -27,7 +27,8 @@ from megatron_pipemem.schedule.size import check_affordable, is_fitted
 
 
 def feasible(run: Run, any_size: bool = False) -> str | None:
-    """Why a run cannot work, in one sentence, or ``None``. Looks at everything that can be known without a device.
+    """Return why a run cannot work, in one sentence, or ``None``. It looks at everything that can be known without a
+    device.
 
     Args:
         run: what is asked about.

@@ -17,7 +17,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def plan_parser() -> Parser:
-    """Of the flag that stands for others, which is read first."""
+    """Return a parser of the flag that stands for others, which is read first."""
     parser = Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser.add_argument(
         "--pipemem-plan",
@@ -28,7 +28,7 @@ def plan_parser() -> Parser:
 
 
 def flag_parser() -> Parser:
-    """Of all flags."""
+    """Return a parser of all flags."""
     parser = Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS, parents=[plan_parser()])
     parser.add_argument("--pipemem-schedule", metavar="NAME|FILE.csv|auto|stock", help="which schedule to run")
     parser.add_argument(

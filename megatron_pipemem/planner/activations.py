@@ -88,7 +88,8 @@ def layer_tensors(model: Model, execution: Execution, experts: bool | None = Non
 
 
 def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """Of attention's core. Queries, keys and values are views of the projection's output, which any of them keeps whole.
+    """List the tensors of attention's core. Queries, keys and values are views of the projection's output, which any of
+    them keeps whole.
 
     Where there are fewer key heads than tensor-parallel ranks, every rank gathers the output of all of them to find its own.
     """
@@ -182,7 +183,7 @@ def _kept(tensors: Sequence[Saved], execution: Execution) -> list[Saved]:
 
 
 def head_bytes(model: Model, execution: Execution) -> Kept:
-    """What final norm, output layer and loss keep: above all the exponentials of the logits, in fp32."""
+    """Return the bytes that final norm, output layer and loss keep: above all the exponentials of the logits, in fp32."""
     n = tokens(model, execution)
     between = n * model.hidden / execution.sequence_ranks * execution.element
     statistics = n / execution.sequence_ranks * _SUM * (2 if model.norm == "layernorm" else 1)
@@ -191,13 +192,13 @@ def head_bytes(model: Model, execution: Execution) -> Kept:
 
 
 def embedding_bytes(model: Model, execution: Execution) -> Kept:
-    """What the embedding keeps: its output is its first layer's input, so only a dropout's mask."""
+    """Return the bytes that the embedding keeps: its output is its first layer's input, so only a dropout's mask."""
     mask = tokens(model, execution) * model.hidden / execution.sequence_ranks if model.dropout else 0.0
     return Kept(mask, 0.0)
 
 
 def message_bytes(model: Model, execution: Execution) -> float:
-    """Of one microbatch's activations between two stages, as of their gradients."""
+    """Return the bytes of one microbatch's activations between two stages, as of their gradients."""
     return tokens(model, execution) * model.hidden / execution.sequence_ranks * execution.element
 
 
@@ -213,7 +214,7 @@ def _gradient_bytes(model: Model, execution: Execution, experts: bool) -> float:
 
 
 def gathered_bytes(model: Model, execution: Execution, experts: bool | None = None) -> float:
-    """By how much the inputs of one layer's linear layers grow in I, where they wait for W.
+    """Return by how much the inputs of one layer's linear layers grow in I, where they wait for W.
 
     With sequence parallelism a layer whose output is cut gets a part of the sequence and computes on all of it. Transformer
     Engine gathers the parts in I and keeps them so; Megatron's own layers, split by us, gather them again in W.

@@ -40,7 +40,8 @@ class MemoryUse:
 
 
 def held(run: Run) -> MemoryUse | None:
-    """What a run holds; of a search, the least it could find, and of vocabulary parallelism left open, the least way.
+    """Return the bytes that a run holds; of a search, the least it could find, and of vocabulary parallelism left open,
+    the least way.
 
     ``None`` where the run leaves the layers of the stages to Megatron.
 

@@ -51,7 +51,7 @@ def offload_step(
 
 
 def host_bytes(run: Run) -> float:
-    """Of host memory, for one rank's activations."""
+    """Return the bytes of host memory for one rank's activations."""
     given = run.flags.get(HOST_MEMORY)
     if given is None:
         return DEFAULT_HOST_SHARE * run.cluster.host_bytes

@@ -33,7 +33,7 @@ def settings(run: Run) -> dict[str, Any]:
 
 
 def facts(plan: Plan) -> dict[str, Any]:
-    """For JSON: seconds, bytes."""
+    """Return a plan's seconds and bytes for JSON."""
     cut = plan.run.parallelism
     return {
         "schedule": plan.schedule,

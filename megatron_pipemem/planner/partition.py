@@ -24,7 +24,7 @@ _TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Loads:
-    """What has to be shared out.
+    """Say what has to be shared out.
 
     Args:
         seconds: of every layer, forward and backward of one microbatch.
@@ -118,8 +118,9 @@ class _Measure:
         )
 
     def keys(self, counts: np.ndarray) -> np.ndarray:
-        """Of every row of counts, to be minimised: the slowest device; the squares of all, so that several slow ones
-        improve one by one; the slowest stage; the most memory."""
+        """Return, for every row of counts, what is to be minimised: the slowest device; the squares of all, so that
+        several slow ones improve one by one; the slowest stage; the most memory.
+        """
         ends = np.cumsum(counts, axis=1)
         begins = ends - counts
         seconds = self._seconds[ends] - self._seconds[begins] + self._end_seconds

@@ -116,7 +116,7 @@ class _Planner:
 
     @property
     def waiting(self) -> int:
-        """What was never looked at, or comes later."""
+        """Return how many ways were never looked at, or come later."""
         return _count(self._queue)
 
     def best(self, count: int) -> list[Plan]:
@@ -285,7 +285,9 @@ class _Planner:
             self._put(max(group.bound, seconds + group.step.outside), Base(group, variant, order))
 
     def _affords(self, entry: Group | Base) -> bool:
-        """Whether to look at it now: planning copies takes long, and longer than all else where there are many chunks."""
+        """Return whether to look at it now: planning transfers takes long, and longer than all else where there are
+        many chunks.
+        """
         group = entry.group if isinstance(entry, Base) else entry
         if group.variant is None or not group.variant.frees_memory:
             return True
@@ -361,7 +363,7 @@ def _short(run: Run) -> int:
 
 
 def _extended(run: Run) -> bool:
-    """Whether seconds and peaks of its step come from shorter ones at first."""
+    """Return whether seconds and peaks of its step come from shorter ones at first."""
     return len(lengths(run.parallelism.pp, run.parallelism.microbatches)) > 1
 
 

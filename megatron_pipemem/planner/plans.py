@@ -44,7 +44,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.makespan + self.step.outside
 
     @property
@@ -82,7 +82,7 @@ class Plan:
 
     @property
     def binds(self) -> str:
-        """What takes most of the time beside computing, and whether more memory would help."""
+        """Return what takes most of the time beside computing, and whether more memory would help."""
         cause, seconds = next(iter(self.losses.items()))
         text = f"{cause} {seconds / self.seconds:.1%}"
         gained = self.memory_seconds / self.seconds
@@ -91,7 +91,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the planner found.
+    """Hold what the planner found.
 
     Args:
         plans: the fastest first.

@@ -78,7 +78,7 @@ class Price:
 
 @dataclass(frozen=True)
 class MeasuredSlowdown:
-    """How much longer computing takes than by the formulas, pass by pass, as a profile of one cut says of all."""
+    """Say how much longer computing takes than by the formulas, pass by pass, as a profile of one cut says of all."""
 
     layer: Passes = _AS_MODELLED
     head: Passes = _AS_MODELLED
@@ -179,12 +179,12 @@ def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _A
 
 
 def logit_bytes(model: Model, execution: Execution) -> float:
-    """Of the logits of one microbatch on one rank, in fp32."""
+    """Return the bytes of the logits of one microbatch on one rank, in fp32."""
     return tokens(model, execution) * padded_vocabulary(model, execution.tp) / execution.tp * _LOGIT
 
 
 def adam_seconds(cluster: Cluster) -> float:
-    """Of one optimizer step, per parameter: bound by the device's memory."""
+    """Return the seconds of one optimizer step per parameter: bound by the device's memory."""
     return _ADAM_BYTES / (cluster.memory_gb_per_s * 1e9)
 
 
@@ -238,6 +238,8 @@ def _layer_messages(model: Model, execution: Execution, cluster: Cluster, expert
 
 
 def _expert_parameters(model: Model, execution: Execution) -> int:
-    """Those of one layer's experts on one rank: what more expert parallelism would take away from it."""
+    """Return the number of parameters of one layer's experts on one rank: what more expert parallelism would take away
+    from it.
+    """
     here, halved = (layer_parameters(model, replace(execution, ep=ep), True) for ep in (execution.ep, 2 * execution.ep))
     return 2 * (here - halved)

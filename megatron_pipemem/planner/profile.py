@@ -93,7 +93,7 @@ class Bandwidths:
 
 @dataclass(frozen=True)
 class Profile:
-    """Of one model, cut and run in one way.
+    """Hold the costs of one model, cut and run in one way.
 
     Args:
         model: its shape.
@@ -169,7 +169,7 @@ class Profile:
         )
 
     def slowdown(self, cluster: Cluster) -> MeasuredSlowdown:
-        """How much longer computing took on a device of this cluster than ``planner.prices`` says.
+        """Return how much longer computing took on a device of this cluster than ``planner.prices`` says.
 
         Raises:
             ConfigError: nothing was measured.
@@ -254,12 +254,12 @@ def from_formulas(model: Model, execution: Execution, cluster: Cluster) -> Profi
 
 
 def speed(cluster: Cluster) -> str:
-    """How fast formulas take a device to be, in words."""
+    """Return how fast formulas take a device to be, in words."""
     return f"{cluster.tflops:g} TFLOP/s peak, {cluster.achieved:.0%} of it achieved"
 
 
 def even_layers(layers: int, num_stages: int) -> list[int]:
-    """As many layers on every stage, one fewer on the last ones where they do not come out even."""
+    """Return the layers of every stage: as many on each, one fewer on the last ones where they do not come out even."""
     whole, rest = divmod(layers, num_stages)
     return [whole + (stage < rest) for stage in range(num_stages)]
 

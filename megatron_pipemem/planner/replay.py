@@ -75,7 +75,7 @@ def replay(name: str, num_devices: int, num_microbatches: int, chunks: int | Non
 
 
 def lengths(num_devices: int, num_microbatches: int) -> tuple[int, ...]:
-    """How many microbatches to run instead of all of a step: all, or two shorter steps to extend."""
+    """Return how many microbatches to run instead of all of a step: all, or two shorter steps to extend."""
     whole = num_devices * _LONG
     if num_microbatches <= whole + 3 * num_devices:
         return (num_microbatches,)
@@ -84,7 +84,9 @@ def lengths(num_devices: int, num_microbatches: int) -> tuple[int, ...]:
 
 
 def same_passes(costs: Costs) -> tuple[object, ...]:
-    """What a replay depends on: equal for costs that differ in copies or in the vocabulary's passes only."""
+    """Return what a replay depends on: it is equal for costs that differ in transfers or in the vocabulary's passes
+    only.
+    """
     links = tuple(sorted(costs.p2p.items())) if isinstance(costs.p2p, Mapping) else costs.p2p
     kept = None if costs.memory is None else tuple(costs.memory.get(kind) for kind in _KINDS)
     return costs.forward, costs.backward_input, costs.backward_weight, links, kept

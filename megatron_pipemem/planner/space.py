@@ -40,7 +40,7 @@ _LEAST_SAVED = 0.02  # of a layer's bytes
 
 @dataclass(frozen=True)
 class Limits:
-    """What a user leaves to the planner: key -> allowed values; every key that is left out is free.
+    """Hold what a user leaves to the planner: key -> allowed values; every key that is left out is free.
 
     Args:
         allowed: of ``KEYS``.
@@ -186,7 +186,7 @@ _BY_NAME = {
 
 @lru_cache(maxsize=4096)
 def _named_placement(name: str, num_devices: int, chunks: int | None) -> Placement | None:
-    """Of a family whose placement has a name of its own."""
+    """Return the placement of a family whose placement has a name of its own."""
     options = {} if chunks is None else {"chunks": chunks}
     try:
         fewest = family(name).fewest_microbatches(num_devices)

@@ -52,7 +52,7 @@ _MESSAGES_IN_FLIGHT = 2  # per stage and direction: one that is used, one that a
 
 @dataclass(frozen=True)
 class Step:
-    """What does not depend on the order of the passes.
+    """Hold what does not depend on the order of the passes.
 
     Args:
         placement: of the stages.
@@ -98,7 +98,7 @@ class Step:
 
 @dataclass(frozen=True)
 class _Cut:
-    """What the costs of a stage depend on."""
+    """Hold what the costs of a stage depend on."""
 
     model: Model
     execution: Execution
@@ -114,18 +114,20 @@ class _Cut:
         return self.dp * self.execution.cp
 
     def parts(self) -> list[Price]:
-        """Of every layer, in order."""
+        """Return the price of every layer, in order."""
         return [
             layer(self.model, self.execution, self.cluster, self.model.has_experts(index), self.pace.layer)
             for index in range(self.model.layers)
         ]
 
     def ends(self) -> tuple[Price, Price]:
-        """What stands before and behind the layers: embedding and head, unless all devices share them."""
+        """Return what stands before and behind the layers: embedding and head, unless all devices share them."""
         return (Price(), Price()) if self.shared_ends else self.vocabulary()
 
     def share(self, devices: int) -> list[Price]:
-        """Of embedding and head on every device, where all share them. Their messages are the schedule's."""
+        """Return the price of embedding and head on every device, where all share them. Their messages are the
+        schedule's.
+        """
         if not self.shared_ends:
             return []
         return [

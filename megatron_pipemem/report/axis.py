@@ -30,7 +30,7 @@ def page(ends: Sequence[float], shortest: float) -> tuple[float, Windows]:
 
 
 def both_ends(end: float, windows: Windows) -> Windows:
-    """Of a long run as much as others are drawn of."""
+    """Return the first and the last stretch of a long run, together as long as the stretches that others are drawn in."""
     half = sum(stop - start for start, stop in windows) / (2 + (GAP if len(windows) == 1 else 0))
     return (0.0, half), (end - half, end)
 

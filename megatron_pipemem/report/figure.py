@@ -69,7 +69,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def style() -> AbstractContextManager[None]:
-    """What all pictures look alike by; for ``with``."""
+    """Set what all pictures look alike by; for ``with``."""
     import matplotlib
 
     return matplotlib.rc_context(STYLE)
@@ -102,7 +102,7 @@ def _draw(runs: Sequence[PicturedRun]) -> Figure:
 
 
 def _row_inches(devices: int, runs: int) -> float:
-    """Of a device's actions and memory together."""
+    """Return the height of a device's actions and memory together."""
     return min(0.62, max(0.26, 7.0 / devices)) * (1 if runs == 1 else 0.85)
 
 

@@ -70,7 +70,7 @@ class PicturedRun:
 
     @property
     def upper(self) -> float:
-        """Where a device's memory begins in its row."""
+        """Return where a device's memory begins in its row."""
         return _UPPER_BELOW_LANE if any(self.host_transfers) else _UPPER
 
     @property
@@ -169,7 +169,7 @@ def _draw_numbers(axes: Axes, run: PicturedRun, rows: Sequence[Sequence[Box]], s
 
 
 def _draw_waits(axes: Axes, run: PicturedRun, window: Window, points: float, row_points: float) -> set[str]:
-    """In every bubble what its device waits for, in as many words as fit."""
+    """Write into every bubble what its device waits for, in as many words as fit."""
     left_out: set[str] = set()
     size = min(7.0, 0.62 * (_MIDDLE - _TOP) * row_points)
     for row in run.bubbles:

@@ -110,7 +110,9 @@ def _write(axes: Axes, group: Sequence[Label]) -> Annotation:
 
 
 class Place(NamedTuple):
-    """Where a name stands: left, bottom, right and top. ``line``: from its point to its nearest edge, where there is one."""
+    """Say where a name stands: left, bottom, right and top. ``line`` goes from its point to its nearest edge, where
+    there is one.
+    """
 
     box: NDArray
     line: NDArray | None
@@ -145,7 +147,7 @@ def place(
 
 
 class _Choice(NamedTuple):
-    """Where the name of one point can go among all points.
+    """List where the name of one point can go among all points.
 
     Args:
         boxes: left, bottom, right and top of every place.

@@ -190,6 +190,6 @@ def _scatter(axes: Axes, points: Sequence[Point], colour: str, marker: str, labe
 
 
 def _corners(points: Sequence[tuple[float, float]], where: str) -> list[tuple[float, float]]:
-    """Of matplotlib's steps."""
+    """Return the corners of matplotlib's steps."""
     between = [(x, y) if where == "post" else (a, b) for (a, y), (x, b) in pairwise(points)]
     return [corner for pair in zip(points, between, strict=False) for corner in pair] + list(points[-1:])

@@ -28,7 +28,7 @@ def announcement(timeline: Timeline) -> str:
 
 
 def lines(report: Mapping[str, Any]) -> list[str]:
-    """What a run did.
+    """Tell in lines what a run did.
 
     Args:
         report: as ``--pipemem-report`` writes it.
@@ -80,7 +80,7 @@ def _last_schedule(report: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _agreement(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Of predicted and counted peaks."""
+    """Say how well predicted and counted peaks agree."""
     pairs = [(rank["predicted_peak_bytes"], rank["counted_peak_bytes"], rank["rank"]) for rank in ranks]
     known = [pair for pair in pairs if None not in pair]
     if not known:

@@ -105,7 +105,7 @@ def _layout(columns: Sequence[_Column], width: int) -> tuple[int, list[int]] | N
 
 
 def _shared(columns: Sequence[_Column], room: int) -> list[int]:
-    """What every column gets: its least, and of the rest as much as the others as long as it has a use for it."""
+    """Return what every column gets: its least, and of the rest as much as the others as long as it has a use for it."""
     widths = [column.least for column in columns]
     spare = room - sum(widths)
     while spare > 0:

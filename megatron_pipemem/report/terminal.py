@@ -124,7 +124,7 @@ def _lane(lane: Sequence[HostTransfer], scale: float, width: int, margin: int) -
 
 
 def _owners(row: tuple[Box, ...], scale: float, width: int) -> list[Box | None]:
-    """For every column the box that fills most of it, ``None`` where that is idle time."""
+    """Return, for every column, the box that fills most of it, ``None`` where that is idle time."""
     filled: list[list[tuple[float, Box]]] = [[] for _ in range(width)]
     for box in row:
         start, end = box.start * scale, box.end * scale

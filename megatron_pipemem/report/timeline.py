@@ -74,7 +74,7 @@ class HostTransfer(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What ``consumer`` needs from ``producer``, which runs on another device."""
+    """Say what ``consumer`` needs from ``producer``, which runs on another device."""
 
     producer: Box
     consumer: Box
@@ -172,7 +172,7 @@ def messages(timeline: Timeline, rows: tuple[tuple[Box, ...], ...]) -> Iterator[
 
 
 def awaited(timeline: Timeline, rows: tuple[tuple[Box, ...], ...]) -> dict[Action, Box]:
-    """For every action that needs another device's result: whose, and of several the one that ends last."""
+    """Return, for every action that needs another device's result, whose it is, and of several the one that ends last."""
     latest: dict[Action, Box] = {}
     for producer, consumer in messages(timeline, rows):
         known = latest.get(consumer.action)
@@ -241,7 +241,7 @@ def ink(background: str) -> str:
 
 
 def headline(timeline: Timeline) -> str:
-    """For example ``v-half: p=8, m=33, bubble 7.9%, peak 0.625``."""
+    """Return a run in one line, for example ``v-half: p=8, m=33, bubble 7.9%, peak 0.625``."""
     schedule = timeline.schedule
     return (
         f"{schedule.name}{_vocabulary(schedule)}: p={schedule.num_devices}, m={schedule.num_microbatches}, "

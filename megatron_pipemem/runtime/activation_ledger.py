@@ -50,7 +50,8 @@ class LedgerEntry:
 
 
 def bytes_per_action(entries: Sequence[LedgerEntry], num_stages: int) -> dict[Kind, tuple[int, ...]]:
-    """By how many bytes every kind of action changes what this rank holds, per stage, as its first microbatch shows.
+    """Return by how many bytes every kind of action changes what this rank holds, per stage, as its first microbatch
+    shows.
 
     Stages of other ranks get 0. One microbatch of every stage is the whole probe: the rest of the step is foretold from it.
     """
@@ -79,7 +80,7 @@ def predict_peak_bytes(actions: Sequence[Action], changes: Mapping[Kind, Sequenc
 
 
 def _counting[**P, T](count: Callable[P, T]) -> Callable[P, T | None]:
-    """For methods of a ledger that training calls: a tensor that cannot be counted ends the count, not the training."""
+    """Wrap methods of a ledger that training calls: a tensor that cannot be counted ends the count, not the training."""
 
     @wraps(count)
     def counted(self, *args, **kwargs) -> T | None:
@@ -115,7 +116,7 @@ class ActivationLedger:
         self._leave_out(permanent)
 
     def continued(self, permanent: Iterable[torch.Tensor]) -> ActivationLedger:
-        """For the step after this one, which begins with what this one still holds.
+        """Return the ledger for the step after this one, which begins with what this one still holds.
 
         Args:
             permanent: what is no activation now.

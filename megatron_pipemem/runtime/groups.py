@@ -44,7 +44,7 @@ def new_groups(
 
 
 def nccl_options(parent: dist.ProcessGroupNCCL.Options, messages: bool) -> dist.ProcessGroupNCCL.Options:
-    """What a group of ours asks of NCCL; see ``new_groups``. Every group needs an object of its own."""
+    """Return what a group of ours asks of NCCL; see ``new_groups``. Every group needs an object of its own."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = parent._timeout
     unset = options.config.max_ctas

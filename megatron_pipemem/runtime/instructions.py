@@ -61,7 +61,7 @@ class RankProgram:
     maxsize=32
 )  # a run has a few programs: training, evaluation, and what they were before they were planned again
 def settle(program: Program, device: int) -> RankProgram:
-    """What this device runs. Programs are told apart by identity."""
+    """Return what this device runs. Programs are told apart by identity."""
     actions = program.actions[device]
     split = {(a.stage, a.microbatch) for a in actions if a.kind is Kind.I}
     again = {(a.stage, a.microbatch): a.kind for a in actions if a.kind in (Kind.R, Kind.RS)}

@@ -91,7 +91,7 @@ def costs_from(medians: Medians, links: Mapping[tuple[int, int], float], placeme
 
 
 def _passes(medians: Medians, placement: Placement, before: Costs) -> VocabularyCosts | None:
-    """Of the vocabulary passes, if any have run. Their collectives are not timed."""
+    """Return the costs of the vocabulary passes, if any have run. Their collectives are not timed."""
     if (Kind.S, 0) not in medians:
         return before.vocabulary
     score, gradient, embed, embed_gradient = (

@@ -21,7 +21,7 @@ Replay = Callable[[], AbstractContextManager]
 
 
 class Recorder:
-    """What one forward of one stage drops and makes again.
+    """Drop parts of what one forward of one stage makes, and make them again.
 
     Args:
         made: told of every tensor that has been made again.
@@ -112,7 +112,7 @@ def region(function: Callable, replay: Callable[[], Replay]) -> Callable:
 
 
 def is_recording() -> bool:
-    """Whether the forward that is running drops what its regions make."""
+    """Return whether the forward that is running drops what its regions make."""
     return _recording is not None
 
 

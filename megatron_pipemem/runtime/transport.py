@@ -93,7 +93,7 @@ def connect(
 
 @dataclass(frozen=True)
 class MessageFormat:
-    """What the tensors between two stages look like.
+    """Describe the tensors between two stages.
 
     Args:
         shape: shape of every message, or ``None`` when it changes from microbatch to microbatch. Then a header with the
@@ -187,11 +187,11 @@ class Transport:
         return self._arrived.pop(action)
 
     def arrived(self, tensors: Mapping[Action, torch.Tensor]) -> None:
-        """What ``take_in`` of an earlier step gave: these messages wait here for their consumers."""
+        """Take over what ``take_in`` of an earlier step gave: these messages wait here for their consumers."""
         self._arrived.update(tensors)
 
     def take_in(self) -> dict[Action, torch.Tensor]:
-        """Wait for all receives that were posted. Their tensors, and nothing stays in the channels."""
+        """Wait for all receives that were posted, and return their tensors. Nothing stays in the channels."""
         for edge, receives in self._receives.items():
             while receives:
                 self._take_next(edge)
@@ -230,7 +230,7 @@ class Transport:
         receive.work = self.groups[edge].recv([receive.tensor], self._peers[edge], 0)
 
     def _edge(self, action: Action) -> Edge:
-        """Which way the message goes: outputs go up and come from below, gradients the other way."""
+        """Return which way the message goes: outputs go up and come from below, gradients the other way."""
         known = self._edges.get(action[:2])
         if known is not None:
             return known

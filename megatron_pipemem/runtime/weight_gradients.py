@@ -18,7 +18,7 @@ class DeferredWeightGradient(Protocol):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What the work keeps alive, for the activation ledger."""
+        """Return what the work keeps alive, for the activation ledger."""
 
     def begin(self) -> None:
         """Start what has to be communicated, to run beside other GEMMs. Called once, before ``run``."""

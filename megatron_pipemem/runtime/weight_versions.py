@@ -56,12 +56,12 @@ class WeightVersions:
 
     @property
     def version_bytes(self) -> int:
-        """Of one version: all parameters, each rounded up to its alignment."""
+        """Bytes of one version: all parameters, each rounded up to its alignment."""
         return sum(size * dtype.itemsize for dtype, size in self._sizes.items())
 
     @property
     def bytes(self) -> int:
-        """Of all buffers."""
+        """Bytes of all buffers."""
         return sum(buffer.untyped_storage().nbytes() for buffer in self.buffers())
 
     def buffers(self) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What Transformer Engine's layers and optimizers call in their compiled extension, computed by PyTorch.
+"""Compute with PyTorch what Transformer Engine's layers and optimizers call in their compiled extension.
 
 Arguments and results are those of the extension. Sums are made in fp32, as on GPUs.
 """

@@ -203,7 +203,9 @@ def _check_keys(grid: Grid, overrides: Mapping[str, Any], file: Path) -> None:
 def _filter(
     grid: Grid, file: Path, base: _Base, changes: Sequence[Settings], runs: Sequence[Run]
 ) -> Callable[[Run], bool]:
-    """Whether a run passes the grid's filters. Their values are read as a point's would be: ``2`` may be text in a run."""
+    """Return whether a run passes the grid's filters. Their values are read as a point's would be: ``2`` may be text in
+    a run.
+    """
 
     def normal(name: str, value: Any, key: str) -> Any:
         reason = None

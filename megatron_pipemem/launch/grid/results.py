@@ -57,12 +57,12 @@ class Result:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Of the rank that holds most."""
+        """Counted bytes of the rank that holds most."""
         return max((peak for peak in self.counted_peak_bytes if peak is not None), default=None)
 
     @property
     def predicted_peak(self) -> int | None:
-        """Of the rank that was to hold most."""
+        """Predicted bytes of the rank that was to hold most."""
         return max((peak for peak in self.predicted_peak_bytes if peak is not None), default=None)
 
     @property
@@ -101,7 +101,7 @@ def collect(index: int, settings: dict[str, Any], run: Run, log: Path, exit_code
 
 
 def _report(path: Path) -> dict[str, tuple]:
-    """What a result takes from the report of its run.
+    """Return what a result takes from the report of its run.
 
     Raises:
         ConfigError: the file holds no report.
@@ -188,7 +188,7 @@ def _check_types(result: Result, path: Path) -> None:
 
 
 def _is(value: object, kind: type | tuple[type, ...]) -> bool:
-    """Whether it is ``None`` or a finite number of that kind."""
+    """Return whether it is ``None`` or a finite number of that kind."""
     return value is None or (isinstance(value, kind) and not isinstance(value, bool) and abs(value) <= LARGEST)
 
 

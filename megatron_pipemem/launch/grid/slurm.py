@@ -78,7 +78,7 @@ def queued(store: Store) -> set[int]:
 
 
 def under_way(store: Store, on_wait: Callable[[list[int]], object]) -> set[int]:
-    """As `queued`, once those that are just ending have left: one that was cancelled will have no result.
+    """Return what `queued` does, once those that are just ending have left: one that was cancelled will have no result.
 
     Args:
         store: the grid.

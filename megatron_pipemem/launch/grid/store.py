@@ -30,7 +30,7 @@ from megatron_pipemem.reading import read_json
 
 @dataclass(frozen=True)
 class _Entry:
-    """What the index says of a point; see ``Point``."""
+    """Hold what the index says of a point; see ``Point``."""
 
     settings: Settings
     changes: Settings
@@ -51,7 +51,7 @@ class Store:
         return self.folder / "grid.json"
 
     def exists(self) -> bool:
-        """Whether there is a grid in the folder."""
+        """Return whether there is a grid in the folder."""
         return self._index.exists()
 
     def place(self, index: int) -> Path:
@@ -92,7 +92,7 @@ class Store:
                 self._write(point)
 
     def settings(self) -> list[Settings]:
-        """Of all points, in their order.
+        """Settings of all points, in their order.
 
         Raises:
             ConfigError: the folder holds no grid.
@@ -103,7 +103,7 @@ class Store:
         return load(self.run_file(index), Run)
 
     def results(self) -> list[Result | None]:
-        """Of all points; ``None`` for those that have not ended."""
+        """Return the results of all points; ``None`` for those that have not ended."""
         return [read_result(self._result_file(index)) for index in range(len(self.settings()))]
 
     def open_points(self) -> list[int]:

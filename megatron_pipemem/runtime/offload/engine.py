@@ -172,7 +172,7 @@ class OffloadEngine:
             self._excluded[_storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     def stay(self, key: Hashable, tensors: Iterable[torch.Tensor]) -> None:
-        """Of what ``key`` captured, the storages of these stay wherever the key goes: somebody goes on using them.
+        """Let storages that ``key`` captured stay wherever the key goes: somebody goes on using them.
 
         Raises:
             OffloadError: unknown key.
@@ -360,7 +360,7 @@ class OffloadEngine:
         return "batch" if excluded is not None and not excluded.expired() else None
 
     def _saved(self, tensors: Iterable[torch.Tensor]) -> list[SavedStorage]:
-        """Those of the tensors' storages that some capture knows."""
+        """Return those of the tensors' storages that some capture knows."""
         known = (self._by_storage.get(_storage_key(tensor)) for tensor in tensors)
         return [saved for saved in known if saved is not None]
 

@@ -98,7 +98,7 @@ class HostChannel:
         """Nothing is ever left: ``join`` blocks, and reports at once."""
 
     def forget_stalls(self) -> None:
-        """As above."""
+        """Forget the stalls so far."""
 
     def close(self) -> None:
         for lane, thread in self._threads.items():

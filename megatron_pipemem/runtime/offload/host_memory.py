@@ -40,7 +40,7 @@ def _left_by_limits(groups: Path, mounted: Path) -> Iterator[int]:
 
 
 def _left_in(group: Path, limit: str, usage: str, cached: str) -> int | None:
-    """What a group may still take; ``None`` where it has no limit."""
+    """Return what a group may still take; ``None`` where it has no limit."""
     try:
         most = (group / limit).read_text(encoding="utf-8").strip()
         used = int((group / usage).read_text(encoding="utf-8"))

@@ -28,7 +28,9 @@ class Place(Enum):
 
 
 class Remains(NamedTuple):
-    """What a saved storage leaves behind: bytes that it counted for, and a host block with the transfer that wrote it."""
+    """Hold what a saved storage leaves behind: bytes that it counted for, and a host block with the transfer that wrote
+    it.
+    """
 
     device_bytes: int
     host_bytes: int
@@ -87,12 +89,12 @@ class SavedStorage:
         return SavedView(self, hold, tensor.dtype, tensor.shape, tensor.stride(), start)
 
     def bytes(self) -> torch.Tensor:
-        """What moves, on the device."""
+        """Bytes that move, on the device."""
         run = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         return run.set_(self.storage, self.begin - self._origin, (self.nbytes,), (1,))
 
     def move_to(self, destination: torch.Tensor) -> None:
-        """From now on this is ``destination``, which holds the moving bytes alone."""
+        """Make this ``destination``, which holds the moving bytes alone."""
         self.storage = destination.untyped_storage()
         self.device_bytes = self.storage.nbytes()
         self._origin = self.begin
@@ -149,7 +151,7 @@ class SavedView:
 
 
 class Capture:
-    """What one forward saved. Nothing here keeps any of it alive."""
+    """Hold what one forward saved. Nothing here keeps any of it alive."""
 
     def __init__(self, hold: Hold):
         self.storages: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()

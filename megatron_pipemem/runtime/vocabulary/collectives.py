@@ -32,7 +32,7 @@ class Pending[Result]:
         self._work.wait()
 
     def is_completed(self) -> bool:
-        """Whether its buffers are free; never blocks."""
+        """Return whether its buffers are free; never blocks."""
         return self._work.is_completed()
 
 

@@ -76,7 +76,7 @@ class EmbeddingWeightGradient(DeferredWeightGradient):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What waits with it, for the activation ledger."""
+        """Return what waits with it, for the activation ledger."""
         return self.tokens, self.output_gradient
 
     @torch.no_grad()

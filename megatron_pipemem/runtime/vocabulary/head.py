@@ -25,7 +25,7 @@ from megatron_pipemem.runtime.vocabulary.partition import WeightShard
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """What the head computes, and how.
+    """Say what the head computes, and how.
 
     Args:
         barriers: collectives that the last stage's backward waits for one after another. 1 forms the input gradient from

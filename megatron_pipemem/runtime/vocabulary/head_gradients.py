@@ -105,7 +105,7 @@ class Normalised:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What is kept until the gradients have been taken, for the activation ledger."""
+        """Return what is kept until the gradients have been taken, for the activation ledger."""
         return (*self._batch.tensors, self._kept)
 
     @property
@@ -244,7 +244,7 @@ class HeadWeightGradient(DeferredWeightGradient):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What waits with it, for the activation ledger."""
+        """Return what waits with it, for the activation ledger."""
         return (*self.normalised.tensors, self.loss_gradient)
 
     @torch.no_grad()

@@ -47,7 +47,7 @@ class HeadMicrobatch:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """What is kept, for the activation ledger."""
+        """Return what is kept, for the activation ledger."""
         kept = (self.x, self.local, self.owned, self.valid, self.statistics, self.logits, self.average)
         return tuple(tensor for tensor in kept if tensor is not None)
 

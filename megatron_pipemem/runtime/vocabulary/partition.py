@@ -108,7 +108,7 @@ class WeightShard:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """Where the gradient of ``weight`` accumulates; ``None`` for a frozen parameter."""
+        """Return where the gradient of ``weight`` accumulates; ``None`` for a frozen parameter."""
         if not self.parameter.requires_grad:
             return None
         whole = getattr(self.parameter, "main_grad", None)

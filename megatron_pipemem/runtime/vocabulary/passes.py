@@ -50,7 +50,7 @@ class ShardedLayers(Protocol):
 
 
 class LastStage(Protocol):
-    """What the stage before the head does for it."""
+    """Define what the stage before the head does for it."""
 
     def gather_head_input(self, output: torch.Tensor) -> torch.Tensor:
         """The head's input, ``[s, b, h]``, from what this tensor-parallel rank has of it."""
@@ -80,7 +80,7 @@ class Channels:
 
 @dataclass(frozen=True)
 class Batch:
-    """What the embedding and the head read, of all microbatches of a step.
+    """Hold what the embedding and the head read, of all microbatches of a step.
 
     Args:
         tokens: ``[m, b, s]``.

@@ -266,7 +266,7 @@ def _peak(timetable: Timetable, placement: Placement) -> int:
 
 
 class _Plan:
-    """Where the passes of a timetable have been placed so far, and which slots are idle."""
+    """Keep where the passes of a timetable have been placed so far, and which slots are idle."""
 
     def __init__(self, timetable: Timetable, placement: Placement) -> None:
         self.placed: Timetable = []

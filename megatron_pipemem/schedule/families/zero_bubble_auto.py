@@ -84,7 +84,7 @@ class _Machine:
 
 @dataclass(frozen=True)
 class _Policy:
-    """How a device chooses.
+    """Say how a device chooses.
 
     Args:
         ahead: per device, how many microbatches may be between its F and its I.
@@ -153,7 +153,7 @@ def _run(machine: _Machine, policy: _Policy, m: int, most: int) -> Iterator[tupl
 
 
 class _Device:
-    """What one device has run, and what it knows to be coming."""
+    """Keep what one device has run, and what it knows to be coming."""
 
     def __init__(self, policy: _Policy, seconds: dict[Kind, Sequence[float]], index: int, most: int) -> None:
         self.arrivals: dict[Kind, list[float]] = {Kind.F: [], Kind.I: []}
@@ -165,7 +165,7 @@ class _Device:
         self._free = 0.0
 
     def choose(self, now: float) -> Kind | None:
-        """What to start at ``now``; ``None`` to wait for the next arrival."""
+        """Choose what to start at ``now``; ``None`` waits for the next arrival."""
         if now < self._free:
             return None
         gradient, forward = self._next(Kind.I), self._next(Kind.F)
@@ -186,7 +186,7 @@ class _Device:
         return self._free
 
     def _next(self, kind: Kind) -> float:
-        """When the next pass of this kind can start, as far as that is known."""
+        """Return when the next pass of this kind can start, as far as that is known."""
         arrivals, ran = self.arrivals[kind], self._ran[kind]
         return arrivals[ran] if ran < len(arrivals) else inf
 

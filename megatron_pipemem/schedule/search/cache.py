@@ -43,7 +43,7 @@ class ResultCache:
         self._folder = folder
 
     def get(self, question: object) -> SearchResult | None:
-        """What an equal question was answered."""
+        """Return the cached result of an identical search, or ``None``."""
         try:
             path = self._path(question)
             content = path.read_bytes()
@@ -77,7 +77,7 @@ class ResultCache:
 
 
 def _in_full(asked: object) -> object:
-    """With every field of every dataclass: what these print leaves some out."""
+    """Write a value with every field of every dataclass: what these print leaves some out."""
     if is_dataclass(asked):
         return (type(asked).__name__, *(_in_full(getattr(asked, field.name)) for field in fields(asked)))
     if isinstance(asked, Mapping):

@@ -11,7 +11,7 @@ from megatron_pipemem.schedule.core.progress import tell
 
 
 class Step(Enum):
-    """What takes time in proportion to the passes of a placement."""
+    """Name what takes time in proportion to the passes of a placement."""
 
     FIRST = "run an order that is known; as every search does it once, it tells how fast the machine is"
     FAMILY = "build what one family has to offer"
@@ -50,7 +50,7 @@ class Clock:
         return time.perf_counter() - self._started
 
     def allows(self, step: Step, passes: int, result: int, share: float = 1.0) -> bool:
-        """Whether the step can be expected to end in time, and its result to be described then.
+        """Return whether the step can be expected to end in time, and its result to be described then.
 
         Args:
             step: of the search.
@@ -73,7 +73,7 @@ class Clock:
         tell(lambda: f"{self.state()}; {max(0.0, self._seconds - self.elapsed):.0f} s left at most")
 
     def _pace(self, step: Step) -> float:
-        """That of the last such step; of the first one the usual, or slower where the first start was."""
+        """Return the pace of the last such step; of the first one the usual, or slower where the first start was."""
         usual = _USUAL_PACES[Step.FIRST]
         slowness = max(1.0, self._paces.get(Step.FIRST, usual) / usual)
         return self._paces.get(step, _USUAL_PACES[step] * slowness)

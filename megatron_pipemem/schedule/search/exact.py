@@ -95,7 +95,7 @@ class _Step(NamedTuple):
 
 
 class _Steps:
-    """How beginnings grow, and how long the whole takes at least.
+    """Say how beginnings grow, and how long the whole takes at least.
 
     Passes are counted in pools. The first ones are the classes of F and I, in the order of a microbatch's way to the loss
     and back, so that each waits for the one before it. Of the W of a device, those that take as long and give back as much
@@ -126,7 +126,7 @@ class _Steps:
         self.start = _Step((0,) * len(first), (0,) * problem.num_devices, ((0,) * m, *((),) * (self._length - 1)))
 
     def _tail(self, pool: int, microbatches: int) -> int:
-        """From the start of a pass of the way to the end of the step, at least.
+        """Return the time from the start of a pass to the end of the step, at least.
 
         A device still has to run what is left of the way of so many microbatches; the first of it begins, and the last
         ends, as far from the ends as one microbatch takes.
@@ -149,7 +149,7 @@ class _Steps:
         return longest
 
     def grown(self, step: _Step) -> Iterator[_Step]:
-        """By one pass, of every pool that may be next."""
+        """Yield a beginning with one pass more, for every pool that may be next."""
         counts = step.counts
         candidates = []
         horizon = None
@@ -225,7 +225,7 @@ class _Steps:
         return time
 
     def orders(self, step: _Step) -> Orders:
-        """Of a whole step."""
+        """Return the orders of a whole step."""
         m = self._problem.num_microbatches
         pools = []
         while step.before is not None:

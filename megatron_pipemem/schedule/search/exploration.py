@@ -112,7 +112,7 @@ class Exploration:
         return self.makespan <= self.bound * _EXACT
 
     def can_beat(self, makespan: float) -> bool:
-        """Whether the bound leaves room below it."""
+        """Return whether the bound leaves room below it."""
         return self.bound * _EXACT < makespan
 
     def take_first(self, clock: Clock) -> None:
@@ -123,7 +123,9 @@ class Exploration:
             self._add("evenly spaced", table)
 
     def take_families(self, families: Sequence[Family], clock: Clock) -> None:
-        """What every one of the families has to offer as it is, while there is time; if that is nothing, what needs least."""
+        """Take what every one of the families has to offer as it is, while there is time; if that is nothing, what
+        needs least.
+        """
 
         def in_time() -> bool:
             share = 1.0 if self.is_periodic else _SHARE_OF_MANY_CHUNKS
@@ -153,7 +155,7 @@ class Exploration:
 
     @property
     def starts(self) -> list[tuple[float, str, Timetable]]:
-        """What there is to improve: seconds, name and timetable, the families' first."""
+        """Return what there is to improve: seconds, name and timetable, the families' first."""
         return [(table.makespan / self._ticks_per_second, name, table) for name, table in self._starts]
 
     def more_starts(self) -> Iterator[tuple[str, Timetable]]:
@@ -162,7 +164,7 @@ class Exploration:
         return (start for start in list_schedules(self._problem) if start[0] not in tried)
 
     def may_justify(self, clock: Clock) -> bool:
-        """Whether there is time for it."""
+        """Return whether there is time for it."""
         return clock.allows(Step.JUSTIFY, 2 * self.num_passes, self.num_passes)
 
     def justify(self, name: str, table: Timetable, clock: Clock) -> None:

@@ -127,7 +127,7 @@ def choices(
 
 
 def _dominated(index: int, rows: Sequence[tuple[float, float]]) -> bool:
-    """Of equals, the first is no worse than the others."""
+    """Return whether a point is dominated. Of equals, the first is no worse than the others."""
     peak, makespan = rows[index]
     for other, (other_peak, other_makespan) in enumerate(rows):
         no_worse = other_peak <= peak * (1 + _TOLERANCE) and other_makespan <= makespan * (1 + _TOLERANCE)
@@ -198,7 +198,7 @@ def bound_line(
     priced: Callable[[Schedule], Costs] | None = None,
     levels: int = 64,
 ) -> list[tuple[float, float]]:
-    """What no order beats that runs in a placement of ``found``, with as many barriers.
+    """Return what no order beats that runs in a placement of ``found``, with as many barriers.
 
     Args:
         found: of ``choices``.
@@ -232,7 +232,9 @@ def _work(choice: Choice) -> float:
 
 
 def _least_seconds(choice: Choice, costs: Costs, cap: float) -> float:
-    """That any order of a choice's placement takes at least under a cap; infinitely many where none keeps it."""
+    """Return the seconds that any order of a choice's placement takes at least under a cap; infinitely many where none
+    keeps it.
+    """
     schedule = choice.schedule
     if not _is_plain(schedule):
         return _work(choice)
@@ -243,5 +245,5 @@ def _least_seconds(choice: Choice, costs: Costs, cap: float) -> float:
 
 
 def _is_plain(schedule: Schedule) -> bool:
-    """Whether ``lower_bound`` knows all that the order may do."""
+    """Return whether ``lower_bound`` knows all that the order may do."""
     return schedule.pieces == 1 and schedule.placement.replicas == 1 and not (schedule.recomputed or schedule.offloads)

@@ -131,7 +131,7 @@ class Cycles:
 
     @property
     def most_orders(self) -> int:
-        """Of any device."""
+        """Return the number of orders of the device that has most."""
         return max(map(len, self._starts))
 
     def cheapest(self, prices: np.ndarray, variation: np.ndarray, among: np.ndarray | None = None) -> Block:
@@ -170,7 +170,7 @@ class Cycles:
         return self._follow(int(best.argmin()), choice[::-1], picked)
 
     def _follow(self, order: int, choice: list[tuple[np.ndarray, np.ndarray]], picked: list[np.ndarray]) -> Block:
-        """From the first device up, along the choices made on the way down."""
+        """Follow, from the first device up, the choices made on the way down."""
         starts = np.zeros(len(self.problem.device), dtype=np.int64)
         shift = 0
         for d in range(self.problem.num_devices):
@@ -186,7 +186,7 @@ class Cycles:
         return Block.along_chain(self.problem, self.interval, starts)
 
     def _weights(self, prices: np.ndarray, variation: np.ndarray) -> dict[tuple[int, int], float]:
-        """What one tick of waiting on a link costs: the price of all that is held across it."""
+        """Return what one tick of waiting on a link costs: the price of all that is held across it."""
         problem = self.problem
         stages = len(problem.device) // 3
         held = [0.0] * (stages + 1)

@@ -74,7 +74,7 @@ class Problem:
 
     @cached_property
     def left(self) -> tuple[int, ...]:
-        """What every device still holds of a microbatch when all its passes have run: usually nothing."""
+        """Return what every device still holds of a microbatch when all its passes have run: usually nothing."""
         return tuple(sum(self.change[c] for c in classes) for classes in self.classes)
 
     @cached_property
@@ -105,8 +105,9 @@ class Problem:
 
     @cached_property
     def reserve(self) -> tuple[int, ...]:
-        """What must be free besides when a pass of every class starts: a chunk's forward leaves room for one forward of every
-        later chunk and for what an I may take, or the microbatch could never turn round."""
+        """Return what must be free besides when a pass of every class starts: a chunk's forward leaves room for one
+        forward of every later chunk and for what an I may take, or the microbatch could never turn round.
+        """
         reserve = [0] * len(self.change)
         for classes in self.classes:
             forwards = [c for c in classes if c % 3 == FORWARD]
@@ -216,7 +217,7 @@ def make_problem(
 
 
 def keeps_memory_exactly(placement: Placement, costs: Costs) -> bool:
-    """Whether memory comes in whole numbers, which ``make_problem`` does not round."""
+    """Return whether memory comes in whole numbers, which ``make_problem`` does not round."""
     changes = costs.memory_changes(placement)
     return all(float(value).is_integer() for kind in (*KINDS, Kind.B) for value in changes.get(kind, ()))
 

@@ -75,7 +75,8 @@ class SearchResult:
     @property
     def gap(self) -> float:
         """By how much of itself the makespan exceeds ``lower_bound`` at most; 0 proves it optimal among the placements
-        tried."""
+        tried.
+        """
         excess = 1 - self.lower_bound / self.makespan
         return excess if excess > 1e-6 else 0.0
 
