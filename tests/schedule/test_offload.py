@@ -297,7 +297,7 @@ def test_search_keeps_the_cap_and_beats_what_keeps_it_without() -> None:
 )
 def test_search_is_never_slower_than_a_family_that_fits_the_cap(p, m, ratio, cap, switches) -> None:
     costs = costs_of(ratio, switches=switches)
-    found = search_offload(p, m, costs, cap, seconds=0, effort=0)
+    found = search_offload(p, m, costs, cap, effort=0)
     compared = 0
     for family in families():
         if family.simulated_only or family.asynchronous or family.replicas > 1:
@@ -313,6 +313,13 @@ def test_search_is_never_slower_than_a_family_that_fits_the_cap(p, m, ratio, cap
         if simulate(schedule, costs).peak <= cap:
             assert found.makespan <= simulate(schedule, costs).makespan * (1 + 1e-9), family.name
     assert compared > 3
+
+
+def test_a_search_of_few_seconds_ends_with_the_first_order_that_keeps_the_cap() -> None:
+    hasty = search_offload(4, 8, costs_of(0.5), 0.5, seconds=0)
+    patient = search_offload(4, 8, costs_of(0.5), 0.5, effort=0)
+    assert len(hasty.candidates) == 1 < len(patient.candidates)
+    assert hasty.plan.keeps_cap and patient.makespan < hasty.makespan
 
 
 def test_search_takes_a_stage_per_device_unasked() -> None:

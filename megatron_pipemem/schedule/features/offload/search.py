@@ -100,8 +100,8 @@ def search_offload(
 ) -> OffloadSearchResult:
     """Find the fastest order, and for every chunk whether to keep, offload or recompute its activations.
 
-    Orders are those of all families and uniform repeating, which are all planned for, whatever the time, but for those that
-    are too slow to win; then, as long as there is time, families over a V with fewer W waiting, and those of searches under
+    Orders are those of all families and uniform repeating. All that could win are planned for, whatever the time, unless fewer
+    seconds than the default are given: then the fastest of them are, as long as there is time. Then, as long as there is time, families over a V with fewer W waiting, and those of searches under
     higher caps. ``recompute="auto"`` lets chunks be recomputed, in part or wholly, on those devices only that offload alone
     does not bring within the cap, first what takes the fewest seconds for its memory.
 
@@ -115,7 +115,8 @@ def search_offload(
         placements: which to consider; default all that come up.
         offload: whether activations may leave the device.
         recompute: which forwards run again, see ``options.RECOMPUTE``.
-        seconds: stop searching after so long, once something keeps the cap.
+        seconds: stop searching after so long, once something keeps the cap. With fewer than the default, a family that was
+            not planned for may be faster than what is found.
         effort: of the searches for orders, see ``search_schedule``.
 
     Raises:
@@ -129,7 +130,7 @@ def search_offload(
     search = _Search(num_devices, num_microbatches, costs, memory_cap, host_budget)
     deadline = started + seconds
     attempt = _Attempt(search, offload, recompute)
-    attempt.plan_all(search.known_orders(placements), math.inf)
+    attempt.plan_all(search.known_orders(placements), math.inf if seconds >= SEARCH_SECONDS else deadline)
     attempt.plan_all(search.searched_orders(placements, deadline, effort), deadline)
     if not attempt.bases:
         raise UnsupportedError("no schedule of these placements is known for these costs; give other placements")
