@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -22,22 +23,41 @@ def run(cpu: bool, script: Path, arguments: list[str]) -> None:
         arguments: the script's own flags, with the plugin's among them.
 
     Raises:
+        PipememError: the script cannot be started, and no launcher has started this process.
         SystemExit: with the script's own exit code. Failures end the process, see `rank_guard`.
     """
-    with rank_guard():
-        if not script.is_file():
-            raise UnsupportedError(f"there is no script {script}; give the path of a Megatron training script")
-        plugin = any(argument.startswith("--pipemem-") for argument in arguments)
-        if (cpu or plugin) and not is_installed():
-            raise UnsupportedError(INSTALL)
-        if cpu:
-            from megatron_pipemem.cpu import activate
+    if "RANK" in os.environ:  # what is wrong then is wrong on every rank, and told once
+        with rank_guard():
+            _start(script, _prepared(cpu, script, arguments))
+    else:
+        prepared = _prepared(cpu, script, arguments)
+        with rank_guard():
+            _start(script, prepared)
 
-            activate()
-        if plugin:
-            from megatron_pipemem.mcore.launch import enable_from_command_line
 
-            arguments = enable_from_command_line(arguments)
-        sys.argv = [str(script), *arguments]
-        sys.path[0] = str(script.resolve().parent)
-        runpy.run_path(str(script), run_name="__main__")
+def _prepared(cpu: bool, script: Path, arguments: list[str]) -> list[str]:
+    """The script's own arguments, once this process is ready for it.
+
+    Raises:
+        PipememError: there is no such script, something is not installed, or the plugin's flags are wrong.
+    """
+    if not script.is_file():
+        raise UnsupportedError(f"there is no script {script}; give the path of a Megatron training script")
+    plugin = any(argument.startswith("--pipemem-") for argument in arguments)
+    if (cpu or plugin) and not is_installed():
+        raise UnsupportedError(INSTALL)
+    if cpu:
+        from megatron_pipemem.cpu import activate
+
+        activate()
+    if not plugin:
+        return arguments
+    from megatron_pipemem.mcore.launch import enable_from_command_line
+
+    return enable_from_command_line(arguments)
+
+
+def _start(script: Path, arguments: list[str]) -> None:
+    sys.argv = [str(script), *arguments]
+    sys.path[0] = str(script.resolve().parent)
+    runpy.run_path(str(script), run_name="__main__")

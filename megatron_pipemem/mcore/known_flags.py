@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import hashlib
 import json
@@ -18,6 +19,7 @@ from typing import Any
 
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.files import write_whole
+from megatron_pipemem.launch.flags import flag_parser
 from megatron_pipemem.mcore import is_installed
 from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.search.cache import default_folder
@@ -29,18 +31,10 @@ _ASK = """
 import argparse, json, logging, warnings
 warnings.simplefilter("ignore")
 from megatron.training.arguments import add_megatron_arguments
-from megatron_pipemem.launch.flags import flag_parser
+from megatron_pipemem.mcore.known_flags import described
 parser = argparse.ArgumentParser(allow_abbrev=False)
 add_megatron_arguments(parser)
-known = {}
-for action in [*parser._actions, *flag_parser()._actions]:
-    for name in action.option_strings:
-        known[name] = {
-            "choices": action.choices and [str(each) for each in action.choices],
-            "type": getattr(action.type, "__name__", None),
-            "bare": action.nargs == 0,
-        }
-print("FLAGS " + json.dumps(known))
+print("FLAGS " + json.dumps(described(parser)))
 """
 _SECONDS = 120
 
@@ -72,17 +66,33 @@ def check_flags(flags: Mapping[str, Any]) -> None:
                 raise ConfigError(f"is {each!r}; --{name} takes numbers ({flag['type']})", key=f"megatron.{name}")
 
 
-@lru_cache(maxsize=1)
-def known_flags() -> dict[str, dict[str, Any]]:
-    """Every flag of Megatron's parser and ours, with its choices, its type and whether it takes no value.
+def described(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
+    """Every flag of a parser, with its choices, its type and whether it takes no value."""
+    return {
+        name: {
+            "choices": action.choices and [str(each) for each in action.choices],
+            "type": getattr(action.type, "__name__", None),
+            "bare": action.nargs == 0,
+        }
+        for action in parser._actions
+        for name in action.option_strings
+    }
 
-    Kept by the versions of both; nothing where there is no Megatron, or where its parser cannot be asked.
-    """
+
+def known_flags() -> dict[str, dict[str, Any]]:
+    """Every flag of Megatron's parser and of ours, as ``described``; nothing where Megatron's cannot be asked."""
+    megatrons = _megatrons_flags()
+    return megatrons and megatrons | described(flag_parser())
+
+
+@lru_cache(maxsize=1)
+def _megatrons_flags() -> dict[str, dict[str, Any]]:
+    """Kept in a file by Megatron's version and by what is asked, because importing Megatron takes seconds."""
     if not is_installed():
         return {}
-    ours = hashlib.sha256(Path(__file__).with_name("flags.py").read_bytes()).hexdigest()[:12]
+    asked = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     try:
-        path = default_folder() / f"flags-{_version('megatron-core')}-{ours}.json"
+        path = default_folder() / f"flags-{_version('megatron-core')}-{asked}.json"
         return read_json(path, "Megatron's flags")
     except ConfigError:  # not there yet, or cut short
         pass

@@ -173,7 +173,24 @@ def test_the_script_decides_its_exit_code(environment: dict[str, str], tmp_path:
 def test_a_missing_script_is_an_error(environment: dict[str, str], tmp_path: Path) -> None:
     codes, errors = start_ranks(1, environment, tmp_path / "nowhere.py")
     assert codes == [1]
-    assert "there is no script" in errors[0] and "nowhere.py" in errors[0]
+    assert "rank 0 failed" in errors[0] and "there is no script" in errors[0] and "nowhere.py" in errors[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nope.py"], "error: there is no script nope.py; give the path"),
+        ([str(REPOSITORY / "setup.py"), "--pipemem-schedule", "v-hlaf"], "error: unknown schedule 'v-hlaf'"),
+    ],
+)
+def test_without_a_launcher_what_is_wrong_is_an_error_like_any_other(
+    environment: dict[str, str], arguments: list[str], says: str
+) -> None:
+    alone = {name: value for name, value in environment.items() if name != "RANK"}
+    command = [sys.executable, "-m", "megatron_pipemem", "run", *arguments]
+    done = subprocess.run(command, env=alone, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].startswith(says)
 
 
 @pytest.mark.parametrize("flags", ["True, script, []", "False, script, ['--pipemem-schedule', 'v-half']"])
@@ -184,7 +201,8 @@ def test_without_megatron_it_says_what_to_install(environment: dict[str, str], t
         "import sys; from pathlib import Path; from megatron_pipemem.cli.run import run\n"
         f"sys.modules['megatron'] = None; script = Path({str(script)!r}); run({flags})"
     )
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    first = environment | {"RANK": "0"}
+    result = subprocess.run([sys.executable, "-c", code], env=first, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "pip install 'megatron-pipemem[megatron]'" in result.stderr and result.stderr.count("\n") == 1
 

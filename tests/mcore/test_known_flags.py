@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.launch.flags import flag_parser
+from megatron_pipemem.mcore import known_flags as known_flags_module
 from megatron_pipemem.mcore.known_flags import check_flags, known_flags
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +35,13 @@ def test_what_megatron_would_refuse(flags, says):
     assert len(known_flags()) > 300
     with pytest.raises(ConfigError, match=re.escape(says)):
         check_flags(flags)
+
+
+def test_a_flag_of_ours_is_known_as_soon_as_it_is_declared(monkeypatch):
+    parser = flag_parser()
+    parser.add_argument("--pipemem-new", type=int)
+    monkeypatch.setattr(known_flags_module, "flag_parser", lambda: parser)
+    assert known_flags()["--pipemem-new"] == {"choices": None, "type": "int", "bare": False}
 
 
 def test_what_megatron_takes():

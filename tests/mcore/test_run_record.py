@@ -126,6 +126,14 @@ def test_what_cannot_be_written_at_the_end_is_warned_of_and_the_rest_is_written(
     assert (record.trace / "run.html").is_file() == (what != "run.html") and (record.trace / "plan.png").is_file()
 
 
+def test_a_folder_that_cannot_be_written_is_warned_of_once(record, caplog):
+    record.report.parent.write_text("no folder")
+    record.add_step(PLAN, PROGRAM, 0, observed())
+    record.write()
+    (warned,) = (each.getMessage() for each in caplog.records if "the run goes on" in each.getMessage())
+    assert "without all of its files, which failed: OutputError: " in warned and str(record.report) in warned
+
+
 def test_a_picture_that_cannot_be_drawn_leaves_the_others(record, caplog):
     schedule = FamilySource("1f1b").plan(Shape(1, 1, 2), "another").schedule  # whose actions did not run
     record.add_step(Plan(schedule, PLAN.costs, "unit", "start"), PROGRAM, 0, observed())

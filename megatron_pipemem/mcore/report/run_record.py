@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_pipemem.errors import OutputError
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero, gather, is_first_rank
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
@@ -45,7 +46,7 @@ from megatron_pipemem.schedule.core.schedule import Program
 logger = logging.getLogger(__name__)
 
 _TIMELINES = ("html", "png", "json")
-STEPS, LOSSES = "measuring of steps", "losses"
+STEPS, LOSSES, FILES = "measuring of steps", "losses", "all of its files"
 """What may fail, each by itself."""
 
 
@@ -101,10 +102,15 @@ class RunRecord:
 
     @contextmanager
     def guarded(self, what: str) -> Iterator[None]:
-        """Whatever fails within this is left out of the report, which says so; the first failure is warned of."""
+        """Whatever fails within this is left out of the report, which says so; the first failure is warned of.
+
+        A file that cannot be written is warned of once for all files: a missing folder or a full disk takes them all.
+        """
         try:
             yield
         except Exception as error:
+            if isinstance(error, OutputError):
+                what = FILES
             if what not in self._failures:
                 self._failures[what] = f"{type(error).__name__}: {error}"
                 logger.warning("the run goes on without %s, which failed: %s", what, self._failures[what])

@@ -101,9 +101,10 @@ def search_offload(
     """Find the fastest order, and for every chunk whether to keep, offload or recompute its activations.
 
     Orders are those of all families and uniform repeating. All that could win are planned for, whatever the time, unless fewer
-    seconds than the default are given: then the fastest of them are, as long as there is time. Then, as long as there is time, families over a V with fewer W waiting, and those of searches under
-    higher caps. ``recompute="auto"`` lets chunks be recomputed, in part or wholly, on those devices only that offload alone
-    does not bring within the cap, first what takes the fewest seconds for its memory.
+    seconds than the default are given: then the fastest of them are, as long as there is time. Then, as long as there is time,
+    families over a V with fewer W waiting, and those of searches under higher caps. ``recompute="auto"`` lets chunks be
+    recomputed, in part or wholly, on those devices only that offload alone does not bring within the cap, first what takes the
+    fewest seconds for its memory.
 
     Args:
         num_devices: ``p``.
