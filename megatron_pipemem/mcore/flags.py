@@ -12,10 +12,10 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.flags import Parser, flag_parser, plan_parser
 from megatron_pipemem.mcore.plan_file import add_planned_flags
-from megatron_pipemem.mcore.plugin import Settings, source_for
+from megatron_pipemem.mcore.plugin import Settings
 from megatron_pipemem.schedule.model_cut import check_cut, placements_of
 from megatron_pipemem.schedule.options import STOCK, parse_options
-from megatron_pipemem.schedule.request import FILE_SUFFIX
+from megatron_pipemem.schedule.request import FILE_SUFFIX, check_devices_of_file
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         single_queue=found.pipemem_single_queue,
         schedule_module=found.pipemem_schedule_module,
     )
-    source_for(settings)
+    _ = settings.request  # refuses what cannot be
     return settings, others
 
 
@@ -89,10 +89,11 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
             f"there is no pipeline for schedule {settings.schedule}: pass --pipeline-model-parallel-size 2 or more, or "
             f"--pipemem-schedule {STOCK} to measure Megatron's own step"
         )
-    source = source_for(settings)[0]
+    request = settings.request
     cut = cut_flags.cut_of(flags, p, layers)
     if settings.schedule.endswith(FILE_SUFFIX):
-        placements = (source.placement(p, None),)
+        check_devices_of_file(request.file, p)
+        placements = (request.file.placement,)
         if cut is not None:
             check_cut(cut, settings.schedule, placements[0])
     else:
@@ -103,7 +104,7 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
             logger.warning(remark)
     if any(cut_flags.given(flags, name) for name in cut_flags.CUTS):
         return arguments
-    stages = p * source.chunks
+    stages = p * request.chunks
     if layers is not None and layers < stages:
         raise UnsupportedError(
             f"{layers} layers are too few for the {stages} stages that schedule {settings.schedule} has on {p} pipeline ranks; "
@@ -115,7 +116,7 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
             f"{cut_flags.counted_layers(flags, layers)} cannot be shared evenly by the {stages} stages that schedule "
             f"{settings.schedule} has on {p} pipeline ranks; say what each holds, for example --{layout.FLAG} '{proposed}'"
         )
-    return arguments if source.chunks == 1 else [*arguments, f"--{cut_flags.VIRTUAL_STAGES}", str(source.chunks)]
+    return arguments if request.chunks == 1 else [*arguments, f"--{cut_flags.VIRTUAL_STAGES}", str(request.chunks)]
 
 
 def _values(arguments: list[str]) -> dict[str, str | bool]:

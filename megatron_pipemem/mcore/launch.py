@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from dataclasses import asdict
 
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
-from megatron_pipemem.mcore.plugin import enable
+from megatron_pipemem.mcore.plugin import enable_with
 
 
 def enable_from_command_line(arguments: list[str] | None = None) -> list[str]:
@@ -31,7 +30,7 @@ def enable_from_command_line(arguments: list[str] | None = None) -> list[str]:
         # Loaded first, so that its model builders and its training loop are among what is replaced.
         if importlib.util.find_spec("megatron.training") is not None:
             importlib.import_module("megatron.training.training")
-        enable(**asdict(settings))
+        enable_with(settings)
     if arguments is None:
         sys.argv[1:] = others
     return others

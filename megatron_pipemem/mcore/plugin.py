@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 
 from megatron.core import parallel_state
@@ -12,7 +13,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import tell
-from megatron_pipemem.mcore.asynchronous.source import AsynchronousSource
 from megatron_pipemem.mcore.asynchronous.training import AsynchronousTraining
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.patching import Feature, PatchSet, is_imported
@@ -20,8 +20,7 @@ from megatron_pipemem.mcore.replanning import Replanner
 from megatron_pipemem.mcore.report.observer import StockObserver
 from megatron_pipemem.mcore.report.recording import Recording
 from megatron_pipemem.mcore.report.run_record import RunRecord
-from megatron_pipemem.mcore.search_source import source_of
-from megatron_pipemem.mcore.sources import Source
+from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step.extension import Extension
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward
 from megatron_pipemem.mcore.step.losses import Losses
@@ -30,11 +29,10 @@ from megatron_pipemem.mcore.step.programs import ProgramCache
 from megatron_pipemem.mcore.step.replica_steps import ReplicaSteps
 from megatron_pipemem.mcore.step.split_backward import SplitBackward
 from megatron_pipemem.mcore.symbols import USED
-from megatron_pipemem.mcore.vocabulary.source import check_vocab_parallel
 from megatron_pipemem.mcore.vocabulary.step import VocabularySteps
 from megatron_pipemem.schedule.options import OFF, STOCK
 from megatron_pipemem.schedule.registry import register_module
-from megatron_pipemem.schedule.request import PROFILE, check_request, prices_of
+from megatron_pipemem.schedule.request import PROFILE, Request, check_request, check_vocab_parallel, prices_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +51,7 @@ class Settings:
             bubble, and ``auto`` searches for them.
         trace: directory for timelines of plan and run.
         report: JSON file that sets counted bytes, measured bubbles and losses against the plan.
-        options: options of the schedule family, for example ``group_size``; for ``auto`` see ``SearchSource``.
+        options: options of the schedule family, for example ``group_size``; for ``auto`` see ``SEARCH_OPTIONS``.
         offload: ``off``, ``half``, ``full`` or ``auto``: which activations wait on the host for their backward, beside what
             the schedule itself says.
         host_memory: bytes per node for that (``"64GiB"``), shared by its ranks.
@@ -86,6 +84,39 @@ class Settings:
     train_steps: int | None = None
     schedule_module: str | None = None
 
+    @cached_property
+    def offload_settings(self) -> OffloadSettings:
+        """What is said about the host.
+
+        Raises:
+            UnsupportedError: one of it is nothing of the kind.
+        """
+        return OffloadSettings.of(self.offload, self.recompute, self.host_memory, self.offload_options)
+
+    @cached_property
+    def request(self) -> Request | None:
+        """For the schedules of the run, ``None`` for stock's own. A schedule file is read when this is asked first.
+
+        Raises:
+            PipememError: settings that cannot be or go together.
+        """
+        if self.schedule_module is not None:
+            register_module(self.schedule_module)
+        offload = self.offload_settings
+        check_vocab_parallel(self.vocab_parallel, self.vocab_piece_tokens)
+        asked = (self.schedule, self.memory_cap, self.costs, self.options, offload.mode, offload.recompute)
+        if self.schedule != STOCK:
+            prices_of(self.costs)
+            return Request.of(*asked, offload.host_memory is not None, self.vocab_parallel)
+        if self.single_queue:
+            raise UnsupportedError(
+                f"--pipemem-single-queue orders schedules of this package, and {STOCK} is Megatron's own; leave one of them "
+                "out"
+            )
+        plans_offload = Request(STOCK, offload=offload.mode, recompute=offload.recompute).plans_offload
+        check_request(*asked[:4], plans_offload, self.vocab_parallel)
+        return None
+
 
 def source_for(settings: Settings) -> tuple[Source | None, Offloading]:
     """Where the schedules of such a run come from, ``None`` for stock's own, and its host side.
@@ -93,36 +124,12 @@ def source_for(settings: Settings) -> tuple[Source | None, Offloading]:
     Raises:
         PipememError: settings that cannot be or go together.
     """
-    if settings.schedule_module is not None:
-        register_module(settings.schedule_module)
-    offloading = Offloading(
-        OffloadSettings.of(settings.offload, settings.recompute, settings.host_memory, settings.offload_options)
-    )
-    check_vocab_parallel(settings.vocab_parallel, settings.vocab_piece_tokens)
-    if settings.schedule == STOCK and settings.single_queue:
-        raise UnsupportedError(
-            f"--pipemem-single-queue orders schedules of this package, and {STOCK} is Megatron's own; leave one of them out"
-        )
-    if settings.schedule == STOCK:
-        check_request(
-            STOCK,
-            settings.memory_cap,
-            settings.costs,
-            settings.options,
-            offloading.settings.plans,
-            settings.vocab_parallel,
-        )
+    offloading = Offloading(settings.offload_settings)
+    if settings.request is None:
         return None, offloading
-    source = source_of(
-        settings.schedule,
-        settings.memory_cap,
-        settings.costs,
-        settings.options,
-        offloading,
-        settings.vocab_parallel,
-        settings.vocab_piece_tokens,
-    )
-    return source, offloading
+    prices = prices_of(settings.costs)
+    ratio = offloading.settings.ratio
+    return Source(settings.request, *prices, offloading, ratio, settings.vocab_piece_tokens), offloading
 
 
 @dataclass
@@ -151,16 +158,19 @@ class _Enabled:
         if source is None:
             return cls(settings, [StockObserver(record, *prices_of(settings.costs)), *recording], record=record)
         chunk_placement = ChunkPlacement(
-            source.placement, source.is_round_robin, getattr(source, "cut", None), settings.schedule
+            source.placement,
+            settings.request.is_round_robin,
+            source.cut if settings.request.cuts_vocabulary else None,
+            settings.schedule,
         )
         extensions: list[Extension] = [offloading]
         profiles = settings.costs == PROFILE or source.needs_seconds
         if profiles or source.needs_bytes:
             extensions.append(Replanner(source, profiles))
-        if isinstance(source, AsynchronousSource):
+        if settings.request.is_asynchronous:
             extensions.append(AsynchronousTraining(source, settings.train_steps))
         extensions += [
-            SplitBackward(source, counted=record is not None),
+            SplitBackward(settings.request, counted=record is not None),
             ReplicaSteps(),
             VocabularySteps(),
             Losses(),
@@ -203,8 +213,12 @@ def enable(schedule: str, **settings: object) -> None:
         ScheduleError: a schedule file that must not run.
         UpstreamError: this Megatron-Core lacks a symbol we rely on. Nothing has been changed then.
     """
+    enable_with(Settings(schedule, **settings))
+
+
+def enable_with(wanted: Settings) -> None:
+    """As ``enable``, with settings that have been made already."""
     global _enabled
-    wanted = Settings(schedule, **settings)
     if _enabled is not None:
         if _enabled.settings != wanted:
             raise UnsupportedError(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megatron_pipemem.mcore.agreement import gather, is_first_rank, tell
-from megatron_pipemem.mcore.sources import Shape, Source
+from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.step.programs import MeasurementUpdate
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger, bytes_per_action
@@ -18,6 +18,7 @@ from megatron_pipemem.runtime.trace import Trace, TracedAction
 from megatron_pipemem.runtime.transport import Edge
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.knowledge import Shape
 
 logger = logging.getLogger(__name__)
 

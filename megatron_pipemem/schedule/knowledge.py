@@ -21,7 +21,7 @@ UNIT, FILE, MEASURED = "unit", "file", "measured"
 ASSUMED_RATIO = 1.0
 """Of the round trip of a layer's activations to its F, I and W, until both are measured."""
 
-Changes = Mapping[Kind, tuple[float, ...]]
+MemoryDeltas = Mapping[Kind, tuple[float, ...]]
 """By how many bytes every kind of action, messages included, changes what its device holds, one value per stage."""
 
 
@@ -77,7 +77,7 @@ class Knowledge:
     costs: Costs = Costs()
     priced_by: str = UNIT
     measures: bool = False
-    changes: Changes | None = None
+    changes: MemoryDeltas | None = None
     selective: tuple[float, ...] | None = None
     placement: Placement | None = None
     ratio: float | None = None
@@ -86,7 +86,7 @@ class Knowledge:
     host_budget: float | None = None
     single_queue: bool = False
 
-    def with_measured(self, costs: Costs | None, changes: Changes | None) -> Knowledge:
+    def with_measured(self, costs: Costs | None, changes: MemoryDeltas | None) -> Knowledge:
         """What is known after more steps of a run.
 
         Args:
@@ -179,7 +179,7 @@ class Knowledge:
             duplex=all(link.duplex for link in self.links),
         )
 
-    def _memory(self, placement: Placement, with_their_messages: Changes) -> dict[Kind, tuple[float, ...]]:
+    def _memory(self, placement: Placement, with_their_messages: MemoryDeltas) -> dict[Kind, tuple[float, ...]]:
         """Bytes of every action. A recomputed forward keeps nothing but an output that it hands on locally."""
         changes = {**self.changes, **with_their_messages}
         handed_on = []
@@ -204,7 +204,7 @@ _WITH_MESSAGES = {
 }
 
 
-def _with_messages(changes: Changes, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+def _with_messages(changes: MemoryDeltas, placement: Placement) -> dict[Kind, tuple[float, ...]]:
     """What compute actions change, their messages included, for searches that know no messages."""
     empty = (0.0,) * placement.num_stages
     return {

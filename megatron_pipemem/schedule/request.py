@@ -6,7 +6,7 @@ The launcher asks here before it starts a run, and the run itself when it starts
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megatron_pipemem.errors import UnsupportedError
@@ -17,7 +17,7 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.features.windows import UPDATE_EVERY
-from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, check_effort, searched_placements
+from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, VOCABULARY, check_effort, searched_placements
 from megatron_pipemem.schedule.registry import check_options, chunks_per_device, family
 from megatron_pipemem.schedule.text.csv_format import read_schedule_file
 
@@ -39,6 +39,7 @@ class Request:
         recompute: what runs again, see ``options.RECOMPUTE``.
         bounds_host: whether the host's memory is limited by the user.
         barriers: of vocabulary parallelism; 0 for embedding and head as parts of the first and the last stage.
+        vocabulary: how it is cut, see ``options.VOCABULARY``; ``auto`` as long as nobody has decided.
         file: the schedule of a file, read and proved.
     """
 
@@ -49,7 +50,59 @@ class Request:
     recompute: str = "none"
     bounds_host: bool = False
     barriers: int = 0
+    vocabulary: str = OFF
     file: Schedule | None = None
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        memory_cap: float | str | None = None,
+        costs: str = "unit",
+        options: Mapping[str, object] | None = None,
+        offload: str = OFF,
+        recompute: str = "none",
+        bounds_host: bool = False,
+        vocabulary: str = OFF,
+    ) -> Request:
+        """What a run asks, judged as far as it can be; a file is read and proved here, once.
+
+        Args:
+            name: see the class, as for the others.
+            memory_cap: as ``parse_caps`` reads it.
+            costs: ``unit``, ``profile`` or a JSON file.
+            options: of the schedule.
+            offload: see the class.
+            recompute: see the class.
+            bounds_host: see the class.
+            vocabulary: see the class.
+
+        Raises:
+            PipememError: its parts do not go together, or the file must not run.
+        """
+        options = dict(options or {})
+        request = cls(name, None, options, offload, recompute, bounds_host, vocabulary=vocabulary)
+        check_request(name, memory_cap, costs, options, request.plans_offload, vocabulary)
+        cap = None if memory_cap is None else parse_caps(memory_cap)
+        file = None
+        if name != AUTO and not name.endswith(FILE_SUFFIX):
+            chunks_per_device(name, **options)  # which refuses options that the family has not
+        if name.endswith(FILE_SUFFIX):
+            file = schedule_of_file(name, None if cap is None or request.plans_offload else cap.amount)
+            check_barriers(name, file.vocabulary_barriers, vocabulary)
+            if file.vocabulary_barriers:
+                return replace(request, memory_cap=cap, file=file).decided(file.vocabulary_barriers)
+        barriers = 0 if vocabulary in (OFF, AUTO) else BARRIERS_OF_ALGORITHM[int(vocabulary)]
+        return replace(request, memory_cap=cap, barriers=barriers, file=file)
+
+    def decided(self, barriers: int) -> Request:
+        """The request, with the vocabulary cut so, or not at all."""
+        return replace(self, barriers=barriers, vocabulary=str(_algorithm(barriers)) if barriers else OFF)
+
+    @property
+    def cuts_vocabulary(self) -> bool:
+        """Whether the vocabulary is cut over the pipeline, or may be."""
+        return self.vocabulary != OFF
 
     @property
     def searches(self) -> bool:
@@ -174,6 +227,23 @@ def check_request(
         check_options(schedule, options)
         if chosen.asynchronous:
             _check_asynchronous(schedule, costs, options, plans_offload, cuts)
+
+
+def check_vocab_parallel(vocab_parallel: str, piece_tokens: int | None = None) -> None:
+    """Raises:
+    UnsupportedError: no such algorithm, or pieces of no tokens or of an uncut head.
+    """
+    if str(vocab_parallel) not in VOCABULARY:
+        raise UnsupportedError(f"--pipemem-vocab-parallel {vocab_parallel!r} is none of {', '.join(VOCABULARY)}")
+    if piece_tokens is None:
+        return
+    if piece_tokens < 1:
+        raise UnsupportedError(f"--pipemem-vocab-piece-tokens {piece_tokens}: give at least 1")
+    if vocab_parallel == OFF:
+        raise UnsupportedError(
+            "--pipemem-vocab-piece-tokens is about a head cut over the pipeline; pass --pipemem-vocab-parallel 1, 2 or auto, "
+            "or leave it out"
+        )
 
 
 def check_search_options(options: Mapping[str, object], allowed: Sequence[str] = SEARCH_OPTIONS) -> None:

@@ -172,6 +172,13 @@ def with_passes(schedule: Schedule, request: Request, knowledge: Knowledge) -> S
     return with_vocabulary(schedule, request.barriers, knowledge.costs)
 
 
+def without_offload(request: Request) -> Request:
+    """The request for what offload and recomputation are added to: they keep its cap."""
+    if not request.plans_offload:
+        return request
+    return replace(request, memory_cap=None, offload=OFF, recompute="none")
+
+
 def excess(request: Request, schedule: Schedule, knowledge: Knowledge, costs: Costs) -> tuple[float, ...]:
     """By how much every device of a schedule exceeds the request's cap, in the unit of the costs' memory."""
     return _over(knowledge.held(schedule, costs), _caps(request, schedule.num_devices))
@@ -264,7 +271,7 @@ def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSch
 def _with_planned_offload(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSchedule:
     """Another request's schedule, built without the cap, with what is recomputed and the round trips of its activations
     within it."""
-    base = resolve(replace(request, memory_cap=None, offload=OFF, recompute="none"), shape, knowledge)
+    base = resolve(without_offload(request), shape, knowledge)
     costs, budget = knowledge.offload_costs(request, base.schedule.placement), knowledge.host_budget
     caps = _caps(request, shape.num_devices)
 

@@ -10,17 +10,18 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.mcore.asynchronous.source import AsynchronousSource  # noqa: E402
 from megatron_pipemem.mcore.asynchronous.training import AsynchronousTraining  # noqa: E402
-from megatron_pipemem.mcore.sources import Shape  # noqa: E402
+from megatron_pipemem.mcore.source import Source  # noqa: E402
 from megatron_pipemem.runtime.executor import InFlight  # noqa: E402
+from megatron_pipemem.schedule.knowledge import Shape  # noqa: E402
+from megatron_pipemem.schedule.request import Request  # noqa: E402
 
 
 class Steps:
     """Runs steps that do nothing on one of two ranks."""
 
     def __init__(self, train_steps: int):
-        self.training = AsynchronousTraining(AsynchronousSource("pipedream-2bw"), train_steps)
+        self.training = AsynchronousTraining(Source(Request.of("pipedream-2bw")), train_steps)
         self.chunks = [torch.nn.Linear(2, 2)]
 
     def begin(self):

@@ -7,25 +7,26 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.search_source import source_of
-from megatron_pipemem.mcore.sources import FamilySource, Shape
+from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.knowledge import Shape
 from megatron_pipemem.schedule.registry import build_schedule, families, family
+from megatron_pipemem.schedule.request import Request
 
 RUNNABLE = [each.name for each in families() if not each.simulated_only]
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_every_family_says_how_many_chunks_it_wants_and_builds_for_them(name):
-    source = FamilySource(name)
-    plan = source.plan(Shape(4, source.chunks, 8), "start")
+    source = Source(Request.of(name))
+    plan = source.plan(Shape(4, source.request.chunks, 8), "start")
     placement = plan.schedule.placement
-    assert placement == source.placement(4, source.chunks) == source.placement(4, None)
-    assert placement.num_chunks == source.chunks * placement.replicas
+    assert placement == source.placement(4, source.request.chunks) == source.placement(4, None)
+    assert placement.num_chunks == source.request.chunks * placement.replicas
     assert placement.replicas == family(name).replicas
     round_robin = all(device == stage % 4 for stage, device in enumerate(plan.schedule.placement.devices))
-    assert source.is_round_robin == round_robin
-    assert source.may_split == plan.schedule.splits_backward
+    assert source.request.is_round_robin == round_robin
+    assert source.request.may_split == plan.schedule.splits_backward
 
 
 @pytest.mark.parametrize(
@@ -33,22 +34,22 @@ def test_every_family_says_how_many_chunks_it_wants_and_builds_for_them(name):
     [("hanayo", {}, 4), ("hanayo", {"waves": 1}, 2), ("gis", {"chunks": 3}, 3), ("looped-bfs", {}, 2)],
 )
 def test_options_decide_the_chunks(name, options, chunks):
-    assert FamilySource(name, options=options).chunks == chunks
+    assert Request.of(name, options=options).chunks == chunks
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("hanayo", 6), ("gis-h", 3), ("looped-bfs", 4)])
 def test_a_model_that_is_cut_otherwise_decides_too(name, chunks):
-    assert FamilySource(name).placement(4, chunks).num_chunks == chunks
+    assert Source(Request.of(name)).placement(4, chunks).num_chunks == chunks
 
 
 def test_waves_that_disagree_with_the_model_are_refused():
     with pytest.raises(UnsupportedError, match="hanayo runs 2 model chunks per pipeline rank, not 4"):
-        FamilySource("hanayo", options={"waves": 1}).placement(4, 4)
+        Source(Request.of("hanayo", options={"waves": 1})).placement(4, 4)
 
 
 def test_group_size_of_megatron_is_ours_unless_it_is_its_default():
     def schedule(name, group_size):
-        return FamilySource(name).plan(Shape(4, 2, 12, group_size), "start").schedule
+        return Source(Request.of(name)).plan(Shape(4, 2, 12, group_size), "start").schedule
 
     assert schedule("gis", 3) == build_schedule("gis", num_devices=4, num_microbatches=12, group_size=3)
     assert schedule("gis-h", 4) == build_schedule("gis-h", num_devices=4, num_microbatches=12)
@@ -56,7 +57,7 @@ def test_group_size_of_megatron_is_ours_unless_it_is_its_default():
 
 def test_cap_and_costs_fit_the_order_and_measured_costs_fit_it_again():
     costs, measured = Costs(p2p=0.3), Costs((1.0, 1.0, 1.0, 2.0), 1.5, 0.5)
-    source = FamilySource("zb-auto", memory_cap=1.5, costs=costs)
+    source = Source(Request.of("zb-auto", 1.5), costs)
 
     def wanted(costs):
         return build_schedule("zb-auto", num_devices=4, num_microbatches=12, memory_cap=1.5, costs=costs)
@@ -69,4 +70,4 @@ def test_cap_and_costs_fit_the_order_and_measured_costs_fit_it_again():
 
 def test_cap_and_costs_are_no_options():
     with pytest.raises(UnsupportedError, match="costs is no option of schedule 'zb-auto' alone"):
-        source_of("zb-auto", None, "unit", {"costs": 1})
+        Request.of("zb-auto", options={"costs": 1})

@@ -11,12 +11,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from asked_source import source_of  # noqa: E402
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags  # noqa: E402
 from megatron_pipemem.mcore.model import whole_model  # noqa: E402
 from megatron_pipemem.mcore.model.whole_model import check_whole_model, look_into  # noqa: E402
-from megatron_pipemem.mcore.search_source import source_of  # noqa: E402
 from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
 

@@ -12,18 +12,21 @@ pytest.importorskip("megatron.core")
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import agreement
 from megatron_pipemem.mcore.model.stages import Tape, watch_batches
-from megatron_pipemem.mcore.offload_source import ASSUMED_RATIO, OffloadSource
 from megatron_pipemem.mcore.plugin import Settings, source_for
-from megatron_pipemem.mcore.sources import Plan, Shape
+from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step import offloading
 from megatron_pipemem.mcore.step.offloading import Offloading, OffloadSettings
 from megatron_pipemem.runtime.offload.host_link import HostLink
+from megatron_pipemem.schedule import resolve
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.simulator import peaks
 from megatron_pipemem.schedule.core.validator import validate, validate_program
+from megatron_pipemem.schedule.knowledge import ASSUMED_RATIO, Shape
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.resolve import ChosenSchedule
 from megatron_pipemem.schedule.search.problem import better_full
 
 SHAPE = Shape(4, 2, 8)
@@ -50,7 +53,7 @@ def counted(num_stages: int) -> dict[Kind, tuple[int, ...]]:
 SELECTIVE = 70
 
 
-def plan_with_bytes(wanted: OffloadSource, shape: Shape) -> Plan:
+def plan_with_bytes(wanted: Source, shape: Shape) -> ChosenSchedule:
     """The plan that follows the steps which count bytes."""
     stages, shown = shape.num_devices * shape.chunks, []
     while wanted.needs_bytes:
@@ -64,7 +67,7 @@ def plan_with_bytes(wanted: OffloadSource, shape: Shape) -> Plan:
     return wanted.plan(shape, "bytes counted")
 
 
-def source(schedule: str, cap=None, **settings) -> OffloadSource:
+def source(schedule: str, cap=None, **settings) -> Source:
     found, _ = source_for(Settings(schedule, memory_cap=cap, **settings))
     return found
 
@@ -81,7 +84,6 @@ def test_settings_as_users_write_them():
     options = {"bandwidth": "2GiB", "min_bytes": 100, "guard": 1, "ratio": "0.5", "switches": [[0, 1], [2, 3]]}
     read = OffloadSettings.of("half", "auto", "64GiB", options)
     assert read == OffloadSettings("half", "auto", 64 * 2**30, 2 * 2**30, 100, True, 0.5, ((0, 1), (2, 3)))
-    assert read.plans and not OffloadSettings().plans
 
 
 @pytest.mark.parametrize(
@@ -185,8 +187,8 @@ def test_a_rank_that_fails_alone_tells_the_others(stage, monkeypatch):
 def test_one_after_another_keeps_a_cap_that_takes_full_backwards():
     placement = Placement.linear(2)
     costs = Costs(memory={Kind.F: (1, 1), Kind.I: (1, 1), Kind.W: (-2, -2)})
-    wanted = source("auto", cap=1.0, offload="auto", offload_options={"ratio": 1.0})
-    order = wanted._serial(placement, 3, "serial", better_full(placement, costs))
+    request = Request.of("auto", 1.0, offload="auto")
+    order = resolve._serial(request, placement, 3, "serial", better_full(placement, costs))
     validate(order)
     assert max(peaks(order.orders, placement, costs)) == 1
     validate_program(lower(order))
@@ -196,8 +198,8 @@ def test_one_after_another_keeps_a_cap_that_takes_full_backwards():
 @pytest.mark.parametrize("mode", ["half", "full"])
 def test_a_known_ratio_is_planned_for_from_the_first_step_on(schedule, mode):
     wanted = source(schedule, offload=mode, offload_options={"ratio": 0.5})
-    assert not wanted.needs_bytes and not wanted.needs_seconds and wanted.may_offload
-    plan = wanted.plan(Shape(4, wanted.chunks, 8), "start")
+    assert not wanted.needs_bytes and not wanted.needs_seconds and wanted.request.may_offload
+    plan = wanted.plan(Shape(4, wanted.request.chunks, 8), "start")
     validate(plan.schedule)
     validate_program(lower(plan.schedule))
     moved = {action.stage for action in offloaded(plan.schedule)}
@@ -272,11 +274,17 @@ def program_peaks(schedule, changes) -> list[int]:
 def test_a_cap_in_bytes_is_kept_by_the_whole_program(schedule, cap, recompute):
     wanted = source(schedule, f"{cap}B", offload="auto", recompute=recompute, offload_options={"ratio": 0.5})
     assert wanted.needs_bytes and not wanted.needs_seconds
-    shape = Shape(4, wanted.chunks, 8)
+    shape = Shape(4, wanted.request.chunks, 8)
     plan = plan_with_bytes(wanted, shape)
     validate_program(lower(plan.schedule))
-    assert max(program_peaks(plan.schedule, counted(4 * wanted.chunks))) <= cap
+    assert max(program_peaks(plan.schedule, counted(4 * wanted.request.chunks))) <= cap
     assert not plan.schedule.recomputed, "nothing is computed again where offload is enough"
+
+
+def test_a_cap_in_activation_units_stays_one_when_bytes_are_known():
+    wanted = source("1f1b", 0.75, offload="auto")
+    plan = plan_with_bytes(wanted, Shape(4, 1, 8))
+    assert 0.5 < plan.timeline.peak <= 0.75 and plan.schedule.offloads
 
 
 @pytest.mark.parametrize("recompute", ["none", "auto"])
@@ -297,7 +305,7 @@ def test_every_rank_may_have_a_cap_of_its_own():
         source("auto", "0.75,0.7,0.5,0.3", offload="auto", offload_options={"ratio": 0.2}, options={"seconds": 1}),
         source("auto", "0.75,0.7,0.5,0.3", options={"seconds": 1}),
     ):
-        plan = wanted.plan(Shape(4, wanted.chunks, 8), "start")
+        plan = wanted.plan(Shape(4, wanted.request.chunks, 8), "start")
         assert all(peak <= cap * (1 + 1e-9) for peak, cap in zip(plan.timeline.peaks, caps, strict=True))
     with pytest.raises(UnsupportedError, match="2 memory caps for 4 devices"):
         source("auto", "0.5,0.6").placement(4, 2)

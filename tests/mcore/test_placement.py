@@ -15,8 +15,9 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.model.placement import ChunkPlacement, RoundRobinRank, round_robin_rank  # noqa: E402
 from megatron_pipemem.mcore.patching import PatchSet  # noqa: E402
-from megatron_pipemem.mcore.sources import FamilySource  # noqa: E402
+from megatron_pipemem.mcore.source import Source  # noqa: E402
 from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
+from megatron_pipemem.schedule.request import Request  # noqa: E402
 
 
 class Group:
@@ -115,8 +116,8 @@ def test_a_wrong_number_of_chunks_names_the_flag():
 @pytest.mark.parametrize(("virtual_stages", "chunks"), [(2, 2), (4, 4), (6, 6)])
 def test_a_model_is_built_with_as_many_chunks_as_megatron_counts_with(as_rank, monkeypatch, virtual_stages, chunks):
     as_rank(1)
-    source = FamilySource("hanayo")
-    placement = ChunkPlacement(source.placement, source.is_round_robin, name="hanayo")
+    source = Source(Request.of("hanayo"))
+    placement = ChunkPlacement(source.placement, source.request.is_round_robin, name="hanayo")
     built = placement.build_chunks(Chunk, GROUPS, virtual_stages)
     assert [chunk.vp_stage for chunk in built] == list(range(chunks))
     group = parallel_state.get_pipeline_model_parallel_group()

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
-from megatron_pipemem.mcore.sources import FamilySource, Shape
+from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step.programs import ProgramCache
 from megatron_pipemem.mcore.step.single_queue import has_single_queue
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.validator import validate_program
+from megatron_pipemem.schedule.knowledge import Shape
+from megatron_pipemem.schedule.request import Request
 
 
 def compile(programs, m=8, chunks=2, forward_only=False, agree=lambda digest: None, group_size=None):
@@ -18,7 +20,7 @@ def compile(programs, m=8, chunks=2, forward_only=False, agree=lambda digest: No
 
 
 def family(name, **settings):
-    return ProgramCache(FamilySource(name, **settings))
+    return ProgramCache(Source(Request.of(name, **settings)))
 
 
 def test_compiles_once_per_shape_and_asks_for_agreement_each_time_it_does():

@@ -18,17 +18,17 @@ from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags  # noqa:
 from megatron_pipemem.mcore.model.replicas import gradients  # noqa: E402
 from megatron_pipemem.mcore.model.weight_memory import count_weights, predict_weights  # noqa: E402
 from megatron_pipemem.mcore.refusals import check_chunks, check_config  # noqa: E402
-from megatron_pipemem.mcore.sources import FamilySource, Shape  # noqa: E402
+from megatron_pipemem.mcore.source import Source  # noqa: E402
 from megatron_pipemem.mcore.step.batch_distribution import deal  # noqa: E402
-from megatron_pipemem.mcore.vocabulary.source import VocabularySource  # noqa: E402
 from megatron_pipemem.schedule.core.action import Kind  # noqa: E402
 from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
 from megatron_pipemem.schedule.core.simulator import simulate  # noqa: E402
 from megatron_pipemem.schedule.core.validator import validate, validate_program  # noqa: E402
 from megatron_pipemem.schedule.families.serial_orders import forward_schedule, serial_schedule  # noqa: E402
+from megatron_pipemem.schedule.knowledge import Shape  # noqa: E402
 from megatron_pipemem.schedule.lowering import lower  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
-from megatron_pipemem.schedule.request import check_replicas  # noqa: E402
+from megatron_pipemem.schedule.request import Request, check_replicas  # noqa: E402
 
 
 class Counted:
@@ -81,7 +81,7 @@ def test_megatron_is_told_of_one_copy():
 
 
 def test_evaluation_takes_any_number_of_microbatches():
-    source = FamilySource("dualpipe")
+    source = Source(Request.of("dualpipe"))
     for m in (1, 3, 8, 9):
         schedule = source.forwards(Shape(4, 2, m))
         validate(schedule)
@@ -105,7 +105,7 @@ def test_one_microbatch_after_another_goes_both_ways(p, m):
 
 
 def test_vocabulary_passes_are_refused_before_the_model_is_built():
-    source = VocabularySource(FamilySource("gems"), "2")
+    source = Source(Request.of("gems", vocabulary="2"))
     with pytest.raises(UnsupportedError, match="cuts head and embedding of one model copy"):
         source.placement(4, 1)
 

@@ -20,13 +20,16 @@ from megatron_pipemem.mcore.model.weight_memory import WeightBytes  # noqa: E402
 from megatron_pipemem.mcore.report import scalars  # noqa: E402
 from megatron_pipemem.mcore.report.run_record import RunRecord  # noqa: E402
 from megatron_pipemem.mcore.report.scalars import Scalars  # noqa: E402
-from megatron_pipemem.mcore.sources import FamilySource, Plan, Shape  # noqa: E402
+from megatron_pipemem.mcore.source import Source  # noqa: E402
 from megatron_pipemem.mcore.step.observation import Observation  # noqa: E402
 from megatron_pipemem.report.run import lines, table  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.trace import TracedAction  # noqa: E402
 from megatron_pipemem.schedule.core.action import COMPUTE, Kind  # noqa: E402
+from megatron_pipemem.schedule.knowledge import Shape  # noqa: E402
 from megatron_pipemem.schedule.lowering import lower  # noqa: E402
+from megatron_pipemem.schedule.request import Request  # noqa: E402
+from megatron_pipemem.schedule.resolve import ChosenSchedule as Plan  # noqa: E402
 
 
 @pytest.fixture
@@ -44,7 +47,7 @@ def record(world, tmp_path) -> RunRecord:
     return record
 
 
-PLAN = FamilySource("zb-h1").plan(Shape(1, 1, 2), "start")
+PLAN = Source(Request.of("zb-h1")).plan(Shape(1, 1, 2), "start")
 PROGRAM = lower(PLAN.schedule)
 
 
@@ -135,7 +138,7 @@ def test_a_folder_that_cannot_be_written_is_warned_of_once(record, caplog):
 
 
 def test_a_picture_that_cannot_be_drawn_leaves_the_others(record, caplog):
-    schedule = FamilySource("1f1b").plan(Shape(1, 1, 2), "another").schedule  # whose actions did not run
+    schedule = Source(Request.of("1f1b")).plan(Shape(1, 1, 2), "another").schedule  # whose actions did not run
     record.add_step(Plan(schedule, PLAN.costs, "unit", "start"), PROGRAM, 0, observed())
     record.write()
     assert {path.name for path in record.trace.iterdir()} == {"plan.html", "plan.png", "plan.json"}

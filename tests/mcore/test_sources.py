@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
 pytest.importorskip("megatron.core")
 
+from asked_source import source_of
+
+from megatron_pipemem.cli.app import app
 from megatron_pipemem.errors import PipememError, ScheduleError, ScheduleFormatError, UnsupportedError
-from megatron_pipemem.mcore import search_source
-from megatron_pipemem.mcore.search_source import SearchSource, source_of
-from megatron_pipemem.mcore.sources import ONE_BY_ONE, Shape
+from megatron_pipemem.mcore import source as run_source
+from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
+from megatron_pipemem.mcore.plugin import source_for
+from megatron_pipemem.schedule import request as asking
+from megatron_pipemem.schedule import resolve as resolving
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import held_after, simulate
 from megatron_pipemem.schedule.core.validator import validate, validate_program
+from megatron_pipemem.schedule.knowledge import Shape
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.resolve import ONE_BY_ONE
+from megatron_pipemem.schedule.search import Candidate, SearchResult
 
 QUICK = {"seconds": 1}
 
@@ -42,9 +51,9 @@ def test_a_file_is_run_as_it_stands(file):
     expected = build_schedule("v-half", num_devices=4, num_microbatches=8)
     plan = source.plan(Shape(4, 2, 8), "start")
     assert plan.schedule.orders == expected.orders and plan.schedule.placement == expected.placement
-    assert (source.may_split, source.is_round_robin, source.chunks) == (True, False, 2)
+    assert (source.request.may_split, source.request.is_round_robin, source.request.chunks) == (True, False, 2)
     fused = source_of(file("interleaved"), None, "unit", {})
-    assert (fused.may_split, fused.is_round_robin, fused.chunks) == (False, True, 2)
+    assert (fused.request.may_split, fused.request.is_round_robin, fused.request.chunks) == (False, True, 2)
 
 
 def test_a_file_evaluates_any_number_of_microbatches_on_its_placement(file):
@@ -90,7 +99,7 @@ def test_only_a_search_can_fit_bytes(schedule):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"colour": 1}, "placement, chunks, seconds, seed"),
+        ({"colour": 1}, "chunks, placement, seconds, effort, seed"),
         ({"placement": "w"}, "v, interleaved, linear"),
         ({"seconds": "soon"}, "seconds of a search .* not 'soon'"),
         ({"chunks": 0}, "chunks of a search .* not 0"),
@@ -135,6 +144,39 @@ def test_a_search_keeps_to_the_placement_and_the_cap():
     assert other.schedule.num_microbatches == 3 and other.schedule.placement == plan.schedule.placement
 
 
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        ((), {}),
+        (("--vocab-parallel", "2"), {"vocab_parallel": "2"}),
+        (("--offload", "auto"), {"offload": "auto", "offload_options": {"ratio": 1.0}}),
+    ],
+)
+def test_a_run_and_the_command_line_find_the_same_order(flags, settings, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(run_source, "microbatches_of_the_run", lambda: 12)
+    file, cap = tmp_path / "auto.csv", "1.1" if "vocab_parallel" in settings else "0.5"
+    asked = ["simulate", "auto", "-p", "4", "-m", "12", "--memory-cap", cap, *flags, "--json"]
+    told = CliRunner().invoke(app, asked)
+    run = source_of("auto", cap, **settings).plan(Shape(4, 2, 12), "start")
+    assert json.loads(told.stdout)["makespan"] == run.timeline.makespan
+    if not flags:
+        assert CliRunner().invoke(app, ["convert", "auto", str(file), *asked[2:8]]).exit_code == 0
+        assert Schedule.from_csv(file.read_text()).orders == run.schedule.orders
+
+
+def test_a_file_is_read_once(file, monkeypatch):
+    read, path = [], file()
+    original = asking.read_schedule_file
+    monkeypatch.setattr(asking, "read_schedule_file", lambda path: read.append(path) or original(path))
+    settings, others = take_flags(
+        ["--pipemem-schedule", path, "--pipeline-model-parallel-size", "4", "--num-layers", "8"]
+    )
+    add_virtual_stages(settings, others)
+    source_for(settings)[0].plan(Shape(4, 2, 8), "start")
+    assert read == [path]
+
+
 def test_a_cap_below_one_microbatch_names_the_least():
     with pytest.raises(UnsupportedError, match="at least 0.25"):
         auto(0.2).placement(4, 2)
@@ -168,6 +210,7 @@ def test_a_cap_in_bytes_waits_for_bytes_and_holds_for_the_whole_program():
 
 def test_bytes_that_no_schedule_keeps_are_refused_with_the_least():
     source = auto("150B")
+    assert source.placement(2, 2).name == "v"
     source.measured(None, CHANGES)
     # Both chunks of device 0 and the buffer of the second one's input.
     with pytest.raises(UnsupportedError, match="150B: pipeline rank 0 .*at least 195B"):
@@ -184,7 +227,8 @@ def test_bytes_that_full_backwards_keep_are_not_refused():
     assert {action.kind for order in plan.schedule.orders for action in order} == {Kind.F, Kind.B}
     less = auto("104B", placement="linear")
     less.measured(None, changes)
-    with pytest.raises(UnsupportedError, match="at least 105B"):
+    # The next microbatch's input arrives while the last one's backward runs.
+    with pytest.raises(UnsupportedError, match="at least 110B"):
         less.plan(Shape(2, 1, 6), "start")
 
 
@@ -192,7 +236,7 @@ def test_bytes_of_a_costs_file_need_no_counting(tmp_path):
     path = tmp_path / "costs.json"
     path.write_text(json.dumps({"forward": 1, "memory": {"F": 200, "I": -50, "W": -150}}))
     source = auto("450B", str(path))
-    assert not source.needs_bytes and source.priced_by == "file"
+    assert not source.needs_bytes and source.knowledge.priced_by == "file"
     plan = source.plan(Shape(2, 2, 6), "start")
     assert plan.timeline.peak <= 450
     in_units = auto(0.75, str(path)).plan(Shape(2, 2, 6), "start")
@@ -225,10 +269,10 @@ def test_one_microbatch_at_a_time_is_said_to_be_the_last_resort(fails, monkeypat
     def search_schedule(**question):
         if fails:
             raise UnsupportedError("nothing fits")
-        before = source_of("gpipe", None, "unit", {})
-        return SimpleNamespace(schedule=before.build(2, 1, 6), lower_bound=1.0, seconds=1.0)
+        before = build_schedule("gpipe", num_devices=2, num_microbatches=6)
+        return SearchResult((Candidate(before, 1.0, (1.0, 1.0), 1.0, "gpipe"),), 1.0, 1.0)
 
-    monkeypatch.setattr(search_source, "search_schedule", search_schedule)
+    monkeypatch.setattr(resolving, "search_schedule", search_schedule)
     source = auto("210B", placement="linear")
     source.measured(None, {kind: sizes[:2] for kind, sizes in CHANGES.items()})
     plan = source.plan(Shape(2, 1, 6), "bytes counted")
@@ -238,14 +282,14 @@ def test_one_microbatch_at_a_time_is_said_to_be_the_last_resort(fails, monkeypat
 
 
 def test_profile_starts_from_unit_costs_and_unknown_costs_are_refused():
-    assert auto(costs="profile").priced_by == "unit"
+    assert auto(costs="profile").knowledge.priced_by == "unit"
     with pytest.raises(PipememError, match="nowhere.json"):
         auto(costs="nowhere.json")
 
 
 def test_a_search_may_split_and_knows_when_megatrons_own_placement_is_certain():
-    assert all(auto(**options).may_split for options in ({}, {"placement": "linear"}))
+    assert all(auto(**options).request.may_split for options in ({}, {"placement": "linear"}))
     assert [
-        auto(**o).is_round_robin for o in ({}, {"placement": "linear"}, {"placement": "interleaved"}, {"chunks": 1})
+        auto(**o).request.is_round_robin
+        for o in ({}, {"placement": "linear"}, {"placement": "interleaved"}, {"chunks": 1})
     ] == [*(False, True, True, True)]
-    assert isinstance(auto(), SearchSource)

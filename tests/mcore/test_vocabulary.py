@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,20 +10,21 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 
+from asked_source import source_of  # noqa: E402
+
 from megatron_pipemem.config.refusals import VOCABULARY  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.mcore import source as run_source  # noqa: E402
 from megatron_pipemem.mcore.flags import take_flags  # noqa: E402
 from megatron_pipemem.mcore.plugin import source_for  # noqa: E402
 from megatron_pipemem.mcore.refusals import check_config  # noqa: E402
-from megatron_pipemem.mcore.search_source import source_of  # noqa: E402
-from megatron_pipemem.mcore.sources import Shape  # noqa: E402
-from megatron_pipemem.mcore.vocabulary import source as vocabulary_source  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.batches import calls_of  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.choice import choose_barriers, head_in_layers  # noqa: E402
 from megatron_pipemem.schedule.core.costs import Costs  # noqa: E402
 from megatron_pipemem.schedule.core.simulator import simulate  # noqa: E402
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary  # noqa: E402
 from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts  # noqa: E402
+from megatron_pipemem.schedule.knowledge import Shape  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
 
 
@@ -83,7 +85,7 @@ def test_flags_give_schedules_with_passes(schedule, algorithm, barriers):
     settings, rest = take_flags(["--pipemem-schedule", schedule, "--pipemem-vocab-parallel", algorithm, "--lr", "1"])
     assert (settings.vocab_parallel, rest) == (algorithm, ["--lr", "1"])
     source = source_of(schedule, None, "unit", {}, vocab_parallel=algorithm)
-    shape = Shape(4, source.chunks, 6)
+    shape = Shape(4, source.request.chunks, 6)
     assert source.plan(shape, "").schedule.vocabulary_barriers == barriers
     assert source.forwards(shape).vocabulary_barriers == barriers
 
@@ -103,14 +105,13 @@ def test_flags_that_do_not_go_together_are_refused(tmp_path):
         source_of(str(file), None, "unit", {}, vocab_parallel="off")
     with pytest.raises(UnsupportedError, match="--pipemem-vocab-parallel 2, not 1"):
         source_of(str(file), None, "unit", {}, vocab_parallel="1")
-    assert source_of(str(file), None, "unit", {}, vocab_parallel="auto").plan(
-        Shape(4, 1, 6), ""
-    ).schedule == plan.schedule.__class__(**{**plan.schedule.__dict__, "name": "order.csv"})
+    kept = source_of(str(file), None, "unit", {}, vocab_parallel="auto").plan(Shape(4, 1, 6), "").schedule
+    assert kept == replace(plan.schedule, name="order.csv")
 
 
 def test_the_cut_is_told_about_pieces(monkeypatch):
     told = []
-    monkeypatch.setattr(vocabulary_source, "cut_vocabulary", lambda *arguments: told.append(arguments[-2:]))
+    monkeypatch.setattr(run_source, "cut_vocabulary", lambda *arguments: told.append(arguments[-2:]))
     flags = "--pipemem-schedule 1f1b --pipemem-vocab-parallel 1".split()
     for pieces in ([], ["--pipemem-vocab-piece-tokens", "16"]):
         source, _ = source_for(take_flags([*flags, *pieces])[0])
@@ -197,7 +198,7 @@ def test_auto_has_to_keep_the_cap(schedule, cap, allowed, monkeypatch, tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     options = {"seconds": 1, "placement": "linear"} if schedule == "auto" else {}
     source = source_of(schedule, cap, "unit", options, vocab_parallel="auto")
-    found = source._allowed(source.placement(4, 1), 1)
+    found = source._ways(source.placement(4, 1), 1)
     assert set(found) == allowed
     assert all(
         each.vocabulary_barriers == barriers and simulate(each).peak <= cap + 1e-9 for barriers, each in found.items()

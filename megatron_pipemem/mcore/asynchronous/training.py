@@ -14,19 +14,20 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import agree, gather, tell
 from megatron_pipemem.mcore.asynchronous.checkpoint import SavedVersions, wrap_load, wrap_save
 from megatron_pipemem.mcore.asynchronous.optimizer import StageOptimizer
-from megatron_pipemem.mcore.asynchronous.source import AsynchronousSource, WindowPlan
+from megatron_pipemem.mcore.asynchronous.windows import WindowPlan, identity, window_plan
 from megatron_pipemem.mcore.loop_arguments import steps_left
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.refusals import check_asynchronous
-from megatron_pipemem.mcore.sources import Shape, announce
+from megatron_pipemem.mcore.source import Source, announce
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.step.programs import Compiled, digest_of
 from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, LOAD, SAVE
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import InFlight
 from megatron_pipemem.runtime.weight_versions import WeightSwitch, WeightVersions
-from megatron_pipemem.schedule.features.windows import Moment, horizon
+from megatron_pipemem.schedule.features.windows import Moment, horizon, updates_per_batch
+from megatron_pipemem.schedule.knowledge import Shape
 
 logger = logging.getLogger(__name__)
 
@@ -94,11 +95,13 @@ class AsynchronousTraining(Extension):
 
     only_trains = True
 
-    def __init__(self, source: AsynchronousSource, train_steps: int | None = None):
+    def __init__(self, source: Source, train_steps: int | None = None):
         self._source = source
+        # Whether the optimizer steps once per call, by the training loop, and not once per microbatch.
+        self._loop_updates = updates_per_batch(source.name)
         self._train_steps = train_steps
         self._steps = 0
-        self._identity = source.identity
+        self._identity = identity(source)
         self._plans: dict[tuple[Shape, Moment], WindowPlan] = {}
         self._stream: _Stream | None = None
         self._optimizer = StageOptimizer()
@@ -108,7 +111,7 @@ class AsynchronousTraining(Extension):
 
     def replacements(self) -> Replacements:
         replaced = [(SAVE, wrap_save(self._to_save)), (LOAD, wrap_load(self._loaded))]
-        if not self._source.loop_updates:
+        if not self._loop_updates:
             replaced += [(symbol, self._optimizer.catch) for symbol in (GET_OPTIMIZER, GET_TRAINING_OPTIMIZER)]
         return replaced
 
@@ -121,9 +124,9 @@ class AsynchronousTraining(Extension):
             lambda digest: agree(digest, step.pipeline.group),
             lambda: step.finalize(None),
         )
-        if not self._source.loop_updates:
+        if not self._loop_updates:
             step.context.num_microbatches = 1  # an update averages over one microbatch
-        step.finalizes = self._source.loop_updates
+        step.finalizes = self._loop_updates
         return Compiled(call.plan.window.program, call.plan)
 
     def prepare(self, step: Step) -> None:
@@ -185,8 +188,8 @@ class AsynchronousTraining(Extension):
             UnsupportedError: the configuration, the batch size or the number of steps is nothing an asynchronous schedule
                 can go on with.
         """
-        check_asynchronous(config, chunks, self._source.loop_updates)
-        if not self._source.loop_updates:
+        check_asynchronous(config, chunks, self._loop_updates)
+        if not self._loop_updates:
             self._optimizer.require()
         stream = self._stream_of(chunks, shape.num_microbatches)
         far = horizon(shape.num_devices, shape.num_microbatches)
@@ -203,7 +206,7 @@ class AsynchronousTraining(Extension):
 
         own = window.stream.placement.stages[device]
         updates = {action: needed for action, needed in window.updates.items() if action.stage in own}
-        switch = WeightSwitch(weights, window.versions, updates, None if self._source.loop_updates else update)
+        switch = WeightSwitch(weights, window.versions, updates, None if self._loop_updates else update)
         return Call(plan, device, switch, left)
 
     def _stream_of(self, chunks: list[torch.nn.Module], batch: int) -> _Stream:
@@ -276,7 +279,7 @@ class AsynchronousTraining(Extension):
     def _plan(self, shape: Shape, moment: Moment, agree: Callable[[str], None]) -> WindowPlan:
         key = (shape, moment)
         if key not in self._plans:
-            plan = self._source.window_plan(shape, moment)
+            plan = window_plan(self._source, shape, moment)
             agree(digest_of(plan.window.program))
             if not self._plans:
                 announce(plan)

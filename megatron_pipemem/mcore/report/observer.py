@@ -17,13 +17,16 @@ from megatron_pipemem.mcore.model.stages import tensors_in, watch_batches
 from megatron_pipemem.mcore.model.weight_memory import count_weights
 from megatron_pipemem.mcore.patching import Feature, Replacements
 from megatron_pipemem.mcore.report.run_record import STEPS, RunRecord
-from megatron_pipemem.mcore.sources import FamilySource, Plan, announce
+from megatron_pipemem.mcore.source import announce
 from megatron_pipemem.mcore.step.observation import Observation, observe
 from megatron_pipemem.mcore.symbols import BACKWARD_STEP, FORWARD_STEP, LINEAR, WITH_INTERLEAVING, WITHOUT_INTERLEAVING
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.schedule import Program
+from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.options import STOCK
+from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.resolve import ChosenSchedule, family_schedule
 
 
 class StockObserver(Feature):
@@ -55,8 +58,8 @@ class StockObserver(Feature):
         ]
 
     def wrap_schedule(self, original: Callable, family: str) -> Callable:
-        source = FamilySource(family, costs=self._costs, priced_by=self._priced_by)
-        plans: dict[tuple, Plan] = {}
+        request, known = Request(family), Knowledge(self._costs, self._priced_by)
+        plans: dict[Shape, ChosenSchedule] = {}
 
         def forward_backward(*, model, data_iterator, num_microbatches: int, forward_only: bool = False, **kwargs):
             call = {"model": model, "num_microbatches": num_microbatches, "forward_only": forward_only, **kwargs}
@@ -75,10 +78,10 @@ class StockObserver(Feature):
                 self._forward_of.clear()
             with self._record.guarded(STEPS):
                 group_size = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage
-                shape = (group.size(), len(chunks), num_microbatches, group_size)
+                shape = Shape(group.size(), len(chunks), num_microbatches, group_size)
                 if shape not in plans:
-                    schedule = replace(source.build(*shape), name=STOCK)
-                    plans[shape] = Plan(schedule, source.costs, source.priced_by, "Megatron's own")
+                    schedule = replace(family_schedule(request, shape, known), name=STOCK)
+                    plans[shape] = ChosenSchedule(schedule, self._costs, self._priced_by, "Megatron's own")
                     announce(plans[shape])
                 schedule = plans[shape].schedule
                 # What Megatron's loop variables keep alive depends on where the loop is, so its peak is counted, not foretold.

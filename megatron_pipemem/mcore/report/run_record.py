@@ -29,7 +29,6 @@ from megatron_pipemem.mcore.report.run_report import (
     measured,
     report_of,
 )
-from megatron_pipemem.mcore.sources import Plan
 from megatron_pipemem.mcore.step.observation import Observation
 from megatron_pipemem.report import save_timeline
 from megatron_pipemem.report.run import lines
@@ -42,6 +41,7 @@ from megatron_pipemem.runtime.activation_ledger import (
 from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.schedule import Program
+from megatron_pipemem.schedule.resolve import ChosenSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class RunRecord:
     steps: list[Step] = field(default_factory=list)
     held: Bytes = field(default_factory=Bytes)
     _failures: dict[str, str] = field(default_factory=dict)
-    _plans: list[tuple[int, Plan]] = field(default_factory=list)
+    _plans: list[tuple[int, ChosenSchedule]] = field(default_factory=list)
     _program: Program | None = None
     _device: int = 0
     _changes: dict[Kind, list[int]] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class RunRecord:
         return STEPS not in self._failures
 
     @property
-    def last_plan(self) -> Plan | None:
+    def last_plan(self) -> ChosenSchedule | None:
         """Of the last step whose times are known."""
         return self._plans[self.steps[-1].plan][1] if self.steps else None
 
@@ -134,7 +134,7 @@ class RunRecord:
 
     def add_step(
         self,
-        plan: Plan,
+        plan: ChosenSchedule,
         program: Program,
         device: int,
         observed: Observation,
@@ -149,7 +149,9 @@ class RunRecord:
         with self.guarded(STEPS):
             self._add_step(plan, program, device, observed, foretell)
 
-    def _add_step(self, plan: Plan, program: Program, device: int, observed: Observation, foretell: bool) -> None:
+    def _add_step(
+        self, plan: ChosenSchedule, program: Program, device: int, observed: Observation, foretell: bool
+    ) -> None:
         if observed.ledger is not None:
             self._add_bytes(program, device, observed.ledger, foretell)
             self._weights = observed.weights

@@ -10,15 +10,15 @@ from pathlib import Path
 from statistics import fmean
 
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes, predict_weights
-from megatron_pipemem.mcore.sources import Plan
 from megatron_pipemem.report.run import peak_activation
 from megatron_pipemem.runtime.offload import OffloadStatistics
 from megatron_pipemem.runtime.offload.channel import Direction
 from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.core.action import COMPUTE, Kind
 from megatron_pipemem.schedule.core.simulator import Timeline, count_messages
+from megatron_pipemem.schedule.resolve import ChosenSchedule
 
-Plans = Sequence[tuple[int, Plan]]
+Plans = Sequence[tuple[int, ChosenSchedule]]
 """The step that each plan was first run in, and the plan."""
 
 
@@ -141,7 +141,7 @@ def report_of(ranks: Sequence[Summary], timelines: Path | None) -> dict:
 
 def measured(
     steps: Sequence[Step],
-    plan: Plan,
+    plan: ChosenSchedule,
     device: int,
     held: Bytes,
     weights: WeightBytes,
@@ -211,7 +211,7 @@ def described(number: int, plans: Plans, steps: Sequence[Step], shared: Sequence
     }
 
 
-def last_step(pipeline: Sequence[Summary], plan: Plan) -> Timeline:
+def last_step(pipeline: Sequence[Summary], plan: ChosenSchedule) -> Timeline:
     """The last step of a pipeline as it ran.
 
     Raises:
@@ -245,7 +245,7 @@ def _offload_summary(steps: list[OffloadStatistics | None]) -> dict:
     }
 
 
-def _costs(plan: Plan) -> dict:
+def _costs(plan: ChosenSchedule) -> dict:
     """One value per stage; the time of a message between every two neighbours."""
     placement, seconds = plan.schedule.placement, plan.costs.seconds(plan.schedule.placement)
     neighbours = sorted({tuple(sorted(pair)) for pair in zip(placement.devices, placement.devices[1:], strict=False)})

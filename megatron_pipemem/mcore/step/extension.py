@@ -14,7 +14,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_pipemem.mcore.model.stages import ActivationCounter, ChunkStage, StepContext
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.patching import Feature
-from megatron_pipemem.mcore.sources import Plan, Shape
 from megatron_pipemem.mcore.step.observation import Observation, permanent_tensors
 from megatron_pipemem.mcore.step.programs import Compiled, ProgramCache
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
@@ -23,6 +22,8 @@ from megatron_pipemem.runtime.offload import OffloadStatistics
 from megatron_pipemem.runtime.transport import Edge, MessageFormat
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Program
+from megatron_pipemem.schedule.knowledge import Shape
+from megatron_pipemem.schedule.resolve import ChosenSchedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +81,7 @@ class Step:
     finalizes: bool
 
     program: Program = field(init=False)
-    plan: Plan | None = field(init=False)
+    plan: ChosenSchedule | None = field(init=False)
     """what the program was planned as; evaluation has none"""
 
     # What extensions say before anything runs.

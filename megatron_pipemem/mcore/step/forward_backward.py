@@ -21,7 +21,6 @@ from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.model.whole_model import check_whole_model
 from megatron_pipemem.mcore.patching import Feature, Replacements
 from megatron_pipemem.mcore.refusals import check_chunks, check_config
-from megatron_pipemem.mcore.sources import Shape
 from megatron_pipemem.mcore.step.extension import Extension, Pipeline, Step
 from megatron_pipemem.mcore.step.observation import device_of, observe
 from megatron_pipemem.mcore.step.programs import ProgramCache
@@ -31,6 +30,7 @@ from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.groups import destroy_groups
 from megatron_pipemem.runtime.transport import MessageFormat, Transport, connect
 from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.knowledge import Shape
 
 
 class ForwardBackward(Feature):

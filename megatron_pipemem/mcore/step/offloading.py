@@ -55,16 +55,6 @@ class OffloadSettings:
     ratio: float | None = None
     switches: tuple[tuple[int, ...], ...] = ()
 
-    @property
-    def plans(self) -> bool:
-        """Whether anything is to be added to what a schedule says itself."""
-        return self.mode != "off" or self.recompute != "none"
-
-    @property
-    def leaves_choice(self) -> bool:
-        """Whether it is left open what is offloaded or recomputed, so that a search may choose it with the order."""
-        return self.plans and self.mode in ("off", "auto") and self.recompute in ("none", "auto")
-
     @classmethod
     def of(cls, mode: str, recompute: str, host_memory: str | None, options: Mapping[str, object]) -> OffloadSettings:
         """Read what a user wrote.

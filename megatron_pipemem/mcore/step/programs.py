@@ -10,11 +10,13 @@ from typing import NamedTuple
 
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.mcore.agreement import gather, is_first_rank
-from megatron_pipemem.mcore.sources import MemoryDeltas, Plan, Shape, Source, announce
+from megatron_pipemem.mcore.source import Source, announce
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.schedule import Program, Schedule
 from megatron_pipemem.schedule.core.validator import validate_program
+from megatron_pipemem.schedule.knowledge import MemoryDeltas, Shape
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.resolve import ChosenSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ class Compiled(NamedTuple):
     """A program, and the plan it came from; evaluation has none."""
 
     program: Program
-    plan: Plan | None
+    plan: ChosenSchedule | None
 
 
 def digest_of(program: Program) -> str:
@@ -142,7 +144,7 @@ class ProgramCache:
             logger.warning("could not plan again (%s): %s; the schedule stays", self._update.reason, message)
         return before
 
-    def _compiled(self, schedule: Schedule, plan: Plan | None) -> Compiled:
+    def _compiled(self, schedule: Schedule, plan: ChosenSchedule | None) -> Compiled:
         costs = self._source.costs if plan is None else plan.costs
         program = lower(schedule, single_queue=self.single_queue, costs=costs)
         validate_program(program, single_queue=self.single_queue)

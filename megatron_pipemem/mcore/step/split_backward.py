@@ -10,34 +10,34 @@ from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.model import transformer_engine
 from megatron_pipemem.mcore.model.linear import GRADIENT_READY, attach_ddp_hooks, countable_linear, split_linear
 from megatron_pipemem.mcore.patching import Replacements
-from megatron_pipemem.mcore.sources import Source
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import LINEAR
+from megatron_pipemem.schedule.request import Request
 
 logger = logging.getLogger(__name__)
 
 
 class SplitBackward(Extension):
-    """Splits backwards where a source's schedules may want it, and otherwise lets a ledger watch them if one may.
+    """Splits backwards where the schedules of a request may want it, and otherwise lets a ledger watch them if one may.
 
     Args:
-        source: of the run's schedules.
+        request: for the run's schedules.
         counted: whether bytes may be counted.
 
     Attributes:
         has_run_delayed: whether modules of Transformer Engine have left their weight gradients to this.
     """
 
-    def __init__(self, source: Source, counted: bool):
-        self._source = source
+    def __init__(self, request: Request, counted: bool):
+        self._request = request
         self._counted = counted
         self._hooked: list[torch.nn.Parameter] = []
         self.has_run_delayed = False
 
     def replacements(self) -> Replacements:
-        replaced = transformer_engine.replacements(self._source.may_split, self._source.may_recompute)
+        replaced = transformer_engine.replacements(self._request.may_split, self._request.may_recompute)
         # Also where activations leave the device: stock's linear layers do not let their inputs go (``saved_as_is``).
-        if self._source.may_split or self._source.may_offload:
+        if self._request.may_split or self._request.may_offload:
             replaced.append((LINEAR, split_linear))
         elif self._counted:
             replaced.append((LINEAR, countable_linear))

@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 import torch
 
 from megatron_pipemem.runtime.offload.channel import Channel, Copy, Direction
+from megatron_pipemem.schedule.knowledge import HostLink
 
 _BYTES = 1 << 23
 _REPETITIONS = 3
 _DUPLEX_FACTOR = 1.5  # one direction at a time would take 2
-
-
-@dataclass(frozen=True)
-class HostLink:
-    """A device's way to its host.
-
-    Args:
-        out: bytes per second of a transfer to the host, alone.
-        back: bytes per second of a transfer to the device, alone.
-        duplex: whether both ways at once take hardly longer than the slower one.
-    """
-
-    out: float
-    back: float
-    duplex: bool
 
 
 def measure_host_link(channel: Channel, nbytes: int = _BYTES) -> HostLink:
