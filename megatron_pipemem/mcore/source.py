@@ -17,7 +17,7 @@ from megatron_pipemem.launch.cut_flags import as_built
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero, is_first_rank, tell
 from megatron_pipemem.mcore.vocabulary.build import cut_vocabulary, layout_of
 from megatron_pipemem.mcore.vocabulary.choice import choose_barriers
-from megatron_pipemem.report.run import plan_line
+from megatron_pipemem.report.run import announcement
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
@@ -48,7 +48,7 @@ def announce(plan: ChosenSchedule) -> None:
     if not is_first_rank():
         return
     try:
-        line = plan_line(plan.timeline)
+        line = announcement(plan.timeline)
     except Exception as error:  # a line of the log ends no run
         line = f"{plan.schedule.name}, which cannot be simulated: {error}"
     logger.info("%s: %s", plan.reason, line)

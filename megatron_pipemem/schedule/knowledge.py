@@ -180,14 +180,15 @@ class Knowledge:
         )
 
     def _memory(self, placement: Placement, with_their_messages: MemoryDeltas) -> dict[Kind, tuple[float, ...]]:
-        """Bytes of every action. A recomputed forward keeps nothing but an output that it hands on locally."""
+        """Bytes of every action. A recomputed forward keeps nothing but its output, until that is sent or used here."""
         changes = {**self.changes, **with_their_messages}
         handed_on = []
         for stage, device in enumerate(placement.devices):
             after = placement.next_stage(stage)
             handed_on.append(self.message if after is not None and placement.devices[after] == device else 0)
         saved = self.changes[Kind.F]
-        again = tuple(taken - kept for taken, kept in zip(saved, handed_on, strict=True))
+        unsent = self.changes.get(Kind.SEND_F, (0,) * placement.num_stages)
+        again = tuple(taken + gone - kept for taken, gone, kept in zip(saved, unsent, handed_on, strict=True))
         kept = tuple(whole - part for whole, part in zip(changes[Kind.F], again, strict=True))
         memory = {Kind.F: kept, Kind.R: again, Kind.I: changes[Kind.I], Kind.W: changes[Kind.W]}
         if self.selective is not None:
