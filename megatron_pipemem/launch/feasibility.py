@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import GIB
 from megatron_pipemem.config.refusals import flag_values, refuse_asynchronous, refuse_transformer_engine
@@ -9,20 +11,11 @@ from megatron_pipemem.config.runs import Run, resolve_script
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.command import min_nodes, script_flags
-from megatron_pipemem.planner.memory import held, schedule_of
-from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.planner.memory import held, request_of, schedule_of
 from megatron_pipemem.schedule.model_cut import check_cut, placements_of
 from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.registry import family
-from megatron_pipemem.schedule.request import (
-    FILE_SUFFIX,
-    check_barriers,
-    check_devices_of_file,
-    check_microbatches_of_file,
-    check_replicas,
-    check_request,
-    prices_of,
-)
+from megatron_pipemem.schedule.request import FILE_SUFFIX, Request, check_barriers, check_replicas
 from megatron_pipemem.schedule.size import check_affordable, is_fitted
 
 
@@ -81,25 +74,21 @@ def _schedules(run: Run) -> None:
     choice, cut = run.schedule, run.parallelism
     if cut.pp == 1 and choice.name != STOCK:
         raise UnsupportedError(f"pp 1 leaves no pipeline for schedule {choice.name}; set schedule.name to {STOCK}")
-    recomputes = choice.recomputes_by_action or run.flags.get("pipemem-recompute", "none") != "none"
-    plans_offload = choice.offload != "off" or recomputes
-    options = run.schedule_options
-    check_request(choice.name, choice.memory_cap, choice.costs, options, plans_offload, choice.vocab_parallel)
-    prices_of(choice.costs)
+    request, options = request_of(run), run.schedule_options
+    recomputes = request.recompute != "none"
     asked = cut_flags.cut_of(run.flags, cut.pp, run.model.layers)
     if choice.name == AUTO:
         placements = placements_of(AUTO, options, cut.pp, asked)
         cut_flags.check_placements(run.flags, AUTO, placements)
         _stages_hold_layers(run, placements[0].num_chunks)
         _check_transformer_engine(run, True, recomputes)
+        _fits_in_memory(run, request)
         return
-    schedule = schedule_of(run)
+    schedule = schedule_of(run, request)
     placements = (schedule.placement,)
     if choice.name != STOCK:
         _check_transformer_engine(run, schedule.splits_backward, recomputes or bool(schedule.recomputed))
     if choice.name.endswith(FILE_SUFFIX):
-        check_devices_of_file(schedule, cut.pp)
-        check_microbatches_of_file(schedule, cut.microbatches)
         if cut.chunks not in (None, schedule.placement.num_chunks):
             raise UnsupportedError(
                 f"{choice.name} has {schedule.placement.num_chunks} chunks per rank, not {cut.chunks}"
@@ -107,7 +96,6 @@ def _schedules(run: Run) -> None:
         if asked is not None:
             check_cut(asked, choice.name, schedule.placement)
     elif choice.name != STOCK:
-        validate(schedule)
         if family(choice.name).asynchronous:
             refuse_asynchronous(run, choice.name)
         placements = placements_of(choice.name, options, cut.pp, asked)
@@ -116,6 +104,7 @@ def _schedules(run: Run) -> None:
     check_barriers(choice.name, schedule.vocabulary_barriers, choice.vocab_parallel)
     check_replicas(schedule.placement)
     _stages_hold_layers(run, schedule.placement.model_stages // cut.pp)
+    _fits_in_memory(run, replace(request, file=schedule))
 
 
 def _check_transformer_engine(run: Run, splits: bool, recomputes: bool) -> None:
@@ -136,8 +125,8 @@ def _stages_hold_layers(run: Run, chunks: int) -> None:
         )
 
 
-def _fits_in_memory(run: Run) -> None:
-    found = held(run)
+def _fits_in_memory(run: Run, request: Request) -> None:
+    found = held(run, request)
     if found is None:
         return
     there, most = run.cluster.memory_bytes, max(found.device)
@@ -153,4 +142,4 @@ def _fits_in_memory(run: Run) -> None:
         )
 
 
-_CHECKS = (_divides, _fits_on_cluster, _has_command, _schedules, _fits_in_memory)
+_CHECKS = (_divides, _fits_on_cluster, _has_command, _schedules)

@@ -6,22 +6,22 @@ from dataclasses import dataclass, replace
 
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.runs import Run
-from megatron_pipemem.planner.offload import offload_step
+from megatron_pipemem.errors import ScheduleError, UnsupportedError
+from megatron_pipemem.planner.offload import HOST_MEMORY, offload_step
 from megatron_pipemem.planner.step import price
 from megatron_pipemem.planner.vocabulary import vocabulary_step
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.bounds import least_held
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_cap
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_caps
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import host_peaks, peaks
 from megatron_pipemem.schedule.core.weights import versions_held
-from megatron_pipemem.schedule.features.offload import plan_offload
 from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS_OF_ALGORITHM
-from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
-from megatron_pipemem.schedule.options import AUTO, STOCK
-from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.request import FILE_SUFFIX, schedule_of_file
+from megatron_pipemem.schedule.knowledge import Knowledge, Shape
+from megatron_pipemem.schedule.options import AUTO, OFF, STOCK
+from megatron_pipemem.schedule.request import Request, check_request, prices_of
+from megatron_pipemem.schedule.resolve import resolve, without_offload
 
 
 @dataclass(frozen=True)
@@ -39,41 +39,67 @@ class MemoryUse:
     room: float
 
 
-def held(run: Run) -> MemoryUse | None:
+def held(run: Run, request: Request | None = None) -> MemoryUse | None:
     """Return the bytes that a run holds; of a search, the least it could find, and of vocabulary parallelism left open,
     the least way.
 
     ``None`` where the run leaves the layers of the stages to Megatron.
 
+    Args:
+        run: as it is configured.
+        request: its ``request_of``, if that is known already, with its ``schedule_of`` for a file.
+
     Raises:
         PipememError: there is no such schedule, or it cannot do what is asked of it.
     """
     choice, cut = run.schedule, run.parallelism
-    schedule = None if choice.name == AUTO else schedule_of(run)
+    request = request or request_of(run)
+    schedule = request.file
+    if schedule is None and choice.name != AUTO:
+        schedule = schedule_of(run, request)
     placement = Placement.interleaved(cut.pp, cut.chunks or 2) if schedule is None else schedule.placement
     layers = layout.layers_of(run, placement.model_stages)
     if layers is None:
         return None
-    ways = [_held(run, placement, schedule, layers, barriers) for barriers in _barriers(run, schedule)]
+    request = replace(request, file=schedule, recompute="none")  # which the price of a layer knows
+    ways, refused = [], None
+    for barriers in _barriers(run, schedule):
+        try:
+            ways.append(_held(run, placement, replace(request, barriers=barriers), layers))
+        except (ScheduleError, UnsupportedError) as error:
+            refused = error
+    if not ways:
+        raise refused
     return min(ways, key=lambda way: max(way.device))
 
 
-def schedule_of(run: Run) -> Schedule:
+def request_of(run: Run) -> Request:
+    """What a run asks of its schedules; for Megatron's own, that of this package which runs the same.
+
+    Raises:
+        PipememError: its parts do not go together, or its schedule file must not run.
+    """
+    choice, cut = run.schedule, run.parallelism
+    recompute = "selective" if choice.recomputes_by_action else str(run.flags.get("pipemem-recompute", "none"))
+    asked = (choice.memory_cap, choice.costs, run.schedule_options)
+    prices_of(choice.costs)
+    if choice.name == STOCK:
+        check_request(STOCK, *asked, choice.offload != OFF or recompute != "none", choice.vocab_parallel)
+        cap = None if choice.memory_cap is None else parse_caps(choice.memory_cap)
+        return Request("1f1b" if (cut.chunks or 1) == 1 else "interleaved", cap, run.schedule_options)
+    bounds_host = HOST_MEMORY in run.flags
+    return Request.of(choice.name, *asked, choice.offload, recompute, bounds_host, choice.vocab_parallel)
+
+
+def schedule_of(run: Run, request: Request) -> Schedule:
     """The schedule that a run names, as it is before offload and vocabulary passes are added.
 
     Raises:
         PipememError: there is no such schedule, or not of these sizes.
     """
-    choice, cut = run.schedule, run.parallelism
-    cap = _cap(run) if choice.offload == "off" else None  # which keeps it by offloading
-    units = None if cap is None or cap.in_bytes else cap.amount
-    if choice.name.endswith(FILE_SUFFIX):
-        return schedule_of_file(choice.name, units)
-    name = choice.name
-    if name == STOCK:
-        name = "1f1b" if (cut.chunks or 1) == 1 else "interleaved"
-    size = {"num_devices": cut.pp, "num_microbatches": cut.microbatches}
-    return build_schedule(name, **size, memory_cap=units, **run.schedule_options)
+    cut = run.parallelism
+    shape = Shape(cut.pp, None, cut.microbatches)
+    return resolve(without_offload(replace(request, barriers=0)), shape, Knowledge()).schedule
 
 
 def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
@@ -85,39 +111,30 @@ def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
         return (schedule.vocabulary_barriers,)
     if asked == AUTO:
         return (0, *BARRIERS_OF_ALGORITHM.values())
-    return (0,) if asked == "off" else (BARRIERS_OF_ALGORITHM[int(asked)],)
+    return (0,) if asked == OFF else (BARRIERS_OF_ALGORITHM[int(asked)],)
 
 
-def _held(
-    run: Run, placement: Placement, schedule: Schedule | None, layers: tuple[int, ...], barriers: int
-) -> MemoryUse:
-    mode = run.schedule.offload
-    if barriers:
-        step = vocabulary_step(barriers, run, placement, layers=layers)
-        if schedule is not None and not schedule.vocabulary_barriers:
-            schedule = with_vocabulary(schedule, barriers, step.costs)
-    elif mode != "off" or (schedule is not None and schedule.offloads):
+def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, ...]) -> MemoryUse:
+    schedule, microbatches = request.file, run.parallelism.microbatches
+    if request.barriers:
+        step = vocabulary_step(request.barriers, run, placement, layers=layers)
+    elif request.offload != OFF or (schedule is not None and schedule.offloads):
         step = offload_step(run, placement, layers=layers)
-        if schedule is not None and mode != "off":
-            cap = _cap(run)
-            if cap is not None and not cap.in_bytes:
-                cap = replace(cap, amount=cap.amount * sum(step.costs.memory[Kind.F]), in_bytes=True)
-            limit = None if cap is None else cap.amount
-            schedule = plan_offload(schedule, step.costs, mode, limit, step.host).schedule
+        if request.cap_in_units is not None:
+            unit = sum(step.costs.memory[Kind.F])
+            caps = tuple(cap * unit for cap in request.memory_cap.of(placement.num_devices))
+            request = replace(request, memory_cap=MemoryCap(caps, True))
     else:
         step = price(run, placement, layers)
     if schedule is not None:
+        shape = Shape(placement.num_devices, None, microbatches)
+        schedule = resolve(request, shape, Knowledge(step.costs, host_budget=step.host)).schedule
         order = (schedule.orders, placement, step.costs, schedule.pieces)
         kept, host = peaks(*order), host_peaks(*order)
     else:
-        kept, host = least_held(placement, run.parallelism.microbatches, step.costs), (0.0,) * placement.num_devices
-        if mode != "off":  # a stage's activations at a time
+        kept, host = least_held(placement, microbatches, step.costs), (0.0,) * placement.num_devices
+        if request.offload != OFF:  # a stage's activations at a time
             kept = tuple(max(step.costs.memory[Kind.F][stage] for stage in owned) for owned in placement.stages)
     versions = (1,) * placement.num_devices if schedule is None else versions_held(schedule)
     older = tuple((count - 1) * nbytes for count, nbytes in zip(versions, step.weights, strict=True))
     return MemoryUse(tuple(map(sum, zip(kept, step.static, step.buffers, older, strict=True))), host, step.host)
-
-
-def _cap(run: Run) -> MemoryCap | None:
-    cap = run.schedule.memory_cap
-    return None if cap is None else parse_cap(cap)
