@@ -167,10 +167,7 @@ class Request:
     def is_round_robin(self) -> bool:
         """Whether Megatron's own placement is all that can come."""
         if self.file is not None:
-            placement = self.file.placement
-            return placement.replicas == 1 and all(
-                device == stage % placement.num_devices for stage, device in enumerate(placement.devices)
-            )
+            return self.file.placement.is_round_robin
         if self.searches:
             return self.options.get("placement") in ("interleaved", "linear") or self.chunks == 1
         return self.options.get("placement", family(self.name).placement) in ("linear", "interleaved")
