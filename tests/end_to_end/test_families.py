@@ -5,6 +5,9 @@ Those of two replicas of the model: ``test_bidirectional.py``.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from megatron_pipemem.schedule.registry import families
@@ -38,6 +41,16 @@ def test_trains_as_stock(train, assert_same_training, name, embeddings):
     run = train(name, *EMBEDDINGS[embeddings], *FLAGS.get(name, ()), *ITERATIONS)
     assert len(run.losses) == 5
     assert_same_training(run, train("stock", *EMBEDDINGS[embeddings], *ITERATIONS))
+
+
+def test_the_documented_example_trains_as_stock(train, assert_same_training, tmp_path):
+    """A schedule in a file that nobody but the run's flag names."""
+    document = (Path(__file__).parents[2] / "docs" / "adding-a-schedule.md").read_text(encoding="utf-8")
+    path = tmp_path / "mine.py"
+    path.write_text(re.search(r"```python\n(from megatron_pipemem import Family.*?)```", document, re.DOTALL)[1])
+    run = train("all-then-all", "--pipemem-schedule-module", str(path), *ITERATIONS)
+    assert run.predicted_peaks == run.counted_peaks
+    assert_same_training(run, train("stock", *ITERATIONS))
 
 
 @every_case

@@ -6,13 +6,11 @@ the other fills and drains. The replicas add up the gradients of a stage as soon
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
+from megatron_pipemem.schedule.families.dualpipe_v import dualpipe_v
 from megatron_pipemem.schedule.family import Family, Formula
 
 
@@ -83,45 +81,19 @@ def dualpipe(num_devices: int, num_microbatches: int) -> Schedule:
             f"dualpipe needs an even number of microbatches, at least 2p = {2 * p}, not {m}; use another number or "
             "'chimera', which takes any"
         )
-    orders = (_named(_dualpipe_steps(p, m, device), p, m, device) for device in range(p))
-    return Schedule("dualpipe", Placement.bidirectional(p), m, tuple(orders))
+    # Device d and its mirror image do what device d of a V of half as many devices does with its two chunks: d's stage of the
+    # direction that begins on its side, and its stage of the other.
+    half = dualpipe_v(p // 2, m // 2).orders
 
+    def order(device: int) -> Order:
+        mirrored = device >= p // 2
+        found = []
+        for kind, stage, microbatch in half[p - 1 - device if mirrored else device]:
+            replica = (stage >= p // 2) != mirrored
+            found.append(Action(kind, replica * p + stage, replica * (m // 2) + microbatch))
+        return tuple(found)
 
-def _dualpipe_steps(p: int, m: int, device: int) -> Iterator[tuple[Kind, int]]:
-    """Kind and phase of every action. Phase 0 is the direction whose first stages are on the device's side."""
-    h, half = min(device, p - 1 - device), p // 2
-    ahead = half - h - 1
-    forwards, backwards = ((Kind.F, 0), (Kind.F, 1)), ((Kind.B, 0), (Kind.B, 1))
-    inputs, weight = ((Kind.I, 0), (Kind.I, 1)), (Kind.W, -1)
-    yield from 2 * ahead * [forwards[0]]
-    yield from (h + 1) * forwards
-    yield from ahead * [inputs[1], weight, forwards[1]]
-    yield from (m // 2 - p + h + 1) * [forwards[0], backwards[1], forwards[1], backwards[0]]
-    yield from ahead * [backwards[1], forwards[1], backwards[0]]
-    # Half of these split, from the middle of an iteration where their number is odd.
-    last = (h + 1) * [1, 0]
-    for turn, phase in enumerate(last):
-        yield (inputs if turn > h else backwards)[phase]
-    yield from ahead * [weight, inputs[0]]
-    yield from (h + 1) * [weight]
-
-
-def _named(steps: Iterator[tuple[Kind, int]], p: int, m: int, device: int) -> Order:
-    """The steps with stages and microbatches; weight gradients wait in one queue."""
-    stages = (device, 2 * p - 1 - device) if device < p // 2 else (2 * p - 1 - device, device)
-    counts = {(kind, phase): stages[phase] // p * (m // 2) for kind in (Kind.F, Kind.I) for phase in (0, 1)}
-    waiting: deque[Action] = deque()
-    order = []
-    for kind, phase in steps:
-        if kind is Kind.W:
-            order.append(waiting.popleft()._replace(kind=Kind.W))
-            continue
-        counted = (Kind.F if kind is Kind.F else Kind.I, phase)
-        order.append(Action(kind, stages[phase], counts[counted]))
-        counts[counted] += 1
-        if kind is Kind.I:
-            waiting.append(order[-1])
-    return tuple(order)
+    return Schedule("dualpipe", Placement.bidirectional(p), m, tuple(map(order, range(p))))
 
 
 def _check_even(name: str, p: int) -> None:

@@ -7,6 +7,7 @@ they can leave, and every W follows its I at once.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.costs import Channel, Costs
@@ -17,56 +18,6 @@ from megatron_pipemem.schedule.families.v_shape import zbv
 from megatron_pipemem.schedule.family import Family, Formula
 from megatron_pipemem.schedule.features.offload.plan import plan_offload
 from megatron_pipemem.schedule.features.offload.weights import with_prompt_weights
-
-
-def po_h(
-    num_devices: int,
-    num_microbatches: int,
-    chunks: int = 2,
-    k: float | None = None,
-    placement: str = "interleaved",
-    offload_chunks: int | None = None,
-    costs: Costs | None = None,
-) -> Schedule:
-    """The longer-lived half of every device's chunks goes to the host.
-
-    Args:
-        num_devices: ``p``.
-        num_microbatches: ``m``; need not be a multiple of anything.
-        chunks: stages per device.
-        k: how long activations take to the host and back, over their F, I and W; default what ``costs`` say, or 1.
-        placement: ``interleaved``, or ``v`` with 2 chunks.
-        offload_chunks: how many of a device's chunks may be offloaded; default ``ceil(chunks/2)``.
-        costs: seconds and bytes; default unit costs.
-
-    Raises:
-        UnsupportedError: an option is out of range.
-    """
-    return _pipe_offload("po-h", num_devices, num_microbatches, chunks, k, placement, offload_chunks, costs, part=2)
-
-
-def po_f(
-    num_devices: int,
-    num_microbatches: int,
-    chunks: int = 2,
-    k: float | None = None,
-    placement: str = "interleaved",
-    offload_chunks: int | None = None,
-    costs: Costs | None = None,
-) -> Schedule:
-    """Send all chunks to the host, as far as that lowers the peak.
-
-    Args:
-        num_devices: pipeline ranks.
-        num_microbatches: of one step.
-        chunks: stages per device.
-        k: seconds of a chunk's activations to the host and back over those of its F, I and W; ``None`` takes the costs'
-            own.
-        placement: ``interleaved`` or ``v``.
-        offload_chunks: how many chunks of every device leave; all by default.
-        costs: what actions take; unit costs by default.
-    """
-    return _pipe_offload("po-f", num_devices, num_microbatches, chunks, k, placement, offload_chunks, costs, part=1)
 
 
 def uniform_repeating(
@@ -93,22 +44,38 @@ def uniform_repeating(
     return next(with_prompt_weights(zbv(num_devices, num_microbatches), Costs()))
 
 
-def _pipe_offload(
+def pipe_offload(
     name: str,
-    p: int,
-    m: int,
-    v: int,
-    k: float | None,
-    placement: str,
-    offload_chunks: int | None,
-    costs: Costs | None,
     part: int,
+    num_devices: int,
+    num_microbatches: int,
+    chunks: int = 2,
+    k: float | None = None,
+    placement: str = "interleaved",
+    offload_chunks: int | None = None,
+    costs: Costs | None = None,
 ) -> Schedule:
-    check_whole(name, "chunks", v, least=1)
+    """Send the longer-lived ones of every device's chunks to the host, as far as that lowers the peak.
+
+    Args:
+        name: of the family.
+        part: by default one chunk of so many may be offloaded, rounded up.
+        num_devices: ``p``.
+        num_microbatches: ``m``; need not be a multiple of anything.
+        chunks: stages per device.
+        k: how long activations take to the host and back, over their F, I and W; default what ``costs`` say, or 1.
+        placement: ``interleaved``, or ``v`` with 2 chunks.
+        offload_chunks: how many of a device's chunks may be offloaded.
+        costs: seconds and bytes; default unit costs.
+
+    Raises:
+        UnsupportedError: an option is out of range.
+    """
+    check_whole(name, "chunks", chunks, least=1)
     if offload_chunks is None:
-        offload_chunks = -(-v // part)
+        offload_chunks = -(-chunks // part)
     check_whole(name, "offload_chunks", offload_chunks, least=0)
-    base = uniform_repeating(p, m, v, placement)
+    base = uniform_repeating(num_devices, num_microbatches, chunks, placement)
     costs = costs or Costs()
     if k is not None or costs.channel is None:
         costs = replace(costs, channel=Channel.of_ratio(1.0 if k is None else k, costs))
@@ -140,14 +107,14 @@ _DECLARED = {
 
 PO_H = Family(
     name="po-h",
-    build=po_h,
+    build=partial(pipe_offload, "po-h", 2),
     summary="The longer-lived half of the chunks offloaded: on many devices a quarter of the peak, less with more chunks.",
     peak=Formula("up to (v+2)/(8v) + 3/(pv), k <= 1", lambda p, v, **_: (v + 2) / (8 * v) + 3 / (p * v), at_most=True),
     **_DECLARED,
 )
 PO_F = Family(
     name="po-f",
-    build=po_f,
+    build=partial(pipe_offload, "po-f", 1),
     summary="All chunks offloaded: a few chunks' activations, however many there are.",
     peak=Formula("up to 4/(pv), k <= 1", lambda p, v, **_: 4 / (p * v), at_most=True),
     **_DECLARED,

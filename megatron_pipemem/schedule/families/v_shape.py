@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
@@ -22,32 +24,27 @@ def zbv(num_devices: int, num_microbatches: int) -> Schedule:
 
 def v_half(num_devices: int, num_microbatches: int) -> Schedule:
     """Forwards descend two slots per device and return one slot per device; backwards mirror them."""
-    p = num_devices
-    turn = 3 if p % 2 == 0 else 0
-    starts = {}
-    for device in range(p):
-        first, second = device, 2 * p - 1 - device
-        starts[Pass(Kind.F, first)] = 2 * device
-        starts[Pass(Kind.F, second)] = 3 * p - 2 - device
-        starts[Pass(Kind.I, second)] = 3 * p - 1 + turn + 2 * device
-        starts[Pass(Kind.I, first)] = 6 * p - 2 + turn - device
-    block = Block.with_weight_gradients(Placement.v_shape(p), INTERVAL, starts)
-    return build("v-half", block, num_microbatches)
+    p, turn = num_devices, 0 if num_devices % 2 else 3
+    slots = ((2 * r, 3 * p - 2 - r, 3 * p - 1 + turn + 2 * r, 6 * p - 2 + turn - r) for r in range(p))
+    return _repeated("v-half", slots, p, num_microbatches)
 
 
 def v_min(num_devices: int, num_microbatches: int) -> Schedule:
     """Every pass follows its input at once, which is the shortest that activations can live."""
-    p = num_devices
-    turn = 2 if p % 3 == 0 else 0
+    p, turn = num_devices, 0 if num_devices % 3 else 2
+    slots = ((r, 2 * p - 1 - r, 2 * p + turn + r, 4 * p - 1 + turn - r) for r in range(p))
+    return _repeated("v-min", slots, p, num_microbatches)
+
+
+def _repeated(name: str, slots: Iterable[tuple[int, ...]], p: int, num_microbatches: int) -> Schedule:
+    """The block in which every device starts F of its two stages, and then I of both in reverse, in these slots."""
     starts = {}
-    for device in range(p):
-        first, second = device, 2 * p - 1 - device
-        starts[Pass(Kind.F, first)] = device
-        starts[Pass(Kind.F, second)] = 2 * p - 1 - device
-        starts[Pass(Kind.I, second)] = 2 * p + turn + device
-        starts[Pass(Kind.I, first)] = 4 * p - 1 + turn - device
+    for device, own in enumerate(slots):
+        down, up = device, 2 * p - 1 - device
+        passes = (Pass(Kind.F, down), Pass(Kind.F, up), Pass(Kind.I, up), Pass(Kind.I, down))
+        starts |= dict(zip(passes, own, strict=True))
     block = Block.with_weight_gradients(Placement.v_shape(p), INTERVAL, starts)
-    return build("v-min", block, num_microbatches)
+    return build(name, block, num_microbatches)
 
 
 def _zbv_passes(device: int, p: int, n: int) -> list[Pass]:
