@@ -89,7 +89,7 @@ for name in ("torch", "megatron", "numpy"):
 import megatron_pipemem
 import megatron_pipemem.schedule as schedule
 names = [m.name for m in pkgutil.walk_packages(schedule.__path__, schedule.__name__ + ".")]
-for name in ("search.periodic", "features.offload.planner", "features.offload.timetable"):
+for name in ("search.periodic", *("features.offload." + each for each in ("placing", "planner", "timetable"))):
     names.remove("megatron_pipemem.schedule." + name)
 for name in names:
     importlib.import_module(name)

@@ -16,7 +16,7 @@ from megatron_pipemem.schedule.families.gis import gis_h
 from megatron_pipemem.schedule.families.passes import check_whole
 from megatron_pipemem.schedule.families.v_shape import zbv
 from megatron_pipemem.schedule.family import Family, Formula
-from megatron_pipemem.schedule.features.offload.plan import plan_offload
+from megatron_pipemem.schedule.features.offload.planning import plan_offload
 from megatron_pipemem.schedule.features.offload.weights import with_prompt_weights
 
 

@@ -3,7 +3,8 @@
 ``megatron_pipemem.schedule.features.offload.search`` chooses the order as well.
 """
 
-from megatron_pipemem.schedule.features.offload.plan import OffloadPlan, plan_offload
+from megatron_pipemem.schedule.features.offload.plan import OffloadPlan
+from megatron_pipemem.schedule.features.offload.planning import plan_offload
 from megatron_pipemem.schedule.features.offload.recompute import (
     fastest_within,
     over_cap,

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Channel
 from megatron_pipemem.schedule.core.memory_cap import loosened
 from megatron_pipemem.schedule.core.schedule import Order
 from megatron_pipemem.schedule.core.simulator import Timeline
-from megatron_pipemem.schedule.features.offload.plan import NOT_NEEDED, RECOMPUTED, Key
+from megatron_pipemem.schedule.features.offload.placing import PlacedTrips, lives, useless
+from megatron_pipemem.schedule.features.offload.plan import NOT_NEEDED, RECOMPUTED
 from megatron_pipemem.schedule.features.offload.timetable import Timetable, paced, timetables
 from megatron_pipemem.schedule.features.offload.transfers import (
     CHANNEL_FULL,
     NO_HOST_MEMORY,
     TOO_SHORT,
     Item,
+    Key,
     RoundTrip,
     plan_round_trips,
 )
@@ -33,8 +35,6 @@ _GOLDEN = 0.6180339887498949
 _STRETCHES = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 # Shares of the steady state's interval that the forwards of a warm-up are apart.
 _PACES = (0.5, 0.75, 1.0)
-_ROUND_TRIP = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
-_DEVICE_MEMORY, _HOST_MEMORY = slice(1, 3), slice(0, 4, 3)
 # Transfers as they are, and slower ones: their plans hold as well, and are at times the better.
 _SLOWER = (1.0, 1.2)
 
@@ -101,7 +101,7 @@ class Planner:
         prices = costs.transfer_seconds(placement, base.recomputed)
         self._out, self._back = ([s / base.pieces for s in prices[kind]] for kind in (Kind.OFFLOAD, Kind.RELOAD))
         self._timetables = timetables(timeline)
-        self._lives = [_lives(order) for order in base.orders]
+        self._lives = [lives(order) for order in base.orders]
         self._stretches = _STRETCHES if slow_down and caps is not None else ()
         self._paced = [paced(base, costs, share) for share in _PACES] if pace or caps is not None else []
         shared = [devices for devices in self._channel.switches if len(devices) > 1]
@@ -131,7 +131,9 @@ class Planner:
     def _proposal(self, plan: Sequence[_Group], whole: set[int]) -> Proposal:
         """The orders of a plan of all devices, and why what stays does."""
         orders = {
-            device: self._order(device, group.timetable, group.trips) for group in plan for device in group.devices
+            device: self._placed(device, group.timetable, group.trips).order(self._base.orders[device])
+            for group in plan
+            for device in group.devices
         }
         # Stages that were not selected are in no group's plan.
         kept = {
@@ -143,7 +145,7 @@ class Planner:
         kept |= {key: why for group in plan for key, why in group.kept.items()}
         for group in plan:
             for trip in group.trips:
-                del kept[_key(trip.item)]
+                del kept[trip.item.key]
         return Proposal(tuple(orders[device] for device in range(self._base.num_devices)), kept, plan[0].timetable)
 
     def _rank(self, groups: Sequence[_Group]) -> tuple[float, ...]:
@@ -170,7 +172,7 @@ class Planner:
                     best = self._with_fewer(devices, timetable, stages, factor, best)
             if not best.over:
                 return best
-        reasons = {_key(item): self._why(item) for item in items}
+        reasons = {item.key: self._why(item) for item in items}
         kept = {key: reasons[key] if why == NOT_NEEDED else why for key, why in best.kept.items()}
         return replace(best, kept=kept)
 
@@ -269,14 +271,14 @@ class Planner:
         idle: list[Item] = []
         for _ in range(2):
             trips, kept = plan_round_trips(chosen, self._channel.duplex, budgets)
-            useless = {item for device in devices for item in _useless(_of(device, trips), timetable, device)}
-            if not useless:
+            idling = {item for device in devices for item in useless(device, timetable, trips)}
+            if not idling:
                 break
-            idle += useless
-            chosen = [item for item in chosen if item not in useless]
-        trips = [trip for trip in trips if trip.item not in useless]
+            idle += idling
+            chosen = [item for item in chosen if item not in idling]
+        trips = [trip for trip in trips if trip.item not in idling]
         group = self._group(devices, timetable, trips, others)
-        reasons = {_key(item): why for item, why in kept.items()} | {_key(item): TOO_SHORT for item in idle}
+        reasons = {item.key: why for item, why in kept.items()} | {item.key: TOO_SHORT for item in idle}
         return replace(group, kept={**group.kept, **reasons})
 
     def _group(
@@ -288,106 +290,19 @@ class Planner:
         for device in devices:
             if self._caps is not None:
                 over += max(0.0, held[device] - loosened(self._caps[device]))
-        kept = {_key(item): NOT_NEEDED for item in others}
+        kept = {item.key: NOT_NEEDED for item in others}
         return _Group(devices, timetable, trips, kept, over, max(held.values()))
+
+    def _placed(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> PlacedTrips:
+        return PlacedTrips.of(device, timetable, trips, self._lives[device])
 
     def _peak(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> float:
         """The most that a device holds."""
-        base = self._base_changes[device]
-        transfers = self._transfers(device, timetable, trips)
-        changes = np.append(transfers.changes(self._changes, _DEVICE_MEMORY), base)
-        return float(changes[transfers.merged(_DEVICE_MEMORY, len(base))].cumsum().max(initial=0.0)) * self._unit
+        return self._placed(device, timetable, trips).peak(self._changes, self._base_changes[device]) * self._unit
 
     def _host_peak(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> float:
         """The most host memory of a device."""
-        transfers = self._transfers(device, timetable, trips)
-        changes = transfers.changes(self._host_changes, _HOST_MEMORY)
-        return float(changes[transfers.merged(_HOST_MEMORY, 0)].cumsum().max(initial=0.0)) * self._unit
-
-    def _order(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> Order:
-        """The order of a device with its round trips."""
-        transfers, base = self._transfers(device, timetable, trips), self._base.orders[device]
-        actions = [Action(kind, *_key(trip.item)) for trip in transfers.trips for kind in _ROUND_TRIP]
-        actions += base
-        return tuple(actions[at] for at in transfers.merged(slice(None), len(base)))
-
-    def _transfers(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> _Transfers:
-        """Every transfer is issued where the device stands when its channel gets to it."""
-        own = _of(device, trips)
-        starts, ends, lives = timetable.starts[device], timetable.ends[device], self._lives[device]
-        exact = _exact(ends)
-        made, used = np.array([lives[_key(trip.item)] for trip in own], dtype=int).reshape(-1, 2).T
-        times = np.array([(out, out + item.out, back, item.used) for item, out, back in own], dtype=float).reshape(
-            -1, len(_ROUND_TRIP)
-        )
-        out, left, back, _ = times.T
-        # Where passes take no time, many positions have the same time; a round trip's four actions stay in their order.
-        at_out = np.minimum(used, np.maximum(made + 1, ends.searchsorted(out + exact, "right")))
-        at_left = np.maximum(at_out, starts.searchsorted(left - exact))
-        at_back = np.minimum(used, np.maximum(at_left, ends.searchsorted(back + exact, "right")))
-        # Of what happens at one time: what has ended gives room to what begins. A transfer that takes no time is both.
-        ranks = [(2 if item.out else -1, 0, 2 if item.back else 0.5, 1) for item, _, _ in own]
-        places = np.stack([at_out, at_left, at_back, used], axis=1)
-        return _Transfers(own, places, times, np.array(ranks, dtype=float).reshape(places.shape))
-
-
-class _Transfers(NamedTuple):
-    """Where in a device's order the four actions of its round trips go, by their columns in ``_ROUND_TRIP``.
-
-    Args:
-        trips: one row each.
-        places: positions in the order that they go before.
-        times: when they are; decides between those that go before the same position.
-        ranks: decide between those of the same time.
-    """
-
-    trips: Sequence[RoundTrip]
-    places: np.ndarray
-    times: np.ndarray
-    ranks: np.ndarray
-
-    def merged(self, columns: slice, length: int) -> np.ndarray:
-        """The sequence of these columns, counted row by row, and of an order of some length, counted behind them."""
-        chosen = (np.asarray(each)[:, columns].ravel() for each in (self.ranks, self.times, self.places))
-        own = (np.zeros(length), np.full(length, np.inf), np.arange(length))
-        return np.lexsort([np.append(*each) for each in zip(chosen, own, strict=True)])
-
-    def changes(self, changes: Mapping[Kind, Sequence[float]], columns: slice) -> np.ndarray:
-        """What these columns change, row by row."""
-        stages = [trip.item.stage for trip in self.trips]
-        by_kind = [np.array(changes[kind], dtype=float)[stages] for kind in _ROUND_TRIP[columns]]
-        return np.stack(by_kind, axis=1).ravel()
-
-
-def _lives(order: Order) -> dict[Key, tuple[int, int]]:
-    """The positions between which activations may be away: of their F, and of what needs them first."""
-    made: dict[Key, int] = {}
-    lives: dict[Key, tuple[int, int]] = {}
-    for at, action in enumerate(order):
-        key = (action.stage, action.microbatch)
-        if action.kind is Kind.F:
-            made[key] = at
-        elif action.kind in (Kind.RS, Kind.I, Kind.B) and key not in lives:
-            lives[key] = made[key], at
-    return lives
-
-
-def _of(device: int, trips: Sequence[RoundTrip]) -> list[RoundTrip]:
-    return [trip for trip in trips if trip.item.device == device]
-
-
-def _exact(ends: np.ndarray) -> float:
-    """What times may be off by."""
-    return 1e-9 * ends[-1] if len(ends) else 0.0
-
-
-def _useless(trips: Sequence[RoundTrip], timetable: Timetable, device: int) -> list[Item]:
-    """Of a device's items, those in whose absence nothing runs."""
-    starts, ends = timetable.starts[device], timetable.ends[device]
-    exact = _exact(ends)
-    left, back = (np.array(times) for times in ([t.out + t.item.out for t in trips], [t.back for t in trips]))
-    frees = starts.searchsorted(left - exact) < ends.searchsorted(back + exact, "right")
-    return [trip.item for trip, does in zip(trips, frees, strict=True) if not does]
+        return self._placed(device, timetable, trips).host_peak(self._host_changes) * self._unit
 
 
 def _by_peak(group: _Group) -> tuple[float, ...]:
@@ -413,7 +328,3 @@ def _capacity(items: Sequence[Item]) -> int:
     span = max(item.used for item in items) - min(item.made for item in items)
     copied = list(accumulate(item.out + item.back for item in items))
     return bisect_right(copied, span)
-
-
-def _key(item: Item) -> Key:
-    return item.stage, item.microbatch

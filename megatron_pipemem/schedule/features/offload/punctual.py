@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.schedule.core.action import MEMORY
-from megatron_pipemem.schedule.features.offload.plan import Key, OffloadPlan
-from megatron_pipemem.schedule.features.offload.transfers import CHANNEL_FULL
+from megatron_pipemem.schedule.features.offload.plan import OffloadPlan
+from megatron_pipemem.schedule.features.offload.transfers import CHANNEL_FULL, Key
 
 if TYPE_CHECKING:
     from megatron_pipemem.schedule.features.offload.timetable import Timetable

@@ -18,7 +18,8 @@ from megatron_pipemem.schedule.core.progress import doing, tell
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.families.offload import uniform_repeating
-from megatron_pipemem.schedule.features.offload.plan import OffloadPlan, plan_offload
+from megatron_pipemem.schedule.features.offload.plan import OffloadPlan
+from megatron_pipemem.schedule.features.offload.planning import plan_offload
 from megatron_pipemem.schedule.features.offload.recompute import over_cap, recompute_plans, with_early_recompute
 from megatron_pipemem.schedule.features.offload.weights import with_prompt_weights
 from megatron_pipemem.schedule.options import AUTO, OFF, SEARCH_SECONDS, check_effort, check_recompute

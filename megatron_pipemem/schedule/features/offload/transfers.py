@@ -18,6 +18,10 @@ TOO_SHORT, CHANNEL_FULL, NO_HOST_MEMORY = "lifespan too short", "channel full", 
 """Why activations stay on their device."""
 
 
+Key = tuple[int, int]
+"""Stage and microbatch."""
+
+
 class Item(NamedTuple):
     """The activations of one forward.
 
@@ -40,6 +44,11 @@ class Item(NamedTuple):
     out: float
     back: float
     size: float
+
+    @property
+    def key(self) -> Key:
+        """Stage and microbatch."""
+        return self.stage, self.microbatch
 
     @property
     def lifespan(self) -> float:

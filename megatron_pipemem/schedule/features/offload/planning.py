@@ -1,0 +1,109 @@
+"""Choosing which activations of a schedule leave their devices, and when."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.core.action import COMPUTE, Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import Timeline, simulate
+from megatron_pipemem.schedule.features.offload.plan import OffloadPlan
+from megatron_pipemem.schedule.features.offload.punctual import in_time
+from megatron_pipemem.schedule.options import OFF, OFFLOAD
+
+Select = str | int | Collection[int]
+
+
+def plan_offload(
+    schedule: Schedule,
+    costs: Costs,
+    select: Select = "auto",
+    memory_cap: float | Sequence[float] | None = None,
+    host_budget: float | Sequence[float] | None = None,
+    *,
+    pace: bool = False,
+    slow_down: bool = True,
+) -> OffloadPlan:
+    """Send activations to the host while nobody uses them, without making the step longer if that can be.
+
+    Every device is planned for itself, or together with those that share its channel. What does not fit the channel, the
+    host's memory or the time between forward and backward stays, the shortest-lived first: there is always a plan.
+
+    Args:
+        schedule: any; actions on memory that it has are planned afresh.
+        costs: with a channel; without one, transfers take no time.
+        select: what may leave: ``auto`` or ``full`` everything, ``half`` the longer-lived half of every device's chunks,
+            ``off`` nothing, a number that many chunks of every device, a collection these stages.
+        memory_cap: the most a device may hold, one number or one per device, in activation units or the unit of
+            ``costs.memory``. With it, as little moves as keeps it, and the step becomes longer only where it must. Without,
+            the peak is made as low as it gets for free, and all leaves that does not raise it.
+        host_budget: the most host memory of a device, one number or one per device, in the same unit.
+        pace: also try warm-ups whose forwards run no faster than those of the steady state, which may take longer. With a
+            cap, they are tried in any case before anything that slows the steady state.
+        slow_down: whether the steady state may become slower where only that keeps the cap.
+
+    Raises:
+        UnsupportedError: ``select`` means nothing, or caps or budgets are not as many as devices.
+        CostsError: the costs do not fit the schedule.
+    """
+    base = replace(schedule, orders=tuple(tuple(a for a in order if a.kind in COMPUTE) for order in schedule.orders))
+    caps = _per_device(memory_cap, base, "memory caps")
+    budgets = _per_device(host_budget, base, "host budgets")
+    base_timeline = simulate(base, costs)
+    from megatron_pipemem.schedule.features.offload.planner import Planner  # numpy takes a while to load
+
+    planner = Planner(base_timeline, caps, budgets, pace, slow_down)
+    plans = []
+    for orders, kept, timetable in planner.run(_selected(base, base_timeline, select)):
+        plan = OffloadPlan(replace(base, orders=orders), base, base_timeline, kept, caps)
+        plans.append(in_time(plan, timetable))
+    return min(plans, key=lambda plan: (max(plan.peaks), sum(plan.peaks), -len(plan.offloaded)))
+
+
+def _per_device(limit: float | Sequence[float] | None, schedule: Schedule, what: str) -> tuple[float, ...] | None:
+    if limit is None:
+        return None
+    limits = tuple(map(float, limit)) if hasattr(limit, "__len__") else (float(limit),) * schedule.num_devices
+    if len(limits) != schedule.num_devices or not all(each >= 0 for each in limits):
+        raise UnsupportedError(
+            f"{what} {limit!r} do not fit {schedule.num_devices} devices; give one number of at least 0, or one per device"
+        )
+    return limits
+
+
+def _selected(schedule: Schedule, timeline: Timeline, select: Select) -> frozenset[int]:
+    """The stages that may be offloaded."""
+    stages = schedule.placement.stages
+    if isinstance(select, str):
+        if select not in OFFLOAD:
+            raise UnsupportedError(f"cannot offload {select!r}; take {', '.join(OFFLOAD)}, or a number of chunks")
+        number = {OFF: 0, "half": -1}.get(select)
+    elif isinstance(select, int):
+        if isinstance(select, bool) or select < 0:
+            raise UnsupportedError(f"cannot offload {select} chunks; give a number of at least 0")
+        number = select
+    else:
+        chosen = frozenset(select)
+        if not chosen <= set(range(schedule.num_stages)):
+            raise UnsupportedError(f"cannot offload stages {sorted(chosen)}; there are 0 to {schedule.num_stages - 1}")
+        return chosen
+    if number is None:
+        return frozenset(range(schedule.num_stages))
+    ages = _mean_lifespans(timeline)
+    longest = [sorted(held, key=lambda stage: (-ages.get(stage, 0.0), stage)) for held in stages]
+    return frozenset(s for held in longest for s in held[: (len(held) + 1) // 2 if number < 0 else number])
+
+
+def _mean_lifespans(timeline: Timeline) -> dict[int, float]:
+    ages: Counter[int] = Counter()
+    for order, spans in zip(timeline.schedule.orders, timeline.spans, strict=True):
+        for action, (start, end) in zip(order, spans, strict=True):
+            if action.kind is Kind.F:
+                ages[action.stage] -= end
+            elif action.kind in (Kind.I, Kind.B):
+                ages[action.stage] += start
+    return {stage: age / timeline.schedule.num_units for stage, age in ages.items()}
