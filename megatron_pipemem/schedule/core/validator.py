@@ -6,14 +6,11 @@ Every error names the device, the position in its order (or program), the action
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import (
     MEMORY,
-    MESSAGES,
     ORDERED,
-    RECEIVES,
     RECOMPUTE,
     VOCABULARY,
     Action,
@@ -24,6 +21,7 @@ from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.gradient_checks import check_reductions, check_sums
 from megatron_pipemem.schedule.core.memory_actions import backward_needs, check_memory_actions
 from megatron_pipemem.schedule.core.memory_cap import loosened, per_device
+from megatron_pipemem.schedule.core.message_checks import Places, check_compute_actions, check_edges, check_posts
 from megatron_pipemem.schedule.core.schedule import Program, Schedule
 from megatron_pipemem.schedule.core.simulator import held_after
 from megatron_pipemem.schedule.core.single_queue import check_queues, run_single_queues
@@ -31,10 +29,7 @@ from megatron_pipemem.schedule.core.walk import deadlock
 from megatron_pipemem.schedule.core.weights import weight_uses
 from megatron_pipemem.schedule.features.vocabulary.checks import check_passes, check_switch
 from megatron_pipemem.schedule.features.vocabulary.needs import vocabulary_needs
-from megatron_pipemem.schedule.lowering.messages import Edge, Message, Router
-
-Places = dict[Action, tuple[int, int]]
-"""Device and position of every action."""
+from megatron_pipemem.schedule.lowering.messages import Router
 
 
 def validate(
@@ -95,7 +90,7 @@ def validate_program(program: Program, *, microbatch_order: bool = True, single_
         ScheduleError: the first violation found, in the schedule (see ``validate``) or in the program.
     """
     validate(program.schedule, microbatch_order=microbatch_order)
-    _check_compute_actions(program)
+    check_compute_actions(program)
     places: Places = {}
     for device, actions in enumerate(program.actions):
         for position, action in enumerate(actions):
@@ -104,8 +99,8 @@ def validate_program(program: Program, *, microbatch_order: bool = True, single_
     computed = [action for order in program.schedule.orders for action in order]
     messages = {action: message for action in computed if (message := router.emitted(action)) is not None}
     receives = {action: receive for action in computed if (receive := router.awaited(action)) is not None}
-    _check_posts(places, messages, receives)
-    _check_edges(places, messages.values())
+    check_posts(places, messages, receives)
+    check_edges(places, messages.values())
     check_reductions(program, places)
     sums = check_sums(program, places)
     # Both ends of an edge post the same sequence, posts never block, and a consumer stands behind its own receive: so
@@ -367,76 +362,3 @@ def _check_progress(found: Dependencies) -> None:
         after = next(wait.action for wait in error.cycle if wait.device == first.owner)
         error = deadlock(error.cycle, "", f"move {first.needed} before {after} on device {first.owner}")
     raise error
-
-
-def _check_compute_actions(program: Program) -> None:
-    """A program without its messages and gradient reductions is the orders of its schedule."""
-    orders = program.schedule.orders
-    if len(program.actions) != len(orders):
-        raise ScheduleError(
-            f"the program has actions for {len(program.actions)} devices but its schedule has {len(orders)}; "
-            "lower the schedule again"
-        )
-    for device, (order, actions) in enumerate(zip(orders, program.actions, strict=True)):
-        computed = [(position, action) for position, action in enumerate(actions) if action.kind in ORDERED]
-        for wanted, found in zip_longest(order, computed):
-            position, action = found or (len(actions), wanted)
-            if action != wanted or found is None:
-                raise ScheduleError(
-                    f"the schedule has {wanted or 'nothing more'} here and the program "
-                    f"{found[1] if found else 'nothing more'}; lower the schedule again",
-                    device=device,
-                    position=position,
-                    action=action,
-                )
-
-
-def _check_posts(places: Places, messages: Mapping[Action, Message], receives: Mapping[Action, Action]) -> None:
-    """Every message is sent after its producer and received before its consumer, on their devices, and none is idle."""
-    for producer, message in messages.items():
-        _check_post(message.send, producer, places, after=True)
-    for consumer, receive in receives.items():
-        _check_post(receive, consumer, places, after=False)
-    known = {message.send for message in messages.values()} | set(receives.values())
-    for action, (device, position) in places.items():
-        if action.kind in MESSAGES and action not in known:
-            use = "needs it" if action.kind in RECEIVES else "produces it for another device"
-            raise ScheduleError(f"no action here {use}; remove it", device=device, position=position, action=action)
-
-
-def _check_post(post: Action, compute: Action, places: Places, *, after: bool) -> None:
-    device, position = places[compute]
-    side = "after" if after else "before"
-    purpose = "its result does not reach the next device" if after else "its input does not reach this device"
-    if post not in places:
-        raise ScheduleError(
-            f"{purpose} without {post}; add {post} {side} it", device=device, position=position, action=compute
-        )
-    post_device, post_position = places[post]
-    if post_device != device:
-        problem = f"belongs to {compute}, which device {device} runs at position {position}; move it there"
-    elif (post_position > position) is not after:
-        problem = f"must come {side} {compute} at position {position}; move it"
-    else:
-        return
-    raise ScheduleError(problem, device=post_device, position=post_position, action=post)
-
-
-def _check_edges(places: Places, messages: Iterable[Message]) -> None:
-    """Both ends of every directed edge post the same messages in the same order."""
-    edges: dict[Edge, list[Message]] = {}
-    for message in messages:
-        edges.setdefault(message.edge, []).append(message)
-    for (source, destination), crossing in edges.items():
-        sent = sorted((places[message.send][1], message) for message in crossing)
-        received = sorted((places[message.receive][1], message) for message in crossing)
-        for (position, message), (other_position, other) in zip(sent, received, strict=True):
-            if message != other:
-                raise ScheduleError(
-                    f"device {source} sends {message.send} at position {position} when device {destination} receives "
-                    f"{other.receive} at position {other_position}; messages from device {source} to device "
-                    f"{destination} arrive in sending order, so receive {message.receive} first",
-                    device=destination,
-                    position=other_position,
-                    action=other.receive,
-                )

@@ -226,7 +226,7 @@ class Exploration:
         """
         if self.is_optimal or not self.may_justify(clock):
             return
-        from megatron_pipemem.schedule.search.periodic import PeriodicStarts  # numpy takes a while to load
+        from megatron_pipemem.schedule.search.sampling import PeriodicStarts  # numpy takes a while to load
 
         short = shortened(self._problem, _MICROBATCHES_PER_DEVICE * self.placement.num_devices)
         rest = self._problem.num_microbatches - short.num_microbatches

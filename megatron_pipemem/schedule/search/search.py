@@ -17,7 +17,7 @@ from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.progress import tell
 from megatron_pipemem.schedule.core.rare_collection import rare_collection
 from megatron_pipemem.schedule.options import SEARCH_SECONDS, check_effort
-from megatron_pipemem.schedule.registry import synchronous_families
+from megatron_pipemem.schedule.registry import Family, synchronous_families
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.clock import Clock, Step
 from megatron_pipemem.schedule.search.exploration import Exploration
@@ -102,6 +102,24 @@ def search_schedule(
     question = (num_microbatches, costs, caps, tuple(placements), effort, seed)
     if cache is not None and (known := cache.get(question)) is not None:
         return known
+    considered = _explorations(placements, num_microbatches, costs, caps, seed)
+    explorations = _first_orders(considered, clock, tuple(synchronous_families()) if seconds else ())
+    if not explorations:
+        raise UnsupportedError(_nothing_fits(placements, num_microbatches, costs, caps))
+    _improve(explorations, clock, effort, seed)
+    candidates = _described(explorations, clock)
+    bound = min(exploration.bound for exploration in considered)
+    result = SearchResult(fastest_first(candidates), bound, clock.elapsed)
+    logger.info("%s in %.2f s, gap %.2f%%", result.best.found_by, result.seconds, 100 * result.gap)
+    if cache is not None and (result.is_optimal or not clock.refused_any):
+        cache.put(question, result)
+    return result
+
+
+def _explorations(
+    placements: Sequence[Placement], num_microbatches: int, costs: Costs, caps: tuple[float, ...] | None, seed: int
+) -> list[Exploration]:
+    """One for every placement in which a microbatch fits the caps, and one more where a full backward holds less."""
     explorations = []
     for number, placement in enumerate(placements):
         tell(lambda at=number: f"bounds of {len(placements)} placements, {len(placements) - at} left")
@@ -111,21 +129,24 @@ def search_schedule(
             continue  # one microbatch exceeds a cap
         if caps is not None and (full := better_full(placement, costs)):
             explorations.append(Exploration(placement, num_microbatches, costs, caps, seed, full))
-    if not explorations:
-        raise UnsupportedError(_nothing_fits(placements, num_microbatches, costs, caps))
-    considered = explorations
+    return explorations
+
+
+def _first_orders(explorations: Sequence[Exploration], clock: Clock, families: Sequence[Family]) -> list[Exploration]:
+    """The explorations that have an order after some quick start and all families."""
     # The quickest to say something about.
     for exploration in sorted(explorations, key=lambda e: e.num_passes):
         exploration.take_first(clock)
         if exploration.found_any:
             break
-    families = tuple(synchronous_families()) if seconds else ()
     for number, exploration in enumerate(explorations):
         clock.state = partial(_standing, f"families of {len(explorations) - number} placements", explorations)
         exploration.take_families(families, clock)
-    explorations = [exploration for exploration in explorations if exploration.found_any]
-    if not explorations:
-        raise UnsupportedError(_nothing_fits(placements, num_microbatches, costs, caps))
+    return [exploration for exploration in explorations if exploration.found_any]
+
+
+def _improve(explorations: Sequence[Exploration], clock: Clock, effort: float, seed: int) -> None:
+    """All that is tried for better orders, in the order in which it pays."""
     clock.state = partial(_standing, "improving what the families offer", explorations)
     _justify_starts(explorations, clock, effort)
     _solve_small(explorations, clock, effort)
@@ -136,6 +157,10 @@ def search_schedule(
     if not leader.is_periodic:
         leader.polish(clock, effort * (_EFFORT_WHEN_FAR if leader.is_far_from_bound else _SHARE_OF_OTHERS))
     _explore_periodic(explorations, clock, effort)
+
+
+def _described(explorations: Sequence[Exploration], clock: Clock) -> list[Candidate]:
+    """The best order of every placement, the fastest at least, and others as long as there is time."""
     candidates: list[Candidate] = []
     for exploration in sorted(explorations, key=lambda e: e.makespan):
         if any(candidate.schedule.placement == exploration.placement for candidate in candidates):
@@ -143,12 +168,7 @@ def search_schedule(
         if not candidates or clock.allows(Step.DESCRIBE, 0, exploration.num_passes):
             with clock.step(Step.DESCRIBE, exploration.num_passes):
                 candidates.append(exploration.candidate())
-    bound = min(exploration.bound for exploration in considered)
-    result = SearchResult(fastest_first(candidates), bound, clock.elapsed)
-    logger.info("%s in %.2f s, gap %.2f%%", result.best.found_by, result.seconds, 100 * result.gap)
-    if cache is not None and (result.is_optimal or not clock.refused_any):
-        cache.put(question, result)
-    return result
+    return candidates
 
 
 def _standing(what: str, explorations: Sequence[Exploration]) -> str:

@@ -61,11 +61,10 @@ def search_vocabulary(
 
     def consider(candidate: Candidate) -> bool:
         """Whether it keeps the cap."""
-        if allowed is not None and not _keeps(candidate, allowed):
-            return False
-        placement = candidate.schedule.placement
-        best[placement] = min(best.get(placement, candidate), candidate, key=lambda c: c.makespan)
-        return True
+        keeps, placement = allowed is None or _keeps(candidate, allowed), candidate.schedule.placement
+        if keeps:
+            best[placement] = min(best.get(placement, candidate), candidate, key=lambda c: c.makespan)
+        return keeps
 
     if known is None:
         chunks = None if placements is None else max(placement.num_chunks for placement in placements)
@@ -92,16 +91,11 @@ def search_vocabulary(
             if attempt == 0:
                 raise
             break
-        excess = [0.0] * num_devices
-        for found in result.candidates:
-            candidate = _with_passes(found, barriers, costs)
-            if not consider(candidate):
-                excess = [
-                    max(more, peak - cap) for more, peak, cap in zip(excess, candidate.peaks, allowed, strict=True)
-                ]
-        if not any(excess):
+        passed = [_with_passes(found, barriers, costs) for found in result.candidates]
+        over = [candidate.peaks for candidate in passed if not consider(candidate)]
+        if not over:
             break
-        caps = tuple(cap - more for cap, more in zip(caps, excess, strict=True))
+        caps = tuple(cap - max(0.0, max(held) - most) for cap, most, *held in zip(caps, allowed, *over, strict=True))
         if min(caps) <= 0:
             break
     if not best:
