@@ -14,6 +14,7 @@ from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore import refusals  # noqa: E402
 from megatron_pipemem.mcore.model import transformer_engine  # noqa: E402
 from megatron_pipemem.mcore.model.transformer_engine import delayed_modules  # noqa: E402
+from megatron_pipemem.mcore.symbols import DDP, LANGUAGE_MODULE  # noqa: E402
 
 
 def waiting(requires_grad: bool = True) -> torch.nn.Linear:
@@ -25,11 +26,16 @@ def waiting(requires_grad: bool = True) -> torch.nn.Linear:
     return linear
 
 
+def wrap_of(symbol):
+    """What is made of a function of Megatron where a backward may be split."""
+    return dict(transformer_engine.replacements(splits=True, recomputes=False))[symbol]
+
+
 def test_models_built_with_transformer_engine_delay_their_weight_gradients():
     def delay_of(transformer_impl):
         config = SimpleNamespace(transformer_impl=transformer_impl, delay_wgrad_compute=False)
         seen = []
-        build = transformer_engine._delay_in_model(lambda self, config: seen.append(config.delay_wgrad_compute))
+        build = wrap_of(LANGUAGE_MODULE)(lambda self, config: seen.append(config.delay_wgrad_compute))
         build(None, config)
         assert seen == [config.delay_wgrad_compute]
         return config.delay_wgrad_compute
@@ -41,7 +47,7 @@ def test_models_built_with_transformer_engine_delay_their_weight_gradients():
 def test_ddp_is_told_only_when_some_module_delays():
     def told(module):
         ddp_config = SimpleNamespace(delay_wgrad_compute=False)
-        transformer_engine._delay_in_ddp(lambda self, config, ddp_config, module: None)(None, None, ddp_config, module)
+        wrap_of(DDP)(lambda self, config, ddp_config, module: None)(None, None, ddp_config, module)
         return ddp_config.delay_wgrad_compute
 
     assert told(waiting()) is True

@@ -45,34 +45,28 @@ def replacements(splits: bool, recomputes: bool) -> Replacements:
         recomputes: whether one may recompute.
     """
 
-    def checked(original: Callable) -> Callable:
-        def __init__(self, config, *args, **kwargs):
-            check_model(config, splits, recomputes)
-            original(self, config, *args, **kwargs)
+    def before_model(self, config, *_, **__) -> None:
+        check_model(config, splits, recomputes)
+        if splits and getattr(config, "transformer_impl", None) == "transformer_engine":
+            config.delay_wgrad_compute = True
+
+    def before_ddp(self, config, ddp_config, module, *_, **__) -> None:
+        if delayed_modules(module):
+            ddp_config.delay_wgrad_compute = True
+
+    checked = [(LANGUAGE_MODULE, _preceded_by(before_model))]
+    return [*checked, (DDP, _preceded_by(before_ddp))] if splits else checked
+
+
+def _preceded_by(act: Callable[..., None]) -> Callable[[Callable], Callable]:
+    def wrap(original: Callable) -> Callable:
+        def __init__(*args, **kwargs):
+            act(*args, **kwargs)
+            original(*args, **kwargs)
 
         return __init__
 
-    if not splits:
-        return [(LANGUAGE_MODULE, checked)]
-    return [(LANGUAGE_MODULE, lambda original: checked(_delay_in_model(original))), (DDP, _delay_in_ddp)]
-
-
-def _delay_in_model(original: Callable) -> Callable:
-    def __init__(self, config, *args, **kwargs):
-        if getattr(config, "transformer_impl", None) == "transformer_engine":
-            config.delay_wgrad_compute = True
-        original(self, config, *args, **kwargs)
-
-    return __init__
-
-
-def _delay_in_ddp(original: Callable) -> Callable:
-    def __init__(self, config, ddp_config, module, *args, **kwargs):
-        if delayed_modules(module):
-            ddp_config.delay_wgrad_compute = True
-        original(self, config, ddp_config, module, *args, **kwargs)
-
-    return __init__
+    return wrap
 
 
 def delayed_modules(module: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
