@@ -108,7 +108,8 @@ def test_stages_have_the_signatures_the_executor_calls(kind, name):
     assert inspect.signature(getattr(kind, name)) == inspect.signature(getattr(StageRunner, name))
 
 
-def test_every_stage_makes_its_quantised_weights_in_its_first_forward(monkeypatch):
+@pytest.mark.parametrize("kind", [ChunkStage, LastStage])
+def test_every_stage_makes_its_quantised_weights_in_its_first_forward(monkeypatch, kind):
     """The second copy of a model never sees microbatch 0."""
     firsts = []
 
@@ -118,10 +119,11 @@ def test_every_stage_makes_its_quantised_weights_in_its_first_forward(monkeypatc
 
     monkeypatch.setattr(schedules, "forward_step", forward_step)
     model = torch.nn.Linear(1, 1)
+    model.pre_process, model.output_layer = False, SimpleNamespace(input=torch.zeros(1), losses=None)
     model.set_input_tensor = lambda tensors: None
     context = StepContext(SimpleNamespace(), None, 8, 1, False, False, None, False, num_tokens=torch.zeros([]))
     round_robin = ChunkPlacement(lambda p, v: None, is_round_robin=True)
-    stage = ChunkStage(context, model, None, 0, 1, False, round_robin, ())
+    stage = kind(context, model, None, 0, 1, False, round_robin, ())
     for microbatch in (1, 3, 5):
         stage.forward(microbatch, None)
     assert firsts == [(1, True), (3, False), (5, False)]

@@ -108,7 +108,7 @@ class ChunkStage:
         microbatch %= step.num_microbatches
         with self.as_chunk(), regions_of(self.model) if is_recording() else _NO_REGIONS:
             result = schedules.forward_step(
-                step.forward_step_func,
+                self._forward_step(microbatch),
                 data,
                 self.model,
                 step.num_microbatches,
@@ -128,6 +128,9 @@ class ChunkStage:
         # The module would hold its input until its next forward.
         self._set_input_tensor([None])
         return result
+
+    def _forward_step(self, microbatch: int) -> Callable:
+        return self.step.forward_step_func
 
     def release_output(self, output: torch.Tensor) -> None:
         schedules.deallocate_output_tensor(output, self.step.config.deallocate_pipeline_outputs)

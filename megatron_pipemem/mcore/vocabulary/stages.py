@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -41,10 +41,16 @@ class LastStage(ChunkStage):
         return get_attr_wrapped_model(self.model, "pre_process", return_model_obj=True).output_layer
 
     def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
-        head, step = self._head, self.step
+        super().forward(microbatch, input, will_recompute)
+        head = self._head
+        output, head.input, head.losses = head.input, None, None
+        return output
+
+    def _forward_step(self, microbatch: int) -> Callable:
+        head = self._head
 
         def noting(*arguments):
-            output, loss_function = step.forward_step_func(*arguments)
+            output, loss_function = self.step.forward_step_func(*arguments)
             if head.losses is not None and output is not head.losses:
                 raise UnsupportedError(
                     "the forward step changes the model's token losses before it returns them, which are not known yet with "
@@ -53,13 +59,7 @@ class LastStage(ChunkStage):
             self._awaiting[microbatch] = loss_function, output.dtype
             return output, loss_function
 
-        runner = ChunkStage(
-            replace(step, forward_step_func=noting),
-            *(self.model, self.data_iterator, self.chunk, self.num_chunks, False, self.placement, self.delayed),
-        )
-        runner.forward(microbatch, input, will_recompute)
-        output, head.input, head.losses = head.input, None, None
-        return output
+        return noting
 
     def gather_head_input(self, output: torch.Tensor) -> torch.Tensor:
         head = self._head
