@@ -83,8 +83,8 @@ def our_steps(schedules: Iterable[tuple[str, Schedule, Costs]]) -> Iterator[Step
         ):
             ranks = range(program.placement.num_devices)
             transport = Transport(dist.get_rank(), program.placement, ranks, channels, message)
-            passes = vocabulary and vocabulary.passes()
-            Executor(program, dist.get_rank(), runners, transport, vocabulary=passes).run()
+            features = [vocabulary.passes()] if vocabulary else []
+            Executor(program, dist.get_rank(), runners, transport, features).run()
 
         yield Step("pipemem", name, device, run, schedule, costs)
 

@@ -183,7 +183,7 @@ def run_stage(stage: torch.nn.Module, model: Model, execution: Execution, positi
     runner = ChunkStage(step, stage, batch, 0, 1, position == LAST, placement, delayed_modules(stage))
     program = lower(serial_schedule(_PIPELINE, microbatches))
     transport = _MadeUpMessages(tuple(shape), config.pipeline_dtype)
-    Executor(program, position, {position: runner}, transport, observed.ledger, observed.trace).run()
+    Executor(program, position, {position: runner}, transport, (), observed.ledger, observed.trace).run()
     count = sum(parameter.numel() for parameter in stage.parameters())
     return Observed(observed.ledger.entries, observed.trace.actions(), count)
 

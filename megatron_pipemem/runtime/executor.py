@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -11,15 +11,17 @@ import torch
 
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.instructions import Instruction, Key, settle
-from megatron_pipemem.runtime.offload import OffloadEngine
-from megatron_pipemem.runtime.replicas import ReplicaReducer
 from megatron_pipemem.runtime.selective import Recorder
 from megatron_pipemem.runtime.trace import Trace
 from megatron_pipemem.runtime.transport import Transport
-from megatron_pipemem.runtime.vocabulary.passes import VocabularyPasses
 from megatron_pipemem.runtime.weight_gradients import ImmediateWeightGradients, WeightGradientQueue, collecting
-from megatron_pipemem.schedule.core.action import VOCABULARY, VOCABULARY_COMPUTE, Action, Kind
+from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.schedule import Program
+
+Handler = Callable[[Instruction], None]
+"""Performs one action."""
+
+Handlers = Mapping[Kind, Handler]
 
 _NOTHING = nullcontext()
 
@@ -56,14 +58,15 @@ class StageRunner(Protocol):
         """All gradients of the stage are complete, summed over the replicas: start summing over the data-parallel ranks."""
 
 
-class Weights(Protocol):
-    """Who changes weights in the middle of a program."""
+class StepFeature(Protocol):
+    """What a feature adds to the executor of one step: offload, vocabulary passes, replicas, weight versions."""
 
-    def before(self, action: Action) -> None:
-        """Show the action's stage the weights that it uses."""
+    def extend(self, executor: Executor) -> Handlers:
+        """Return who performs the feature's own kinds of actions, and others that it does something before or after.
 
-    def after(self, action: Action) -> None:
-        """Update the weights if the action was the last of a group."""
+        Args:
+            executor: about to run. Its ``handlers`` are those so far.
+        """
 
 
 @dataclass(frozen=True)
@@ -93,13 +96,17 @@ class Executor:
         device: this rank's place in the pipeline.
         stages: the runner of every stage this device holds.
         transport: carries its messages.
+        features: extend it, in this order.
         ledger: counts held bytes after every action, if given.
         trace: times every compute action, if given.
-        offload: moves activations, for programs that offload any; within its ``step()``.
-        vocabulary: performs the vocabulary passes of a program that has them.
-        replicas: adds up gradients, for programs of more than one replica.
-        weights: switches between versions of the weights, for asynchronous schedules.
-        carried: what an earlier call has left in flight. This one's ``in_flight`` is what it leaves itself.
+
+    Attributes:
+        handlers: who performs the actions of every kind.
+        ledger: as given.
+        handed_inputs: inputs of stages that have been made on this device, by the stage and microbatch that take them.
+        handed_gradients: gradients of outputs, likewise.
+        host_bytes: returns how many bytes of activations are away on the host.
+        at_end: called when all actions have run and all messages have left.
     """
 
     def __init__(
@@ -108,40 +115,32 @@ class Executor:
         device: int,
         stages: Mapping[int, StageRunner],
         transport: Transport,
+        features: Sequence[StepFeature] = (),
         ledger: ActivationLedger | None = None,
         trace: Trace | None = None,
-        offload: OffloadEngine | None = None,
-        vocabulary: VocabularyPasses | None = None,
-        replicas: ReplicaReducer | None = None,
-        weights: Weights | None = None,
-        carried: InFlight | None = None,
     ):
         self._program = program
         self._device = device
         self._stages = stages
         self._transport = transport
-        self._ledger = ledger
+        self.ledger = ledger
         self._trace = trace
-        self._offload = offload
-        self._vocabulary = vocabulary
-        self._replicas = replicas
-        self._weights = weights
         settled = settle(program, device)
         self._instructions = settled.instructions
         self._has_backward = settled.has_backward
+        self._is_profiled = False
         # Keyed by (stage, microbatch) of the stage that uses the tensor next.
-        carried = carried or InFlight()
-        self._inputs: dict[Key, torch.Tensor | None] = dict(carried.inputs)
-        self._outputs: dict[Key, torch.Tensor] = dict(carried.outputs)
-        if carried.arrived:
-            transport.arrived(carried.arrived)
-        self._local_inputs: dict[Key, torch.Tensor] = {}
-        self._local_gradients: dict[Key, torch.Tensor] = {}
+        self._inputs: dict[Key, torch.Tensor | None] = {}
+        self._outputs: dict[Key, torch.Tensor] = {}
+        self.handed_inputs: dict[Key, torch.Tensor] = {}
+        self.handed_gradients: dict[Key, torch.Tensor] = {}
         self._queues: dict[Key, WeightGradientQueue] = {}
         self._recorders: dict[Key, Recorder] = {}
         # With every result that has not been sent yet, whether only that makes the ledger count it.
         self._outbox: dict[Action, tuple[torch.Tensor, bool]] = {}
-        self._perform = {
+        self.host_bytes: Callable[[], int] = lambda: 0
+        self.at_end: list[Callable[[], None]] = []
+        self.handlers: dict[Kind, Handler] = {
             Kind.F: self._forward,
             Kind.R: self._recompute,
             Kind.RS: self._recompute_selectively,
@@ -152,14 +151,10 @@ class Executor:
             Kind.SEND_I: self._send,
             Kind.RECV_F: self._receive,
             Kind.RECV_I: self._receive,
-            Kind.REDUCE_REPLICAS: lambda each: self._replicas.post(each.action.stage),
             Kind.REDUCE_GRAD: self._reduce_gradients,
-            Kind.OFFLOAD: lambda each: self._offload.offload(each.key),
-            Kind.RELOAD: lambda each: self._offload.reload(each.key),
-            Kind.WAIT_OFFLOAD: lambda each: self._offload.wait(each.key),
-            Kind.WAIT_RELOAD: lambda each: self._offload.wait(each.key),
-            **dict.fromkeys(VOCABULARY, self._vocabulary_pass),
         }
+        for feature in features:
+            self.handlers |= feature.extend(self)
 
     def run(self) -> None:
         """Run every action of this device in order.
@@ -167,18 +162,14 @@ class Executor:
         Raises:
             Exception: whatever an action raises, with a note that names the rank, the position and the action.
         """
-        perform, weights, ledger = self._perform, self._weights, self._ledger
+        handlers, ledger = self.handlers, self.ledger
+        self._is_profiled = torch.autograd._profiler_enabled()
         position = 0
         try:
             for position, each in enumerate(self._instructions):  # noqa: B007 - for the note
-                action = each.action
-                if weights is not None:
-                    weights.before(action)
-                perform[action.kind](each)
-                if weights is not None:
-                    weights.after(action)
+                handlers[each.action.kind](each)
                 if ledger is not None:
-                    ledger.record(action, self._offload.host_bytes if self._offload is not None else 0)
+                    ledger.record(each.action, self.host_bytes())
         except Exception as error:
             error.add_note(
                 f"device {self._device} failed at position {position}, action {self._instructions[position].action}, "
@@ -186,8 +177,15 @@ class Executor:
             )
             raise
         self._transport.finish()
-        if self._vocabulary is not None:
-            self._vocabulary.finish()
+        for finish in self.at_end:
+            finish()
+
+    def take_in(self, left: InFlight) -> None:
+        """Go on with what an earlier step has left in flight. Called before ``run``."""
+        self._inputs |= left.inputs
+        self._outputs |= left.outputs
+        if left.arrived:
+            self._transport.arrived(left.arrived)
 
     def in_flight(self) -> InFlight:
         """What has run forward and not backward, handed over. Everything that was sent to this rank has then arrived."""
@@ -195,37 +193,41 @@ class Executor:
         self._inputs, self._outputs = {}, {}
         return left
 
+    def kept(self, each: Instruction) -> list[torch.Tensor]:
+        """Of a forward that has run, the input and the output, as far as they are kept for others than autograd."""
+        sent = self._outbox.get(each.send, (None,))[0] if each.send is not None else None
+        tensors = (self._inputs.get(each.key), sent, self.handed_inputs.get(each.to_here))
+        return [tensor for tensor in tensors if tensor is not None]
+
+    def measured(self, action: Action) -> AbstractContextManager:
+        """Return what times the action while it runs."""
+        if self._is_profiled:
+            return self._profiled(action)
+        return _NOTHING if self._trace is None else self._trace.measure(action)
+
     def _forward(self, each: Instruction) -> None:
-        action, key = each.action, each.key
-        stage = self._stages[action.stage]
+        key = each.key
+        stage = self._stages[key[0]]
         input = None
         if each.receive is not None:
             input = self._transport.wait(each.receive)
         elif each.from_here:
-            input = self._local_inputs.pop(key)
-        elif self._vocabulary is not None:
-            input = self._vocabulary.embedded(action.microbatch)
+            input = self.handed_inputs.pop(key)
         if input is not None:
             input.requires_grad_(self._has_backward and input.is_floating_point())
         recomputed = each.again is Kind.R
         if recomputed:
-            with self._measured(action), torch.no_grad():
-                output = stage.forward(action.microbatch, input, will_recompute=True)
+            with self.measured(each.action), torch.no_grad():
+                output = stage.forward(key[1], input, will_recompute=True)
             self._inputs[key] = input
         else:
             output = self._run_stage(each, stage.forward, input)
-        is_last = each.send is None and each.to_here is None
-        if is_last and self._vocabulary is None:
-            return
-        passed_on = output.detach()
-        if each.offloaded:
-            self._offload.stay(key, [passed_on])
         if each.send is not None:
-            self._put_out(each.send, passed_on)
-        elif is_last:
-            self._vocabulary.take_head_input(action.microbatch, passed_on)
+            self._put_out(each.send, output.detach())
+        elif each.to_here is not None:
+            self.handed_inputs[each.to_here] = self._held(output.detach())
         else:
-            self._local_inputs[each.to_here] = self._held(passed_on)
+            return
         if self._has_backward and not recomputed:
             stage.release_output(output)
 
@@ -236,7 +238,7 @@ class Executor:
             stage.release_output(output)
 
     def _recompute_selectively(self, each: Instruction) -> None:
-        with self._measured(each.action):
+        with self.measured(each.action):
             self._recorders.pop(each.key).run_again()
 
     def _run_stage(
@@ -253,70 +255,71 @@ class Executor:
         elif each.offloaded or selective:
             # Stock's linear layers hand their weight to autograd beside their input, and it must come back as it is.
             queue = ImmediateWeightGradients()
-        recorded = _NOTHING
-        if selective:
-            self._recorders[key] = Recorder(self._made_again)
-            recorded = self._recorders[key].record()
-        with self._measured(each.action), collecting(queue), self._watched(each), recorded:
-            output = forward(key[1], input)
-        if each.offloaded and input is not None:
-            self._offload.stay(key, [input])
+        if queue is None and self.ledger is None:
+            with self.measured(each.action):
+                output = forward(key[1], input)
+        else:
+            recorded = _NOTHING
+            if selective:
+                self._recorders[key] = Recorder(self._made_again)
+                recorded = self._recorders[key].record()
+            with self.measured(each.action), collecting(queue), self._watched(each), recorded:
+                output = forward(key[1], input)
         if self._has_backward:
             self._inputs[key], self._outputs[key] = input, output
         return output
 
     def _backward(self, each: Instruction) -> None:
-        action, key = each.action, each.key
+        key = each.key
         output_gradient = None
         if each.receive is not None:
             output_gradient = self._transport.wait(each.receive)
         elif each.from_here:
-            output_gradient = self._local_gradients.pop(key)
-        elif self._vocabulary is not None:
-            output_gradient = self._vocabulary.head_gradient(action.microbatch)
+            output_gradient = self.handed_gradients.pop(key)
         if each.settles is not None:
             self._transport.settle(each.settles)
-        queue = self._queues.get(key)
-        with self._measured(action), collecting(queue):
-            gradient = self._stages[action.stage].backward(
-                self._inputs.pop(key), self._outputs.pop(key), output_gradient
-            )
-        if queue is not None and self._ledger is not None:
-            for tensor in queue.tensors():
-                self._ledger.hold(tensor, "weight_gradients")
-        is_first = each.send is None and each.to_here is None
-        if is_first and self._vocabulary is None:
+        backward = self._stages[key[0]].backward
+        input, output = self._inputs.pop(key), self._outputs.pop(key)
+        if each.split:
+            queue = self._queues[key]
+            with self.measured(each.action), collecting(queue):
+                gradient = backward(input, output, output_gradient)
+            if self.ledger is not None:
+                for tensor in queue.tensors():
+                    self.ledger.hold(tensor, "weight_gradients")
+        else:
+            with self.measured(each.action):
+                gradient = backward(input, output, output_gradient)
+        if each.send is None and each.to_here is None:
             return
         if gradient is None:
             raise RuntimeError(
-                f"stage {action.stage} gave no gradient for its input; a frozen stage or one that ignores its input "
+                f"stage {key[0]} gave no gradient for its input; a frozen stage or one that ignores its input "
                 "cannot stand behind a stage that trains"
             )
         if each.send is not None:
             self._put_out(each.send, gradient)
-        elif is_first:
-            self._vocabulary.take_embedding_gradient(action.microbatch, gradient)
         else:
-            self._local_gradients[each.to_here] = self._held(gradient)
+            self.handed_gradients[each.to_here] = self._held(gradient)
 
     def _weight_gradients(self, each: Instruction) -> None:
         queue = self._queues.pop(each.key)
-        if self._ledger is not None:
+        if self.ledger is not None:
             # Gone when this action ends, but the threads of a backend that gathers them let go a moment later.
             for tensor in queue.tensors():
-                self._ledger.release(tensor)
-        with self._measured(each.action):
+                self.ledger.release(tensor)
+        with self.measured(each.action):
             queue.run()
 
     def _put_out(self, send: Action, tensor: torch.Tensor) -> None:
-        self._outbox[send] = tensor, self._ledger is not None and bool(self._ledger.hold(tensor, "boundary"))
+        self._outbox[send] = tensor, self.ledger is not None and bool(self.ledger.hold(tensor, "boundary"))
 
     def _send(self, each: Instruction) -> None:
         tensor, is_counted_here = self._outbox.pop(each.action)
         self._transport.post_send(each.action, tensor)
         # An output that autograd keeps goes on counting; of a gradient, nobody but the transport has anything left.
-        if self._ledger is not None and (is_counted_here or each.action.kind is Kind.SEND_I):
-            self._ledger.release(tensor)
+        if self.ledger is not None and (is_counted_here or each.action.kind is Kind.SEND_I):
+            self.ledger.release(tensor)
 
     def _receive(self, each: Instruction) -> None:
         buffer = self._transport.post_receive(each.action)
@@ -324,38 +327,22 @@ class Executor:
             self._held(buffer)
 
     def _reduce_gradients(self, each: Instruction) -> None:
-        stage = each.action.stage
-        if self._replicas is not None:
-            self._replicas.wait(stage)
-        self._stages[stage].reduce_gradients()
-
-    def _vocabulary_pass(self, each: Instruction) -> None:
-        action = each.action
-        self._vocabulary.wait_for(action)
-        with self._measured(action) if action.kind in VOCABULARY_COMPUTE else _NOTHING:
-            self._vocabulary.perform(action)
+        self._stages[each.action.stage].reduce_gradients()
 
     def _made_again(self, tensor: torch.Tensor) -> None:
-        if self._ledger is not None:
-            self._ledger.hold(tensor, "saved")
+        if self.ledger is not None:
+            self.ledger.hold(tensor, "saved")
 
     def _held(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._ledger is not None:
-            self._ledger.hold(tensor, "boundary")
+        if self.ledger is not None:
+            self.ledger.hold(tensor, "boundary")
         return tensor
 
     def _watched(self, each: Instruction) -> AbstractContextManager:
-        """Hooks for saved tensors do not nest: an engine tells the ledger what it captures."""
-        if each.offloaded:
-            return self._offload.capture(each.key)
-        return self._ledger.watch_saved() if self._ledger is not None and self._has_backward else _NOTHING
-
-    def _measured(self, action: Action) -> AbstractContextManager:
-        # torch's own pipeline runtime uses the same names, so its profiles and ours read alike.
-        profiled = torch.autograd._profiler_enabled()
-        if not profiled:
-            return _NOTHING if self._trace is None else self._trace.measure(action)
-        return self._profiled(action)
+        """Hooks for saved tensors do not nest: who captures a stage to move it tells the ledger."""
+        if each.offloaded or self.ledger is None or not self._has_backward:
+            return _NOTHING
+        return self.ledger.watch_saved()
 
     @contextmanager
     def _profiled(self, action: Action) -> Iterator[None]:

@@ -23,9 +23,11 @@ class Instruction:
         action: what to do.
         key: its stage and microbatch.
         receive: for a forward or backward, the message that it waits for; ``None`` if nothing is sent to it.
-        from_here: for a forward or backward, whether a stage of this device hands its tensor over.
+        from_here: for a forward or backward, whether its tensor is made on this device, by a neighbouring stage or, at the ends
+            of a model whose vocabulary is cut, by the embedding or the head.
         send: for a forward or backward, the message that takes its result away; ``None`` if none does.
-        to_here: the key of the neighbour's forward or backward on this device that takes the result, or ``None``.
+        to_here: the key of the neighbour's forward or backward on this device that takes the result, or ``None``. Embedding and
+            head stand before the first stage and behind the last one.
         settles: for a backward, the message with its forward's output, which has arrived by then.
         split: whether the backward of this forward is split.
         again: by which action the forward runs again, ``None`` if it does not.
@@ -67,7 +69,7 @@ def settle(program: Program, device: int) -> RankProgram:
     again = {(a.stage, a.microbatch): a.kind for a in actions if a.kind in (Kind.R, Kind.RS)}
     # Whole stages, because its microbatches may share tensors: those leave with the last that is offloaded.
     offloaded = {a.stage for a in actions if a.kind is Kind.OFFLOAD}
-    placement = program.placement
+    placement, cut = program.placement, bool(program.schedule.vocabulary_barriers)
     instructions = []
     for action in actions:
         kind, stage, microbatch = action
@@ -79,15 +81,16 @@ def settle(program: Program, device: int) -> RankProgram:
         forward = kind in _FORWARDS
         before, after = neighbours if forward else neighbours[::-1]
         receive, send = (Kind.RECV_F, Kind.SEND_F) if forward else (Kind.RECV_I, Kind.SEND_I)
-        near = [other is not None and placement.devices[other] == device for other in (before, after)]
+        from_here, here = (cut if other is None else placement.devices[other] == device for other in (before, after))
+        beyond = stage + (1 if forward else -1)
         instructions.append(
             Instruction(
                 action,
                 key,
-                receive=Action(receive, *key) if before is not None and not near[0] else None,
-                from_here=near[0],
-                send=Action(send, *key) if after is not None and not near[1] else None,
-                to_here=(after, microbatch) if near[1] else None,
+                receive=None if before is None or from_here else Action(receive, *key),
+                from_here=from_here,
+                send=None if after is None or here else Action(send, *key),
+                to_here=(beyond if after is None else after, microbatch) if here else None,
                 settles=Action(Kind.SEND_F, *key) if not forward and before is not None else None,
                 split=key in split,
                 again=again.get(key),

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 import torch.distributed as dist
 
+from megatron_pipemem.runtime.executor import Executor, Handlers
 from megatron_pipemem.runtime.groups import new_groups
+from megatron_pipemem.runtime.instructions import Instruction
+from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 
 Channels = Mapping[tuple[int, ...], dist.ProcessGroup]
@@ -63,6 +66,16 @@ class ReplicaReducer:
         self._gradients = gradients
         self._posted: set[int] = set()
         self._works: dict[int, list[dist.Work]] = {}
+
+    def extend(self, executor: Executor) -> Handlers:
+        """See ``StepFeature``. Data-parallel ranks reduce a stage's gradients when the sum over its replicas is there."""
+        reduce = executor.handlers[Kind.REDUCE_GRAD]
+
+        def reduce_sum(each: Instruction) -> None:
+            self.wait(each.action.stage)
+            reduce(each)
+
+        return {Kind.REDUCE_REPLICAS: lambda each: self.post(each.action.stage), Kind.REDUCE_GRAD: reduce_sum}
 
     def post(self, stage: int) -> None:
         """The gradients of this stage are complete. Starts the sum when those of all replicas on this device are."""

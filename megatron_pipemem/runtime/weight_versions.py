@@ -11,7 +11,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.runtime.executor import Executor, Handlers
+from megatron_pipemem.runtime.instructions import Instruction
+from megatron_pipemem.schedule.core.action import Action
 
 _ALIGNMENT = 128  # bytes, so that every parameter begins where kernels like it
 
@@ -166,12 +168,18 @@ class WeightSwitch:
         self._updates = updates
         self._update = update
 
-    def before(self, action: Action) -> None:
-        if action.kind is Kind.F or action.kind is Kind.B:
-            self._weights.show(self._versions[action])
+    def extend(self, executor: Executor) -> Handlers:
+        """See ``StepFeature``."""
+        others = dict(executor.handlers)
 
-    def after(self, action: Action) -> None:
-        if action in self._updates:
-            self._weights.advance(self._updates[action])
-            if self._update is not None:
-                self._update()
+        def switched(each: Instruction) -> None:
+            action = each.action
+            if action in self._versions:
+                self._weights.show(self._versions[action])
+            others[action.kind](each)
+            if action in self._updates:
+                self._weights.advance(self._updates[action])
+                if self._update is not None:
+                    self._update()
+
+        return dict.fromkeys((action.kind for action in (*self._versions, *self._updates)), switched)

@@ -82,7 +82,7 @@ def held(runner) -> dict[str, int]:
     actions = tuple(map(Action.parse, ACTIONS))
     program = Program(schedule, ((), actions, ()))
     ledger = ActivationLedger([runner.weight] if isinstance(runner, EndsInLinear) else runner.stage.parameters())
-    Executor(program, 1, {1: runner}, Neighbours(), ledger).run()
+    Executor(program, 1, {1: runner}, Neighbours(), (), ledger).run()
     assert ledger.failure is None
     assert predict_peak_bytes(actions, bytes_per_action(ledger.entries, 3)) == ledger.peak
     return {str(entry.action): entry.bytes // MESSAGE for entry in ledger.entries}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from megatron_pipemem.runtime.instructions import Instruction  # noqa: E402
 from megatron_pipemem.runtime.weight_versions import WeightSwitch, WeightVersions  # noqa: E402
 from megatron_pipemem.schedule.core.action import Action, Kind  # noqa: E402
 
@@ -60,16 +63,24 @@ def test_a_graph_meets_the_version_of_its_forward_after_an_update():
     used, input = layer.weight.detach().clone(), torch.ones(2, 3, requires_grad=True)
     actions = Action(Kind.F, 0, 0), Action(Kind.B, 0, 7), Action(Kind.B, 0, 0)
     switch = WeightSwitch(weights, {actions[0]: 0, actions[1]: 0, actions[2]: 0}, {actions[1]: {0}})
-    switch.before(actions[0])
-    output = layer(input).sum()
-    switch.after(actions[1])
-    with torch.no_grad():
-        layer.weight.zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        output.backward(retain_graph=True)
-    weights.forget_updates()
-    switch.before(actions[2])
-    output.backward()
+    outputs = []
+
+    def forward(each):
+        outputs.append(layer(input).sum())
+
+    def backward(each):
+        if each.action == actions[2]:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                outputs[0].backward(retain_graph=True)
+            weights.forget_updates()
+            outputs[0].backward()
+
+    handlers = switch.extend(SimpleNamespace(handlers={Kind.F: forward, Kind.B: backward}))
+    for action in actions:
+        handlers[action.kind](Instruction(action, action[1:]))
+        if action == actions[1]:
+            with torch.no_grad():
+                layer.weight.zero_()
     assert torch.equal(input.grad[0], used.sum(0))
     weights.show(weights.newest)
     assert not layer.weight.any()

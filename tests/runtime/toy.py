@@ -24,6 +24,7 @@ from megatron_pipemem.runtime.activation_ledger import (
 )
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.offload import OffloadEngine
+from megatron_pipemem.runtime.offload.actions import OffloadActions
 from megatron_pipemem.runtime.selective import region
 from megatron_pipemem.runtime.trace import HostTrace
 from megatron_pipemem.runtime.transport import MessageFormat, Transport, connect
@@ -170,7 +171,8 @@ def run_step(
     permanent = [p for runner in runners.values() for p in runner.stage.parameters()]
     ledger, trace = ActivationLedger(permanent), HostTrace()
     with engine.step(permanent, lambda tensor: ledger.hold(tensor, "saved")) if engine else nullcontext():
-        Executor(program, device, runners, transport, ledger, trace, engine).run()
+        features = [OffloadActions(engine)] if engine else []
+        Executor(program, device, runners, transport, features, ledger, trace).run()
     return runners, ledger, trace
 
 

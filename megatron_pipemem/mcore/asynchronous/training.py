@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.step.programs import Compiled, digest_of
 from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER, LOAD, SAVE
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
-from megatron_pipemem.runtime.executor import InFlight
+from megatron_pipemem.runtime.executor import InFlight, StepFeature
 from megatron_pipemem.runtime.weight_versions import WeightSwitch, WeightVersions
 from megatron_pipemem.schedule.features.windows import Moment, horizon, updates_per_batch
 from megatron_pipemem.schedule.knowledge import Shape
@@ -135,17 +135,18 @@ class AsynchronousTraining(Extension):
         step.buffers += self._stream.weights.buffers()
         step.weight_bytes, step.recorded_program = self._weight_bytes, self._call.plan.window.up_to_its_end
 
-    def executor_parts(self, step: Step) -> dict[str, object]:
-        stream = self._stream
-        stream.ledger = step.observation.ledger
-        # Nobody else keeps what the call before has left: it is to go when its backward has run.
-        carried, stream.in_flight = stream.in_flight, InFlight()
-        return {"weights": self._call.weights, "carried": carried}
+    def extend_executor(self, step: Step) -> Sequence[StepFeature]:
+        self._stream.ledger = step.observation.ledger
+        return [self._call.weights]
 
     @contextmanager
     def around(self, step: Step) -> Iterator[None]:
         """If the call fails, everything in flight is dropped and the next one begins a new stream."""
         stream, window = self._stream, self._call.plan.window
+        # Nobody else keeps what the call before has left: it is to go when its backward has run.
+        left, stream.in_flight = stream.in_flight, InFlight()
+        step.executor.take_in(left)
+        del left
         try:
             yield
         except BaseException:

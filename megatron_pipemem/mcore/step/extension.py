@@ -17,7 +17,7 @@ from megatron_pipemem.mcore.patching import Feature
 from megatron_pipemem.mcore.step.observation import Observation, permanent_tensors
 from megatron_pipemem.mcore.step.programs import Compiled, ProgramCache
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
-from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.runtime.executor import Executor, StepFeature
 from megatron_pipemem.runtime.offload import OffloadStatistics
 from megatron_pipemem.runtime.transport import Edge, MessageFormat
 from megatron_pipemem.schedule.core.placement import Placement
@@ -132,9 +132,9 @@ class Extension(Feature):
     def prepare(self, step: Step) -> None:
         """The program is known, and nothing has run: say what the step must take care of."""
 
-    def executor_parts(self, step: Step) -> dict[str, object]:
-        """The stages stand, and the ledger counts: return arguments for the executor."""
-        return {}
+    def extend_executor(self, step: Step) -> Sequence[StepFeature]:
+        """The stages stand, and the ledger counts: return what extends the executor."""
+        return ()
 
     def around(self, step: Step) -> AbstractContextManager:
         """Return what to run the executor in."""

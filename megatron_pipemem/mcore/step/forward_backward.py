@@ -225,9 +225,7 @@ class ForwardBackward(Feature):
             )
             for chunk, stage in enumerate(pipeline.stages)
         }
-        parts: dict[str, object] = {}
-        for extension in extensions:
-            parts |= extension.executor_parts(step)
+        features = [feature for extension in extensions for feature in extension.extend_executor(step)]
         step.executor = Executor(
             step.program,
             pipeline.device,
@@ -240,9 +238,9 @@ class ForwardBackward(Feature):
                 step.message,
                 self._programs.single_queue,
             ),
+            features,
             ledger=step.observation.ledger,
             trace=step.observation.trace,
-            **parts,
         )
 
     def _connect(self, group: dist.ProcessGroup, placement: Placement, device: torch.device | int) -> Pipeline:

@@ -19,7 +19,9 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import done_by_all, gather, tell
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.step.observation import device_of
+from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.runtime.offload import OffloadEngine
+from megatron_pipemem.runtime.offload.actions import OffloadActions
 from megatron_pipemem.runtime.offload.host_link import HostLink, measure_host_link
 from megatron_pipemem.runtime.offload.host_memory import available_memory
 from megatron_pipemem.schedule.core.memory_cap import format_bytes, parse_bytes
@@ -176,8 +178,8 @@ class Offloading(Extension):
             step.counters.append(engine)
             step.offload_statistics = engine.statistics
 
-    def executor_parts(self, step: Step) -> dict[str, object]:
-        return {"offload": self._engine} if step.program.schedule.offloads else {}
+    def extend_executor(self, step: Step) -> Sequence[StepFeature]:
+        return [OffloadActions(self._engine)] if step.program.schedule.offloads else []
 
     def around(self, step: Step) -> AbstractContextManager:
         if not step.program.schedule.offloads:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron_pipemem.mcore.model.replicas import gradients
 from megatron_pipemem.mcore.step.batch_distribution import Dealer, deal
 from megatron_pipemem.mcore.step.extension import Extension, Pipeline, Step
+from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.runtime.groups import destroy_groups
 from megatron_pipemem.runtime.replicas import Channels, ReplicaReducer, connect_replicas
 
@@ -21,10 +24,10 @@ class ReplicaSteps(Extension):
         if step.pipeline.placement.replicas > 1:
             self._dealer, step.iterators = deal(step.iterators[0], step.program.schedule, step.pipeline.device)
 
-    def executor_parts(self, step: Step) -> dict[str, object]:
+    def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         pipeline = step.pipeline
         if pipeline.placement.replicas == 1:
-            return {}
+            return ()
         if pipeline not in self._channels:
             self._channels[pipeline] = connect_replicas(pipeline.placement, pipeline.group, step.message.device)
         reducer = ReplicaReducer(
@@ -33,7 +36,7 @@ class ReplicaSteps(Extension):
             self._channels[pipeline],
             lambda stage: gradients(step.stages[stage].model),
         )
-        return {"replicas": reducer}
+        return [reducer]
 
     def settle(self, step: Step) -> None:
         if self._dealer is not None:

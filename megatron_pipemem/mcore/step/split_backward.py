@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -12,6 +13,7 @@ from megatron_pipemem.mcore.model.linear import GRADIENT_READY, attach_ddp_hooks
 from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import LINEAR
+from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.schedule.request import Request
 
 logger = logging.getLogger(__name__)
@@ -46,9 +48,9 @@ class SplitBackward(Extension):
     def prepare(self, step: Step) -> None:
         self._hooked += attach_ddp_hooks(step.chunks)
 
-    def executor_parts(self, step: Step) -> dict[str, object]:
+    def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         self.has_run_delayed |= any(stage.delayed for stage in step.stages.values())
-        return {}
+        return ()
 
     def close(self, orderly: bool) -> None:
         for parameter in self._hooked:

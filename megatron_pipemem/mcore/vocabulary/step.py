@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -9,6 +11,7 @@ from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.vocabulary.batches import Call, calls_of, share_batch
 from megatron_pipemem.mcore.vocabulary.build import shards_group_of, shards_of
 from megatron_pipemem.mcore.vocabulary.stages import FirstStage, LastStage
+from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.runtime.groups import destroy_groups, new_groups
 from megatron_pipemem.runtime.vocabulary.passes import Channels, VocabularyPasses
 
@@ -19,10 +22,10 @@ class VocabularySteps(Extension):
     def __init__(self) -> None:
         self._channels: dict[dist.ProcessGroup, Channels] = {}
 
-    def executor_parts(self, step: Step) -> dict[str, object]:
+    def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         """Share the batch, and put other stages at the pipeline's ends."""
         if not step.program.schedule.vocabulary_barriers:
-            return {}
+            return ()
         context, placement, group = step.context, step.pipeline.placement, step.pipeline.group
         if group not in self._channels:
             self._channels[group] = _connect(group, shards_group_of(step.groups))
@@ -65,7 +68,7 @@ class VocabularySteps(Extension):
             not step.forward_only,
             step.observation.ledger,
         )
-        return {"vocabulary": passes}
+        return [passes]
 
     def close(self, orderly: bool) -> None:
         channels, self._channels = self._channels, {}

@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
+from megatron_pipemem.runtime.executor import Executor, Handlers
+from megatron_pipemem.runtime.instructions import Instruction
 from megatron_pipemem.runtime.vocabulary import collectives
 from megatron_pipemem.runtime.vocabulary.collectives import Pending
 from megatron_pipemem.runtime.vocabulary.head import Scored
 from megatron_pipemem.runtime.vocabulary.head_gradients import Normalised, OneBarrier, finish_input_gradient
 from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient
-from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.action import VOCABULARY, VOCABULARY_COMPUTE, Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
 
 
@@ -120,6 +122,7 @@ class VocabularyPasses:
         ledger: ActivationLedger | None = None,
     ):
         self._first, self._last = placement.devices[0], placement.devices[-1]
+        self._last_index = placement.num_stages - 1
         self._device = device
         self._layers = layers
         self._channels = channels
@@ -163,6 +166,38 @@ class VocabularyPasses:
             Kind.BCAST_E: self._broadcast_embedding_gradient,
             Kind.EMBED_B: self._embedding_weight_gradient,
         }
+
+    def extend(self, executor: Executor) -> Handlers:
+        """See ``StepFeature``: the passes, and the tensors of the model's ends, which come from them and go to them."""
+        others, first, last = dict(executor.handlers), 0, self._last_index
+
+        def run_pass(each: Instruction) -> None:
+            action = each.action
+            self.wait_for(action)
+            if action.kind not in VOCABULARY_COMPUTE:
+                self.perform(action)
+                return
+            with executor.measured(action):
+                self.perform(action)
+
+        def forward(each: Instruction) -> None:
+            stage, microbatch = each.key
+            if stage == first:
+                executor.handed_inputs[each.key] = self.embedded(microbatch)
+            others[Kind.F](each)
+            if stage == last:
+                self.take_head_input(microbatch, executor.handed_inputs.pop(each.to_here))
+
+        def backward(each: Instruction) -> None:
+            stage, microbatch = each.key
+            if stage == last:
+                executor.handed_gradients[each.key] = self.head_gradient(microbatch)
+            others[each.action.kind](each)
+            if stage == first:
+                self.take_embedding_gradient(microbatch, executor.handed_gradients.pop(each.to_here))
+
+        executor.at_end.append(self.finish)
+        return {**dict.fromkeys(VOCABULARY, run_pass), Kind.F: forward, Kind.I: backward, Kind.B: backward}
 
     def wait_for(self, action: Action) -> None:
         """Wait for the collectives that a pass needs, so that its own time can be told from theirs."""
