@@ -127,10 +127,10 @@ class Family:
             UnsupportedError: the family builds none.
         """
         refusal: Exception | None = None
-        for devices, microbatches in _SIZES:
-            if devices < self.min_devices:
-                continue
+        sizes = [size for size in (*_SIZES, (self.min_devices, 2 * self.min_devices)) if size[0] >= self.min_devices]
+        for devices, microbatches in sizes:
             try:
+                microbatches = max(microbatches, self.fewest_microbatches(devices))
                 built = self.build(devices, microbatches)
                 if isinstance(built, Schedule):
                     return built
@@ -138,7 +138,7 @@ class Family:
             except Exception as error:  # whatever somebody else's function raises
                 refusal = refusal or error
         raise UnsupportedError(
-            f"schedule {self.name!r} cannot be built for any of {', '.join(f'p={p} m={m}' for p, m in _SIZES)}: "
+            f"schedule {self.name!r} cannot be built for any of {', '.join(f'p={p} m={m}' for p, m in sizes)}: "
             f"{type(refusal).__name__}: {refusal}; mend its build function or min_devices"
         ) from refusal
 

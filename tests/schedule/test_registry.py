@@ -283,6 +283,16 @@ def test_what_is_declared_must_be_true(build: str, declared: dict[str, object], 
         family("mine")
 
 
+def test_the_example_is_as_large_as_the_family_wants() -> None:
+    def build(p: int, m: int):
+        if p < 16 or m < 4 * p:
+            raise UnsupportedError("too small")
+        return family("1f1b").build(p, m)
+
+    large = Family("mine", build, "large", "1", "0", "a test", min_devices=16, fewest_microbatches=lambda p: 4 * p)
+    assert (large.example.num_devices, large.example.num_microbatches) == (16, 64)
+
+
 @pytest.mark.parametrize("each", families(), ids=lambda each: each.name)
 def test_the_built_in_families_are_what_they_declare(each: Family) -> None:
     each.check()

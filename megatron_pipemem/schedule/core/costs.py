@@ -39,13 +39,13 @@ SELECTIVE_BYTES = 13 / 32
 class Channel:
     """What it takes to move activations between a device and the host.
 
-    Every device has one channel, which serves its copies one at a time, in the order in which they are issued.
+    Every device has one channel, which serves its transfers one at a time, in the order in which they are issued.
 
     Args:
         offload: seconds to copy activations to the host; as the prices of ``Costs``, one number for a device's whole share
             of the model, or one per stage.
         reload: seconds to copy them back; ``None``: as long.
-        duplex: one copy of each direction at a time, rather than one at all.
+        duplex: one transfer of each direction at a time, rather than one at all.
         switches: devices that share one channel, for example behind one PCIe switch.
     """
 
@@ -142,7 +142,7 @@ class Costs:
         channel: how fast activations move to the host; ``None``: at once.
         vocabulary: seconds of the passes and collectives of vocabulary parallelism. Default: the whole head takes as long
             as one device's share of the layers (their average), the embedding and the collectives take no time.
-        copy_sum: seconds to add up the gradients of a stage over the devices that hold its copies. Once per step, it is
+        copy_sum: seconds to add up the gradients of a stage over the devices that hold its replicas. Once per step, it is
             priced like the actions of a microbatch.
     """
 

@@ -27,10 +27,10 @@ class Placement:
     replicas: int = 1
 
     def __repr__(self) -> str:
-        copies = "" if self.replicas == 1 else f", {self.replicas} replicas"
+        replicas = "" if self.replicas == 1 else f", {self.replicas} replicas"
         if len(self.devices) > 16:
-            return f"<Placement {self.name}: {self.num_stages} stages on {self.num_devices} devices{copies}>"
-        return f"<Placement {self.name}: {', '.join(map(str, self.devices))}{copies}>"
+            return f"<Placement {self.name}: {self.num_stages} stages on {self.num_devices} devices{replicas}>"
+        return f"<Placement {self.name}: {', '.join(map(str, self.devices))}{replicas}>"
 
     def __post_init__(self) -> None:
         held = set(self.devices)
@@ -102,7 +102,7 @@ class Placement:
         return tuple(range(stage % self.model_stages, self.num_stages, self.model_stages))
 
     def holders(self, stage: int) -> tuple[int, ...]:
-        """The devices that hold copies of a stage, in order."""
+        """The devices that hold replicas of a stage, in order."""
         return tuple(sorted({self.devices[replica] for replica in self.counterparts(stage)}))
 
     @classmethod

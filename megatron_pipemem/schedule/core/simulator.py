@@ -65,11 +65,11 @@ class Timeline:
             and end when the device goes on.
         peaks: per device, the most it held after any action.
         messages: number of messages between different devices in one step.
-        transfers: per device, its copies in the order in which it issued them.
-        stalls: per device, its waits for copies that had not ended.
+        transfers: per device, its transfers in the order in which it issued them.
+        stalls: per device, its waits for transfers that had not ended.
         host_peaks: per device, the most it held in host memory after any action.
         collectives: of vocabulary parallelism, in the order of their channel.
-        replica_reductions: of every stage with copies on other devices, the deepest first.
+        replica_reductions: of every stage with replicas on other devices, the deepest first.
     """
 
     schedule: Schedule
@@ -143,10 +143,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[
     """Run ``schedule``: every action starts as soon as its device is free and its inputs have arrived.
 
     Messages take ``costs.p2p`` and do not occupy the devices; nor do collectives, which run one after the other, each
-    when all devices have posted it. A device posts when it has ready what it brings. Sums of copies take
+    when all devices have posted it. A device posts when it has ready what it brings. Sums over replicas take
     ``costs.copy_sum`` when both ends have their last gradients, one after the other between two devices. One of ``n``
-    sequence pieces costs ``1/n`` of everything: of the seconds, of its messages, and of the memory. Copies to the host wait
-    for their channel: whose copy is issued first is served first. A device that waits for a copy does nothing else.
+    sequence pieces costs ``1/n`` of everything: of the seconds, of its messages, and of the memory. Transfers to the host wait
+    for their channel: whose transfer is issued first is served first. A device that waits for one does nothing else.
 
     Args:
         schedule: what to run.
