@@ -119,14 +119,14 @@ def _stat(path: Path) -> os.stat_result | None:
 
 
 def _create_beside(target: Path) -> Path:
-    """An empty file of a new name in the same folder, with the permissions that any new file gets."""
+    """Create an empty file of a new name in the same folder, with the permissions that any new file gets."""
     beside = target.with_name(f".{target.name[:40]}.{secrets.token_hex(6)}.partial")
     os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     return beside
 
 
 def _nearest(folder: Path) -> Path:
-    """The deepest part of a path that exists."""
+    """Return the deepest part of a path that exists."""
     while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
     return folder

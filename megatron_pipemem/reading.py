@@ -13,7 +13,7 @@ MOST_BYTES = 1 << 28
 
 
 def read_text(path: str | Path, what: str, refusal: type[PipememError] = ConfigError) -> str:
-    """The text of a file.
+    """Return the text of a file.
 
     Args:
         path: of the file.

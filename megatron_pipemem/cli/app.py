@@ -90,5 +90,5 @@ def _run(
 
 
 def main() -> None:
-    """The console script ``pipemem``."""
+    """Run the console script ``pipemem``."""
     app(prog_name="pipemem")

@@ -123,7 +123,7 @@ def _place(cell: Cell) -> str:
 
 
 def _cycle_lines(cycle: tuple[Wait, ...], letters: str) -> list[str]:
-    """The circle of a deadlock, a line per device, closed by the first device again."""
+    """Return the circle of a deadlock, a line per device, closed by the first device again."""
     before = {wait.device: wait for wait in cycle}
     lines = []
     for wait in cycle:

@@ -96,7 +96,9 @@ def console() -> Console:
 
 
 def print_facts(out: Console, told: Iterable[tuple[str, str]]) -> None:
-    """A name and what is to be said of it per line; what is long goes on under its own beginning, but not in files."""
+    """Print one line per name with what is to be said of it. What is long goes on under its own beginning, but not in
+    files.
+    """
     fits = None if out.width == _WIDTH_OF_FILES else max(20, out.width - _NAMES - 1)
     for name, fact in told:
         lines = [fact] if fits is None else wrap(fact, fits, break_long_words=False, break_on_hyphens=False) or [""]
@@ -116,7 +118,7 @@ def print_json(result: object) -> None:
 
 
 def fail(error: PipememError) -> NoReturn:
-    """One red line on stderr, and the exit code of the error."""
+    """Print one red line on stderr, and exit with the code of the error."""
     report_error(str(error))
     raise typer.Exit(INVALID if isinstance(error, ScheduleError) else UNUSABLE)
 

@@ -11,12 +11,12 @@ _SUFFIXES = (".csv", ".txt")
 
 
 def complete_families(incomplete: str) -> list[tuple[str, str]]:
-    """Schedules of the table, with what they are good for."""
+    """Return schedules of the table, with what they are good for."""
     return [(each.name, each.summary) for each in families() if each.name.startswith(incomplete)]
 
 
 def complete_schedules(incomplete: str) -> list[tuple[str, str]]:
-    """Also ``auto``, schedule files, and the folders on the way to them."""
+    """Return also ``auto``, schedule files, and the folders on the way to them."""
     found = complete_families(incomplete)
     if AUTO.startswith(incomplete):
         found.append((AUTO, "the fastest that a search finds"))

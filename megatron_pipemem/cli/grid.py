@@ -160,7 +160,7 @@ class _Standing:
         self._show(self._line())
 
     def take(self, index: int, result: Result | None) -> None:
-        """A point has started, or ended with a result."""
+        """Take note that a point has started, or ended with a result."""
         name = self._labels[index]
         with self._guard:
             if result is None:
@@ -182,7 +182,7 @@ class _Standing:
         self._show(self._line())
 
     def stop(self, running: int) -> None:
-        """All is being ended."""
+        """Take note that all is being ended."""
         self._console.print(f"ending {running} points that run", soft_wrap=True)
 
     def _line(self) -> str:
@@ -215,7 +215,7 @@ def _resume_command(
 
 @contextmanager
 def _terminated_as_interrupt() -> Iterator[None]:
-    """A polite kill ends the points too, as an interrupt does."""
+    """Let a polite kill end the points too, as an interrupt does."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
@@ -239,5 +239,5 @@ def _print_commands(points: Sequence[Point], store: Store, as_json: bool) -> Non
 
 
 def _yaml(value: object) -> str:
-    """JSON is YAML too."""
+    """Write a value as JSON, which is YAML too."""
     return value if isinstance(value, str) else json.dumps(value)

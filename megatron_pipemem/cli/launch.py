@@ -30,7 +30,9 @@ RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="A run; see co
 
 
 def unfinished(run_file: RunFile, overrides: Set = None) -> None:
-    """Exit code 0 if the run has a checkpoint to go on from, 1 if it is finished or would start over; batch files ask."""
+    """Exit with 0 if the run has a checkpoint to go on from, with 1 if it is finished or would start over; batch files
+    ask.
+    """
     raise typer.Exit(0 if load(run_file, Run, overrides or ()).unfinished else 1)
 
 

@@ -51,7 +51,7 @@ class Loaded:
         return None if self.request.memory_cap is None else self.request.memory_cap.amount
 
     def again(self, request: Request, costs: Costs) -> Loaded:
-        """Resolved once more, for another request and other costs."""
+        """Resolve once more, for another request and other costs."""
         knowledge = replace(self.knowledge, costs=replace(costs, memory=self.knowledge.costs.memory))
         return Loaded(request, self.shape, knowledge, resolve(request, self.shape, knowledge))
 
@@ -133,7 +133,7 @@ def load_schedule(
 
 
 def _proved(path: Path, dialect: Dialect, costs: Costs, cap: MemoryCap | None, yes: bool) -> Schedule:
-    """The schedule of a file, proved within the cap; what other programs alone can run of it is said."""
+    """Return the schedule of a file, proved within the cap; what other programs alone can run of it is said."""
     table, schedule = read_schedule(path, dialect, yes=yes)
     if table.letters != "pipemem":
         report_note(f"{path} is read in the letters of {LETTERS[table.letters]} ({table.reason})")
@@ -180,7 +180,7 @@ def read_schedule(
 
 
 def _likely_chunks(name: str, settings: Mapping[str, object]) -> int:
-    """Stages per device, or pieces of as many microbatches; told without building anything."""
+    """Return the stages per device, or pieces of as many microbatches; told without building anything."""
     said = {"chunks": 1, "max_chunks": 1, "pieces": 1, "waves": 2}
     counts = [settings[option] * each for option, each in said.items() if isinstance(settings.get(option), int)]
     return max([*counts, 1]) if counts else 2 if name == AUTO else family(name).chunks or 2
@@ -208,7 +208,7 @@ def check_offload_ratio(names: Sequence[str], ratio: float | None, select: str) 
 
 
 def with_channel(costs: Costs, ratio: float | None) -> Costs:
-    """The costs with the channel of an offload ratio; without one with their own, or that of ratio 1.
+    """Return the costs with the channel of an offload ratio; without one with their own, or that of ratio 1.
 
     Raises:
         CostsError: the ratio is no number of at least 0.
@@ -226,7 +226,7 @@ def with_channel(costs: Costs, ratio: float | None) -> Costs:
 
 
 def parse_costs(text: str, p2p: float | None) -> Costs:
-    """Costs from ``F,I,W`` or a JSON file; ``p2p`` overrides the file's.
+    """Return costs from ``F,I,W`` or a JSON file; ``p2p`` overrides the file's.
 
     Raises:
         CostsError: neither, or a price is not a finite number of at least 0.

@@ -158,7 +158,7 @@ def _bandwidths() -> Bandwidths | None:
 
 
 def _ratios(found: Profile, cluster: Cluster) -> dict[str, float]:
-    """k as the layer runs, and with what is cheap recomputed: by the cluster file, or by what was measured."""
+    """Return k as the layer runs, and with what is cheap recomputed: by the cluster file, or by what was measured."""
     cheap = cheap_recompute(found.execution)
     measured = found.bandwidths
     if measured is None:

@@ -21,8 +21,9 @@ _MOST_SECONDS = 600.0
 
 @contextmanager
 def showing(what: str) -> Iterator[Listener]:
-    """Within this, the user sees what is told by ``schedule.progress``, and to the function that this gives; ``what`` until
-    then. Nothing must be printed to stdout meanwhile. Within another ``showing``, its line goes on."""
+    """Show the user, within this block, what is told by ``schedule.progress``, and to the function that this gives;
+    ``what`` until then. Nothing must be printed to stdout meanwhile. Within another ``showing``, its line goes on.
+    """
     if has_listener():
         with doing(what):
             yield lambda told: None

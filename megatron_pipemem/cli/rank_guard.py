@@ -100,7 +100,7 @@ class _FailureBoard:
 
     @classmethod
     def from_environment(cls) -> _FailureBoard | None:
-        """The board of this rank's job, or None for a lone process."""
+        """Return the board of this rank's job, or None for a lone process."""
         job = os.environ
         if int(job.get("WORLD_SIZE", 1)) < 2 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= job.keys():
             return None
@@ -108,7 +108,7 @@ class _FailureBoard:
         return cls(int(job["RANK"]), job["MASTER_ADDR"], int(job["MASTER_PORT"]), run)
 
     def _store(self):
-        """A connection, or None while nobody listens: the store's own client would wait and log every attempt."""
+        """Return a connection, or None while nobody listens: the store's own client would wait and log every attempt."""
         store = getattr(self._local, "store", None)
         if store is None:
             from torch.distributed import TCPStore
@@ -214,7 +214,7 @@ def _argparse_message(stop: SystemExit) -> str | None:
 
 
 def _mute() -> None:
-    """Errors that only follow from another rank's say nothing of the cause, and would stand below it."""
+    """Mute errors that only follow from another rank's: they say nothing of the cause, and would stand below it."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -114,7 +114,7 @@ def _print(points: Sequence[RunPoint], results: Sequence[Result | None], missing
 
 
 def _print_reasons(status: str, results: Sequence[Result]) -> None:
-    """Points with the same reason together."""
+    """Print points with the same reason together."""
     by_reason: dict[str, list[Settings]] = {}
     for result in results:
         by_reason.setdefault(result.reason or "", []).append(result.settings)

@@ -36,7 +36,7 @@ def run(cpu: bool, script: Path, arguments: list[str]) -> None:
 
 
 def _prepared(cpu: bool, script: Path, arguments: list[str]) -> list[str]:
-    """The script's own arguments, once this process is ready for it.
+    """Return the script's own arguments, once this process is ready for it.
 
     Raises:
         PipememError: there is no such script, something is not installed, or the plugin's flags are wrong.

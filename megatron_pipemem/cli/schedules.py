@@ -83,7 +83,7 @@ def _explain(chosen: Family, devices: int | None, microbatches: int | None, as_j
 
 
 def _usual(chosen: Family) -> dict[str, object]:
-    """Costs for those that are fitted to them."""
+    """Return costs for those that are fitted to them."""
     return {"costs": with_channel(Costs(), None)} if "costs" in chosen.options else {}
 
 

@@ -92,7 +92,7 @@ def show(
 
 
 def _data(timeline: Timeline, output: Path | None) -> dict[str, object]:
-    """The picture as data: per device ``[action, start, end, held after]``."""
+    """Return the picture as data: per device ``[action, start, end, held after]``."""
     return {
         "schedule": timeline.schedule.name,
         "devices": timeline.schedule.num_devices,

@@ -156,7 +156,7 @@ def _in_single_queues(schedule: Schedule, costs: Costs) -> dict[str, float]:
 
 
 def _placements(candidates: Iterable[Candidate]) -> FittingTable:
-    """The best of every placement."""
+    """Return the best of every placement."""
     columns = ("placement", "chunks", "makespan", "bound", "peak", "found by")
     table = FittingTable(columns, text=("placement", "found by"))
     for each in candidates:
@@ -185,7 +185,7 @@ def _fastest_plans(search: OffloadSearchResult, costs: Costs) -> Iterator[Candid
 
 
 def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, object]:
-    """The keys of ``--json``; peaks in activation units whatever the costs say about bytes."""
+    """Return the keys of ``--json``; peaks in activation units whatever the costs say about bytes."""
     schedule, search = timeline.schedule, loaded.chosen.search or loaded.chosen.offload_search
     activations = peaks(schedule.orders, schedule.placement, Costs(), schedule.pieces)
     return {
@@ -213,8 +213,9 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, object]:
 
 
 def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
-    """The bound is about whole training steps of one pipeline; a file may also hold forwards only, as evaluation runs
-    them."""
+    """Return the bound, which is about whole training steps of one pipeline; a file may also hold forwards only, as
+    evaluation runs them.
+    """
     schedule = timeline.schedule
     if (
         schedule.placement.replicas > 1
@@ -237,7 +238,7 @@ _SHORT = {"single_queue_makespan": "one queue: makespan", "single_queue_bubble_r
 
 
 def _told(facts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """The facts in words, without those that are what they usually are."""
+    """Print the facts in words, without those that are what they usually are."""
     for key, fact in facts.items():
         if any(each != _USUAL.get(key) for each in (fact if isinstance(fact, list) else [fact])):
             yield _SHORT.get(key, key.replace("_", " ")), _text(key, fact)

@@ -54,7 +54,7 @@ class HostChannel:
             raise ConfigError(f"is {self.duplex}; give more than 0 and at most 1", key="duplex")
 
     def round_trip_seconds(self, nbytes: float, sharing: int = 1) -> float:
-        """Out and back.
+        """Return the seconds that bytes take to the host and back.
 
         Args:
             nbytes: of each device.
@@ -143,5 +143,7 @@ class Cluster:
         return next((len(group) for group in self.switches if device in group), 1)
 
     def link(self, devices: int, stride: int = 1) -> Link:
-        """The slowest link of a group of ``devices`` ranks that lie ``stride`` apart, from the first of a node on."""
+        """Return the slowest link of a group of ``devices`` ranks that lie ``stride`` apart, from the first of a node
+        on.
+        """
         return self.intra_node if (devices - 1) * stride < self.devices_per_node else self.inter_node

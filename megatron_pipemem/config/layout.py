@@ -26,12 +26,12 @@ def spread(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def stages_of(text: str) -> int:
-    """Stages of a layout in Megatron's words."""
+    """Return the stages of a layout in Megatron's words."""
     return len(_read(text))
 
 
 def written(counts: Sequence[int]) -> str:
-    """Embedding before the first stage's layers, loss behind the last one's."""
+    """Write a layout with the embedding before the first stage's layers and the loss behind the last one's."""
     first, *others = (f"t*{count}" if count > 1 else "t" * count for count in counts)
     if not others:
         return f"E{first}L"

@@ -130,19 +130,19 @@ def check_key(kind: type, key: str, user: str = "", file: Path | None = None) ->
 
 
 def names(kind: type[Configured]) -> list[str]:
-    """The configurations of a kind that ship with the package."""
+    """Return the configurations of a kind that ship with the package."""
     return sorted(path.stem for path in (SHIPPED / kind.config_folder).glob("*.yaml"))
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Half a sentence for an error about ``word``: the most alike of ``known``, or all of them."""
+    """Return half a sentence for an error about ``word``: the most alike of ``known``, or all of them."""
     choices = sorted(known)
     alike = difflib.get_close_matches(word, choices, n=1)
     return f"did you mean {alike[0]!r}?" if alike else f"known are {', '.join(choices) or 'none'}"
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """Key and value of ``key.of.a.key=value``.
+    """Return the key and value of ``key.of.a.key=value``.
 
     Raises:
         ConfigError: it is not written so.
@@ -213,7 +213,7 @@ def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[
 
 
 def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The base with some keys changed, within mappings too."""
+    """Return the base with some keys changed, within mappings too."""
     merged = dict(base)
     for key, value in changes.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
@@ -233,7 +233,7 @@ def _resolve_base(base: Any, kind: type, file: Path | None, key: str, trail: tup
 
 
 def _checked(resolved: Mapping[str, Any], kind: type, file: Path | None, prefix: str) -> dict[str, Any]:
-    """Every value as its annotation says; what is missing may still come, or have a default."""
+    """Check every value against its annotation; what is missing may still come, or have a default."""
     checked = {}
     for name, field in _fields(kind).items():
         if name not in resolved:
@@ -277,7 +277,7 @@ def _fields(kind: type) -> dict[str, Field]:
 
 
 def _dataclass_in(hint: Any) -> type | None:
-    """The dataclass of a hint like ``Model`` or ``Model | None``."""
+    """Return the dataclass of a hint like ``Model`` or ``Model | None``."""
     if get_origin(hint) in (dict, list, tuple):
         return None
     return next((each for each in (hint, *get_args(hint)) if is_dataclass(each)), None)

@@ -244,18 +244,20 @@ class Passes:
 
 
 def padded_vocabulary(model: Model, tp: int) -> int:
-    """Rows of the embedding as Megatron pads them."""
+    """Return the rows of the embedding as Megatron pads them."""
     multiple = _VOCABULARY_MULTIPLE * tp
     return ceil(model.vocabulary / multiple) * multiple
 
 
 def groups_per_rank(model: Model, execution: Execution) -> int:
-    """Key heads that a tensor-parallel rank attends with. Where they are fewer than ranks, several ranks share one."""
+    """Return the key heads that a tensor-parallel rank attends with. Where they are fewer than ranks, several ranks
+    share one.
+    """
     return max(1, model.key_heads // execution.tp)
 
 
 def tokens(model: Model, execution: Execution) -> float:
-    """Tokens of a microbatch on one context-parallel rank."""
+    """Return the tokens of a microbatch on one context-parallel rank."""
     return execution.micro_batch * model.sequence / execution.cp
 
 
@@ -336,7 +338,7 @@ def head_parameters(model: Model, execution: Execution) -> int:
 
 
 def _ffn_weights_visited(model: Model, execution: Execution, experts: bool) -> float:
-    """Weights of the FFN that one token meets on one rank; experts are taken as evenly used."""
+    """Return the number of weights of the FFN that one token meets on one rank; experts are taken as evenly used."""
     if not experts:
         return model.projections * model.hidden * model.ffn_width / execution.tp
     visited = model.experts_per_token * model.expert_width + model.shared_expert_ffn

@@ -237,7 +237,7 @@ class Run:
 
 
 def resolve_script(run: Run) -> Path:
-    """The training script of a run.
+    """Return the training script of a run.
 
     Raises:
         ConfigError: there is none.

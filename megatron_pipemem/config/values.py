@@ -10,7 +10,7 @@ from megatron_pipemem.schedule.core.magnitudes import shortened
 
 
 def converted(value: Any, hint: Any) -> Any:
-    """The value as that type: lists become tuples, whole numbers floats, numbers text.
+    """Convert a value to that type: lists become tuples, whole numbers floats, numbers text.
 
     Args:
         value: as YAML or JSON gives it.

@@ -52,7 +52,7 @@ _Loader.add_implicit_resolver(_FLOAT, _NUMBER, list("-+0123456789."))
 
 
 def read_yaml(text: str) -> Any:
-    """The one value that a YAML text describes; ``None`` for an empty text.
+    """Return the one value that a YAML text describes; ``None`` for an empty text.
 
     Raises:
         YamlError: it describes none.
@@ -69,7 +69,7 @@ def read_yaml(text: str) -> Any:
 
 
 def _check_extent(text: str) -> None:
-    """Before anything is built: going through the parser's events takes no stack and little memory."""
+    """Check the extent before anything is built: going through the parser's events takes no stack and little memory."""
     sizes, anchors = [0], {}
     open_anchors: list[str | None] = [None]
     for event in yaml.parse(text, _Loader):

@@ -25,7 +25,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 @contextmanager
 def emulated(rule: str, num_stages: int, replicas: int = 1) -> Iterator[None]:
-    """Within this, Megatron's training steps without a pipeline follow a rule.
+    """Let Megatron's training steps without a pipeline follow a rule, within this block.
 
     Args:
         rule: one of ``RULES``.

@@ -64,7 +64,7 @@ class Event:
     def wait(self, stream: Stream | None = None) -> None: ...
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds from this event to ``end_event``."""
+        """Return milliseconds from this event to ``end_event``."""
         return 1000.0 * (end_event._seconds - self._seconds)
 
 

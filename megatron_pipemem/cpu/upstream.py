@@ -11,7 +11,7 @@ import torch
 
 
 def _build_norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-    """PyTorch's own norm for configurations that Megatron leaves to Apex or Transformer Engine.
+    """Build PyTorch's own norm for configurations that Megatron leaves to Apex or Transformer Engine.
 
     Sequence parallelism asks nothing of the norm but a mark on its parameters, whose gradients Megatron then sums over
     the tensor-parallel ranks. Persistent and memory-efficient norms are other kernels for the same formula.

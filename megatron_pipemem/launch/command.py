@@ -76,7 +76,7 @@ def command(run: Run, nodes: Nodes | None = None) -> Command:
 
 
 def min_nodes(run: Run) -> int:
-    """The fewest nodes that a run's ranks fit on and share evenly, however many its cluster has."""
+    """Return the fewest nodes that a run's ranks fit on and share evenly, however many its cluster has."""
     ranks = run.parallelism.ranks
     least = -(-ranks // run.cluster.devices_per_node)
     return next(count for count in range(least, ranks + 1) if ranks % count == 0)
@@ -91,8 +91,8 @@ def ranks_per_node(run: Run, count: int) -> int:
 
 
 def script_flags(run: Run) -> list[str]:
-    """The training script's flags and ours. What a run says under ``megatron`` comes before our defaults, but may not
-    contradict the run's other keys.
+    """Return the training script's flags and ours. What a run says under ``megatron`` comes before our defaults, but
+    may not contradict the run's other keys.
 
     Raises:
         ConfigError: it does, or something has no flag.
@@ -145,7 +145,7 @@ def words(flags: Flags) -> list[str]:
 
 
 def model_flags(model: Model) -> Flags:
-    """The flags of a shape.
+    """Return the flags of a shape.
 
     Raises:
         ConfigError: the training script has no flag for something.
@@ -285,7 +285,9 @@ CPU_FLAGS: Flags = {
 
 
 def _rendezvous(run: Run, nodes: Nodes) -> list[str]:
-    """Node ranks are given, not negotiated: a rank is then on the same node whenever the run starts."""
+    """Return the flags of the rendezvous. Node ranks are given, not negotiated: a rank is then on the same node
+    whenever the run starts.
+    """
     flags: Flags = {"nproc-per-node": ranks_per_node(run, nodes.count)}
     if nodes.address is None:
         if nodes.count > 1:

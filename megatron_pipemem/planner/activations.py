@@ -133,7 +133,7 @@ def _ffn_tensors(model: Model, execution: Execution, width: int) -> Iterable[Sav
 
 
 def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """Experts taken as evenly used: every rank computes as many tokens as it sends away."""
+    """List the tensors of experts, taken as evenly used: every rank computes as many tokens as it sends away."""
     n, e = tokens(model, execution), execution.element
     visits = n * model.experts_per_token
     inner = visits * model.expert_width / execution.tp * e
@@ -203,7 +203,7 @@ def message_bytes(model: Model, execution: Execution) -> float:
 
 
 def _gradient_bytes(model: Model, execution: Execution, experts: bool) -> float:
-    """Gradients of the outputs of all linear layers, which wait with their inputs for W."""
+    """Return gradients of the outputs of all linear layers, which wait with their inputs for W."""
     n, e, tp = tokens(model, execution), execution.element, execution.tp
     inner = (model.projections - 1) * (
         model.experts_per_token * model.expert_width + model.shared_expert_ffn if experts else model.ffn_width

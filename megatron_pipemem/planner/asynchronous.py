@@ -46,7 +46,7 @@ class Priced:
 
 
 def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, rejected: Counter[str]) -> Iterator[Priced]:
-    """The asynchronous families that are named in the limits and can run this cut, priced.
+    """Yield the asynchronous families that are named in the limits and can run this cut, priced.
 
     Args:
         run: a cut, without a schedule.

@@ -74,7 +74,7 @@ def held(run: Run, request: Request | None = None) -> MemoryUse | None:
 
 
 def request_of(run: Run) -> Request:
-    """What a run asks of its schedules; for Megatron's own, that of this package which runs the same.
+    """Return what a run asks of its schedules; for Megatron's own, that of this package which runs the same.
 
     Raises:
         PipememError: its parts do not go together, or its schedule file must not run.
@@ -92,7 +92,7 @@ def request_of(run: Run) -> Request:
 
 
 def schedule_of(run: Run, request: Request) -> Schedule:
-    """The schedule that a run names, as it is before offload and vocabulary passes are added.
+    """Return the schedule that a run names, as it is before offload and vocabulary passes are added.
 
     Raises:
         PipememError: there is no such schedule, or not of these sizes.
@@ -103,7 +103,7 @@ def schedule_of(run: Run, request: Request) -> Schedule:
 
 
 def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
-    """The ways to hold the vocabulary that a run may come to, by their number of barriers; 0 for whole."""
+    """Return the ways to hold the vocabulary that a run may come to, by their number of barriers; 0 for whole."""
     asked = run.schedule.vocab_parallel
     if run.parallelism.pp == 1:
         return (0,)

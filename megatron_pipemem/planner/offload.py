@@ -59,7 +59,7 @@ def host_bytes(run: Run) -> float:
 
 
 def offloaded(schedule: Schedule, step: Step, room: tuple[float, ...]) -> Schedule:
-    """The schedule with transfers to the host and back, so that it fits.
+    """Return the schedule with transfers to the host and back, so that it fits.
 
     Args:
         schedule: an order that holds too much.

@@ -27,7 +27,7 @@ def offload_ratio(
     experts: bool | None = None,
     seconds: float | None = None,
 ) -> float:
-    """k of one layer.
+    """Return k of one layer.
 
     Args:
         model: the shape.
@@ -57,7 +57,7 @@ def cluster_offload_ratio(model: Model, execution: Execution, cluster: Cluster, 
 
 
 def cheap_recompute(execution: Execution) -> Execution:
-    """The same with norms, activation and dropout masks recomputed, as offload assumes."""
+    """Return k with norms, activation and dropout masks recomputed, as offload assumes."""
     if execution.recompute == "full":
         return execution
     modules = execution.recompute_modules if execution.recompute == "selective" else ()

@@ -15,7 +15,9 @@ from megatron_pipemem.planner.plans import Plan
 
 
 def run_files(plan: Plan, path: Path) -> dict[Path, str]:
-    """Files of a plan's run, with their texts: an order that has no name goes beside ``path`` as a schedule file."""
+    """Return the files of a plan's run, with their texts: an order that has no name goes beside ``path`` as a schedule
+    file.
+    """
     run, files = plan.run, {}
     if plan.order is not None:
         order = path.with_suffix(".csv")
@@ -28,7 +30,7 @@ def run_files(plan: Plan, path: Path) -> dict[Path, str]:
 
 
 def settings(run: Run) -> dict[str, Any]:
-    """Everything in which a run differs from a default; complete without any other file."""
+    """Return everything in which a run differs from a default; it is complete without any other file."""
     return _settings(run)
 
 
@@ -52,7 +54,9 @@ def facts(plan: Plan) -> dict[str, Any]:
 
 
 def gibibytes(nbytes: float) -> str:
-    """GiB to a tenth, of less than one to two digits; rounded up, so that it is a limit that admits so many bytes."""
+    """Return GiB to a tenth, of less than one to two digits, rounded up, so that it is a limit that admits so many
+    bytes.
+    """
     amount = nbytes / GIB
     digits = 1 if amount >= 1 or amount <= 0 else 1 - floor(log10(amount))
     tenths = floor(amount * 10**digits)

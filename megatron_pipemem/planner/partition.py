@@ -46,7 +46,7 @@ class Loads:
 
 
 def partition(loads: Loads, placement: Placement) -> tuple[int, ...]:
-    """Layers of every stage, in model order.
+    """Return the layers of every stage, in model order.
 
     Raises:
         UnsupportedError: there are no layers, or the placement holds more than one replica of the model.
@@ -66,7 +66,7 @@ def partition(loads: Loads, placement: Placement) -> tuple[int, ...]:
 
 
 def _least_maximum(tables: Sequence[np.ndarray]) -> tuple[float, list[int]]:
-    """The cut whose largest stage is smallest.
+    """Return the cut whose largest stage is smallest.
 
     Args:
         tables: per stage, ``table[i, j]`` is its load with layers ``i`` to ``j - 1``; infinite where ``j < i``.
@@ -106,7 +106,7 @@ class _Measure:
         self._end_bytes[-1] += loads.last_bytes
 
     def stage_tables(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Seconds and bytes of every stage for every slice."""
+        """Return seconds and bytes of every stage for every slice."""
         size = len(self._seconds)
         valid = np.arange(size)[:, None] <= np.arange(size)[None, :]
         seconds, static, kept = (
@@ -134,7 +134,7 @@ class _Measure:
         return np.round(values / unit) * unit
 
     def slowest_stages(self, counts: np.ndarray) -> list[int]:
-        """Stages with layers, of the slowest device."""
+        """Return the stages with layers, of the slowest device."""
         ends = np.cumsum(counts)
         seconds = self._seconds[ends] - self._seconds[ends - counts] + self._end_seconds
         slowest = np.bincount(self.devices, seconds, self.num_devices).argmax()

@@ -120,7 +120,7 @@ class _Planner:
         return _count(self._queue)
 
     def best(self, count: int) -> list[Plan]:
-        """The next of all."""
+        """Return the next best plans."""
         found: list[Plan] = []
         while (self._queue or self._aside) and len(found) < count:
             if not self._queue:
@@ -143,7 +143,7 @@ class _Planner:
         return found
 
     def search(self, plans: list[Plan], seconds: float) -> Iterator[Plan]:
-        """Better orders for the most promising groups, if a bound leaves hope."""
+        """Search better orders for the most promising groups, if a bound leaves hope."""
         slowest = plans[-1].seconds if plans else float("inf")
         reached: dict[int, float] = {}
         for each in plans:
@@ -267,7 +267,7 @@ class _Planner:
         return replace(made, extended=_extended(group.run))
 
     def _measured(self, group: Group, order: Order) -> tuple[float, tuple[float, ...]]:
-        """Seconds and peaks of an order alone, which offload and both ways to cut the vocabulary start from."""
+        """Return seconds and peaks of an order alone, which offload and both ways to cut the vocabulary start from."""
         cut, costs = group.run.parallelism, group.step.costs
         key = (order, cut.pp, cut.microbatches, same_passes(costs))
         if key not in self._times:
@@ -313,7 +313,7 @@ class _Planner:
         self._wait(found)
 
     def _varied(self, base: Base, microbatches: int) -> Plan | None:
-        """A step of so many."""
+        """Return a step of so many microbatches with a variant."""
         order, pp = base.order, base.group.run.parallelism.pp
         options = {} if order.chunks is None else {"chunks": order.chunks}
         alone = build_schedule(order.name, num_devices=pp, num_microbatches=microbatches, **options)
@@ -322,7 +322,7 @@ class _Planner:
         return None if found is None else replace(found, base=base)
 
     def _found(self, group: Group, order: Order, schedule: Schedule) -> Plan | None:
-        """A plan for an order that no family's name stands for, if it fits."""
+        """Return a plan for an order that no family's name stands for, if it fits."""
         timeline = simulate(schedule, group.step.costs)
         if self._fits(group, timeline.peaks):
             return self._plan(group, order, schedule, timeline.makespan, timeline.peaks)
@@ -332,7 +332,9 @@ class _Planner:
         return max(group.step.held(peaks)) <= self._memory
 
     def _may_fit(self, group: Group, peaks: Sequence[float]) -> bool:
-        """An extended peak is rounded: one that is over by a hair is judged when all microbatches have been run."""
+        """Return whether an order may fit. An extended peak is rounded: one that is over by a hair is judged when all
+        microbatches have been run.
+        """
         most = loosened(self._memory) if _extended(group.run) else self._memory
         return max(group.step.held(peaks)) <= most
 
@@ -358,7 +360,7 @@ def _standing(found: int, count: int, waiting: int, bound: float) -> str:
 
 
 def _short(run: Run) -> int:
-    """Microbatches of the shortest step that tells of a whole one."""
+    """Return microbatches of the shortest step that tells of a whole one."""
     return lengths(run.parallelism.pp, run.parallelism.microbatches)[0]
 
 
@@ -368,7 +370,7 @@ def _extended(run: Run) -> bool:
 
 
 def _busiest(step: Step) -> float:
-    """Seconds per microbatch that some device computes at least, the passes of a cut vocabulary included."""
+    """Return the seconds per microbatch that some device computes at least, the passes of a cut vocabulary included."""
     prices, vocabulary = step.costs.seconds(step.placement), step.costs.vocabulary
     cut = {} if vocabulary is None else vocabulary.seconds(step.placement.num_devices)
     return max(
@@ -383,7 +385,7 @@ def _count(entries: Sequence[Entry]) -> int:
 
 
 def _configured(group: Group, order: Order) -> Run:
-    """The run with this schedule and, where layers are not shared evenly, its layout."""
+    """Return the run with this schedule and, where layers are not shared evenly, its layout."""
     # Without a pipeline Megatron takes its own step, which no schedule of ours replaces.
     choice = replace(group.run.schedule, name=order.name if group.run.parallelism.pp > 1 else STOCK)
     if group.variant is not None:

@@ -211,7 +211,9 @@ def all_reduce(nbytes: float, ranks: int, link: Link) -> float:
 
 
 def _tails(model: Model, execution: Execution, experts: bool) -> Passes:
-    """FLOPs that the time of half-empty waves would be enough for: inner dimensions of all products of a layer, summed."""
+    """Return FLOPs that the time of half-empty waves would be enough for: inner dimensions of all products of a layer,
+    summed.
+    """
     tp, n = execution.tp, tokens(model, execution)
     width = model.expert_width if experts else model.ffn_width
     into = (model.projections - 1) * width / tp
@@ -221,7 +223,7 @@ def _tails(model: Model, execution: Execution, experts: bool) -> Passes:
 
 
 def _layer_messages(model: Model, execution: Execution, cluster: Cluster, experts: bool) -> float:
-    """Seconds in F, and as many in I."""
+    """Return the seconds in F, and as many in I."""
     n, e, tp = tokens(model, execution), execution.element, execution.tp
     seconds = 2 * all_reduce(n * model.hidden * e, tp, cluster.link(tp))
     if model.key_heads < tp:  # every rank gathers queries, keys and values of all heads, and scatters their gradients

@@ -142,7 +142,7 @@ class Profile:
         return frame + (self.end_layer if at_end and self.end_layer else self.layer) * layers
 
     def costs(self, layers: Sequence[int], link: Link | None = None, placement: Placement | None = None) -> Costs:
-        """Seconds and bytes of a pipeline, for its simulator, searches and ``--pipemem-costs``.
+        """Return seconds and bytes of a pipeline, for its simulator, searches and ``--pipemem-costs``.
 
         Args:
             layers: of every stage, in model order.
@@ -265,7 +265,9 @@ def even_layers(layers: int, num_stages: int) -> list[int]:
 
 
 def _handing_over(before: Part, after: Part) -> tuple[Part, Part]:
-    """Two stages of one device: what would be received is there as soon as the neighbour has made it, and nothing is sent."""
+    """Return two neighbouring stages of one device: what would be received is there as soon as the neighbour has made
+    it, and nothing is sent.
+    """
     changed, gave = dict(before.memory), dict(after.memory)
     changed[Kind.F] += gave.pop(Kind.RECV_F, 0.0) + changed.pop(Kind.SEND_F, 0.0)
     gave[Kind.I] += changed.pop(Kind.RECV_I, 0.0) + gave.pop(Kind.SEND_I, 0.0)

@@ -42,7 +42,7 @@ class Replay:
         object.__setattr__(self, "_steps", list(found.graph.steps(found.walk.nodes)))
 
     def makespan(self, costs: Costs) -> float:
-        """Seconds."""
+        """Return the makespan in seconds."""
         found, seconds = self._found, costs.seconds(self.schedule.placement)
         times = Times(
             found.graph,
@@ -53,7 +53,7 @@ class Replay:
         return max(times.free)
 
     def peaks(self, costs: Costs) -> tuple[float, ...]:
-        """Per device, the most it holds."""
+        """Return the most that every device holds."""
         return peaks(self.schedule.orders, self.schedule.placement, costs)
 
 

@@ -76,7 +76,7 @@ class Limits:
 
 
 def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
-    """Every way to cut a run's model over all devices of its cluster that Megatron can run, without a schedule.
+    """Yield every way to cut a run's model over all devices of its cluster that Megatron can run, without a schedule.
 
     Context and expert parallelism, the global batch and what a selective recompute repeats stay as the run has them.
 

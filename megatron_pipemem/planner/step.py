@@ -83,11 +83,15 @@ class Step:
     host: float = inf
 
     def held(self, kept: Sequence[float]) -> tuple[float, ...]:
-        """Per device, all bytes, from those that its activations take at most: what is listed, and compared with a limit."""
+        """Return all bytes of every device, from those that its activations take at most: what is listed, and compared
+        with a limit.
+        """
         return tuple(a + s + b for a, s, b in zip(kept, self.static, self.buffers, strict=True))
 
     def room(self, memory: float) -> tuple[float, ...]:
-        """Per device, about what is left for activations: subtracting rounds in another way than ``held`` adds."""
+        """Return about what is left for activations on every device: subtracting rounds in another way than ``held``
+        adds.
+        """
         return tuple(memory - s - b for s, b in zip(self.static, self.buffers, strict=True))
 
     @property
@@ -139,7 +143,7 @@ class _Cut:
         ]
 
     def vocabulary(self) -> tuple[Price, Price]:
-        """Embedding and head."""
+        """Return the prices of embedding and head."""
         return (
             embedding(self.model, self.execution, self.cluster),
             head(self.model, self.execution, self.cluster, self.pace.head),
@@ -149,12 +153,12 @@ class _Cut:
         return [*self.parts(), *self.vocabulary()]
 
     def static(self, part: Price) -> float:
-        """Bytes on one rank."""
+        """Return the bytes of parameters, gradients and optimizer on one rank."""
         element, optimizer = self.execution.element, _OPTIMIZER[self.execution.precision]
         return part.parameters * (element + _GRADIENT) + optimizer * self.updated(part)
 
     def updated(self, part: Price) -> float:
-        """Parameters in the rank's shard of the optimizer."""
+        """Return the number of parameters in the rank's shard of the optimizer."""
         if not self.distributed:
             return part.parameters
         of_experts = part.experts / max(1.0, self.replicas / self.execution.ep)
@@ -188,21 +192,21 @@ def _cut(run: Run, pace: MeasuredSlowdown | None) -> _Cut:
 
 
 def least_seconds(run: Run, pace: MeasuredSlowdown | None = None) -> float:
-    """No placement makes a step of this cut faster: all work, shared evenly."""
+    """Return the seconds that no placement makes a step of this cut undercut: all work, shared evenly."""
     cut = _cut(run, pace)
     work = sum(part.seconds.total for part in cut.everything())
     return run.parallelism.microbatches * work / run.parallelism.pp
 
 
 def least_static(run: Run) -> float:
-    """No placement has a rank with fewer bytes of parameters, gradients and optimizer on the fullest one."""
+    """Return the fewest bytes of parameters, gradients and optimizer that any placement has on its fullest rank."""
     cut = _cut(run, None)
     return sum(cut.static(part) for part in cut.everything()) / run.parallelism.pp
 
 
 @lru_cache(maxsize=4096)
 def balanced(cut: _Cut, placement: Placement) -> tuple[int, ...]:
-    """Layers of every stage by the planner's partition."""
+    """Return the layers of every stage by the planner's partition."""
     from megatron_pipemem.planner.partition import Loads, partition  # numpy takes a while to load
 
     parts = cut.parts()
@@ -293,7 +297,7 @@ def _buffers(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> tuple[
 
 
 def _sums(cut: _Cut, device: list[Price], placement: Placement) -> float:
-    """Seconds in which one rank adds up the gradients of its stages with those of their copies, elsewhere."""
+    """Return the seconds in which one rank adds up the gradients of its stages with those of their replicas, elsewhere."""
     if placement.replicas == 1:
         return 0.0
     nbytes = sum(part.parameters for part in device) * _GRADIENT
@@ -302,7 +306,7 @@ def _sums(cut: _Cut, device: list[Price], placement: Placement) -> float:
 
 
 def _exposed(cut: _Cut, device: list[Price], replicas: int) -> float:
-    """Seconds of one rank's data-parallel messages that nothing hides."""
+    """Return the seconds of one rank's data-parallel messages that nothing hides."""
     if cut.replicas == 1:
         return 0.0
     experts = sum(part.experts for part in device)
@@ -328,6 +332,6 @@ def mfu(run: Run, seconds: float) -> float:
 
 
 def ends_seconds(run: Run, pace: MeasuredSlowdown | None = None) -> tuple[float, float]:
-    """Seconds per microbatch that embedding and head compute, forward and backward, on one rank."""
+    """Return the seconds per microbatch that embedding and head compute, forward and backward, on one rank."""
     embedding, head = (part.seconds.total - part.communication.total for part in _cut(run, pace).vocabulary())
     return embedding, head

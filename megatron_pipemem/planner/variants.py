@@ -60,7 +60,7 @@ def register_variant(variant: Variant) -> Variant:
 
 
 def variants() -> tuple[Variant, ...]:
-    """All but the plain one: those of this package, and what others registered."""
+    """Return all variants but the plain one: those of this package, and what others registered."""
     return tuple(_VARIANTS.values())
 
 

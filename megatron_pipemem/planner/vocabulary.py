@@ -62,7 +62,7 @@ def vocabulary_step(
 
 
 def vocabulary_cut(barriers: int, schedule: Schedule, step: Step, room: tuple[float, ...]) -> Schedule:
-    """The schedule with the passes and collectives of a vocabulary that all its devices share.
+    """Return the schedule with the passes and collectives of a vocabulary that all its devices share.
 
     Args:
         barriers: of the algorithm.

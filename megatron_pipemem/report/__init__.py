@@ -16,7 +16,9 @@ __all__ = ["SUFFIXES", "TerminalTimeline", "save_comparison", "save_timeline", "
 
 
 def terminal_timeline(timeline: Timeline, beside: Sequence[Timeline] = ()) -> TerminalTimeline:
-    """A rich renderable: ``Console().print(terminal_timeline(timeline))``. Runs in ``beside`` share its time axis."""
+    """Return a rich renderable: ``Console().print(terminal_timeline(timeline))``. Runs in ``beside`` share its time
+    axis.
+    """
     return TerminalTimeline(timeline, beside)
 
 

@@ -17,7 +17,7 @@ Windows = tuple[Window, ...]
 
 
 def page(ends: Sequence[float], shortest: float) -> tuple[float, Windows]:
-    """Inches of width, and the stretches of time that are drawn: all of it, or the two ends of a crowded run."""
+    """Return inches of width, and the stretches of time that are drawn: all of it, or the two ends of a crowded run."""
     longest = max(ends)
     width = min(_WIDEST, max(_NARROWEST, longest / shortest * _COMFORTABLE / 72 + LEFT + RIGHT))
     points = (width - LEFT - RIGHT) * 72
@@ -36,12 +36,12 @@ def both_ends(end: float, windows: Windows) -> Windows:
 
 
 def points_per_second(width: float, windows: Windows) -> float:
-    """Width of one second in points."""
+    """Return the width of one second in points."""
     return (width - LEFT - RIGHT) * 72 / sum(end - start for start, end in windows)
 
 
 def cut_out(runs: Sequence[tuple[str, float, Windows]]) -> list[str]:
-    """The times that do not stand in the picture, from the names, ends and windows of its runs."""
+    """Return the times that do not stand in the picture, from the names, ends and windows of its runs."""
     gaps: dict[Windows, list[tuple[str, float]]] = {}
     for name, end, windows in runs:
         if len(windows) > 1 and windows[1][0] > windows[0][1]:

@@ -41,7 +41,7 @@ DPI = 150
 
 
 def draw(timeline: Timeline) -> Figure:
-    """One run: for every device its actions, and below them what it holds.
+    """Draw one run: for every device its actions, and below them what it holds.
 
     A run of more actions than a page has room for is drawn at its start and its end, and the picture says so.
     """
@@ -49,7 +49,7 @@ def draw(timeline: Timeline) -> Figure:
 
 
 def compare(timelines: Sequence[Timeline]) -> Figure:
-    """Several runs under one another on one scale of time and one of memory.
+    """Draw several runs under one another on one scale of time and one of memory.
 
     A run of more than twice the length of most is drawn at its start and its end, and the picture says so.
     """
@@ -109,7 +109,7 @@ def _row_inches(devices: int, runs: int) -> float:
 def _panels(
     width: float, heights: Sequence[float], stretches: Sequence[Windows]
 ) -> tuple[Figure, list[tuple[Axes, ...]]]:
-    """Per run the axes of its windows, side by side."""
+    """Return, per run, the axes of its windows, side by side."""
     from matplotlib.figure import Figure  # a Figure without pyplot draws with Agg and leaves no global state
 
     above, below, space = 0.5, 1.2 if width > 11 else 1.4, 0.5
@@ -160,7 +160,7 @@ def _label_time(figure: Figure, runs: Sequence[PicturedRun], width: float) -> No
 
 
 def _add_legend(figure: Figure, runs: Sequence[PicturedRun]) -> None:
-    """One entry per kind, with a swatch of every chunk's shade."""
+    """Add a legend with one entry per kind, with a swatch of every chunk's shade."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch

@@ -140,7 +140,9 @@ def _draw_boxes(axes: Axes, run: PicturedRun, rows: Sequence[Sequence[Box]], poi
 
 
 def _number_size(run: PicturedRun, windows: Windows, points: float, row_points: float) -> float:
-    """The size in points at which microbatch numbers fit the shortest box; 0 when they would be too small or too many."""
+    """Return the size in points at which microbatch numbers fit the shortest box; 0 when they would be too small or too
+    many.
+    """
     seen = [
         box.action.microbatch or 0
         for row in run.rows
@@ -206,7 +208,7 @@ def _draw_transfers(axes: Axes, run: PicturedRun, window: Window) -> None:
 
 
 def _draw_held(axes: Axes, run: PicturedRun, window: Window, top: float) -> None:
-    """Under every device what it holds over time; all devices on one scale from 0 to ``top``."""
+    """Draw under every device what it holds over time; all devices on one scale from 0 to ``top``."""
     from matplotlib.collections import LineCollection, PolyCollection
 
     height = _FLOOR - run.upper
@@ -230,7 +232,7 @@ def _draw_held(axes: Axes, run: PicturedRun, window: Window, top: float) -> None
 
 
 def _clip(curve: list[tuple[float, float]], window: Window) -> list[tuple[float, float]]:
-    """The part of a step curve within ``window``."""
+    """Return the part of a step curve within ``window``."""
     start, end = window
     level = curve[0][1]
     inside = []
@@ -251,7 +253,7 @@ def _frame(axes: Axes) -> None:
 
 
 def _name_devices(panels: Sequence[Axes], run: PicturedRun, row_points: float) -> None:
-    """Names on the left, peaks on the right."""
+    """Write names on the left, peaks on the right."""
     size = min(9.0, 0.42 * row_points)
     for device, peak in enumerate(run.timeline.peaks):
         panels[0].annotate(
@@ -269,7 +271,7 @@ def _name_devices(panels: Sequence[Axes], run: PicturedRun, row_points: float) -
 
 
 def _break(panels: Sequence[Axes]) -> None:
-    """A torn edge between the windows."""
+    """Draw a torn edge between the windows."""
     teeth = round(panels[0].get_position().height * panels[0].figure.get_figheight() * 8)
     for panel, edge, inwards in zip(panels, (1, 0), (-0.003, 0.003), strict=True):
         zigzag = [edge + inwards * (tooth % 2) for tooth in range(teeth + 1)]

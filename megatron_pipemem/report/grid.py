@@ -48,7 +48,7 @@ class RunPoint:
 
 
 def front(points: Sequence[RunPoint]) -> list[RunPoint]:
-    """The runs that no other beats in one of throughput and peak without being worse in the other, by peak."""
+    """Return the runs that no other beats in one of throughput and peak without being worse in the other, by peak."""
     best: list[RunPoint] = []
     for point in sorted(points, key=lambda point: (point.peak_bytes, -point.tokens_per_second, point.number)):
         twin = best and (best[-1].peak_bytes, best[-1].tokens_per_second) == (point.peak_bytes, point.tokens_per_second)
@@ -58,7 +58,7 @@ def front(points: Sequence[RunPoint]) -> list[RunPoint]:
 
 
 def table(points: Sequence[RunPoint]) -> FittingTable:
-    """The runs, fastest first, a rich renderable; those on the front are marked."""
+    """Return the runs, fastest first, as a rich renderable; those on the front are marked."""
     chosen = {point.number for point in front(points)}
     columns = list(dict.fromkeys(key for point in points for key in point.settings))
     headings = [column.rpartition(".")[2].replace("_", " ") for column in columns]
@@ -112,7 +112,9 @@ def save_picture(points: Sequence[RunPoint], path: str | Path, title: str = "") 
 
 
 def draw(points: Sequence[RunPoint], title: str = "") -> Figure:
-    """Throughput (up) against peak (right). The front is filled, numbered and named; others are hollow and numbered."""
+    """Draw throughput (up) against peak (right). The front is filled, numbered and named; others are hollow and
+    numbered.
+    """
     from matplotlib.figure import Figure
 
     from megatron_pipemem.report.figure import DPI

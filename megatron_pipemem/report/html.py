@@ -31,7 +31,7 @@ from megatron_pipemem.schedule.core.simulator import Timeline
 
 
 def page(timelines: Sequence[Timeline]) -> str:
-    """The page as text. It loads nothing from elsewhere."""
+    """Return the page as text. It loads nothing from elsewhere."""
     # "</" would end the script element that holds the data.
     data = json.dumps(_data(timelines), separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace(
         "</", "<\\/"
@@ -116,5 +116,7 @@ def _run(timeline: Timeline, top: float) -> dict[str, object]:
 
 
 def _short(value: float) -> float:
-    """Fewer characters in the page: whole numbers without a point, others to what a picture can tell."""
+    """Write a number with fewer characters in the page: whole numbers without a point, others to what a picture can
+    tell.
+    """
     return int(value) if value == int(value) else float(f"{value:.9g}")

@@ -101,7 +101,7 @@ def add_labels(axes: Axes, labels: Sequence[Label], curves: Sequence[Sequence[tu
 
 
 def _write(axes: Axes, group: Sequence[Label]) -> Annotation:
-    """The names of one place, at its point for the time being."""
+    """Return the names of one place, at its point for the time being."""
     text = textwrap.fill(", ".join(label.text for label in group), _CHARACTERS)
     return axes.annotate(
         text, (group[0].x, group[0].y), xytext=(0, 0), textcoords="offset points", ha="left", va="bottom",
@@ -125,7 +125,7 @@ def place(
     farthest: Sequence[float],
     curves: NDArray,
 ) -> list[Place | None]:
-    """A free place for every name, near its point; those that come first choose first.
+    """Return a free place for every name, near its point; those that come first choose first.
 
     Args:
         spots: ``(n, 2)``, where the points are.
@@ -182,7 +182,7 @@ class _Choice(NamedTuple):
         return cls(boxes, lines, joined, cost)
 
     def best(self, others: Sequence[Place]) -> Place | None:
-        """Beside other names; ``None`` where all places are taken."""
+        """Return the best place beside other names; ``None`` where all places are taken."""
         names = np.array([other.box for other in others]).reshape(-1, 4) + [-_PAD, -_PAD, _PAD, _PAD]
         lines = np.array([other.line for other in others if other.line is not None]).reshape(-1, 4)
         free = ~_overlap(self.boxes, names).any(1)
@@ -195,7 +195,9 @@ class _Choice(NamedTuple):
 
 
 def _candidates(spot: NDArray, size: NDArray, area: Sequence[float], limit: float) -> tuple[NDArray, NDArray]:
-    """Boxes within ``area`` around a point, and their distances from it: right and left of it first, then all around."""
+    """Return boxes within ``area`` around a point, and their distances from it: right and left of it first, then all
+    around.
+    """
     reach = min(limit, float(np.hypot(area[2] - area[0], area[3] - area[1])))
     rings = (_MARKER + 1) * _GROWTH ** np.arange(max(1, math.ceil(math.log(reach / _MARKER, _GROWTH))))
     angles = np.arange(_DIRECTIONS) * 2 * np.pi / _DIRECTIONS

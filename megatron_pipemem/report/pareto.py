@@ -51,7 +51,7 @@ class Point:
 
 
 def table(points: Sequence[Point]) -> FittingTable:
-    """The points by peak, a rich renderable; those on the front are marked, dominated ones dim."""
+    """Return the points by peak, a rich renderable; those on the front are marked, dominated ones dim."""
     columns = ("front", "schedule", "placement", "peak", "bubble")
     rows = FittingTable(columns, text=("front", "schedule", "placement"))
     for point in sorted(points, key=_by_peak):
@@ -158,7 +158,9 @@ def draw(points: Sequence[Point], bound: Sequence[tuple[float, float]] = (), tit
 
 
 def _limits(points: Sequence[Point]) -> tuple[float, float]:
-    """Up to which memory and bubble rate is drawn: the few that lie far beyond most would squeeze all others together."""
+    """Return up to which memory and bubble rate is drawn: the few that lie far beyond most would squeeze all others
+    together.
+    """
     rates, fronts = sorted(point.bubble_rate for point in points), [p.peak for p in points if not p.dominated]
     usual = max(2.5 * rates[3 * (len(rates) - 1) // 4], 0.05)
     peak = max(point.peak for point in points if point.peak <= 2 * max(fronts, default=math.inf))
@@ -166,7 +168,7 @@ def _limits(points: Sequence[Point]) -> tuple[float, float]:
 
 
 def _note(points: Sequence[Point], inside: Sequence[Point], unnamed: int) -> str:
-    """Under the picture: what does not stand in it. As many lines whether or not names are missing."""
+    """Write under the picture what does not stand in it, in as many lines whether or not names are missing."""
     beyond = [f"{p.name} ({p.peak:.3g}, {p.bubble_rate:.0%})" for p in sorted(points, key=_by_peak) if p not in inside]
     lines = textwrap.wrap(f"Beyond the picture: {', '.join(beyond)}.", _NOTE) if beyond else []
     return "\n".join([*lines, f"Dominated points without a name, for want of room: {unnamed}." if unnamed else " "])
@@ -177,7 +179,7 @@ def _by_peak(point: Point) -> tuple[float, float, str]:
 
 
 def _scatter(axes: Axes, points: Sequence[Point], colour: str, marker: str, label: str, size: float = 55) -> None:
-    """Filled on the front, hollow where dominated; one entry in the legend."""
+    """Draw points filled on the front, hollow where dominated; one entry in the legend."""
     for dominated in (True, False):
         chosen = [point for point in points if point.dominated is dominated]
         if chosen:

@@ -26,7 +26,7 @@ _MICROSECONDS = 1e6
 
 
 def trace(timelines: Sequence[Timeline]) -> dict[str, object]:
-    """The trace as a JSON-ready object. One second of the costs is one second of the trace."""
+    """Return the trace as a JSON-ready object. One second of the costs is one second of the trace."""
     flow_ids = count(1)
     events: list[dict[str, object]] = []
     for process, timeline in enumerate(timelines):

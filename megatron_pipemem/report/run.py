@@ -14,12 +14,12 @@ _MIB = 1 << 20
 
 
 def peak_activation(schedule: Schedule) -> float:
-    """The most that a device holds in activation units: parts of the peak of 1F1B."""
+    """Return the most that a device holds in activation units: parts of the peak of 1F1B."""
     return max(peaks(schedule.orders, schedule.placement, Costs(), schedule.pieces))
 
 
 def announcement(timeline: Timeline) -> str:
-    """The line that tells which schedule a run is about to follow, and what is expected of it."""
+    """Return the line that tells which schedule a run is about to follow, and what is expected of it."""
     schedule = timeline.schedule
     return (
         f"{schedule.name}, {_size(schedule.num_devices, schedule.placement.num_chunks, schedule.num_microbatches)}: "
@@ -57,7 +57,7 @@ def lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def table(report: Mapping[str, Any]) -> FittingTable:
-    """Rank by rank."""
+    """Return a table of the run, rank by rank."""
     rows = FittingTable(("rank", "predicted MiB", "counted MiB", "planned bubble", "measured bubble"))
     for rank in report["ranks"]:
         rows.add_row(

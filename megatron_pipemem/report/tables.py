@@ -41,7 +41,7 @@ class FittingTable:
     _rows: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
 
     def add_row(self, *cells: str, style: str = "") -> None:
-        """One cell per column; ``style`` is rich's."""
+        """Add a row with one cell per column; ``style`` is rich's."""
         if len(cells) != len(self.columns):
             raise ValueError(f"{len(cells)} cells for {len(self.columns)} columns")
         self._rows.append((cells, style))
@@ -86,7 +86,7 @@ class _Column:
         self.least = max(_widest((self.heading,), str.split), parts, 1)
 
     def told(self, row: int) -> str:
-        """A cell with its heading, in one line."""
+        """Return a cell with its heading, in one line."""
         return " ".join(f"{self.heading} {'; '.join(self.cells[row].splitlines())}".split())
 
 
@@ -95,7 +95,7 @@ def _widest(texts: Iterable[str], parts: Callable[[str], Sequence[str]]) -> int:
 
 
 def _layout(columns: Sequence[_Column], width: int) -> tuple[int, list[int]] | None:
-    """Columns between cells, and those of every cell; ``None`` where whole words do not fit."""
+    """Return the columns between cells, and those of every cell; ``None`` where whole words do not fit."""
     for gap in _PADDINGS:
         room = width - _EDGES - gap * (len(columns) - 1)
         enough = sum(column.natural for column in columns) if gap == max(_PADDINGS) else 0
@@ -118,7 +118,7 @@ def _shared(columns: Sequence[_Column], room: int) -> list[int]:
 
 
 def _filled(parts: Iterable[str], width: int) -> list[str]:
-    """The parts in as few lines as whole parts allow; only one that is wider than a line will be wrapped."""
+    """Return the parts in as few lines as whole parts allow; only one that is wider than a line will be wrapped."""
     lines: list[str] = []
     for part in parts:
         if lines and cell_len(f"{lines[-1]}, {part}") <= width:

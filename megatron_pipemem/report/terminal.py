@@ -85,7 +85,9 @@ class TerminalTimeline:
 
 
 def _columns_per_second(timelines: Sequence[Timeline], room: int) -> tuple[float, bool]:
-    """Whole columns per shortest action as long as one fits, otherwise the runs squeezed into ``room``, and which."""
+    """Return whole columns per shortest action as long as one fits, otherwise the runs squeezed into ``room``, and
+    which.
+    """
     seconds = [end - start for timeline in timelines for spans in timeline.spans for start, end in spans]
     shortest = min((length for length in seconds if length > 0), default=1.0)
     longest = max(timeline.makespan for timeline in timelines)
@@ -112,7 +114,7 @@ def _cells(row: tuple[Box, ...], scale: float, width: int, num_chunks: int, sque
 
 
 def _lane(lane: Sequence[HostTransfer], scale: float, width: int, margin: int) -> Text:
-    """Copies to the host and back, under the actions of their device."""
+    """Return copies to the host and back, under the actions of their device."""
     signs = {Kind.OFFLOAD: ">", Kind.RELOAD: "<"}
     cells = [" "] * width
     for copy in lane:

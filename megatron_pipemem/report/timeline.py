@@ -96,14 +96,17 @@ class Bubble(NamedTuple):
 
 
 def common_end(timelines: Sequence[Timeline]) -> float:
-    """Up to when runs that are compared share a time axis: a run of more than twice the length of most would squeeze them."""
+    """Return up to when runs that are compared share a time axis: a run of more than twice the length of most would
+    squeeze them.
+    """
     ends = sorted(timeline.makespan for timeline in timelines)
     return max(end for end in ends if end <= 2 * ends[(len(ends) - 1) // 2])
 
 
 def boxes(timeline: Timeline) -> tuple[tuple[Box, ...], ...]:
-    """One row of boxes per device, in order. What vocabulary parallelism does in no time has none; what it takes or gives
-    back shows in the box that follows."""
+    """Return one row of boxes per device, in order. What vocabulary parallelism does in no time has none; what it takes
+    or gives back shows in the box that follows.
+    """
     schedule, costs = timeline.schedule, timeline.costs
     placement = schedule.placement
     changes = costs.memory_changes(placement, schedule.recomputed)
@@ -125,7 +128,7 @@ def boxes(timeline: Timeline) -> tuple[tuple[Box, ...], ...]:
 
 
 def host_transfers(timeline: Timeline) -> tuple[tuple[HostTransfer, ...], ...]:
-    """Per device its copies that take time, in the order in which they were issued."""
+    """Return per device its copies that take time, in the order in which they were issued."""
     origin = _origin(timeline)
     return tuple(
         tuple(
@@ -158,7 +161,9 @@ def held_steps(row: tuple[Box, ...]) -> list[tuple[float, float]]:
 
 
 def messages(timeline: Timeline, rows: tuple[tuple[Box, ...], ...]) -> Iterator[Message]:
-    """Every message between two devices, collectives left out, by its consumer's place in ``rows`` (of ``boxes``)."""
+    """Yield every message between two devices, collectives left out, by its consumer's place in ``rows`` (of
+    ``boxes``).
+    """
     placement = timeline.schedule.placement
     by_action = {box.action: box for row in rows for box in row}
     fused = {action for action in by_action if action.kind is Kind.B}
@@ -182,7 +187,7 @@ def awaited(timeline: Timeline, rows: tuple[tuple[Box, ...], ...]) -> dict[Actio
 
 
 def bubbles(timeline: Timeline, rows: tuple[tuple[Box, ...], ...]) -> tuple[tuple[Bubble, ...], ...]:
-    """The idle times of every device from the run's start to its end, in order."""
+    """Return the idle times of every device from the run's start to its end, in order."""
     producers = awaited(timeline, rows)
     least = 1e-9 * (timeline.makespan or 1)
     found = []
@@ -199,7 +204,7 @@ def bubbles(timeline: Timeline, rows: tuple[tuple[Box, ...], ...]) -> tuple[tupl
 
 
 def legend(timeline: Timeline) -> list[tuple[Kind, int]]:
-    """The ``(kind, chunk)`` pairs that occur, kinds in the order of ``KIND_NAMES``."""
+    """Return the ``(kind, chunk)`` pairs that occur, kinds in the order of ``KIND_NAMES``."""
     chunk_of = {stage: index for stages in timeline.schedule.placement.stages for index, stage in enumerate(stages)}
     used = {
         (action.kind, 0 if action.kind in VOCABULARY else chunk_of[action.stage])
@@ -235,7 +240,7 @@ def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
 
 
 def ink(background: str) -> str:
-    """Black or white, whichever reads better on ``background``."""
+    """Return black or white, whichever reads better on ``background``."""
     red, green, blue = (int(background[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return "#000000" if 0.30 * red + 0.59 * green + 0.11 * blue > 0.52 else "#ffffff"
 
@@ -255,7 +260,7 @@ def _vocabulary(schedule: Schedule) -> str:
 
 
 def memory_text(held: float, timeline: Timeline) -> str:
-    """Activation units as they are (1F1B's first device peaks at 1), bytes in GiB or MiB."""
+    """Write activation units as they are (1F1B's first device peaks at 1), bytes in GiB or MiB."""
     if timeline.costs.memory is None:
         return f"{held:.4g}"
     return f"{held / 2**30:.3g} GiB" if held >= 2**30 else f"{held / 2**20:.3g} MiB"

@@ -59,7 +59,7 @@ def bytes_per_action(entries: Sequence[LedgerEntry], num_stages: int) -> dict[Ki
 
 
 def host_bytes_per_action(entries: Sequence[LedgerEntry], num_stages: int) -> dict[Kind, tuple[int, ...]]:
-    """The same for what this rank has away on its host."""
+    """Return the same for what this rank has away on its host."""
     return _changes([(entry.action, entry.host_bytes) for entry in entries], num_stages)
 
 
@@ -75,7 +75,9 @@ def _changes(held: Sequence[tuple[Action, int]], num_stages: int) -> dict[Kind, 
 
 
 def predict_peak_bytes(actions: Sequence[Action], changes: Mapping[Kind, Sequence[int]]) -> int:
-    """The most bytes a rank holds after any of its actions, messages included; of ``changes`` of the host, there."""
+    """Return the most bytes a rank holds after any of its actions, messages included; of ``changes`` of the host,
+    there.
+    """
     return int(max(held_after(actions, changes), default=0))
 
 
@@ -199,7 +201,8 @@ class ActivationLedger:
 
 @contextmanager
 def saved_as_is(*counted: torch.Tensor) -> Iterator[None]:
-    """Within this, autograd keeps the very objects it is given; of them, a ledger that is watching counts only ``counted``.
+    """Let autograd keep the very objects that it is given, within this block; of them, a ledger that is watching counts
+    only ``counted``.
 
     A parameter that has gone through ``watch_saved`` comes back as another object without its Python attributes, and some
     layers tell their surroundings through those where the gradient is.

@@ -22,7 +22,7 @@ def measure_links(
     groups: dict[Edge, dist.ProcessGroup],
     message: MessageFormat,
 ) -> dict[Edge, float]:
-    """Seconds of a message in either direction: half a round trip while nothing else runs in this pipeline.
+    """Return the seconds of a message in either direction: half a round trip while nothing else runs in this pipeline.
 
     Every rank of the pipeline must call this at the same time, between steps.
 

@@ -42,7 +42,7 @@ class Stopwatch:
 
 
 def average(reports: Sequence[Medians]) -> Medians:
-    """One value per kind and stage: ranks that hold the same stage in other replicas count alike."""
+    """Return one value per kind and stage: ranks that hold the same stage in other replicas count alike."""
     found: dict[tuple[Kind, int], list[float]] = {}
     for report in reports:
         for key, seconds in report.items():
@@ -51,7 +51,7 @@ def average(reports: Sequence[Medians]) -> Medians:
 
 
 def costs_from(medians: Medians, links: Mapping[tuple[int, int], float], placement: Placement, before: Costs) -> Costs:
-    """Costs in seconds per stage.
+    """Return the costs in seconds per stage.
 
     Args:
         medians: of all stages. Where a backward ran fused, its time is split as ``before`` splits it.

@@ -78,7 +78,9 @@ class ReplicaReducer:
         return {Kind.REDUCE_REPLICAS: lambda each: self.post(each.action.stage), Kind.REDUCE_GRAD: reduce_sum}
 
     def post(self, stage: int) -> None:
-        """The gradients of this stage are complete. Starts the sum when those of all replicas on this device are."""
+        """Take note that the gradients of this stage are complete. The sum starts when those of all replicas on this
+        device are.
+        """
         self._posted.add(stage)
         here = self._here(stage)
         if not self._posted.issuperset(here):
@@ -90,7 +92,7 @@ class ReplicaReducer:
         self._works[here[0]] = [] if channel is None else _start_sum(first, channel)
 
     def wait(self, stage: int) -> None:
-        """The sum of this stage has been posted; afterwards all replicas on this device hold it."""
+        """Wait for the sum of this stage, which has been posted; afterwards all replicas on this device hold it."""
         here = self._here(stage)
         works = self._works.pop(here[0], None)
         if works is None:  # waited for on behalf of another replica
@@ -110,7 +112,7 @@ class ReplicaReducer:
 
 
 def _start_sum(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-    """One operation per type, in place: no backend mixes types in one."""
+    """Start one operation per type, in place: no backend mixes types in one."""
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_type.setdefault(tensor.dtype, []).append(tensor)

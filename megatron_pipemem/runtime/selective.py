@@ -36,7 +36,7 @@ class Recorder:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Around a forward, and within the hooks for saved tensors that watch or move what is kept."""
+        """Record a forward, within the hooks for saved tensors that watch or move what is kept."""
         global _recording
         outer, _recording = _recording, self
         self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True) or (
@@ -95,7 +95,7 @@ class Recorder:
 
 
 def region(function: Callable, replay: Callable[[], Replay]) -> Callable:
-    """The function as a region of whatever forward is being recorded while it runs; in all others, as it is.
+    """Return the function as a region of whatever forward is being recorded while it runs; in all others, as it is.
 
     Args:
         function: of tensors and other things, all positional, with a tensor or a tuple as its result; run again, it makes the
@@ -208,8 +208,9 @@ def _key(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def _hooks(pack: Callable, unpack: Callable) -> Iterator[None]:
-    """These hooks for saved tensors in the place of whatever hooks there are, because whoever takes them off for a moment
-    (``saved_as_is``) means all."""
+    """Put these hooks for saved tensors in the place of whatever hooks there are, because whoever takes them off for a
+    moment (``saved_as_is``) means all.
+    """
     autograd = torch._C._autograd
     outer = autograd._top_saved_tensors_default_hooks(True)
     if outer is not None:

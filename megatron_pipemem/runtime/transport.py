@@ -26,7 +26,7 @@ _MAX_DIMS = 8
 
 
 def edges(placement: Placement) -> list[Edge]:
-    """All directed edges that messages of this placement use, in one order that every rank shares."""
+    """Return all directed edges that messages of this placement use, in one order that every rank shares."""
     used = set()
     for stage in range(placement.num_stages):
         after = placement.next_stage(stage)
@@ -166,7 +166,7 @@ class Transport:
         self._reap()  # last: the receiver is waiting
 
     def settle(self, action: Action) -> None:
-        """A send whose consequences have come back has been received: let go of its memory now, not at a later chance."""
+        """Let go now of the memory of a send whose consequences have come back: it has been received."""
         for work, _ in self._sends.pop(action, ()):
             work.wait()
 
@@ -180,7 +180,7 @@ class Transport:
         return receive.tensor
 
     def wait(self, action: Action) -> torch.Tensor:
-        """The tensor of a receive that was posted. Messages ahead of it on its edge are taken in first."""
+        """Return the tensor of a receive that was posted. Messages ahead of it on its edge are taken in first."""
         edge = self._edge(action)
         while action not in self._arrived:
             self._take_next(edge)

@@ -91,5 +91,5 @@ class collecting:
 
 
 def current_queue() -> WeightGradientQueue | None:
-    """The queue of the action that is running, or ``None`` when its backward is not split."""
+    """Return the queue of the action that is running, or ``None`` when its backward is not split."""
     return _collecting

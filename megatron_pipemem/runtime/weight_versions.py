@@ -70,7 +70,7 @@ class WeightVersions:
         return [buffer for buffers in (*self._held.values(), *self._free) for buffer in buffers.values()]
 
     def reserve(self, versions: int) -> None:
-        """Have room for so many."""
+        """Make room for so many versions."""
         while len(self._held) + len(self._free) < versions:
             self._free.append(self._allocate())
 
@@ -123,7 +123,7 @@ class WeightVersions:
         torch._C._autograd._unsafe_set_version_counter(tuple(self._parameters), tuple(self._counters))
 
     def older(self) -> dict[int, Buffers]:
-        """All versions but the newest."""
+        """Return all versions but the newest."""
         return {version: buffers for version, buffers in self._held.items() if version != self.newest}
 
     def restore(self, older: Mapping[int, Mapping[torch.dtype, torch.Tensor]]) -> None:

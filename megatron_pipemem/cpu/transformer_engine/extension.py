@@ -84,7 +84,7 @@ def get_fused_attn_backend(*_, **__):
 
 
 def module() -> ModuleType:
-    """A new module with everything in it."""
+    """Return a new module with everything in it."""
     made = _Extension(NAME, "Transformer Engine's compiled extension of that name, computed by PyTorch.")
     made.DType, made.FP8FwdTensors, made.FP8BwdTensors = kernels.DType, FP8FwdTensors, FP8BwdTensors
     for kernel in (*kernels.KERNELS, get_fused_attn_backend):

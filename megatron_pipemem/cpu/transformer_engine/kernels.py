@@ -30,7 +30,7 @@ def generic_gemm(
     A, transa, B, transb, out, quantizer, out_dtype, bias, bias_dtype, gelu, gelu_in, grad, workspace, workspace_size,
     accumulate, use_split_accumulator, **_,
 ):  # fmt: skip
-    """cuBLAS's ``op(A) @ op(B)`` in column-major order, which is ``op(B) @ op(A)`` here.
+    """Compute cuBLAS's ``op(A) @ op(B)`` in column-major order, which is ``op(B) @ op(A)`` here.
 
     Args:
         A, B: (..., rows, columns), flattened to matrices. The layouts are TN (forward), NN (input gradient) and NT (weight
@@ -67,7 +67,7 @@ def te_general_grouped_gemm(
     A, transa, B, transb, out, out_dtype, m_splits, bias, bias_dtype, single_output, gelu, grad, workspaces,
     workspace_size, accumulate, use_split_accumulator, sm_count,
 ):  # fmt: skip
-    """One ``generic_gemm`` per group; with ``single_output`` the groups are the rows of one tensor.
+    """Run one ``generic_gemm`` per group; with ``single_output`` the groups are the rows of one tensor.
 
     Returns:
         With ``grad``, the gradients of the biases, written to where they are wanted.
@@ -90,13 +90,15 @@ def te_general_grouped_gemm(
 
 
 def _matrix(tensor: torch.Tensor, target: torch.dtype) -> torch.Tensor:
-    """Wide where the result is: the product of 16-bit numbers is not rounded before it is added to an fp32 gradient."""
+    """Return a matrix as wide as the result: the product of 16-bit numbers is not rounded before it is added to an fp32
+    gradient.
+    """
     matrix = tensor.reshape(-1, tensor.shape[-1])
     return matrix.to(target) if target == torch.float32 else matrix
 
 
 def layernorm_fwd(input, weight, bias, eps, out, quantizer, out_dtype, sm_margin, zero_centered_gamma):
-    """Output, mean and reciprocal of the standard deviation, of rows."""
+    """Return output, mean and reciprocal of the standard deviation, of rows."""
     rows = _matrix(input, torch.float32)
     mean = rows.mean(1)
     scale = (rows.var(1, unbiased=False) + eps).rsqrt()
@@ -105,7 +107,7 @@ def layernorm_fwd(input, weight, bias, eps, out, quantizer, out_dtype, sm_margin
 
 
 def layernorm_bwd(gradient, input, mean, scale, weight, sm_margin, zero_centered_gamma):
-    """Gradients of input, weight and bias."""
+    """Return gradients of input, weight and bias."""
     wide, rows = _matrix(gradient, torch.float32), _matrix(input, torch.float32)
     normal = (rows - mean[:, None]) * scale[:, None]
     inner = wide * _gamma(weight, zero_centered_gamma)
@@ -115,14 +117,14 @@ def layernorm_bwd(gradient, input, mean, scale, weight, sm_margin, zero_centered
 
 
 def rmsnorm_fwd(input, weight, eps, out, quantizer, out_dtype, sm_margin, zero_centered_gamma):
-    """Output, ``None``, and reciprocal of the root mean square, of rows."""
+    """Return output, ``None``, and reciprocal of the root mean square, of rows."""
     rows = _matrix(input, torch.float32)
     scale = (rows.square().mean(1) + eps).rsqrt()
     return _written(rows * scale[:, None] * _gamma(weight, zero_centered_gamma), input, out), None, scale
 
 
 def rmsnorm_bwd(gradient, input, scale, weight, sm_margin, zero_centered_gamma):
-    """Gradients of input and weight."""
+    """Return gradients of input and weight."""
     wide, rows = _matrix(gradient, torch.float32), _matrix(input, torch.float32)
     normal = rows * scale[:, None]
     inner = wide * _gamma(weight, zero_centered_gamma)
@@ -148,12 +150,12 @@ def multi_tensor_scale(chunk_size, overflow, tensor_lists, scale):
 
 
 def multi_tensor_scale_tensor(chunk_size, overflow, tensor_lists, scale):
-    """The same with a tensor for the scale."""
+    """Do the same with a tensor for the scale."""
     multi_tensor_scale(chunk_size, overflow, tensor_lists, scale)
 
 
 def multi_tensor_l2norm(chunk_size, overflow, tensor_lists, per_tensor=False):
-    """The norm of everything, and of every tensor."""
+    """Return the norm of everything, and of every tensor."""
     norms = torch.stack([tensor.float().norm() for tensor in tensor_lists[0]])
     return norms.norm().reshape(1), norms if per_tensor else torch.empty(0)
 
@@ -161,7 +163,7 @@ def multi_tensor_l2norm(chunk_size, overflow, tensor_lists, per_tensor=False):
 def multi_tensor_adam(
     chunk_size, overflow, tensor_lists, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay
 ):
-    """One step of Adam (``mode`` 0) or AdamW (1).
+    """Take one step of Adam (``mode`` 0) or AdamW (1).
 
     Args:
         tensor_lists: gradients, parameters, first and second moments, and fp32 copies of the parameters if there are any.

@@ -91,12 +91,12 @@ class Point:
 
 
 def label(settings: Settings) -> str:
-    """Settings on one line: ``pp=4, name=v-half``."""
+    """Return the settings on one line: ``pp=4, name=v-half``."""
     return ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items()) or "the run itself"
 
 
 def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool = False) -> list[Point]:
-    """The points of a grid's file, feasible or not, filters applied.
+    """Return the points of a grid's file, feasible or not, filters applied.
 
     Args:
         path: the file, or the name of a grid.
@@ -137,7 +137,7 @@ def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool 
 
 
 def _check_different(settings: Sequence[Settings], runs: Sequence[Run | ConfigError], file: Path) -> None:
-    """Training a run twice tells nothing new."""
+    """Refuse points that are the same run: training a run twice tells nothing new."""
     first: dict[str, int] = {}
     for index, run in enumerate(runs):
         twin = first.setdefault(repr(run), index) if isinstance(run, Run) else index
@@ -150,7 +150,7 @@ def _check_different(settings: Sequence[Settings], runs: Sequence[Run | ConfigEr
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Settings:
-    """Mappings within settings as dotted keys."""
+    """Return the mappings within settings as dotted keys."""
     result: Settings = {}
     for key, value in settings.items():
         nested = isinstance(value, Mapping) and value
@@ -159,7 +159,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Settings:
 
 
 def placed(point: Point, folder: Path) -> Point:
-    """The point with ``folder`` for everything its run writes."""
+    """Return the point with ``folder`` for everything its run writes."""
     return point if point.run is None else replace(point, run=replace(point.run, output=str(folder)))
 
 
@@ -175,7 +175,7 @@ class _Base:
         self._raw = read_raw(file)
 
     def run(self, changes: Mapping[str, Any]) -> Run | ConfigError:
-        """The run with these changes, or why it is none."""
+        """Return the run with these changes, or why it is none."""
         changed = copy.deepcopy(self._raw)
         for key, value in changes.items():
             override(changed, key, value)
@@ -186,7 +186,7 @@ class _Base:
 
 
 def _check_keys(grid: Grid, overrides: Mapping[str, Any], file: Path) -> None:
-    """A key that runs do not have is a mistake in the grid, not in its points."""
+    """Refuse a key that runs do not have: it is a mistake in the grid, not in its points."""
     for key in overrides:
         check_key(Run, key)
     for user, keys in (
@@ -239,7 +239,7 @@ def _filter(
 
 
 def _value(run: Run, name: str, absent: Any = None) -> Any:
-    """A run's value of a dotted key; ``absent`` for a flag it does not set."""
+    """Return a run's value of a dotted key; ``absent`` for a flag it does not set."""
     here: Any = run
     for part in name.split("."):
         here = here.get(part, absent) if isinstance(here, Mapping) else getattr(here, part, absent)

@@ -88,8 +88,10 @@ class LocalRunner:
         return None if self._stopping.is_set() else self._store.finish(index, code)
 
     def _wait(self, started: Command, log: Path, lock: IO[str]) -> int | None:
-        """The exit code, or ``None`` when all is being ended and it was not started. The child inherits the lock and keeps it
-        should this process be killed."""
+        """Wait for a point, and return its exit code, or ``None`` when all is being ended and it was not started.
+
+        The child inherits the lock and keeps it should this process be killed.
+        """
         environment = {"OMP_NUM_THREADS": "1", **os.environ, **started.environment}
         with log.open("ab") as output, self._guard:
             if self._stopping.is_set():

@@ -74,7 +74,7 @@ class Result:
 
 
 def collect(index: int, settings: dict[str, Any], run: Run, log: Path, exit_code: int) -> Result:
-    """The result of a point whose training has ended.
+    """Return the result of a point whose training has ended.
 
     Args:
         index: of the point.
@@ -117,7 +117,9 @@ def _report(path: Path) -> dict[str, tuple]:
 
 
 def step_seconds(log: str) -> float | None:
-    """Median time of a step; the first after every start opens channels and is left out where there are others."""
+    """Return the median time of a step; the first after every start opens channels and is left out where there are
+    others.
+    """
     steps = [(int(number), float(milliseconds)) for number, milliseconds in _ITERATION.findall(log)]
     later = [time for (before, _), (number, time) in zip(steps, steps[1:], strict=False) if number == before + 1]
     times = later or [time for _, time in steps]
@@ -193,7 +195,7 @@ def _is(value: object, kind: type | tuple[type, ...]) -> bool:
 
 
 def _why(log: str, exit_code: int) -> str:
-    """The end of a log in a sentence."""
+    """Return the end of a log in a sentence."""
     if told := _FAILURE.findall(log):
         return told[-1]
     lines = [line.strip() for line in log.splitlines() if line.strip()]

@@ -33,7 +33,7 @@ def check_here() -> None:
 def submit(
     store: Store, indices: Sequence[int], max_parallel: int, script: Path, options: Sequence[str] = ()
 ) -> list[str]:
-    """Submit points, in one array job for every number of nodes among them. Returns the jobs' numbers.
+    """Submit points, in one array job for every number of nodes among them, and return the jobs' numbers.
 
     Args:
         store: the grid; it remembers the jobs.
@@ -69,7 +69,7 @@ def submit(
 
 
 def queued(store: Store) -> set[int]:
-    """Points that wait or run in jobs submitted for this grid.
+    """Return the points that wait or run in jobs submitted for this grid.
 
     Raises:
         UnsupportedError: Slurm does not answer.
@@ -128,7 +128,7 @@ def _standing(elements: Sequence[tuple[int, str]]) -> str:
 
 
 def _elements(store: Store) -> list[tuple[int, str]]:
-    """Points in the queue, each with Slurm's short name of its state."""
+    """Return the points in the queue, each with Slurm's short name of its state."""
     jobs = _remembered(store)
     if not jobs:
         return []

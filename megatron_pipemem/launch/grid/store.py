@@ -55,7 +55,7 @@ class Store:
         return self._index.exists()
 
     def place(self, index: int) -> Path:
-        """The folder of a point."""
+        """Return the folder of a point."""
         return self.folder / "points" / f"{index:03}"
 
     def log(self, index: int) -> Path:
@@ -92,7 +92,7 @@ class Store:
                 self._write(point)
 
     def settings(self) -> list[Settings]:
-        """Settings of all points, in their order.
+        """Return the settings of all points, in their order.
 
         Raises:
             ConfigError: the folder holds no grid.
@@ -107,7 +107,7 @@ class Store:
         return [read_result(self._result_file(index)) for index in range(len(self.settings()))]
 
     def open_points(self) -> list[int]:
-        """Points that are to be started: those without a result, and those that failed."""
+        """Return the points that are to be started: those without a result, and those that failed."""
         return [index for index, result in enumerate(self.results()) if result is None or result.status == "failed"]
 
     def begin(self, index: int) -> None:
@@ -124,7 +124,7 @@ class Store:
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Be the only one that starts points of this grid.
+        """Claim to be the only one that starts points of this grid.
 
         Raises:
             UnsupportedError: another process does.
@@ -189,7 +189,7 @@ class Store:
 
 
 def store_of_point(place: Path) -> tuple[Store, int]:
-    """The grid that a point's folder belongs to, and the point's number.
+    """Return the grid that a point's folder belongs to, and the point's number.
 
     Raises:
         ConfigError: it is no point's folder.
@@ -217,7 +217,7 @@ def _shown(changes: Settings, key: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Tuples as lists, which YAML has."""
+    """Return tuples as lists, which YAML has."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value

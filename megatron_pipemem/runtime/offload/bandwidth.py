@@ -17,7 +17,8 @@ _MATRIX = 8192  # large enough that products, and not their launches, take the t
 def measure_bandwidths(
     channel: Channel, nbytes: int = 256 << 20, repeats: int = 5, matrix: int = _MATRIX
 ) -> dict[str, float]:
-    """Bytes per second: ``d2h``, ``h2d`` and ``both`` (each way), and the same with ``_computing`` beside matrix products.
+    """Return the bytes per second: ``d2h``, ``h2d`` and ``both`` (each way), and the same with ``_computing`` beside
+    matrix products.
 
     Args:
         channel: of the device that is measured.

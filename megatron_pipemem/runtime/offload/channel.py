@@ -27,7 +27,7 @@ class Ticket(Protocol):
     """A transfer under way."""
 
     def done(self) -> bool:
-        """Has it ended? Never blocks."""
+        """Return whether the transfer has ended. Never blocks."""
 
 
 class Channel(Protocol):
@@ -36,7 +36,7 @@ class Channel(Protocol):
     device: torch.device
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """New host memory that this channel can copy from and to: ``uint8``, one-dimensional."""
+        """Allocate host memory that this channel can copy from and to: ``uint8``, one-dimensional."""
 
     def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[Ticket]) -> Ticket:
         """Start transfers, to run when everything computed so far and every transfer in ``after`` has ended.

@@ -103,7 +103,7 @@ class OffloadEngine:
 
     @classmethod
     def on(cls, device: torch.device, host_memory: int, *, bandwidth: float | None = None, **options) -> OffloadEngine:
-        """An engine for ``device`` with at most ``host_memory`` bytes on its host.
+        """Return an engine for ``device`` with at most ``host_memory`` bytes on its host.
 
         Args:
             device: a GPU, or ``cpu`` to copy within host memory by threads.
@@ -123,7 +123,7 @@ class OffloadEngine:
     def step(
         self, permanent: Iterable[torch.Tensor] = (), on_device: Callable[[torch.Tensor], None] | None = None
     ) -> Iterator[OffloadEngine]:
-        """One training step. Whatever happens within, nothing captured survives it, and statistics begin anew.
+        """Enclose one training step. Whatever happens within, nothing captured survives it, and statistics begin anew.
 
         Args:
             permanent: of this step, beside those of the engine.
@@ -167,7 +167,7 @@ class OffloadEngine:
             raise
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These stay for the rest of the step: the batch, which somebody else keeps anyway."""
+        """Let these stay for the rest of the step: the batch, which somebody else keeps anyway."""
         for tensor in tensors:
             self._excluded[_storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
@@ -275,7 +275,7 @@ class OffloadEngine:
                 self._settle(transfer)
 
     def captured_bytes(self, key: Hashable) -> int:
-        """Bytes that move when ``key`` is offloaded, were nothing shared or kept."""
+        """Return the bytes that move when ``key`` is offloaded, were nothing shared or kept."""
         if key not in self._captures:
             raise _unknown(key)
         return sum(storage.nbytes for storage in list(self._captures[key].storages.values()))
@@ -296,7 +296,9 @@ class OffloadEngine:
         return self._host_bytes
 
     def statistics(self) -> OffloadStatistics:
-        """Since the step began. On a GPU the first call after a wait may block until computing has got there."""
+        """Return the statistics since the step began. On a GPU the first call after a wait may block until computing
+        has got there.
+        """
         self.channel.settle_stalls()
         return OffloadStatistics(
             bytes_out=self._bytes_out,
@@ -477,7 +479,7 @@ def _storage_key(tensor: torch.Tensor) -> int:
 
 
 def _checksum(run: torch.Tensor) -> torch.Tensor:
-    """The sum of the bytes' 64-bit words, and of what is left over."""
+    """Return the sum of the bytes' 64-bit words, and of what is left over."""
     whole = run.numel() // 8 * 8
     return torch.stack((run[:whole].view(torch.int64).sum(), run[whole:].sum(dtype=torch.int64)))
 

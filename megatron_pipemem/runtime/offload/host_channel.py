@@ -95,7 +95,7 @@ class HostChannel:
         on_stall(time.perf_counter() - begin)
 
     def settle_stalls(self) -> None:
-        """Nothing is ever left: ``join`` blocks, and reports at once."""
+        """Do nothing: no stall is ever left, because ``join`` blocks, and reports at once."""
 
     def forget_stalls(self) -> None:
         """Forget the stalls so far."""

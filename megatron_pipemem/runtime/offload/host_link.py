@@ -34,7 +34,7 @@ def measure_host_link(channel: Channel, nbytes: int = _BYTES) -> HostLink:
 
 
 def copy_ends(channel: Channel, nbytes: int) -> dict[Direction, Copy]:
-    """A copy of ``nbytes`` each way, between memory of their own."""
+    """Return a copy of ``nbytes`` each way, between memory of their own."""
     ends = {}
     for direction in Direction:
         on_device = torch.ones(nbytes, dtype=torch.uint8, device=channel.device)
@@ -49,7 +49,8 @@ def transfer_seconds(
     repeats: int,
     beside: Callable[[], object] = lambda: None,
 ) -> float:
-    """Until all copies, started at once, are done: the median of ``repeats``, after one that pays for lazily mapped memory.
+    """Return the seconds until all transfers, started at once, are done: the median of ``repeats``, after one that pays
+    for lazily mapped memory.
 
     Args:
         channel: that makes the copies.

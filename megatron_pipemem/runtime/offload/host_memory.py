@@ -16,7 +16,8 @@ _LIMITS = {
 
 
 def available_memory(groups: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
-    """The least of what the machine has available and what the limits of all control groups around this process leave.
+    """Return the least of what the machine has available and what the limits of all control groups around this process
+    leave.
 
     Args:
         groups: lists them, as proc(5) and cgroups(7) say.

@@ -67,7 +67,7 @@ class HostPool:
         return sum(segment.numel() for segment in self._segments)
 
     def take(self, nbytes: int, purpose: str) -> Block:
-        """A block for ``nbytes``.
+        """Return a block for ``nbytes``.
 
         Raises:
             OffloadError: the budget does not allow it. ``purpose`` says in the message what the block was for.

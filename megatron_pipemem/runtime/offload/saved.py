@@ -81,7 +81,7 @@ class SavedStorage:
         return self.storage is not None and self.storage.nbytes() < self.end - self._origin
 
     def view(self, tensor: torch.Tensor, hold: Hold) -> SavedView:
-        """A stand-in for a tensor of this storage; what moves will include it."""
+        """Return a stand-in for a tensor of this storage; what moves will include it."""
         start = tensor.storage_offset() * tensor.element_size()
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         self.begin = min(self.begin, start // ALIGNMENT * ALIGNMENT)
@@ -89,7 +89,7 @@ class SavedStorage:
         return SavedView(self, hold, tensor.dtype, tensor.shape, tensor.stride(), start)
 
     def bytes(self) -> torch.Tensor:
-        """Bytes that move, on the device."""
+        """Return the bytes that move, on the device."""
         run = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         return run.set_(self.storage, self.begin - self._origin, (self.nbytes,), (1,))
 
@@ -142,7 +142,7 @@ class SavedView:
     start: int
 
     def restore(self) -> torch.Tensor:
-        """The saved tensor, on the device.
+        """Return the saved tensor, on the device.
 
         Raises:
             OffloadError: it is away.

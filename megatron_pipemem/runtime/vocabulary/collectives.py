@@ -23,7 +23,7 @@ class Pending[Result]:
     _result: Callable[[], Result]
 
     def wait(self) -> Result:
-        """The collective's result. On a GPU it is ready for what is queued on the current stream from here on."""
+        """Return the collective's result. On a GPU it is ready for what is queued on the current stream from here on."""
         self._work.wait()
         return self._result()
 

@@ -23,7 +23,8 @@ class VocabularyEmbedding:
 
     @torch.no_grad()
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The embeddings of this rank's tokens and zeros for all others: ``[...] -> [..., h]`` in the parameter's dtype.
+        """Return the embeddings of this rank's tokens and zeros for all others: ``[...] -> [..., h]`` in the
+        parameter's dtype.
 
         One rank contributes to every token, so the sum over the ranks is exact in any dtype.
 
@@ -44,7 +45,7 @@ class VocabularyEmbedding:
         return torch.nn.functional.embedding(local, self.shard.weight).masked_fill_(~owned.unsqueeze(-1), 0)
 
     def weight_gradient(self, tokens: torch.Tensor, output_gradient: torch.Tensor) -> EmbeddingWeightGradient:
-        """The weight gradient of one microbatch, to run now or later.
+        """Return the weight gradient of one microbatch, to run now or later.
 
         Args:
             tokens: those of ``forward``.

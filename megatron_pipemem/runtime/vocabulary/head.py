@@ -68,7 +68,7 @@ class HeadOptions:
                 raise VocabularyError(what)
 
     def pieces(self, tokens: int) -> Iterator[slice]:
-        """The tokens of a microbatch, piece by piece."""
+        """Return the tokens of a microbatch, piece by piece."""
         size = self.piece_tokens or max(tokens, 1)
         return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
@@ -87,7 +87,7 @@ class VocabularyHead:
 
     @torch.no_grad()
     def score(self, x: torch.Tensor, labels: torch.Tensor, *, for_backward: bool = True) -> Scored:
-        """S: the logits of this rank's rows, and what the loss needs to know of them.
+        """Run S: the logits of this rank's rows, and what the loss needs to know of them.
 
         Args:
             x: input of the head, ``[..., h]`` in the parameter's dtype, the same on every rank. Not modified, and must not be
@@ -118,7 +118,7 @@ class VocabularyHead:
 
     @torch.no_grad()
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Scaled and capped logits of this rank's rows, ``[..., rows]`` in the parameter's dtype, for inference.
+        """Return scaled and capped logits of this rank's rows, ``[..., rows]`` in the parameter's dtype, for inference.
 
         ``collectives.gather_logits`` makes the whole vocabulary's of them.
         """
@@ -153,7 +153,7 @@ class Scored:
 
     @torch.no_grad()
     def combine(self, gathered: torch.Tensor, into: torch.Tensor | None = None) -> Normalised:
-        """The losses, and the way to the gradients: a ``OneBarrier`` or a ``TwoBarriers``, as the options say.
+        """Return the losses, and the way to the gradients: a ``OneBarrier`` or a ``TwoBarriers``, as the options say.
 
         Args:
             gathered: the ``statistics`` of all ranks, ``[ranks, 3, tokens]``, in the same order on every rank.

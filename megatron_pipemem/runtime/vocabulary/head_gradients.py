@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def differentiate(
     losses: torch.Tensor, loss_function: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss pass: the training loss, and how it depends on each token's loss.
+    """Run the loss pass: return the training loss, and how it depends on each token's loss.
 
     Args:
         losses: ``Normalised.losses``.
@@ -47,7 +47,8 @@ def differentiate(
 def finish_input_gradient(
     total: torch.Tensor, dtype: torch.dtype, loss_gradient: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Gradient of the training loss by the head's input, ``[..., h]``, on the rank that has the sum over the ranks.
+    """Return the gradient of the training loss by the head's input, ``[..., h]``, on the rank that has the sum over the
+    ranks.
 
     Args:
         total: sum of all ranks' parts, ``[..., h]``.
@@ -117,7 +118,7 @@ class Normalised:
         return self.options.pieces(self._batch.x.size(0))
 
     def without_ignored(self, loss_gradient: torch.Tensor) -> torch.Tensor:
-        """The loss gradient with zeros for ignored tokens, fp32, in the labels' shape."""
+        """Return the loss gradient with zeros for ignored tokens, fp32, in the labels' shape."""
         return self._flat(loss_gradient).view(self._batch.shape)
 
     def _message(self) -> torch.Tensor:
@@ -128,7 +129,7 @@ class Normalised:
         return rows.view(*self._batch.shape, rows.size(-1))
 
     def _flat(self, loss_gradient: torch.Tensor) -> torch.Tensor:
-        """The loss gradient, one per token in fp32, without ignored tokens."""
+        """Return the loss gradient, one per token in fp32, without ignored tokens."""
         batch = self._batch
         if loss_gradient.numel() != batch.valid.numel():
             raise VocabularyError(
@@ -138,7 +139,7 @@ class Normalised:
         return loss_gradient.detach().reshape(-1).to(torch.float32).masked_fill(~batch.valid, 0)
 
     def _spend_logits(self) -> None:
-        """Their gradient takes the place of the logits, so it can be taken once."""
+        """Mark the logits as spent: their gradient takes their place, so it can be taken once."""
         self._require(self._gradients_left)
         self._gradients_left = False
 
@@ -151,7 +152,9 @@ class Normalised:
             )
 
     def _logit_gradient(self, piece: slice, g: torch.Tensor) -> torch.Tensor:
-        """Gradient of what the matrix product gave, for one piece, in the parameter's dtype; replaces kept logits."""
+        """Return the gradient of what the matrix product gave, for one piece, in the parameter's dtype; replaces kept
+        logits.
+        """
         batch, options = self._batch, self.options
         raw = batch.x[piece] @ batch.head.shard.weight.t() if batch.logits is None else batch.logits[piece]
         if batch.no_rows:
@@ -167,7 +170,8 @@ class OneBarrier(Normalised):
 
     @torch.no_grad()
     def input_gradient(self) -> torch.Tensor:
-        """This rank's part of the gradient of the losses by the head's input, ``[..., h]``, to be summed over the ranks.
+        """Return this rank's part of the gradient of the losses by the head's input, ``[..., h]``, to be summed over
+        the ranks.
 
         It lacks ``g``: ``finish_input_gradient`` turns the sum into the gradient of the training loss.
         """
@@ -187,7 +191,8 @@ class OneBarrier(Normalised):
         return self._shaped(message)
 
     def finish_input_gradient(self, total: torch.Tensor, loss_gradient: torch.Tensor) -> torch.Tensor:
-        """Gradient of the training loss by the head's input, in its dtype, on the rank that has the sum over the ranks.
+        """Return the gradient of the training loss by the head's input, in its dtype, on the rank that has the sum over
+        the ranks.
 
         Args:
             total: sum of all ranks' ``input_gradient``.
@@ -196,7 +201,7 @@ class OneBarrier(Normalised):
         return finish_input_gradient(total, self._batch.x.dtype, self.without_ignored(loss_gradient))
 
     def weight_gradient(self, loss_gradient: torch.Tensor) -> HeadWeightGradient:
-        """T: the weight gradient, to run now or later; nothing depends on it but the optimizer."""
+        """Return T: the weight gradient, to run now or later; nothing depends on it but the optimizer."""
         g = self._flat(loss_gradient)
         self._spend_logits()
         return HeadWeightGradient(self, g, logits_differentiated=False)
@@ -207,7 +212,8 @@ class TwoBarriers(Normalised):
 
     @torch.no_grad()
     def input_gradient(self, loss_gradient: torch.Tensor) -> tuple[torch.Tensor, HeadWeightGradient]:
-        """T: this rank's part of the gradient of the training loss by the head's input, and the weight gradient.
+        """Run T: return this rank's part of the gradient of the training loss by the head's input, and the weight
+        gradient.
 
         Args:
             loss_gradient: gradient of the training loss by ``losses``, the loss scale included.
@@ -224,7 +230,7 @@ class TwoBarriers(Normalised):
         return self._shaped(message), later
 
     def finish_input_gradient(self, total: torch.Tensor) -> torch.Tensor:
-        """Gradient of the training loss by the head's input, in its dtype, from the sum of all ranks' parts."""
+        """Return the gradient of the training loss by the head's input, in its dtype, from the sum of all ranks' parts."""
         return finish_input_gradient(total, self._batch.x.dtype)
 
 

@@ -40,7 +40,7 @@ def transform(raw: torch.Tensor, scale: float, softcap: float | None) -> torch.T
 
 
 def slope(logits: torch.Tensor, softcap: float | None) -> torch.Tensor | float:
-    """Derivative of the soft cap at transformed logits."""
+    """Return the derivative of the soft cap at transformed logits."""
     if softcap is None:
         return 1.0
     return logits.div(softcap).square_().neg_().add_(1)
@@ -55,7 +55,7 @@ def statistics(
     softcap: float | None,
     softmax: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The pass of S: what the loss needs to know of these logits.
+    """Run the pass of S: what the loss needs to know of these logits.
 
     Args:
         raw: what the matrix product gave, ``[tokens, rows]``, at least one row. Not modified.
@@ -97,7 +97,7 @@ def logit_gradient(
     scale: float,
     softcap: float | None,
 ) -> None:
-    """The pass of T: the gradient of what the matrix product gave takes its place.
+    """Run the pass of T: the gradient of what the matrix product gave takes its place.
 
     Args:
         raw, local, owned, scale, softcap: as in ``statistics``; ``raw`` is overwritten.
@@ -115,7 +115,9 @@ def logit_gradient(
 
 
 def _with_label(matrix: torch.Tensor, local: torch.Tensor, owned: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The matrix with one value per token in the label's column, where this rank owns it; it may be modified in place."""
+    """Return the matrix with one value per token in the label's column, where this rank owns it; it may be modified in
+    place.
+    """
     column = local[:, None]
     if torch.compiler.is_compiling():
         # A scatter needs its matrix in memory. A comparison with each column's number becomes a part of the pass.

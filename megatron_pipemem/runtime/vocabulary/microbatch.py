@@ -69,7 +69,7 @@ class HeadMicrobatch:
         return not self.head.shard.rows
 
     def score(self, piece: slice, raw: torch.Tensor) -> None:
-        """Statistics of a piece of the tokens, from its logits."""
+        """Compute the statistics of a piece of the tokens, from its logits."""
         if self.no_rows:
             self.own_maximum[piece] = torch.finfo(torch.float32).min
             self.own_sum[piece] = self.target_logit[piece] = 0

@@ -36,7 +36,7 @@ class VocabularyPartition:
             )
 
     def rows(self, shard: int) -> range:
-        """The rows that a shard owns."""
+        """Return the rows that a shard owns."""
         if not 0 <= shard < self.shards:
             raise VocabularyError(f"shard {shard} of {self.shards}: give the rank within the group, counted from 0")
         if self.padded:
@@ -52,11 +52,11 @@ class VocabularyPartition:
         return -(-self.vocab_size // self.shards)
 
     def stored_rows(self, shard: int) -> int:
-        """Rows of a shard's parameter, zero padding included. Between ranks they differ by one at most."""
+        """Return the rows of a shard's parameter, zero padding included. Between ranks they differ by one at most."""
         return self.largest if self.padded else len(self.rows(shard))
 
     def split(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Copies of the shards of a whole matrix ``[vocab_size, h]``."""
+        """Return the copies of the shards of a whole matrix ``[vocab_size, h]``."""
         if weight.size(0) != self.vocab_size:
             raise VocabularyError(f"a matrix of {weight.size(0)} rows cannot be a vocabulary of {self.vocab_size}")
         shards = []
@@ -68,7 +68,7 @@ class VocabularyPartition:
         return tuple(shards)
 
     def join(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole matrix of all shards, in order: the inverse of ``split``."""
+        """Return the whole matrix of all shards, in order: the inverse of ``split``."""
         if len(shards) != self.shards:
             raise VocabularyError(f"{len(shards)} shards given, the partition has {self.shards}")
         return torch.cat([piece[: len(self.rows(shard))] for shard, piece in enumerate(shards)])
@@ -119,7 +119,9 @@ class WeightShard:
         return whole[: len(self.rows)]
 
     def locate(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row of every token within this shard, 0 for those of other shards, and which tokens this shard owns."""
+        """Return the row of every token within this shard, 0 for those of other shards, and which tokens this shard
+        owns.
+        """
         rows = self.rows
         owned = (tokens >= rows.start) & (tokens < rows.stop)
         return torch.where(owned, tokens - rows.start, 0), owned

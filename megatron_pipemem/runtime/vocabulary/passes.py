@@ -55,10 +55,10 @@ class LastStage(Protocol):
     """Define what the stage before the head does for it."""
 
     def gather_head_input(self, output: torch.Tensor) -> torch.Tensor:
-        """The head's input, ``[s, b, h]``, from what this tensor-parallel rank has of it."""
+        """Return the head's input, ``[s, b, h]``, from what this tensor-parallel rank has of it."""
 
     def scatter_head_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient of the stage's output, from this pipeline's part of the gradient of the head's input."""
+        """Return the gradient of the stage's output, from this pipeline's part of the gradient of the head's input."""
 
     def loss(self, microbatch: int, losses: torch.Tensor) -> torch.Tensor | None:
         """Take the token losses, ``[s, b]`` in fp32. Returns the gradient of the training loss by them, if it trains."""
@@ -217,15 +217,15 @@ class VocabularyPasses:
     # Between the passes and the stages of this device
 
     def embedded(self, microbatch: int) -> torch.Tensor:
-        """The embedding's output, summed over the pipeline, ``[b, s, h]``: the first stage's input."""
+        """Return the embedding's output, summed over the pipeline, ``[b, s, h]``: the first stage's input."""
         return self._embeddings.pop(microbatch).wait()
 
     def take_head_input(self, microbatch: int, output: torch.Tensor) -> None:
-        """The last stage's output, without its graph."""
+        """Take the last stage's output, without its graph."""
         self._head_inputs[microbatch] = self._held(self._last_stage.gather_head_input(output))
 
     def head_gradient(self, microbatch: int) -> torch.Tensor:
-        """The gradient of the last stage's output."""
+        """Return the gradient of the last stage's output."""
         total = self._input_gradients.pop(microbatch).wait()
         # With one barrier the sum was under way before the loss was known.
         gradient = finish_input_gradient(total, self._layers.dtype, self._factors.pop(microbatch, None))
@@ -233,7 +233,7 @@ class VocabularyPasses:
         return self._last_stage.scatter_head_gradient(gradient)
 
     def take_embedding_gradient(self, microbatch: int, gradient: torch.Tensor) -> None:
-        """The gradient of what ``embedded`` gave."""
+        """Take the gradient of what ``embedded`` gave."""
         self._embedding_gradients[microbatch] = self._held(gradient.contiguous())
 
     # Embedding

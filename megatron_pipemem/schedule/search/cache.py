@@ -87,7 +87,7 @@ def _in_full(asked: object) -> object:
 
 @lru_cache(maxsize=1)
 def _code_version() -> str:
-    """Hash of the schedule package: another version of it may answer differently."""
+    """Return the hash of the schedule package: another version of it may answer differently."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):

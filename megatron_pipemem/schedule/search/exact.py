@@ -189,7 +189,7 @@ class _Steps:
         return _Step(tuple(counts), tuple(free), tuple(arrivals), pool, step)
 
     def bound(self, step: _Step) -> int:
-        """No step with this beginning is shorter."""
+        """Return a time that no step with this beginning undercuts."""
         m, counts, earliest = self._problem.num_microbatches, step.counts, [0] * self._length
         longest = 0
         for i in range(self._length):
@@ -206,7 +206,9 @@ class _Steps:
         return longest
 
     def _before_inputs(self, step: _Step, device: int) -> int:
-        """The most that a device can run before its next I: the W that are ready, and forwards that the cap admits."""
+        """Return the most that a device can run before its next I: the W that are ready, and forwards that the cap
+        admits.
+        """
         counts = step.counts
         room = self._problem.caps[device] - sum(counts[i] * self._change[i] for i in self._of_device[device])
         time = 0

@@ -116,7 +116,7 @@ class Exploration:
         return self.bound * _EXACT < makespan
 
     def take_first(self, clock: Clock) -> None:
-        """An order that is there at once."""
+        """Take an order that is there at once."""
         with clock.step(Step.FIRST, self.num_passes):
             table = first_start(self._problem)
         if table is not None:
@@ -292,7 +292,7 @@ class Exploration:
                 pool[index] = (name, table)
 
     def _finish(self, block: Block, table: Timetable, rest: int) -> None:
-        """The block with all microbatches."""
+        """Finish the block with all microbatches."""
         if rest:
             orders = block.repeated_in(self._problem).orders()
             table = justify(self._problem, as_soon_as_possible(self._problem, orders))
@@ -303,7 +303,7 @@ class Exploration:
         self._finalists = sorted([*self._finalists, entry], key=lambda e: e[:2])[:_FINALISTS]
 
     def candidate(self) -> Candidate:
-        """The best schedule, of those that are equally fast the one that wrong costs harm least."""
+        """Return the best schedule, of those that are equally fast the one that wrong costs harm least."""
         slack = 0 if self.is_optimal else 1e-3
         equal = [entry for entry in self._finalists if entry[0] <= self._finalists[0][0] * (1 + slack)]
         _, _, name, table = equal[most_robust(self._problem, [entry[3] for entry in equal], self.seed)]

@@ -43,7 +43,7 @@ def as_soon_as_possible(problem: Problem, orders: Orders) -> Timetable | None:
 
 
 def justify(problem: Problem, table: Timetable, frozen: Collection[int] = frozenset()) -> Timetable:
-    """All passes as late as possible, then all as early as possible.
+    """Move all passes as late as possible, then all as early as possible.
 
     Args:
         problem: what the orders must satisfy.
@@ -60,7 +60,7 @@ def _mirrored(problem: Problem, passes: Collection[int]) -> set[int]:
 
 
 def _mirror(problem: Problem, table: Timetable) -> Timetable:
-    """The timetable of the reversed problem."""
+    """Return the timetable of the reversed problem."""
     m, ticks = problem.num_microbatches, problem.ticks
     starts = [0] * len(table.starts)
     for each, start in enumerate(table.starts):
@@ -146,7 +146,7 @@ class _Row:
 
 
 def _earlier(problem: Problem, table: Timetable, frozen: Collection[int]) -> Timetable:
-    """Every pass, by time, into the first gap that it fits, or else behind the others."""
+    """Move every pass, by time, into the first gap that it fits, or else behind the others."""
     m, ticks, waits, change, device_of = (
         problem.num_microbatches,
         problem.ticks,

@@ -74,7 +74,7 @@ class Trade:
 
 
 def useful_caps(num_devices: int, most: int = 13) -> list[float]:
-    """Memory caps in activation units between the least that two chunks per device need and 1F1B's.
+    """Return memory caps in activation units between the least that two chunks per device need and 1F1B's.
 
     Args:
         num_devices: ``p``; a V has ``2p`` stages, and a cap between two multiples of ``1 / 2p`` is no better than the lower.
@@ -96,7 +96,8 @@ def choices(
     priced: Callable[[Schedule], Costs] | None = None,
     max_chunks: int = MAX_CHUNKS,
 ) -> list[Choice]:
-    """Every synchronous family that runs in one pipeline, with any number of chunks, and the search under every cap, by peak.
+    """Return every synchronous family that runs in one pipeline, with any number of chunks, and the search under every
+    cap, by peak.
 
     Args:
         num_devices: ``p``.
@@ -147,7 +148,7 @@ def _found(
     barriers: int,
     max_chunks: int,
 ) -> Iterator[tuple[Schedule, float | None]]:
-    """Schedules with so many barriers, and the cap that a search had."""
+    """Yield schedules with so many barriers, and the cap that a search had."""
     if barriers:
         known = families_with_passes(num_devices, num_microbatches, costs, barriers, max_chunks)
     else:
@@ -177,7 +178,8 @@ def _found(
 
 
 def trades(front: Sequence[Choice], least: float = 0.03) -> list[Trade]:
-    """Steps along the front that save at least ``least`` of the makespan for at most a quarter of the largest peak more.
+    """Return steps along the front that save at least ``least`` of the makespan for at most a quarter of the largest
+    peak more.
 
     Args:
         front: choices that are not dominated, by peak.
@@ -227,7 +229,7 @@ def bound_line(
 
 
 def _work(choice: Choice) -> float:
-    """Seconds of the busiest device, which do not depend on the order."""
+    """Return the seconds of the busiest device, which do not depend on the order."""
     return choice.makespan * (1 - choice.bubble_rate)
 
 

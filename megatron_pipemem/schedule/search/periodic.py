@@ -102,7 +102,9 @@ class Cycles:
         ).astype(np.float32)
 
     def _offsets(self, device: int) -> tuple[list[np.ndarray], list[int]]:
-        """Per link, the rotation of the device against the one above that makes its wait zero; and the wait's sign."""
+        """Return, per link, the rotation of the device against the one above that makes its wait zero, and the wait's
+        sign.
+        """
         below, above = self._starts[device], self._starts[device + 1]
         offsets, signs = [], []
         for link in self._hops[device]:
@@ -125,7 +127,7 @@ class Cycles:
         return max(map(len, self._starts))
 
     def cheapest(self, prices: np.ndarray, variation: np.ndarray, among: np.ndarray | None = None) -> Block:
-        """The combination whose activations cost least.
+        """Return the combination whose activations cost least.
 
         Args:
             prices: per device, of holding one memory unit for one tick.
@@ -225,11 +227,11 @@ class Block:
         return cls(problem, interval, tuple(starts))
 
     def repeated_in(self, problem: Problem) -> Block:
-        """The same block in a problem with another number of microbatches."""
+        """Return the same block in a problem with another number of microbatches."""
         return Block(problem, self.interval, self.starts)
 
     def delayed(self, after: int) -> Block:
-        """The block with one more interval of waiting on the way.
+        """Return the block with one more interval of waiting on the way.
 
         Args:
             after: how many passes of the way to the loss and back keep their time; with a negative number, ``-n``, only
@@ -256,7 +258,7 @@ class Block:
         return tuple(result)
 
     def orders(self) -> Orders:
-        """The orders of ``m`` microbatches. They never hold more than the steady state."""
+        """Return the orders of ``m`` microbatches. They never hold more than the steady state."""
         m = self.problem.num_microbatches
         microbatches = np.arange(m)
         orders = []
@@ -269,7 +271,7 @@ class Block:
 
 
 def _way(stages: int) -> list[int]:
-    """The classes of a microbatch's way to the loss and back."""
+    """Return the classes of a microbatch's way to the loss and back."""
     return [3 * s + FORWARD for s in range(stages)] + [3 * s + INPUT for s in reversed(range(stages))]
 
 

@@ -19,7 +19,8 @@ _STRETCH = 1.1
 
 
 def first_start(problem: Problem) -> Timetable | None:
-    """Microbatches at equal intervals, as far apart as it takes to keep the caps: a start for any of them, at once.
+    """Return microbatches at equal intervals, as far apart as it takes to keep the caps: a start for any of them, at
+    once.
 
     A microbatch's passes are where they would be if it had the devices to itself; where two collide, the earlier is first.
 
@@ -49,7 +50,9 @@ def first_start(problem: Problem) -> Timetable | None:
 
 
 def _one_by_one(problem: Problem) -> Orders:
-    """One microbatch after the other, and what only takes memory last: W, where I has given back more than F has taken."""
+    """Run one microbatch after the other, and what only takes memory last: W, where I has given back more than F has
+    taken.
+    """
     orders: Orders = []
     for classes in problem.classes:
         forwards = [c for c in classes if c % 3 == FORWARD]
@@ -105,7 +108,7 @@ def family_starts(
 
 
 def _largest_group(name: str, problem: Problem, shape: Mapping[str, object]) -> int:
-    """Larger groups of microbatches hold more and idle less: the largest that keeps the caps.
+    """Return the largest group size that keeps the caps: larger groups of microbatches hold more and idle less.
 
     Raises:
         UnsupportedError: the family takes no groups that small.
@@ -124,7 +127,7 @@ def _largest_group(name: str, problem: Problem, shape: Mapping[str, object]) -> 
 
 
 def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
-    """Greedy orders. The last one runs one microbatch after the other and fits any cap that admits one."""
+    """Yield greedy orders. The last one runs one microbatch after the other and fits any cap that admits one."""
     m = problem.num_microbatches
     passes = range(len(problem.device) * m)
     longest = max(problem.ticks)
@@ -141,7 +144,8 @@ def list_schedules(problem: Problem) -> Iterator[tuple[str, Timetable]]:
 
 
 def random_list_schedule(problem: Problem, rng: Random) -> Timetable | None:
-    """A greedy order by a random weighting of a microbatch's age, of the way it has left, and of how long W can wait.
+    """Return a greedy order by a random weighting of a microbatch's age, of the way it has left, and of how long W can
+    wait.
 
     None of the fixed rules is best for costs that tile badly, and no one weighting is for all of them.
     """
@@ -157,7 +161,9 @@ def random_list_schedule(problem: Problem, rng: Random) -> Timetable | None:
 
 
 def _depths(problem: Problem) -> list[float]:
-    """Per class, minus how far it is along a microbatch's way: what is nearer its end goes first, W fill the gaps."""
+    """Return, per class, minus how far it is along a microbatch's way: what is nearer its end goes first, W fill the
+    gaps.
+    """
     stages = len(problem.device) // 3
     longest = max(problem.ticks)
     depths = []
@@ -168,12 +174,12 @@ def _depths(problem: Problem) -> list[float]:
 
 
 def shortened(problem: Problem, num_microbatches: int) -> Problem:
-    """The same step with fewer microbatches; starting up and running dry cost the same."""
+    """Return the same step with fewer microbatches; starting up and running dry cost the same."""
     return replace(problem, num_microbatches=min(problem.num_microbatches, num_microbatches))
 
 
 def fusable(problem: Problem, table: Timetable) -> set[int]:
-    """The I passes that may just as well run as one full backward with their W.
+    """Return the I passes that may just as well run as one full backward with their W.
 
     Where W follows I at once and nobody needs the gradient sooner than W ends, splitting buys nothing; a full backward
     spares the kernel launches and the queue of a split one. All those of the problem's full stages are among them.

@@ -139,7 +139,7 @@ class Problem:
         return {(3 * stage + INPUT) * m + k for stage in self.full for k in range(m)}
 
     def held(self, order: Iterable[int]) -> int:
-        """The most a device holds after any pass of its order."""
+        """Return the most a device holds after any pass of its order."""
         m, change = self.num_microbatches, self.change
         now = most = 0
         for each in order:
@@ -223,7 +223,7 @@ def keeps_memory_exactly(placement: Placement, costs: Costs) -> bool:
 
 
 def better_full(placement: Placement, costs: Costs) -> frozenset[int]:
-    """The stages of which a full backward holds less than I alone: under a cap, some orders have only those."""
+    """Return the stages of which a full backward holds less than I alone: under a cap, some orders have only those."""
     if costs.memory is None:
         return frozenset()
     changes, zero = costs.memory_changes(placement), (0.0,) * placement.num_stages
@@ -238,7 +238,7 @@ def _ceil(value: float) -> int:
 def to_schedule(
     name: str, placement: Placement, problem: Problem, orders: Orders, fused: Collection[int] = ()
 ) -> Schedule:
-    """The schedule with these orders.
+    """Return the schedule with these orders.
 
     Args:
         name: of the schedule.
@@ -261,7 +261,7 @@ def to_schedule(
 
 
 def from_schedule(schedule: Schedule) -> Orders:
-    """The orders of a schedule, its full backwards as I and W in turn."""
+    """Return the orders of a schedule, its full backwards as I and W in turn."""
     m = schedule.num_microbatches
     offset = {kind: index * m for index, kind in enumerate(KINDS)}
     orders = []

@@ -86,7 +86,9 @@ class SearchResult:
 
 
 def fastest_first(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """At least one candidate; of those that are equally fast, the one with fewest stages, which sends fewest messages."""
+    """Sort candidates, of which there is at least one; of those that are equally fast, the one with fewest stages,
+    which sends fewest messages, comes first.
+    """
     found = list(candidates)
     least = min(candidate.makespan for candidate in found) * (1 + 1e-12)
     return tuple(sorted(found, key=lambda c: (max(c.makespan, least), c.schedule.num_stages, -c.lower_bound)))

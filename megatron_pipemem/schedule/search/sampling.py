@@ -49,7 +49,7 @@ class BlockSampler:
         return self._proposed >= _BALANCING_ROUNDS
 
     def propose(self) -> Block | None:
-        """Another block; ``None`` when it was proposed before or exceeds a cap."""
+        """Propose another block; ``None`` when it was proposed before or exceeds a cap."""
         variation, among = np.zeros(self.cycles.num_links), None
         if self.balanced:
             variation, among = self._variation(), self._rng.permutation(self.cycles.most_orders)[:_ORDERS_PER_VARIATION]
@@ -118,7 +118,7 @@ class PeriodicStarts:
         return self.stretch > 1
 
     def propose(self) -> tuple[BlockSampler, Block] | None:
-        """A block that fits the caps; ``None`` when this trial gave none."""
+        """Return a block that fits the caps; ``None`` when this trial gave none."""
         sampler = self._pick()
         block = sampler.propose()
         if block is not None and sampler not in self._fitting:

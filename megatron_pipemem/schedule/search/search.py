@@ -119,7 +119,9 @@ def search_schedule(
 def _explorations(
     placements: Sequence[Placement], num_microbatches: int, costs: Costs, caps: tuple[float, ...] | None, seed: int
 ) -> list[Exploration]:
-    """One for every placement in which a microbatch fits the caps, and one more where a full backward holds less."""
+    """Return an exploration for every placement in which a microbatch fits the caps, and one more where a full backward
+    holds less.
+    """
     explorations = []
     for number, placement in enumerate(placements):
         tell(lambda at=number: f"bounds of {len(placements)} placements, {len(placements) - at} left")
@@ -133,7 +135,7 @@ def _explorations(
 
 
 def _first_orders(explorations: Sequence[Exploration], clock: Clock, families: Sequence[Family]) -> list[Exploration]:
-    """The explorations that have an order after some quick start and all families."""
+    """Return the explorations that have an order after some quick start and all families."""
     # The quickest to say something about.
     for exploration in sorted(explorations, key=lambda e: e.num_passes):
         exploration.take_first(clock)
@@ -146,7 +148,7 @@ def _first_orders(explorations: Sequence[Exploration], clock: Clock, families: S
 
 
 def _improve(explorations: Sequence[Exploration], clock: Clock, effort: float, seed: int) -> None:
-    """All that is tried for better orders, in the order in which it pays."""
+    """Try all that may find better orders, in the order in which it pays."""
     clock.state = partial(_standing, "improving what the families offer", explorations)
     _justify_starts(explorations, clock, effort)
     _solve_small(explorations, clock, effort)
@@ -160,7 +162,7 @@ def _improve(explorations: Sequence[Exploration], clock: Clock, effort: float, s
 
 
 def _described(explorations: Sequence[Exploration], clock: Clock) -> list[Candidate]:
-    """The best order of every placement, the fastest at least, and others as long as there is time."""
+    """Describe the best order of every placement, the fastest at least, and others as long as there is time."""
     candidates: list[Candidate] = []
     for exploration in sorted(explorations, key=lambda e: e.makespan):
         if any(candidate.schedule.placement == exploration.placement for candidate in candidates):
@@ -209,7 +211,7 @@ def usual_placements(num_devices: int, max_chunks: int, costs: Costs) -> tuple[P
 
 
 def _checked_caps(memory_cap: float | Sequence[float] | None, num_devices: int) -> tuple[float, ...] | None:
-    """One cap per device.
+    """Return one cap per device.
 
     Raises:
         UnsupportedError: a cap is no positive number, or there are not as many as devices.
@@ -272,7 +274,7 @@ def _justify_starts(explorations: Sequence[Exploration], clock: Clock, effort: f
 
 
 def _solve_small(explorations: Sequence[Exploration], clock: Clock, effort: float) -> None:
-    """The placements with fewest passes exactly, as long as they could win and the states suffice."""
+    """Solve the placements with fewest passes exactly, as long as they could win and the states suffice."""
     states = int(effort * _STATES)
     for exploration in sorted(explorations, key=lambda e: e.num_passes):
         if exploration.num_passes > _PASSES_TO_SOLVE or states <= 0 or not exploration.may_justify(clock):
@@ -283,7 +285,7 @@ def _solve_small(explorations: Sequence[Exploration], clock: Clock, effort: floa
 
 
 def _vary_starts(explorations: Sequence[Exploration], clock: Clock, effort: float, seed: int) -> None:
-    """Random list schedules in the leading placements, as long as the best is far from what could be."""
+    """Try random list schedules in the leading placements, as long as the best is far from what could be."""
     rng, tried = Random(seed), 0
     while tried < effort * _PASSES_TO_VARY:
         leaders = sorted(explorations, key=lambda e: e.makespan)[:_PLACEMENTS_TO_VARY]
@@ -297,7 +299,9 @@ def _vary_starts(explorations: Sequence[Exploration], clock: Clock, effort: floa
 
 
 def _explore_periodic(explorations: Sequence[Exploration], clock: Clock, effort: float) -> None:
-    """The favourite gets the full effort if it can be expected to win; the others must show promise with less."""
+    """Explore periodic orders: the favourite gets the full effort if it can be expected to win; the others must show
+    promise with less.
+    """
 
     def explore(exploration: Exploration, share: float) -> None:
         reached = min(e.makespan for e in explorations)
