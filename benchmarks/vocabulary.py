@@ -31,9 +31,9 @@ from rich.table import Table
 from megatron_pipemem import Costs, build_schedule, simulate
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 from megatron_pipemem.schedule.features.vocabulary.baselines import head_on_last_stage, interlaced, redistribute
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
-from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts
 
 SIZES = ("32k", "64k", "128k", "256k")
 WORDS = {name: int(name[:-1]) * 1024 for name in SIZES}

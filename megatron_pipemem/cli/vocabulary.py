@@ -14,10 +14,10 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.magnitudes import LARGEST
 from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 from megatron_pipemem.schedule.features.vocabulary.baselines import head_on_last_stage
 from megatron_pipemem.schedule.features.vocabulary.choice import REDISTRIBUTE, choose_vocabulary
-from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS_OF_ALGORITHM
-from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts
 from megatron_pipemem.schedule.options import OFF
 
 Switch = Literal["off", "1", "2", "auto"]

@@ -21,8 +21,8 @@ from megatron_pipemem.report.run import announcement
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.vocabulary import BARRIERS, check_placement
 from megatron_pipemem.schedule.families.serial_orders import forward_schedule
-from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS, check_placement
 from megatron_pipemem.schedule.knowledge import MEASURED, HostLink, Knowledge, MemoryDeltas, Shape
 from megatron_pipemem.schedule.model_cut import placements_of
 from megatron_pipemem.schedule.options import AUTO, OFF

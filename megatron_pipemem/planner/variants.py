@@ -17,7 +17,7 @@ from megatron_pipemem.planner.step import Step
 from megatron_pipemem.planner.vocabulary import vocabulary_cut, vocabulary_step
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from megatron_pipemem.planner.step import Step, ends_seconds, price
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
-from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts
 
 _STATISTICS = 3 * 4  # bytes per token: maximum, sum and label's logit
 

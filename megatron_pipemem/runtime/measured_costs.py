@@ -10,7 +10,7 @@ from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import SELECTIVE_SECONDS, Costs
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts
+from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 
 Medians = dict[tuple[Kind, int], float]
 """Seconds of a kind of action on a stage."""

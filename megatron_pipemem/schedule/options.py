@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
 
 STOCK, AUTO = "stock", "auto"
 """Users name these in the place of a family: Megatron's own schedule, and a search."""

@@ -15,7 +15,7 @@ from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_caps
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.validator import validate
-from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.features.windows import UPDATE_EVERY
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, VOCABULARY, check_effort, searched_placements
 from megatron_pipemem.schedule.registry import check_options, chunks_per_device, family

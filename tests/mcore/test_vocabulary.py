@@ -22,8 +22,8 @@ from megatron_pipemem.mcore.vocabulary.batches import calls_of  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.choice import choose_barriers, head_in_layers  # noqa: E402
 from megatron_pipemem.schedule.core.costs import Costs  # noqa: E402
 from megatron_pipemem.schedule.core.simulator import simulate  # noqa: E402
+from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts  # noqa: E402
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary  # noqa: E402
-from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts  # noqa: E402
 from megatron_pipemem.schedule.knowledge import Shape  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
 

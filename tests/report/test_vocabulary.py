@@ -11,8 +11,8 @@ from megatron_pipemem.report.timeline import boxes, headline, legend
 from megatron_pipemem.schedule.core.action import COLLECTIVES, Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
-from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts
 from megatron_pipemem.schedule.registry import build_schedule
 
 

@@ -11,7 +11,7 @@ from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, SELECTIVE_SECONDS, Channel, Costs
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts
+from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 
 V = Placement.v_shape(2)
 

@@ -15,10 +15,10 @@ from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Program, Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.core.validator import validate, validate_program
+from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 from megatron_pipemem.schedule.features.vocabulary.baselines import head_on_last_stage, interlaced, redistribute
 from megatron_pipemem.schedule.features.vocabulary.choice import choose_vocabulary
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
-from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts
 from megatron_pipemem.schedule.features.vocabulary.search import search_vocabulary
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules

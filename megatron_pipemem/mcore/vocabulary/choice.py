@@ -11,8 +11,8 @@ from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.features.vocabulary.choice import REDISTRIBUTE, choose_vocabulary
-from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.options import OFF
 
 logger = logging.getLogger(__name__)

@@ -71,6 +71,8 @@ COLLECTIVES = frozenset((Kind.REDUCE_E, Kind.BCAST_X, Kind.STATS, Kind.BCAST_G, 
 VOCABULARY = VOCABULARY_COMPUTE | COLLECTIVES
 RECOMPUTE = frozenset((Kind.R, Kind.RS))
 COMPUTE = frozenset((Kind.F, Kind.I, Kind.W, Kind.B)) | RECOMPUTE | VOCABULARY_COMPUTE
+COMPLETING = frozenset((Kind.W, Kind.B, Kind.T, Kind.EMBED_B))
+"""What adds to the gradients of parameters."""
 ORDERED = COMPUTE | MEMORY | COLLECTIVES
 """What stands in the orders of a schedule; ``lower`` adds the rest."""
 FORWARD = frozenset((Kind.F, Kind.EMBED_F, Kind.REDUCE_E, Kind.BCAST_X, Kind.S, Kind.STATS, Kind.LOSS))

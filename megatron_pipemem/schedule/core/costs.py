@@ -13,7 +13,7 @@ from megatron_pipemem.schedule.core.action import VOCABULARY, Kind
 from megatron_pipemem.schedule.core.brief import changed_fields
 from megatron_pipemem.schedule.core.magnitudes import LARGEST, shortened
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts, per_device
+from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts, per_device
 from megatron_pipemem.schedule.text.costs_file import costs_arguments
 
 PerStage = float | Sequence[float]

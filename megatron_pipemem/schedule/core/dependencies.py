@@ -10,8 +10,8 @@ from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import COLLECTIVES, MEMORY, VOCABULARY, Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
+from megatron_pipemem.schedule.core.vocabulary import EVERYWHERE, vocabulary_needs
 from megatron_pipemem.schedule.core.walk import NEVER, Graph, Wait, Walk, find_cycle, numbered
-from megatron_pipemem.schedule.features.vocabulary.needs import EVERYWHERE, vocabulary_needs
 
 _FOLLOWS = {
     Kind.R: Kind.F,

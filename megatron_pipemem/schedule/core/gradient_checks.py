@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.action import WHOLE_STAGE, Action, Kind
+from megatron_pipemem.schedule.core.action import COMPLETING, WHOLE_STAGE, Action, Kind
 from megatron_pipemem.schedule.core.schedule import Program
-from megatron_pipemem.schedule.lowering.gradients import COMPLETING
 
 _LAST_GRADIENT = "the last weight gradient of the stage"
 

@@ -7,8 +7,8 @@ from itertools import zip_longest
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import MESSAGES, ORDERED, RECEIVES, Action
+from megatron_pipemem.schedule.core.messages import Edge, Message
 from megatron_pipemem.schedule.core.schedule import Program
-from megatron_pipemem.schedule.lowering.messages import Edge, Message
 
 Places = dict[Action, tuple[int, int]]
 """Device and position of every action."""

@@ -15,9 +15,9 @@ from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Order, Schedule, recomputed_stages
+from megatron_pipemem.schedule.core.vocabulary import EVERYWHERE
 from megatron_pipemem.schedule.core.walk import Times
 from megatron_pipemem.schedule.core.weights import versions_held
-from megatron_pipemem.schedule.features.vocabulary.needs import EVERYWHERE
 
 _AWAITED = {Kind.WAIT_OFFLOAD: Kind.OFFLOAD, Kind.WAIT_RELOAD: Kind.RELOAD}
 

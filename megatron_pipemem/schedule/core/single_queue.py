@@ -15,9 +15,9 @@ from megatron_pipemem.schedule.core.action import COLLECTIVES, COMPUTE, Kind
 from megatron_pipemem.schedule.core.action_prices import ActionPrices
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
+from megatron_pipemem.schedule.core.messages import Router
 from megatron_pipemem.schedule.core.schedule import Program
 from megatron_pipemem.schedule.core.walk import Graph, Times, Waits, deadlock, find_cycle, numbered
-from megatron_pipemem.schedule.lowering.messages import Router
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import COLLECTIVES, Action
 from megatron_pipemem.schedule.core.dependencies import Dependencies
+from megatron_pipemem.schedule.core.messages import Router
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.core.vocabulary import EVERYWHERE
 from megatron_pipemem.schedule.core.walk import Graph
-from megatron_pipemem.schedule.features.vocabulary.needs import EVERYWHERE
-from megatron_pipemem.schedule.lowering.messages import Router
 
 
 def add_messages_in_sequence(schedule: Schedule) -> tuple[Order, ...]:

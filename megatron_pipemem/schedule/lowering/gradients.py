@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from megatron_pipemem.schedule.core.action import SENDS, Action, Kind
+from megatron_pipemem.schedule.core.action import COMPLETING, SENDS, Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Order
-
-COMPLETING = frozenset((Kind.W, Kind.B, Kind.T, Kind.EMBED_B))
-"""What adds to the gradients of parameters."""
 
 
 def add_gradient_reductions(actions: Order) -> Order:

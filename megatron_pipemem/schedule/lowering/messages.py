@@ -1,4 +1,4 @@
-"""Messages between devices: what is sent where, and when each end posts it.
+"""When each end of a message posts it.
 
 NCCL has no tags, so a directed edge (source device -> destination device) is one channel: both ends must post its
 messages in the same order. Ours is the order in which the source produces them. Sends are posted as soon as the
@@ -12,62 +12,11 @@ is held up by nothing but its producer, and that wait is already in the schedule
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.action import MEMORY, Action, Kind
+from megatron_pipemem.schedule.core.action import MEMORY, Action
+from megatron_pipemem.schedule.core.messages import Edge, Router
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Order
-
-Edge = tuple[int, int]
-
-
-class Message(NamedTuple):
-    """One tensor on its way between two devices, with the action that posts it at either end."""
-
-    edge: Edge
-    send: Action
-    receive: Action
-
-
-class Router:
-    """Which message a compute action emits and which one it waits for, under one placement."""
-
-    def __init__(self, placement: Placement):
-        devices = placement.devices
-        self._emits: dict[tuple[Kind, int], tuple[Edge, Kind, int, Kind, int]] = {}
-        self._awaits: dict[tuple[Kind, int], Kind] = {}
-        for stage, device in enumerate(devices):
-            after = placement.next_stage(stage)
-            if after is None or devices[after] == device:
-                continue
-            activations = ((device, devices[after]), Kind.SEND_F, stage, Kind.RECV_F, after)
-            gradients = ((devices[after], device), Kind.SEND_I, after, Kind.RECV_I, stage)
-            self._emits |= {
-                (Kind.F, stage): activations,
-                (Kind.I, after): gradients,
-                (Kind.B, after): gradients,
-            }
-            self._awaits |= {
-                (Kind.F, after): Kind.RECV_F,
-                (Kind.I, stage): Kind.RECV_I,
-                (Kind.B, stage): Kind.RECV_I,
-            }
-
-    def emitted(self, action: Action) -> Message | None:
-        """The message that carries the result of a compute action; ``None`` when the result stays on the device."""
-        kind, stage, microbatch = action
-        route = self._emits.get((kind, stage))
-        if route is None:
-            return None
-        edge, send, source, receive, destination = route
-        return Message(edge, Action(send, source, microbatch), Action(receive, destination, microbatch))
-
-    def awaited(self, action: Action) -> Action | None:
-        """The receive that a compute action needs; ``None`` when its input is on the device already."""
-        kind, stage, microbatch = action
-        receive = self._awaits.get((kind, stage))
-        return None if receive is None else Action(receive, stage, microbatch)
 
 
 def add_messages(orders: tuple[Order, ...], placement: Placement) -> tuple[Order, ...]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from megatron_pipemem.schedule.core.action import Action
 from megatron_pipemem.schedule.core.dependencies import Dependencies
+from megatron_pipemem.schedule.core.messages import Router
 from megatron_pipemem.schedule.core.schedule import Order, Program, Schedule
 from megatron_pipemem.schedule.lowering.gradients import add_gradient_reductions
-from megatron_pipemem.schedule.lowering.messages import Router
 
 
 def lower_paired(schedule: Schedule) -> Program:

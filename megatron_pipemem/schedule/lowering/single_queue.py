@@ -22,8 +22,8 @@ from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import COLLECTIVES, MEMORY, Action
 from megatron_pipemem.schedule.core.action_prices import ActionPrices
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.messages import Edge, Message, Router
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
-from megatron_pipemem.schedule.lowering.messages import Edge, Message, Router
 
 
 def add_messages_to_single_queues(

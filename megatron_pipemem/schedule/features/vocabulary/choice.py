@@ -11,10 +11,10 @@ from megatron_pipemem.schedule.core.brief import brief
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
+from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 from megatron_pipemem.schedule.features.vocabulary.baselines import head_on_last_stage, redistribute
-from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
-from megatron_pipemem.schedule.features.vocabulary.prices import VocabularyCosts
 from megatron_pipemem.schedule.options import OFF
 
 REDISTRIBUTE = "redistribute"

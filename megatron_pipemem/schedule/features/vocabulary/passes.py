@@ -20,7 +20,7 @@ from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS, check_placement
+from megatron_pipemem.schedule.core.vocabulary import BARRIERS, check_placement
 from megatron_pipemem.schedule.features.vocabulary.run import BACKWARD, Run
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import COLLECTIVES, VOCABULARY, VOCABULARY_COMPUTE, Action, Kind
-from megatron_pipemem.schedule.features.vocabulary.needs import BARRIERS, check_placement, vocabulary_actions
+from megatron_pipemem.schedule.core.vocabulary import BARRIERS, check_placement, vocabulary_actions
 
 if TYPE_CHECKING:
     from megatron_pipemem.schedule.core.schedule import Schedule
