@@ -9,8 +9,9 @@ that name or for the whole table.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
@@ -31,6 +32,8 @@ ENTRY_POINT_GROUP = "megatron_pipemem.schedules"
 
 
 _FAMILIES: dict[str, Family] = {}
+_OF_MODULES: dict[str, tuple[Family, ...]] = {}
+"""What ``register_module`` has added, by the module's name."""
 
 
 def register_schedule(family: Family, *, replace: bool = False) -> Family:
@@ -88,30 +91,25 @@ def register_module(target: str) -> tuple[Family, ...]:
         target: path of a Python file (``mine.py``), or full name of a module (``package.module``).
 
     Returns:
-        The families that the module has added, now or when it was named before.
+        The families of the module, whether they are added now or were when it was named before.
 
     Raises:
         UnsupportedError: there is no such module, it cannot be imported, it has no family, or one that ``register_schedule``
             refuses.
     """
     before = set(_table())
-    try:
-        module = _module_of_file(target) if target.endswith(".py") else import_module(target)
-    except PipememError:
-        raise
-    except Exception as error:  # whatever somebody else's module raises
-        raise UnsupportedError(
-            f"schedule module {target} cannot be imported: {type(error).__name__}: {error}; give a Python file, or the name "
-            "of a module on the Python path"
-        ) from error
-    for each in families_of(module):
-        register_schedule(each)
-    added = tuple(each for name, each in _table().items() if name not in before) or families_of(module)
-    if not added:
+    remedy = "give a Python file, or the name of a module on the Python path"
+    module = _import(f"schedule module {target}", partial(_module, target), remedy)
+    registered = (each for name, each in _table().items() if name not in before)
+    named = {each.name: each for each in (*registered, *families_of(module))}
+    found = _OF_MODULES[module.__name__] = _OF_MODULES.get(module.__name__) or tuple(named.values())
+    if not found:
         raise UnsupportedError(
             f"schedule module {target} has no schedule family; let it call register_schedule(Family(...))"
         )
-    return added
+    for each in found:
+        register_schedule(each)
+    return found
 
 
 def families_of(module: ModuleType) -> tuple[Family, ...]:
@@ -282,12 +280,7 @@ def _peaks(schedule: Schedule) -> Sequence[float]:
 def _load(entry: EntryPoint) -> Family:
     package = f" of package {entry.dist.name}" if entry.dist is not None else ""
     where = f"entry point {entry.name!r}{package} in the group {ENTRY_POINT_GROUP}"
-    try:
-        loaded = entry.load()
-    except Exception as error:  # whatever somebody else's module raises
-        raise UnsupportedError(
-            f"{where} cannot be loaded: {type(error).__name__}: {error}; mend or uninstall that package"
-        ) from error
+    loaded = _import(where, entry.load, "mend or uninstall that package")
     if not isinstance(loaded, Family) or loaded.name != entry.name:
         raise UnsupportedError(f"{where} must lead to a Family named {entry.name!r}, not to {loaded!r}")
     return loaded
@@ -304,17 +297,32 @@ def _table() -> dict[str, Family]:
     return _FAMILIES
 
 
-def _module_of_file(path: str) -> ModuleType:
-    """The module in a file, imported once however often it is named."""
-    where = Path(path).resolve()
-    name = f"pipemem_schedule_{where.stem}_{crc32(str(where).encode()):08x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = spec_from_file_location(name, where)
-    module = sys.modules[name] = module_from_spec(spec)
+def _import[T](what: str, load: Callable[[], T], remedy: str) -> T:
+    """What ``load`` imports of other people's code.
+
+    Raises:
+        UnsupportedError: it fails.
+    """
     try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+        return load()
+    except PipememError as error:
+        raise UnsupportedError(f"{what}: {error}") from error
+    except Exception as error:  # whatever somebody else's module raises
+        raise UnsupportedError(f"{what} cannot be loaded: {type(error).__name__}: {error}; {remedy}") from error
+
+
+def _module(target: str) -> ModuleType:
+    """The module of that name or in that file, imported once however often it is named."""
+    if not target.endswith(".py"):
+        return import_module(target)
+    where = Path(target).resolve()
+    name = f"pipemem_schedule_{where.stem}_{crc32(str(where).encode()):08x}"
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, where)
+        sys.modules[name] = module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

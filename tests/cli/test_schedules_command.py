@@ -109,4 +109,4 @@ def test_a_module_adds_schedules_to_every_command(pipemem, monkeypatch, tmp_path
 
 def test_a_module_that_is_not_there_is_refused(refuses):
     told = refuses("simulate", "1f1b", "-p", 2, "-m", 2, "--schedule-module", "gone.py")
-    assert told.startswith("error: schedule module gone.py cannot be imported: FileNotFoundError")
+    assert told.startswith("error: schedule module gone.py cannot be loaded: FileNotFoundError")

@@ -90,7 +90,7 @@ def test_a_module_adds_the_schedule_that_is_named(tmp_path, monkeypatch):
     settings, others = take_flags([*MEGATRON, "--pipemem-schedule", "deep", "--pipemem-schedule-module", str(path)])
     assert settings.schedule_module == str(path)
     assert add_virtual_stages(settings, others) == [*MEGATRON, "--num-virtual-stages-per-pipeline-rank", "2"]
-    with pytest.raises(UnsupportedError, match="schedule module gone.py cannot be imported"):
+    with pytest.raises(UnsupportedError, match="schedule module gone.py cannot be loaded"):
         take_flags(["--pipemem-schedule", "deep", "--pipemem-schedule-module", "gone.py"])
 
 

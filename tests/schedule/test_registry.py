@@ -7,6 +7,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -309,10 +310,11 @@ def test_a_family_that_builds_nothing_is_refused(build, what: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["a file", "a module"])
-def test_a_module_adds_the_families_among_its_names(how: str, tmp_path: Path, monkeypatch) -> None:
-    stem = f"pipemem_module_{how.replace(' ', '_')}"
+@pytest.mark.parametrize("form", ["FAMILY = (", "FAMILY = register_schedule(", "register_schedule("])
+def test_a_module_adds_the_families_that_it_registers_or_names(how: str, form: str, tmp_path, monkeypatch) -> None:
+    stem = f"pipemem_module_{crc32((how + form).encode())}"
     path = tmp_path / f"{stem}.py"
-    path.write_text(textwrap.dedent(REGISTERING).replace("register_schedule(\n", "(\n"))
+    path.write_text(textwrap.dedent(REGISTERING).replace("FAMILY = register_schedule(", form))
     monkeypatch.syspath_prepend(tmp_path)
     target = str(path) if how == "a file" else stem
     (added,) = register_module(target)
@@ -322,10 +324,10 @@ def test_a_module_adds_the_families_among_its_names(how: str, tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (None, "cannot be imported: FileNotFoundError"),
-        ("1/0", "cannot be imported: ZeroDivisionError: division by zero"),
+        (None, "cannot be loaded: FileNotFoundError"),
+        ("1/0", "cannot be loaded: ZeroDivisionError: division by zero"),
         ("x = 1", "has no schedule family; let it call register_schedule"),
-        (REGISTERING.replace("mine", "1f1b"), "schedule '1f1b' is registered already"),
+        (REGISTERING.replace("mine", "1f1b"), "schedule module .*: schedule '1f1b' is registered already"),
     ],
 )
 def test_a_module_without_a_family_is_refused_in_one_sentence(text: str | None, told: str, tmp_path: Path) -> None:
@@ -334,7 +336,7 @@ def test_a_module_without_a_family_is_refused_in_one_sentence(text: str | None, 
         path.write_text(textwrap.dedent(text))
     with pytest.raises(UnsupportedError, match=told):
         register_module(str(path))
-    with pytest.raises(UnsupportedError, match="schedule module no.such.module cannot be imported: ModuleNotFound"):
+    with pytest.raises(UnsupportedError, match="schedule module no.such.module cannot be loaded: ModuleNotFound"):
         register_module("no.such.module")
 
 

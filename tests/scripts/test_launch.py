@@ -70,7 +70,7 @@ def test_a_run_names_the_module_of_its_schedule(tmp_path, monkeypatch):
     run = tiny("schedule.name=launched", f"schedule.module={path}")
     assert feasible(run) is None
     assert flags(run)["--pipemem-schedule-module"] == [str(path)]
-    with pytest.raises(ConfigError, match="schedule module gone.py cannot be imported") as raised:
+    with pytest.raises(ConfigError, match="schedule module gone.py cannot be loaded") as raised:
         tiny("schedule.module=gone.py")
     assert "schedule.module" in str(raised.value)
 
