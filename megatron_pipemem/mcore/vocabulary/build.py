@@ -21,7 +21,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import gather
 from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.mcore.vocabulary.layers import NAME, ArrivingEmbedding, DepartingHead, VocabularyShards
-from megatron_pipemem.runtime.vocabulary.head import HeadOptions
+from megatron_pipemem.runtime.vocabulary.options import HeadOptions
 from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition
 from megatron_pipemem.schedule.core.placement import Placement
 

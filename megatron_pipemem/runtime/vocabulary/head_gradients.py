@@ -11,17 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_pipemem.errors import VocabularyError
 from megatron_pipemem.runtime.vocabulary import kernels
 from megatron_pipemem.runtime.vocabulary.microbatch import HeadMicrobatch
+from megatron_pipemem.runtime.vocabulary.options import HeadOptions
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient
-
-if TYPE_CHECKING:
-    from megatron_pipemem.runtime.vocabulary.head import HeadOptions
 
 
 def differentiate(
@@ -111,7 +108,7 @@ class Normalised:
 
     @property
     def options(self) -> HeadOptions:
-        return self._batch.head.options
+        return self._batch.options
 
     @property
     def pieces(self) -> Iterator[slice]:
@@ -156,7 +153,7 @@ class Normalised:
         logits.
         """
         batch, options = self._batch, self.options
-        raw = batch.x[piece] @ batch.head.shard.weight.t() if batch.logits is None else batch.logits[piece]
+        raw = batch.x[piece] @ batch.shard.weight.t() if batch.logits is None else batch.logits[piece]
         if batch.no_rows:
             return raw
         scaled = g[piece] * options.scale
@@ -185,7 +182,7 @@ class OneBarrier(Normalised):
         for piece in self.pieces:
             part = average[piece].to(torch.float32).mul_(share[piece, None])
             if not batch.no_rows:
-                rows = batch.head.shard.weight[batch.local[piece]]
+                rows = batch.shard.weight[batch.local[piece]]
                 part.addcmul_(rows.to(torch.float32), label[piece, None])
             message[piece] = part
         return self._shaped(message)
@@ -225,7 +222,7 @@ class TwoBarriers(Normalised):
         self._spend_logits()
         message = self._message()
         for piece in self.pieces:
-            message[piece] = self._logit_gradient(piece, g) @ self._batch.head.shard.weight
+            message[piece] = self._logit_gradient(piece, g) @ self._batch.shard.weight
         later = HeadWeightGradient(self, g, logits_differentiated=self._batch.logits is not None)
         return self._shaped(message), later
 
@@ -257,7 +254,7 @@ class HeadWeightGradient(DeferredWeightGradient):
     def run(self) -> None:
         """Add the gradient to the parameter's. Called once."""
         normalised, batch = self.normalised, self.normalised._batch
-        gradient = batch.head.shard.gradient
+        gradient = batch.shard.gradient
         if gradient is None:
             return
         if batch.logits is None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_pipemem.runtime.vocabulary import kernels
-
-if TYPE_CHECKING:
-    from megatron_pipemem.runtime.vocabulary.head import VocabularyHead
+from megatron_pipemem.runtime.vocabulary.options import HeadOptions
+from megatron_pipemem.runtime.vocabulary.partition import WeightShard
 
 
 @dataclass(eq=False)
@@ -19,7 +17,8 @@ class HeadMicrobatch:
     """State of the head, per token of one microbatch.
 
     Args:
-        head: the rank's head.
+        shard: of the head's matrix, this rank's.
+        options: of the head.
         x: input, ``[tokens, h]``.
         shape: of the labels as they were given.
         local: the label's row within this shard, 0 where it is another's.
@@ -34,7 +33,8 @@ class HeadMicrobatch:
             ``[tokens, h]``: the input gradient of the one-barrier algorithm but for factors per token.
     """
 
-    head: VocabularyHead
+    shard: WeightShard
+    options: HeadOptions
     x: torch.Tensor
     shape: torch.Size
     local: torch.Tensor
@@ -66,7 +66,7 @@ class HeadMicrobatch:
     @property
     def no_rows(self) -> bool:
         """Whether this shard is empty: more ranks than rows."""
-        return not self.head.shard.rows
+        return not self.shard.rows
 
     def score(self, piece: slice, raw: torch.Tensor) -> None:
         """Compute the statistics of a piece of the tokens, from its logits."""
@@ -83,7 +83,7 @@ class HeadMicrobatch:
         self.own_sum[piece] = others
         self.target_logit[piece] = label
         if softmax is not None:
-            torch.mm(softmax, self.head.shard.weight, out=self.average[piece])
+            torch.mm(softmax, self.shard.weight, out=self.average[piece])
 
     def over_logits(self, function: Callable, piece: slice, raw: torch.Tensor, *per_token: torch.Tensor, **constants):
         """Run a pass of ``kernels`` over the logits of a piece of the tokens, compiled where that is asked for.
@@ -95,7 +95,7 @@ class HeadMicrobatch:
             per_token: numbers per token of the piece, ``[tokens]`` each.
             constants: of the pass, by name.
         """
-        options = self.head.options
+        options = self.options
         tensors = raw, self.local[piece], self.owned[piece], *per_token
         constants |= {"scale": options.scale, "softcap": options.softcap}
         if options.compiled:
