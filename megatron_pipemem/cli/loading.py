@@ -20,6 +20,7 @@ from megatron_pipemem.schedule.options import AUTO, OFF, check_recompute, parse_
 from megatron_pipemem.schedule.registry import check_options, family
 from megatron_pipemem.schedule.request import SEARCH_OPTIONS, Request, check_search_options
 from megatron_pipemem.schedule.resolve import ChosenSchedule, resolve
+from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.size import is_fitted
 from megatron_pipemem.schedule.text.csv_format import LETTERS, Table, read_schedule_file, read_table
 from megatron_pipemem.schedule.text.lint import find_obstacle
@@ -128,7 +129,7 @@ def load_schedule(
             check_options(name, settings)
     request = Request(name, cap, settings, select, recompute, offload.host_memory is not None, file=file)
     shape = Shape(devices, None, microbatches)
-    knowledge = Knowledge(costs, host_budget=_host_budget(offload, costs))
+    knowledge = Knowledge(costs, host_budget=_host_budget(offload, costs), cache=ResultCache())
     return Loaded(request, shape, knowledge, resolve(request, shape, knowledge))
 
 

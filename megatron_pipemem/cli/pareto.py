@@ -19,9 +19,9 @@ from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import loosened
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.pareto import Choice, bound_line, choices, trades, useful_caps
 from megatron_pipemem.schedule.search import MAX_CHUNKS
 from megatron_pipemem.schedule.search.cache import ResultCache
-from megatron_pipemem.schedule.search.pareto import Choice, bound_line, choices, trades, useful_caps
 
 
 def pareto(

@@ -37,6 +37,7 @@ from megatron_pipemem.schedule.resolve import (
     with_passes,
     without_offload,
 )
+from megatron_pipemem.schedule.search.cache import ResultCache
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class Source:
     ):
         self.request = request
         self._host = host
-        self.knowledge = Knowledge(costs or Costs(), priced_by, measures=True, ratio=offload_ratio)
+        self.knowledge = Knowledge(costs or Costs(), priced_by, measures=True, ratio=offload_ratio, cache=ResultCache())
         self._piece_tokens = piece_tokens
         self._chosen: dict[tuple[int, int], Placement] = {}
         # What the choice of the placement or of the vocabulary has found already.

@@ -31,14 +31,16 @@ from megatron_pipemem.planner.step import Step, least_seconds, least_static, pri
 from megatron_pipemem.planner.variants import PLAIN, Variant, variants
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.bounds import lower_bound
-from megatron_pipemem.schedule.core.memory_cap import loosened
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap, loosened
 from megatron_pipemem.schedule.core.progress import doing, tell
 from megatron_pipemem.schedule.core.rare_collection import rare_collection
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.options import STOCK
+from megatron_pipemem.schedule.knowledge import Knowledge, Shape
+from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.registry import build_schedule, family
-from megatron_pipemem.schedule.search import search_schedule
+from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.resolve import resolve
 
 logger = logging.getLogger(__name__)
 
@@ -160,14 +162,9 @@ class _Planner:
             p, m = group.run.parallelism.pp, group.run.parallelism.microbatches
             try:
                 with doing(f"searching an order for p = {p}, m = {m}"):
-                    found = search_schedule(
-                        num_devices=p,
-                        num_microbatches=m,
-                        costs=group.step.costs,
-                        memory_cap=group.step.room(self._memory),
-                        placements=[group.step.placement],
-                        seconds=seconds,
-                    )
+                    request = Request(AUTO, MemoryCap(group.step.room(self._memory), True), {"seconds": seconds})
+                    known = Knowledge(group.step.costs, placement=group.step.placement)
+                    found = resolve(request, Shape(p, None, m), known)
             except PipememError as error:
                 logger.info("no order found: %s", error)
                 continue

@@ -14,6 +14,7 @@ from megatron_pipemem.schedule.core.simulator import held_after, peaks
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.options import OFF
 from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.search.cache import ResultCache
 
 UNIT, FILE, MEASURED = "unit", "file", "measured"
 """Where costs are from: nowhere, a file of the user's, the run itself."""
@@ -72,6 +73,9 @@ class Knowledge:
         switches: groups of devices that share a channel to the host.
         host_budget: the most host memory of a device, in the unit of the costs' memory.
         single_queue: whether ranks serve everything in one hardware queue.
+        with_passes: schedules with as many vocabulary passes as are asked for, which a search compares with what it finds;
+            ``None`` for those of all families.
+        cache: where finished searches are kept and looked up; ``None`` searches afresh.
     """
 
     costs: Costs = Costs()
@@ -85,6 +89,8 @@ class Knowledge:
     switches: tuple[tuple[int, ...], ...] = ()
     host_budget: float | None = None
     single_queue: bool = False
+    with_passes: tuple[Schedule, ...] | None = None
+    cache: ResultCache | None = None
 
     def with_measured(self, costs: Costs | None, changes: MemoryDeltas | None) -> Knowledge:
         """What is known after more steps of a run.

@@ -31,14 +31,13 @@ from megatron_pipemem.schedule.features.offload import (
     with_recompute,
 )
 from megatron_pipemem.schedule.features.offload.search import OffloadSearchResult, search_offload
+from megatron_pipemem.schedule.features.vocabulary.families import families_with_passes
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
-from megatron_pipemem.schedule.features.vocabulary.search import families_with_passes
 from megatron_pipemem.schedule.knowledge import UNIT, Knowledge, Shape
 from megatron_pipemem.schedule.options import OFF, SEARCH_SECONDS, searched_placements
 from megatron_pipemem.schedule.registry import build_schedule, family
 from megatron_pipemem.schedule.request import Request, check_devices_of_file, check_microbatches_of_file
 from megatron_pipemem.schedule.search import MAX_CHUNKS, Candidate, SearchResult, search_schedule
-from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.problem import better_full
 from megatron_pipemem.schedule.search.result import fastest_first
 from megatron_pipemem.schedule.search.search import usual_placements
@@ -233,14 +232,17 @@ def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSch
             seconds=options.get("seconds", SEARCH_SECONDS) / attempts,
             effort=options.get("effort", 1.0),
             seed=options.get("seed", 0),
-            cache=ResultCache(),
+            cache=knowledge.cache,
         )
         results.append(result)
         return [max(each) for each in zip(*map(consider, result.candidates), strict=True)]
 
     if request.barriers:
-        chunks = max(placement.num_chunks for placement in placements)
-        for schedule in families_with_passes(devices, microbatches, costs, request.barriers, chunks):
+        known = knowledge.with_passes
+        if known is None:
+            chunks = max(placement.num_chunks for placement in placements)
+            known = families_with_passes(devices, microbatches, costs, request.barriers, chunks)
+        for schedule in known:
             if schedule.placement in placements:
                 consider(_candidate(schedule, costs, None, schedule.name))
     why = "what was found exceeds it"

@@ -12,7 +12,7 @@ from megatron_pipemem.schedule.core.bounds import lower_bound
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.search.pareto import bound_line, choices, trades, useful_caps
+from megatron_pipemem.schedule.pareto import bound_line, choices, trades, useful_caps
 
 
 def test_pareto_choices_are_not_dominated() -> None:

@@ -18,9 +18,9 @@ from megatron_pipemem.schedule.features.offload import plan_offload
 from megatron_pipemem.schedule.features.offload.search import search_offload
 from megatron_pipemem.schedule.features.vocabulary.choice import choose_vocabulary
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.pareto import choices, trades
 from megatron_pipemem.schedule.registry import families
 from megatron_pipemem.schedule.search.cache import ResultCache
-from megatron_pipemem.schedule.search.pareto import choices, trades
 
 RUN = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
 PER_STAGE = Costs(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megatron_pipemem.errors import CostsError, PipememError, ScheduleError, UnsupportedError
 from megatron_pipemem.schedule.core.action import COLLECTIVES, Action, Kind
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Program, Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
@@ -18,10 +19,13 @@ from megatron_pipemem.schedule.core.validator import validate, validate_program
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 from megatron_pipemem.schedule.features.vocabulary.baselines import head_on_last_stage, interlaced, redistribute
 from megatron_pipemem.schedule.features.vocabulary.choice import choose_vocabulary
+from megatron_pipemem.schedule.features.vocabulary.families import families_with_passes
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
-from megatron_pipemem.schedule.features.vocabulary.search import search_vocabulary
+from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules
+from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.resolve import resolve
 from tests.schedule import program_oracle
 from tests.schedule.random_schedules import random_schedules
 from tests.schedule.vocabulary_oracle import expected, hangs, makespan, present
@@ -303,26 +307,30 @@ def test_costs_may_price_the_passes():
     assert choose_vocabulary(base, slow, 1.5).best.name == "off"
 
 
+def searched(p, m, barriers, cap, costs=None, placement=None, known=None, **options):
+    costs = costs or Costs()
+    asked = None if cap is None else MemoryCap(cap, costs.memory is not None)
+    knowledge = Knowledge(costs, placement=placement, with_passes=known)
+    return resolve(Request("auto", asked, options, barriers=barriers), Shape(p, None, m), knowledge).search
+
+
 @pytest.mark.parametrize(("cap", "barriers"), [(0.75, 1), (1.0, 1), (1.0, 2), (1.5, 2)])
 def test_a_searched_schedule_keeps_the_cap_with_its_passes(cap, barriers):
-    result = search_vocabulary(
-        barriers=barriers, num_devices=4, num_microbatches=8, memory_cap=cap, effort=0.05, seconds=60
-    )
+    result = searched(4, 8, barriers, cap, effort=0.05, seconds=60, max_chunks=8)
     for candidate in result.candidates:
         assert max(candidate.peaks) <= cap + 1e-9
         validate(candidate.schedule, memory_cap=cap)
         assert candidate.lower_bound <= candidate.makespan + 1e-9
         assert candidate.schedule.vocabulary_barriers == barriers
     with pytest.raises(UnsupportedError):
-        search_vocabulary(barriers=1, num_devices=4, num_microbatches=8, memory_cap=0.1)
+        searched(4, 8, 1, 0.1)
 
 
 def test_one_after_another_keeps_a_cap_that_takes_full_backwards(monkeypatch):
     """I takes memory that W gives back, so a split backward holds more than the full one."""
-    monkeypatch.setattr("megatron_pipemem.schedule.features.vocabulary.search._SEARCHES", 1)
+    monkeypatch.setattr("megatron_pipemem.schedule.resolve._ATTEMPTS", 1)
     costs = Costs(memory={"F": (2.0, 2.0), "I": (2.0, 2.0), "W": (-4.0, -4.0)})
-    arguments = {"num_devices": 2, "num_microbatches": 4, "costs": costs, "placements": [Placement.linear(2)]}
-    result = search_vocabulary(barriers=2, memory_cap=4.0, known=[], seconds=0, effort=0, **arguments)
+    result = searched(2, 4, 2, 4.0, costs, Placement.linear(2), known=(), seconds=0, effort=0)
     assert result.best.found_by == "one by one"
     validate(result.schedule, costs, 4.0)
 
@@ -343,8 +351,8 @@ def test_what_takes_no_time_is_not_compared():
 def test_a_search_is_never_slower_than_a_family_with_passes(p, m, cap, barriers):
     """Whatever the time that it has."""
     costs = replace(Costs(1, 1.5, 0.5), vocabulary=VocabularyCosts.of_head(2.0, p, barriers))
-    arguments = {"num_devices": p, "num_microbatches": m, "costs": costs, "memory_cap": cap}
-    result = search_vocabulary(barriers=barriers, seconds=0, effort=0, **arguments)
+    known = tuple(families_with_passes(p, m, costs, barriers))
+    result = searched(p, m, barriers, cap, costs, known=known, seconds=0, effort=0, max_chunks=8)
     compared = 0
     for schedule in synchronous_schedules(p, m, costs):
         timeline = simulate(with_vocabulary(schedule, barriers, costs), costs)
@@ -352,5 +360,5 @@ def test_a_search_is_never_slower_than_a_family_with_passes(p, m, cap, barriers)
             compared += 1
             assert result.makespan <= timeline.makespan * (1 + 1e-9), schedule.name
     assert compared > 3
-    linear = search_vocabulary(barriers=barriers, seconds=0, effort=0, placements=[Placement.linear(p)], **arguments)
+    linear = searched(p, m, barriers, cap, costs, Placement.linear(p), known, seconds=0, effort=0)
     assert linear.schedule.placement == Placement.linear(p)

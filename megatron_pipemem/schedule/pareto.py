@@ -10,13 +10,18 @@ from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.schedule.core.bounds import lower_bound
 from megatron_pipemem.schedule.core.brief import brief
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap
 from megatron_pipemem.schedule.core.progress import doing, tell
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.features.vocabulary.search import families_with_passes, search_vocabulary
+from megatron_pipemem.schedule.features.vocabulary.families import families_with_passes
+from megatron_pipemem.schedule.knowledge import Knowledge, Shape
+from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.registry import synchronous_schedules
+from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.resolve import resolve
+from megatron_pipemem.schedule.search import MAX_CHUNKS
 from megatron_pipemem.schedule.search.cache import ResultCache
-from megatron_pipemem.schedule.search.search import MAX_CHUNKS, search_schedule
 
 _TOLERANCE = 1e-9
 
@@ -156,25 +161,18 @@ def _found(
     tell(lambda: f"families; {len(caps)} searches to come")
     known = list(known)
     yield from ((schedule, None) for schedule in known)
-    arguments = {
-        "num_devices": num_devices,
-        "num_microbatches": num_microbatches,
-        "costs": costs,
-        "max_chunks": max_chunks,
-        "seconds": seconds,
-        "cache": cache,
-    }
+    with_passes = tuple(known) if barriers else None
+    knowledge = Knowledge(costs, with_passes=with_passes, cache=cache)
+    shape, options = Shape(num_devices, None, num_microbatches), {"max_chunks": max_chunks, "seconds": seconds}
     for number, cap in enumerate(caps):
         at_most = (len(caps) - number) * seconds
         try:
             with doing(f"memory cap {cap:.4g}, search {number + 1} of {len(caps)}, at most {at_most:.0f} s for all"):
-                if barriers:
-                    result = search_vocabulary(barriers=barriers, memory_cap=cap, known=known, **arguments)
-                else:
-                    result = search_schedule(memory_cap=cap, **arguments)
+                request = Request(AUTO, MemoryCap(cap, costs.memory is not None), options, barriers=barriers)
+                found = resolve(request, shape, knowledge)
         except PipememError:
             continue
-        yield result.schedule, cap
+        yield found.schedule, cap
 
 
 def trades(front: Sequence[Choice], least: float = 0.03) -> list[Trade]:
