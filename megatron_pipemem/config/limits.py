@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.schedule.core.magnitudes import shortened
+from megatron_pipemem.schedule.core.magnitudes import LARGEST, shortened
 
 MOST_COUNT = 10**9
 MOST_DEVICES = 10**6
@@ -48,3 +48,23 @@ def check_amounts(config: object, keys: Iterable[str], zero: bool = False) -> No
             raise ConfigError(f"is {value}; give {'at least' if zero else 'more than'} 0", key=key)
         if value > _MOST_AMOUNT:
             raise ConfigError(f"is {shortened(value)}; give at most {_MOST_AMOUNT:g}", key=key)
+
+
+def check_magnitudes(value: object, key: str = "") -> None:
+    """Refuse numbers with which sums would not stay finite, anywhere in what a file says.
+
+    Args:
+        value: as JSON gives it.
+        key: of the value, for the error.
+
+    Raises:
+        ConfigError: one of them is too large; it names the key.
+    """
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            check_magnitudes(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            check_magnitudes(inner, key)
+    elif isinstance(value, int | float) and abs(value) > LARGEST:
+        raise ConfigError(f"is {shortened(value)}; give a number of at most {LARGEST:g}", key=key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -14,8 +15,9 @@ def converted(value: Any, hint: Any) -> Any:
 
     Args:
         value: as YAML or JSON gives it.
-        hint: ``Any``, ``bool``, ``int``, ``float``, ``str``, ``Literal``, ``tuple[T, ...]``, ``list[T]``, ``dict[str, T]``, or
-            one of them with ``| None``. For a dataclass nothing but ``None`` fits: whoever knows its fields converts them.
+        hint: ``Any``, ``bool``, ``int``, ``float``, ``str``, an enumeration, ``Literal``, ``tuple[T, ...]``, ``list[T]``,
+            ``dict[K, T]``, or one of them with ``| None``. For a dataclass nothing but ``None`` fits: whoever knows its
+            fields converts them.
 
     Raises:
         ValueError: it does not fit; the message says what would.
@@ -33,7 +35,9 @@ def converted(value: Any, hint: Any) -> Any:
     if origin in (tuple, list) and isinstance(value, (list, tuple)):
         return origin(converted(each, arguments[0]) for each in value)
     if origin is dict and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: converted(each, arguments[1]) for key, each in value.items()}
+        return {_key(key, arguments[0]): _under(key, each, arguments[1]) for key, each in value.items()}
+    if _is_enumeration(hint) and value in set(hint):
+        return hint(value)
     if hint is bool and isinstance(value, bool):
         return value
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -53,6 +57,24 @@ def _as_float(value: float) -> float:
         raise ValueError(f"is {shortened(value)}, which is too large") from error
 
 
+def _key(key: str, hint: Any) -> Any:
+    try:
+        return converted(key, hint)
+    except ValueError as error:
+        raise ValueError(f"has a key that {error}") from error
+
+
+def _under(key: str, value: Any, hint: Any) -> Any:
+    try:
+        return converted(value, hint)
+    except ValueError as error:
+        raise ValueError(f"holds under {key!r} what {error}") from error
+
+
+def _is_enumeration(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Enum)
+
+
 def _wanted(hint: Any, origin: Any, arguments: tuple) -> str:
     if origin is Literal:
         *most, last = map(str, arguments)
@@ -61,6 +83,8 @@ def _wanted(hint: Any, origin: Any, arguments: tuple) -> str:
         return "a list of values"
     if origin is dict:
         return "a mapping of keys to values"
+    if _is_enumeration(hint):
+        return f"one of {', '.join(map(str, hint))}"
     return {
         bool: "true or false",
         int: "a whole number",

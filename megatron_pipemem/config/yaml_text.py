@@ -48,7 +48,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(_FLOAT, _NUMBER, list("-+0123456789."))
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that would be read as a number."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(_FLOAT, _NUMBER, list("-+0123456789."))
 
 
 def read_yaml(text: str) -> Any:
@@ -66,6 +71,11 @@ def read_yaml(text: str) -> Any:
         raise YamlError(" ".join(str(error).split())) from error
     except ValueError as error:  # of Python's own numbers
         raise YamlError(str(error)) from error
+
+
+def write_yaml(value: Any) -> str:
+    """Return text that ``read_yaml`` reads as this value, keys in their order; tuples become lists."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
 def _check_extent(text: str) -> None:

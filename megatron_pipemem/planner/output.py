@@ -7,10 +7,9 @@ from math import floor, log10
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megatron_pipemem.config.cluster import GIB
 from megatron_pipemem.config.runs import Run
+from megatron_pipemem.config.yaml_text import write_yaml
 from megatron_pipemem.planner.plans import Plan
 
 
@@ -26,7 +25,7 @@ def run_files(plan: Plan, path: Path) -> dict[Path, str]:
         if plan.order.offloads:  # which the file says itself, and a flag would plan afresh
             choice = replace(choice, offload="off")
         run = replace(run, schedule=choice)
-    return files | {path: f"{_heading(plan)}{yaml.safe_dump(settings(run), sort_keys=False)}"}
+    return files | {path: f"{_heading(plan)}{write_yaml(settings(run))}"}
 
 
 def settings(run: Run) -> dict[str, Any]:

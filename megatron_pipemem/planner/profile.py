@@ -9,12 +9,13 @@ every way to cut the model. Profiles come from formulas (`from_formulas`), or fr
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_pipemem.config.cluster import Cluster, Link
+from megatron_pipemem.config.limits import check_magnitudes
 from megatron_pipemem.config.loading import typed
 from megatron_pipemem.config.model import Execution, Model, Passes
 from megatron_pipemem.errors import ConfigError
@@ -24,7 +25,6 @@ from megatron_pipemem.planner.prices import MeasuredSlowdown, Price
 from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.magnitudes import LARGEST, shortened
 from megatron_pipemem.schedule.core.placement import Placement
 
 Source = Literal["formulas", "fake tensors", "measured"]
@@ -41,7 +41,7 @@ class Part:
     """
 
     seconds: Passes = field(default_factory=Passes)
-    memory: Mapping[Kind, float] = field(default_factory=dict)
+    memory: dict[Kind, float] = field(default_factory=dict)
     parameters: int = 0
 
     @property
@@ -215,11 +215,13 @@ class Profile:
         """
         whole = read_json(path, "a profile")
         try:
-            return _profile(whole["profile"] if isinstance(whole, dict) else whole)
-        except KeyError as error:
-            raise ConfigError(f"holds no profile of `pipemem profile`: it lacks the key {error}", file=path) from error
+            if not isinstance(whole, dict) or not isinstance(whole.get("profile"), dict):
+                raise ConfigError("it lacks an object under the key 'profile'")
+            check_magnitudes(whole["profile"])
+            of_the_file = ("layers_per_stage", "offload_ratio")
+            return typed({key: value for key, value in whole["profile"].items() if key not in of_the_file}, cls)
         except ConfigError as error:
-            where = "" if error.key is None else f"profile.{error.key} "
+            where = "" if error.key is None else f"profile.{error.key}: "
             raise ConfigError(f"holds no profile of `pipemem profile`: {where}{error.message}", file=path) from error
 
 
@@ -278,57 +280,3 @@ def _priced(price: Price) -> Part:
     kept = price.kept
     memory = {Kind.F: kept.saved, Kind.I: kept.after_input - kept.saved, Kind.W: -kept.after_input}
     return Part(price.seconds, memory, price.parameters)
-
-
-def _profile(data: Any) -> Profile:
-    """Raises:
-    KeyError, ConfigError: it is none.
-    """
-    if not isinstance(data, dict):
-        raise ConfigError("is no object", key="")
-    rest = {key: value for key, value in data.items() if key not in ("layers_per_stage", "offload_ratio")}
-    parts = {name: _part(name, rest.pop(name)) for name in ("layer", "first", "middle", "last")}
-    end_layer, bandwidths = rest.pop("end_layer", None), rest.pop("bandwidths", None)
-    kinds = {"model": Model, "execution": Execution}
-    shapes = {name: _typed(name, rest.pop(name), kind) for name, kind in kinds.items()}
-    numbers = {name: _number(name, rest.pop(name)) for name in ("message_bytes", "optimizer_seconds")}
-    texts = {name: rest.pop(name) for name in ("source", "device")}
-    for name, text in texts.items():
-        if not isinstance(text, str):
-            raise ConfigError(f"is {shortened(text)}; it should be text", key=name)
-    if rest:
-        raise ConfigError("is an unknown key", key=next(iter(rest)))
-    return Profile(
-        **shapes,
-        **texts,
-        **parts,
-        **numbers,
-        bandwidths=None if bandwidths is None else _typed("bandwidths", bandwidths, Bandwidths),
-        end_layer=None if end_layer is None else _part("end_layer", end_layer),
-    )
-
-
-def _part(name: str, data: Any) -> Part:
-    if not isinstance(data, dict) or not isinstance(data.get("memory"), dict):
-        raise ConfigError("is no object with seconds, memory and parameters", key=name)
-    for kind in data["memory"]:
-        if kind not in set(Kind):
-            raise ConfigError("is no kind of action", key=f"{name}.memory.{kind}")
-    memory = {Kind(kind): _number(f"{name}.memory.{kind}", change) for kind, change in data["memory"].items()}
-    parameters = _number(f"{name}.parameters", data["parameters"])
-    return Part(_typed(f"{name}.seconds", data["seconds"], Passes), memory, int(parameters))
-
-
-def _typed[T](name: str, data: Any, kind: type[T]) -> T:
-    if not isinstance(data, dict):
-        raise ConfigError(f"is {shortened(data)}; it should be an object", key=name)
-    try:
-        return typed(data, kind)
-    except ConfigError as error:
-        raise ConfigError(error.message, key=f"{name}.{error.key}" if error.key else name) from error
-
-
-def _number(name: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
-        raise ConfigError(f"is {shortened(value)}; it should be a number of at most {LARGEST:g}", key=name)
-    return value

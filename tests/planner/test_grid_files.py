@@ -61,8 +61,9 @@ def test_a_folder_that_holds_no_grid(tmp_path, index, says):
         ({"status": "ended"}, "key status: is 'ended'"),
         ({"settings": []}, "key settings"),
         ({"counted_peak_bytes": [1, 2]}, "key counted_peak_bytes"),
-        ({"reason": 3}, "key reason: is 3"),
-        ({"speed": 3}, "unexpected keyword argument 'speed'"),
+        ({"reason": []}, "key reason: is []"),
+        ({"speed": 3}, "key speed: unknown key"),
+        ({"losses": [1, 1e300]}, "key losses: is 1e+300; give a number of at most 1e+30"),
     ],
 )
 def test_results_that_nobody_wrote(tmp_path, changed, says):
@@ -84,7 +85,7 @@ def test_results_that_nobody_wrote(tmp_path, changed, says):
         ('{"losses": []}', "lacks the key 'ranks'"),
         ('{"losses": [], "ranks": [{}]}', "lacks the key 'predicted_peak_bytes'"),
         ('{"losses": [], "ranks": 3}', "is no report of a run"),
-        (json.dumps({"losses": ["x"], "ranks": [RANK]}), "key losses: is ('x',)"),
+        (json.dumps({"losses": ["x"], "ranks": [RANK]}), "key losses: is 'x'; give a number"),
     ],
 )
 def test_a_run_that_left_no_whole_report_failed(tmp_path, report, says):

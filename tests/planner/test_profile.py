@@ -84,15 +84,16 @@ def test_the_file_is_costs_and_profile(tmp_path: Path):
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("layer", 3, "profile.layer is no object with seconds"),
-        ("layer.memory", {"X": 1}, "profile.layer.memory.X is no kind of action"),
-        ("layer.memory.F", "x", "profile.layer.memory.F is 'x'; it should be a number"),
+        ("layer", 3, "profile.layer: is 3; give a name, or a mapping of seconds"),
+        ("layer.memory", {"X": 1}, "profile.layer.memory: has a key that is 'X'; give one of F, "),
+        ("layer.memory.F", "x", "profile.layer.memory: holds under 'F' what is 'x'; give a number"),
         ("layer.seconds.forward", "x", "profile.layer.seconds.forward"),
         ("model.layers", "x", "profile.model.layers"),
-        ("execution", [], "profile.execution is \\[\\]; it should be an object"),
-        ("message_bytes", 1e300, "profile.message_bytes is 1e\\+300"),
-        ("device", 3, "profile.device is 3; it should be text"),
-        ("speed", 3, "profile.speed is an unknown key"),
+        ("execution", [], "profile.execution: is \\[\\]; give a name, or a mapping"),
+        ("message_bytes", 1e300, "profile.message_bytes: is 1e\\+300; give a number of at most 1e\\+30"),
+        ("device", [], "profile.device: is \\[\\]; give text"),
+        ("source", "guessed", "profile.source: is 'guessed'; give formulas, fake tensors or measured"),
+        ("speed", 3, "profile.speed: unknown key"),
     ],
 )
 def test_a_file_that_holds_no_profile_is_told_by_its_key(tmp_path: Path, key, value, says):
@@ -111,7 +112,7 @@ def test_a_file_that_holds_no_profile_is_told_by_its_key(tmp_path: Path, key, va
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('{"forward": 1}', "lacks the key 'profile'"),
+        ('{"forward": 1}', "lacks an object under the key 'profile'"),
         ("3", "profile"),
         ("[", "line 1, column 2 is no JSON"),
         (None, "No such file"),

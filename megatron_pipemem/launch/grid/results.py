@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from megatron_pipemem.config.limits import check_magnitudes
+from megatron_pipemem.config.loading import typed
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.reading import read_json
-from megatron_pipemem.schedule.core.magnitudes import LARGEST, shortened
 
 Status = Literal["done", "failed", "infeasible"]
 
@@ -55,6 +56,10 @@ class Result:
     measured_bubble_rate: tuple[float | None, ...] = ()
     losses: tuple[float | None, ...] = ()
 
+    def __post_init__(self) -> None:
+        if len(self.predicted_peak_bytes) != len(self.counted_peak_bytes):
+            raise ConfigError("is not of as many ranks as predicted_peak_bytes", key="counted_peak_bytes")
+
     @property
     def peak_bytes(self) -> int | None:
         """Counted bytes of the rank that holds most."""
@@ -91,13 +96,11 @@ def collect(index: int, settings: dict[str, Any], run: Run, log: Path, exit_code
     seconds = step_seconds(text)
     tokens = run.parallelism.global_batch * run.model.sequence
     speed = None if not seconds else tokens / seconds
+    ran = Result(index, settings, "done", None, exit_code, run.parallelism.ranks, seconds, speed)
     try:
-        found = _report(path)
-        result = Result(index, settings, "done", None, exit_code, run.parallelism.ranks, seconds, speed, **found)
-        _check_types(result, path)
+        return _read(asdict(ran) | _report(path), path)
     except ConfigError as error:
-        return Result(index, settings, "failed", str(error), exit_code, run.parallelism.ranks)
-    return result
+        return replace(ran, status="failed", reason=str(error), seconds_per_step=None, tokens_per_second=None)
 
 
 def _report(path: Path) -> dict[str, tuple]:
@@ -139,59 +142,22 @@ def read_result(path: Path) -> Result | None:
     """
     if not path.exists():
         return None
-    raw = read_json(path, "a result")
-    try:
-        result = Result(**{key: tuple(value) if isinstance(value, list) else value for key, value in raw.items()})
-    except (AttributeError, TypeError) as error:
-        raise ConfigError(f"is no result of a grid's point, {error}; delete it and --resume", file=path) from error
-    _check_types(result, path)
-    return result
+    return _read(read_json(path, "a result"), path)
 
 
-_NUMBERS = {
-    "index": int,
-    "exit_code": int,
-    "devices": int,
-    "seconds_per_step": (int, float),
-    "tokens_per_second": (int, float),
-}
-_LISTS = {
-    "predicted_peak_bytes": int,
-    "counted_peak_bytes": int,
-    "predicted_bubble_rate": (int, float),
-    "measured_bubble_rate": (int, float),
-    "losses": (int, float),
-}
+def _read(raw: Any, path: Path) -> Result:
+    """Return a result from what a file says.
 
-
-def _check_types(result: Result, path: Path) -> None:
-    """Raises:
-    ConfigError: a field of a result that was read from a file is something else.
+    Raises:
+        ConfigError: something in it is no result's.
     """
-    wrong = [key for key, kind in _NUMBERS.items() if not _is(getattr(result, key), kind)]
-    for key, kind in _LISTS.items():
-        values = getattr(result, key)
-        if not isinstance(values, tuple) or not all(_is(each, kind) for each in values):
-            wrong.append(key)
-    if result.status not in get_args(Status):
-        wrong.append("status")
-    if not isinstance(result.reason, str | None):
-        wrong.append("reason")
-    if not isinstance(result.settings, dict):
-        wrong.append("settings")
-    if not wrong and len(result.predicted_peak_bytes) != len(result.counted_peak_bytes):
-        wrong.append("counted_peak_bytes")
-    if wrong:
-        raise ConfigError(
-            f"is {shortened(getattr(result, wrong[0]))}, which no run and no grid writes; delete the file, and train again",
-            key=wrong[0],
-            file=path,
-        )
-
-
-def _is(value: object, kind: type | tuple[type, ...]) -> bool:
-    """Return whether it is ``None`` or a finite number of that kind."""
-    return value is None or (isinstance(value, kind) and not isinstance(value, bool) and abs(value) <= LARGEST)
+    try:
+        if not isinstance(raw, dict):
+            raise ConfigError("is no result of a grid's point")
+        check_magnitudes(raw)
+        return typed(raw, Result)
+    except ConfigError as error:
+        raise ConfigError(f"{error.message}; delete the file, and train again", key=error.key, file=path) from error
 
 
 def _why(log: str, exit_code: int) -> str:

@@ -15,12 +15,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
-
-import yaml
+from typing import IO
 
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
+from megatron_pipemem.config.yaml_text import write_yaml
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.launch.grid.config import Point, Settings, label, placed
@@ -140,7 +139,7 @@ class Store:
     def _write(self, point: Point) -> None:
         if point.run is not None:
             run = asdict(placed(point, self.place(point.index)).run)
-            write_whole(self.run_file(point.index), yaml.safe_dump(_plain(run), sort_keys=False))
+            write_whole(self.run_file(point.index), write_yaml(run))
         if point.reason is None:
             self.begin(point.index)
         else:
@@ -214,10 +213,3 @@ _UNCHANGED = object()
 
 def _shown(changes: Settings, key: str) -> str:
     return f"is {changes[key]!r}" if key in changes else "is the run's own"
-
-
-def _plain(value: Any) -> Any:
-    """Return tuples as lists, which YAML has."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
