@@ -1,1 +1,1 @@
-"""What runs where and in which order. Pure Python: imports neither torch nor megatron."""
+"""Say what runs where and in which order. Pure Python: imports neither torch nor megatron."""

@@ -1,4 +1,4 @@
-"""What a schedule family is: how to build its schedules, and what is to be known of them."""
+"""Describe a schedule family: how to build its schedules, and what is to be known of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Formula(str):
     at_most: bool
 
     def __new__(cls, text: str, compute: Callable[..., float | None], at_most: bool = False) -> Formula:
-        """A closed form.
+        """Return a closed form.
 
         Args:
             text: as the table of schedules shows it.
@@ -41,7 +41,9 @@ class Formula(str):
 
 
 class Facts(NamedTuple):
-    """What the schedules of a family have in common, with its options left alone. The fields are those of ``Family``."""
+    """Hold what the schedules of a family have in common, with its options left alone. The fields are those of
+    ``Family``.
+    """
 
     placement: str
     splits_backward: bool
@@ -144,7 +146,7 @@ class Family:
 
     @cached_property
     def facts(self) -> Facts:
-        """What the example shows."""
+        """Return what the example shows."""
         example = self.example
         return Facts(
             placement=example.placement.name,

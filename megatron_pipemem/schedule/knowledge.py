@@ -1,4 +1,4 @@
-"""What is known when a schedule is chosen: prices from the start, and what a run has measured since."""
+"""Hold what is known when a schedule is chosen: prices from the start, and what a run has measured since."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class HostLink:
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What a schedule is chosen for.
+    """Hold what a schedule is chosen for.
 
     Args:
         costs: seconds; with bytes and a channel to the host where these are known beforehand.
@@ -93,7 +93,7 @@ class Knowledge:
     cache: ResultCache | None = None
 
     def with_measured(self, costs: Costs | None, changes: MemoryDeltas | None) -> Knowledge:
-        """What is known after more steps of a run.
+        """Return what is known after more steps of a run.
 
         Args:
             costs: seconds, or ``None`` when nothing was timed.
@@ -111,11 +111,11 @@ class Knowledge:
         return replace(known, selective=changes[Kind.F])
 
     def lacks_seconds(self, request: Request) -> bool:
-        """Whether the channel is to be measured, which says little without the seconds of everything else."""
+        """Return whether the channel is to be measured, which says little without the seconds of everything else."""
         return self.measures and request.offload != OFF and self.ratio is None and self.costs.channel is None
 
     def lacks_bytes(self, request: Request) -> bool:
-        """Whether nothing can be chosen before a step has shown what actions take and give back."""
+        """Return whether nothing can be chosen before a step has shown what actions take and give back."""
         if not self.measures or self.costs.memory is not None:
             return False
         if not request.plans_offload:
@@ -125,7 +125,8 @@ class Knowledge:
         return request.in_bytes or (request.offload != OFF and (self.lacks_seconds(request) or request.bounds_host))
 
     def counted_costs(self, placement: Placement, in_bytes: bool) -> Costs:
-        """The costs with the memory that a cap is about, messages counted with the actions that need or make them.
+        """Return the costs with the memory that a cap is about, messages counted with the actions that need or make
+        them.
 
         Args:
             placement: whose stages the bytes are of.
@@ -141,7 +142,7 @@ class Knowledge:
         return replace(self.costs, memory=memory)
 
     def offload_costs(self, request: Request, placement: Placement) -> Costs:
-        """The costs with the channel to the host, and with bytes where they are known."""
+        """Return the costs with the channel to the host, and with bytes where they are known."""
         costs = self.counted_costs(placement, request.memory_cap is None or request.in_bytes)
         if request.offload == OFF:
             return costs
@@ -149,7 +150,7 @@ class Knowledge:
         return replace(costs, channel=channel if channel.switches else replace(channel, switches=self.switches))
 
     def held(self, schedule: Schedule, costs: Costs) -> Sequence[float]:
-        """The most that every device holds, between messages too where their bytes are known.
+        """Return the most that every device holds, between messages too where their bytes are known.
 
         Args:
             schedule: of any order.
@@ -171,7 +172,7 @@ class Knowledge:
         return max((self.changes or {}).get(Kind.RECV_F, (0,)))
 
     def _channel(self, placement: Placement) -> Channel:
-        """As if no device shared it, unless the costs say so."""
+        """Return the channel as if no device shared it, unless the costs say so."""
         if self.costs.channel is not None:
             return self.costs.channel
         if self.ratio is not None:
@@ -186,7 +187,9 @@ class Knowledge:
         )
 
     def _memory(self, placement: Placement, with_their_messages: MemoryDeltas) -> dict[Kind, tuple[float, ...]]:
-        """Bytes of every action. A recomputed forward keeps nothing but its output, until that is sent or used here."""
+        """Return the bytes of every action. A recomputed forward keeps nothing but its output, until that is sent or
+        used here.
+        """
         changes = {**self.changes, **with_their_messages}
         handed_on = []
         for stage, device in enumerate(placement.devices):
@@ -212,7 +215,7 @@ _WITH_MESSAGES = {
 
 
 def _with_messages(changes: MemoryDeltas, placement: Placement) -> dict[Kind, tuple[float, ...]]:
-    """What compute actions change, their messages included, for searches that know no messages."""
+    """Return what compute actions change, their messages included, for searches that know no messages."""
     empty = (0.0,) * placement.num_stages
     return {
         kind: tuple(map(sum, zip(*(changes.get(part, empty) for part in parts), strict=True)))

@@ -1,4 +1,4 @@
-"""Whether a schedule runs a model that is cut as the user has it cut: into how many model chunks per pipeline rank."""
+"""Check whether a schedule runs a model that is cut as the user has it cut: into how many model chunks per pipeline rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_pipemem.schedule.registry import build_schedule, family
 
 @dataclass(frozen=True)
 class Cut:
-    """What says how a model is cut.
+    """Say how a model is cut, and what says so.
 
     Args:
         chunks: model chunks per pipeline rank that it leads to; no whole number where the ranks cannot share its pieces evenly.
@@ -27,12 +27,19 @@ class Cut:
 
 
 def known_chunks(placement: Placement) -> int:
-    """Model chunks per rank that Megatron knows of: those of one replica of the model."""
+    """Return the model chunks per rank that Megatron knows of: those of one replica of the model."""
     return placement.num_chunks // placement.replicas
 
 
 def check_cut(cut: Cut, schedule: str, placement: Placement) -> None:
-    """Raises:
+    """Check that the model has as many chunks as the schedule's placement.
+
+    Args:
+        cut: how the model is cut, and what says so.
+        schedule: its name, for the error's sentence.
+        placement: of its stages.
+
+    Raises:
     UnsupportedError: the schedule's placement has another number of chunks than the model.
     """
     needed = known_chunks(placement)
@@ -46,7 +53,7 @@ def check_cut(cut: Cut, schedule: str, placement: Placement) -> None:
 def placements_of(
     schedule: str, options: Mapping[str, object], num_devices: int, cut: Cut | None = None
 ) -> tuple[Placement, ...]:
-    """The placements that a family may have on a model, or those among which ``auto`` chooses.
+    """Return the placements that a family may have on a model, or those among which ``auto`` chooses.
 
     Args:
         schedule: a family or ``auto``.

@@ -1,4 +1,4 @@
-"""What users type about schedules and searches, wherever they do: names, choices, options."""
+"""Read what users type about schedules and searches, wherever they do: names, choices, options."""
 
 from __future__ import annotations
 
@@ -50,7 +50,12 @@ def parse_options(flag: str, pairs: Iterable[str]) -> dict[str, object]:
 
 
 def check_effort(seconds: object, effort: object = 1.0, seed: object = 0) -> None:
-    """For what says how long a search tries.
+    """Check what says how long a search tries.
+
+    Args:
+        seconds: of the search.
+        effort: factor of the number of trials.
+        seed: of all random choices.
 
     Raises:
         UnsupportedError: seconds or effort is no number of at least 0, or the seed no whole number.
@@ -71,7 +76,7 @@ def check_recompute(mode: object) -> None:
 
 
 def searched_placements(num_devices: int, kind: object = None, chunks: object = None) -> tuple[Placement, ...]:
-    """The placements that a user leaves to a search.
+    """Return the placements that a user leaves to a search.
 
     Args:
         num_devices: ``p``.

@@ -1,4 +1,4 @@
-"""The schedule table: name -> how to build it and what it promises. Open to users and to installed packages.
+"""Keep the schedule table: name -> how to build it and what it promises. Open to users and to installed packages.
 
 The families of this package are discovered: every module of ``schedule.families`` adds the ``Family`` objects among its
 names. Others come by ``register_schedule``, by ``register_module``, or by an entry point of the group
@@ -54,7 +54,7 @@ def register_schedule(family: Family, *, replace: bool = False) -> Family:
 
 
 def family(name: str) -> Family:
-    """The family of that name.
+    """Return the family of that name.
 
     Raises:
         UnknownScheduleError: no such family; the message suggests the nearest name.
@@ -73,7 +73,7 @@ def family(name: str) -> Family:
 
 
 def families() -> tuple[Family, ...]:
-    """The whole table, built-in families first.
+    """Return the whole table, built-in families first.
 
     Raises:
         UnsupportedError: an installed package offers a family but is broken.
@@ -113,7 +113,7 @@ def register_module(target: str) -> tuple[Family, ...]:
 
 
 def families_of(module: ModuleType) -> tuple[Family, ...]:
-    """The families among the names of a module, in their order."""
+    """Return the families among the names of a module, in their order."""
     return tuple(value for value in vars(module).values() if isinstance(value, Family))
 
 
@@ -153,7 +153,7 @@ def build_schedule(
 
 
 def chunks_per_device(name: str, **options: object) -> int:
-    """Stages per device of a family's schedules with these options.
+    """Return stages per device of a family's schedules with these options.
 
     Raises:
         UnknownScheduleError: no family has that name.
@@ -165,7 +165,7 @@ def chunks_per_device(name: str, **options: object) -> int:
 
 
 def check_options(name: str, options: Mapping[str, object]) -> None:
-    """For options that a user typed.
+    """Check options that a user typed.
 
     Raises:
         UnsupportedError: one of them is an argument that every family takes, and has another place.
@@ -178,13 +178,13 @@ def check_options(name: str, options: Mapping[str, object]) -> None:
 
 
 def _fitted_to(chosen: Family, caps: Sequence[float] | None, costs: Costs | None = None) -> dict[str, object]:
-    """Those of the arguments that are given and that the family fits its order to."""
+    """Return those of the arguments that are given and that the family fits its order to."""
     arguments = {"memory_cap": None if caps is None else min(caps), "costs": costs}
     return {name: value for name, value in arguments.items() if name in chosen.options and value is not None}
 
 
 def synchronous_families() -> Iterator[Family]:
-    """Those that train as 1F1B does in one pipeline on the devices alone."""
+    """Yield the families that train as 1F1B does in one pipeline on the devices alone."""
     for each in families():
         if not (each.offloads or each.simulated_only or each.asynchronous or each.replicas > 1):
             yield each
@@ -193,7 +193,7 @@ def synchronous_families() -> Iterator[Family]:
 def synchronous_schedules(
     num_devices: int, num_microbatches: int, costs: Costs | None = None, max_chunks: int | None = None
 ) -> Iterator[Schedule]:
-    """The schedules of all synchronous families that take these arguments.
+    """Yield the schedules of all synchronous families that take these arguments.
 
     Args:
         num_devices: ``p``.
@@ -287,7 +287,9 @@ def _load(entry: EntryPoint) -> Family:
 
 
 def _table() -> dict[str, Family]:
-    """The families by name. The first call imports every module of ``schedule.families``, whose names are not known here."""
+    """Return the families by name. The first call imports every module of ``schedule.families``, whose names are not
+    known here.
+    """
     if not _FAMILIES:
         known = {name: place for place, name in enumerate(built_in.ORDER)}
         names = [found.name for found in iter_modules(built_in.__path__)]
@@ -298,7 +300,7 @@ def _table() -> dict[str, Family]:
 
 
 def _import[T](what: str, load: Callable[[], T], remedy: str) -> T:
-    """What ``load`` imports of other people's code.
+    """Call ``load``, which imports other people's code.
 
     Raises:
         UnsupportedError: it fails.
@@ -312,7 +314,7 @@ def _import[T](what: str, load: Callable[[], T], remedy: str) -> T:
 
 
 def _module(target: str) -> ModuleType:
-    """The module of that name or in that file, imported once however often it is named."""
+    """Return the module of that name or in that file, imported once however often it is named."""
     if not target.endswith(".py"):
         return import_module(target)
     where = Path(target).resolve()

@@ -1,4 +1,4 @@
-"""What a user asks of the schedules of a run, as far as it can be judged before anything is built.
+"""Describe what a user asks of the schedules of a run, as far as it can be judged before anything is built.
 
 The launcher asks here before it starts a run, and the run itself when it starts, so that both refuse the same.
 """
@@ -29,7 +29,7 @@ SEARCH_OPTIONS = ("chunks", "placement", "seconds", "effort", "seed")
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks of the schedules of a run.
+    """Describe what a user asks of the schedules of a run.
 
     Args:
         name: a family, ``auto`` for a search, or the path of a file.
@@ -65,7 +65,7 @@ class Request:
         bounds_host: bool = False,
         vocabulary: str = OFF,
     ) -> Request:
-        """What a run asks, judged as far as it can be; a file is read and proved here, once.
+        """Return what a run asks, judged as far as it can be; a file is read and proved here, once.
 
         Args:
             name: see the class, as for the others.
@@ -96,7 +96,7 @@ class Request:
         return replace(request, memory_cap=cap, barriers=barriers, file=file)
 
     def decided(self, barriers: int) -> Request:
-        """The request, with the vocabulary cut so, or not at all."""
+        """Return the request, with the vocabulary cut so, or not at all."""
         return replace(self, barriers=barriers, vocabulary=str(_algorithm(barriers)) if barriers else OFF)
 
     @property
@@ -181,7 +181,7 @@ def check_request(
     plans_offload: bool,
     vocab_parallel: str,
 ) -> None:
-    """Whether the parts of a request go together.
+    """Return whether the parts of a request go together.
 
     Args:
         schedule: a family, a schedule file, ``auto`` or ``stock``.
@@ -266,7 +266,7 @@ def check_runs(name: str, reason: str) -> None:
 
 
 def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
-    """Whether a schedule that has vocabulary passes has those that are asked for.
+    """Return whether a schedule that has vocabulary passes has those that are asked for.
 
     Args:
         name: of the schedule.
@@ -302,7 +302,7 @@ def check_replicas(placement: Placement) -> None:
 
 
 def prices_of(costs: str) -> tuple[Costs, str]:
-    """The costs that a run begins with, and where they are from.
+    """Return the costs that a run begins with, and where they are from.
 
     Raises:
         CostsError: a file that cannot be read.
@@ -311,7 +311,7 @@ def prices_of(costs: str) -> tuple[Costs, str]:
 
 
 def schedule_of_file(path: str, memory_cap: float | Sequence[float] | None) -> Schedule:
-    """The schedule of a file, proved.
+    """Return the schedule of a file, proved.
 
     Args:
         path: of a file as ``Schedule.to_csv`` writes it.

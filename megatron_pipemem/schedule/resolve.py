@@ -1,4 +1,4 @@
-"""From what a user asks to the schedule that runs: the one place that searches for orders and tightens memory caps.
+"""Turn what a user asks into the schedule that runs: the one place that searches for orders and tightens memory caps.
 
 A run asks here on its rank 0, again whenever it has measured more; the command line and the planner ask the same way.
 """
@@ -86,12 +86,12 @@ class ChosenSchedule:
 
     @property
     def alone(self) -> ChosenSchedule:
-        """Without what else was found: what ranks tell each other."""
+        """Return the schedule without what else was found: what ranks tell each other."""
         return replace(self, search=None, offload=None, offload_search=None)
 
 
 def resolve(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSchedule:
-    """The schedule for a request: proved, and within its memory cap as far as bytes are known.
+    """Return the schedule for a request: proved, and within its memory cap as far as bytes are known.
 
     Args:
         request: what is asked for.
@@ -122,8 +122,14 @@ def resolve(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSched
 
 
 def searched(request: Request, shape: Shape, knowledge: Knowledge) -> tuple[Placement, ...]:
-    """The placements among which a search chooses: that of the model once there is one, else those that the request and the
-    model's number of chunks leave open.
+    """Return the placements among which a search chooses.
+
+    It is that of the model once there is one, else those that the request and the model's number of chunks leave open.
+
+    Args:
+        request: what the user asks.
+        shape: size and cut of the model.
+        knowledge: what is known of it.
 
     Raises:
         UnsupportedError: the options of the search do not go together.
@@ -142,7 +148,12 @@ def searched(request: Request, shape: Shape, knowledge: Knowledge) -> tuple[Plac
 
 
 def family_schedule(request: Request, shape: Shape, knowledge: Knowledge) -> Schedule:
-    """A family's schedule for a model with as many chunks per rank as ``shape`` says, without anything added.
+    """Build a family's schedule for a model with as many chunks per rank as ``shape`` says, without anything added.
+
+    Args:
+        request: what the user asks.
+        shape: size and cut of the model.
+        knowledge: what is known of it.
 
     Raises:
         UnsupportedError: the family cannot be built so, or not within the cap.
@@ -165,21 +176,34 @@ def family_schedule(request: Request, shape: Shape, knowledge: Knowledge) -> Sch
 
 
 def with_passes(schedule: Schedule, request: Request, knowledge: Knowledge) -> Schedule:
-    """The schedule with the vocabulary passes that are asked for, unless it has them already."""
+    """Add the vocabulary passes that are asked for to a schedule, unless it has them already.
+
+    Args:
+        schedule: without or with them.
+        request: what the user asks.
+        knowledge: what is known of the model.
+    """
     if not request.barriers or schedule.vocabulary_barriers == request.barriers:
         return schedule
     return with_vocabulary(schedule, request.barriers, knowledge.costs)
 
 
 def without_offload(request: Request) -> Request:
-    """The request for what offload and recomputation are added to: they keep its cap."""
+    """Return the request for what offload and recomputation are added to: they keep its cap."""
     if not request.plans_offload:
         return request
     return replace(request, memory_cap=None, offload=OFF, recompute="none")
 
 
 def excess(request: Request, schedule: Schedule, knowledge: Knowledge, costs: Costs) -> tuple[float, ...]:
-    """By how much every device of a schedule exceeds the request's cap, in the unit of the costs' memory."""
+    """Return by how much every device of a schedule exceeds the request's cap, in the unit of the costs' memory.
+
+    Args:
+        request: with the cap.
+        schedule: that is measured.
+        knowledge: what is known of the model.
+        costs: what actions hold.
+    """
     return _over(knowledge.held(schedule, costs), _caps(request, schedule.num_devices))
 
 
@@ -197,7 +221,7 @@ def _built(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSchedu
 
 
 def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSchedule:
-    """The fastest schedule of any order that keeps the cap, with its vocabulary passes and messages.
+    """Return the fastest schedule of any order that keeps the cap, with its vocabulary passes and messages.
 
     Both come on top of what a search counts, so what it finds may exceed the cap with them. Every family with its passes is
     considered first, whatever the time.
@@ -271,8 +295,9 @@ def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSch
 
 
 def _with_planned_offload(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSchedule:
-    """Another request's schedule, built without the cap, with what is recomputed and the round trips of its activations
-    within it."""
+    """Build another request's schedule without the cap, with what is recomputed and the round trips of its activations
+    within it.
+    """
     base = resolve(without_offload(request), shape, knowledge)
     costs, budget = knowledge.offload_costs(request, base.schedule.placement), knowledge.host_budget
     caps = _caps(request, shape.num_devices)
@@ -300,7 +325,7 @@ def _with_planned_offload(request: Request, shape: Shape, knowledge: Knowledge) 
 
 
 def _with_searched_offload(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSchedule:
-    """The fastest plan of any order that keeps the cap."""
+    """Return the fastest plan of any order that keeps the cap."""
     placements = searched(request, shape, knowledge)
     costs, budget = knowledge.offload_costs(request, placements[0]), knowledge.host_budget
     attempts, options = _attempts(request, knowledge), request.options
@@ -342,7 +367,7 @@ def _with_searched_offload(request: Request, shape: Shape, knowledge: Knowledge)
 
 
 def _counting(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSchedule:
-    """One microbatch after another; a second time, with every stage recomputed selectively."""
+    """Choose one microbatch after another; a second time, with every stage recomputed selectively."""
     placement, name = knowledge.placement, f"{request.name} (counting bytes)"
     schedule = _serial(request, placement, shape.num_microbatches, name)
     if knowledge.changes is not None:
@@ -358,7 +383,7 @@ def _tightened[T](
     attempts: int,
     margin: float = 0.0,
 ) -> T:
-    """What is found within the caps; as long as that exceeds them after all, within caps lowered by as much.
+    """Return what is found within the caps; as long as that exceeds them after all, within caps lowered by as much.
 
     Args:
         caps: one per device.
@@ -381,7 +406,9 @@ def _tightened[T](
 
 
 def _attempts(request: Request, knowledge: Knowledge) -> int:
-    """Several where what is searched for grows afterwards: by messages whose bytes are known, or by vocabulary passes."""
+    """Return how often to search: several times where what is searched for grows afterwards, by messages whose bytes
+    are known, or by vocabulary passes.
+    """
     grows = request.barriers or (request.in_bytes and knowledge.changes is not None)
     return _ATTEMPTS if grows and request.memory_cap is not None else 1
 
@@ -405,7 +432,7 @@ def _candidate(schedule: Schedule, costs: Costs, caps: Sequence[float] | None, f
 def _one_by_one(
     request: Request, placements: Sequence[Placement], microbatches: int, knowledge: Knowledge, costs: Costs
 ) -> Iterator[Schedule]:
-    """Schedules of one microbatch after another, the last resort, in the placements where they keep the cap.
+    """Yield schedules of one microbatch after another, the last resort, in the placements where they keep the cap.
 
     Raises:
         UnsupportedError: in none of them.
@@ -432,14 +459,15 @@ def _one_by_one(
 def _serial(
     request: Request, placement: Placement, microbatches: int, name: str, full: Collection[int] = frozenset()
 ) -> Schedule:
-    """One microbatch after another, each offloaded if anything may be: none holds less without recomputation, if the stages
-    whose I takes memory are in ``full``."""
+    """Build one microbatch after another, each offloaded if anything may be: none holds less without recomputation, if
+    the stages whose I takes memory are in ``full``.
+    """
     schedule = serial_schedule(placement, microbatches, name, full)
     return schedule if request.offload == OFF else _away(schedule)
 
 
 def _away(schedule: Schedule) -> Schedule:
-    """Every forward of a serial order leaves at once, and returns right before its backward."""
+    """Let what every forward of a serial order keeps leave at once, and return right before its backward."""
 
     def away(order: Order) -> Order:
         found: list[Action] = []
@@ -466,7 +494,7 @@ def _refusal(request: Request, plan: OffloadPlan, knowledge: Knowledge, costs: C
 
 
 def _notes(plan: OffloadPlan) -> str:
-    """What moves and why the rest stays, in words."""
+    """Return what moves and why the rest stays, in words."""
     counts: dict[str, int] = {}
     for why in plan.kept.values():
         counts[why] = counts.get(why, 0) + 1

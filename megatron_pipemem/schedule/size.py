@@ -1,4 +1,4 @@
-"""What schedules take to be built, proved and simulated, told from their size alone."""
+"""Estimate what schedules take to be built, proved and simulated, from their size alone."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ LARGE_SECONDS, LARGE_BYTES = 60, 2 << 30
 
 @dataclass(frozen=True)
 class Size:
-    """Args:
-    actions: of all devices in a step.
-    seconds: of a core.
-    nbytes: of memory.
+    """Say how large a schedule is.
+
+    Args:
+        actions: of all devices in a step.
+        seconds: of a core.
+        nbytes: of memory.
     """
 
     actions: int
@@ -32,7 +34,7 @@ class Size:
 
     @property
     def is_large(self) -> bool:
-        """Whether somebody should be asked first."""
+        """Whether the user should be asked first."""
         return self.seconds > LARGE_SECONDS or self.nbytes > LARGE_BYTES
 
     def __str__(self) -> str:
@@ -40,7 +42,7 @@ class Size:
 
 
 def is_fitted(name: str) -> bool:
-    """Whether the order is fitted to all devices' times and memory; others follow a rule, or stand in a file.
+    """Return whether the order is fitted to all devices' times and memory; others follow a rule, or stand in a file.
 
     Args:
         name: of a family, ``auto``, or the path of a file.
@@ -49,7 +51,7 @@ def is_fitted(name: str) -> bool:
 
 
 def estimated(devices: int, microbatches: int, chunks: int, fitted: bool = True) -> Size:
-    """Within a factor of three or so. Searches keep to the time that they are given.
+    """Estimate the size within a factor of three or so. Searches keep to the time that they are given.
 
     Args:
         devices: ``p``.

@@ -17,15 +17,18 @@ from megatron_pipemem.errors import ScheduleFormatError
 
 
 class Kind(StrEnum):
-    """What an action does. Messages carry the stage at their own end, as torch's do: ``2SEND_F0`` sends the
-    output of stage 2, ``3RECV_F0`` receives it as the input of stage 3, ``3SEND_I0`` (torch: ``3SEND_B0``) sends the
-    gradient of stage 3's input, ``2RECV_I0`` receives it as the gradient of stage 2's output.
+    """Name what an action does.
+
+    Messages carry the stage at their own end, as torch's do: ``2SEND_F0`` sends the output of stage 2, ``3RECV_F0``
+    receives it as the input of stage 3, ``3SEND_I0`` (torch: ``3SEND_B0``) sends the gradient of stage 3's input,
+    ``2RECV_I0`` receives it as the gradient of stage 2's output.
 
     ``R`` runs a forward again that kept nothing but its input, ``RS`` the cheap parts of one that dropped only what those
     make: normalisation, activation functions, attention between its matrices. The actions on memory start and await transfers:
     ``OFFLOAD`` starts to move a forward's activations to the host, after ``WAIT_OFFLOAD`` they are there and the device
     memory is free; ``RELOAD`` takes device memory and starts to move them back, after ``WAIT_RELOAD`` that has ended and the
-    activations may be used."""
+    activations may be used.
+    """
 
     F = "F"
     I = "I"  # noqa: E741 - the field's letter
@@ -133,7 +136,7 @@ class Action(NamedTuple):
 
 
 def shown(text: str) -> str:
-    """Text from a file, in quotes, for a message: no more than its start."""
+    """Return text from a file, in quotes, for a message: no more than its start."""
     return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")
 
 

@@ -1,4 +1,4 @@
-"""How long every action of a program takes by itself."""
+"""Say how long every action of a program takes by itself."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ class ActionPrices:
             self._collectives = vocabulary.collective_seconds()
 
     def of(self, kind: Kind, stage: int) -> float:
-        """Of an action that is no message. Waits for transfers, and reductions of gradients, take no time here."""
+        """Return the seconds of an action that is no message. Waits for transfers, and reductions of gradients, take no
+        time here.
+        """
         prices = self._seconds.get(kind)
         return self._collectives.get(kind, 0.0) if prices is None else prices[stage]
 
     def of_message(self, edge: tuple[int, int]) -> float:
-        """From one device to another."""
+        """Return the seconds of a message from one device to another."""
         return self._costs.link_seconds(*edge) / self._pieces
 
     def of_sum(self, stage: int) -> float:
-        """Of the gradients of a stage of the model."""
+        """Return the seconds of summing the gradients of a stage of the model over its replicas."""
         return self._sums[stage]

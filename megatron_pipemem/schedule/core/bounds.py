@@ -1,4 +1,4 @@
-"""How fast a schedule could be at best: bounds that hold for every order, with split or full backwards."""
+"""Bound how fast a schedule could be at best, for every order, with split or full backwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def lower_bound(
     costs: Costs | None = None,
     memory_cap: float | Sequence[float] | None = None,
 ) -> float:
-    """No schedule of this placement within this cap has a smaller makespan.
+    """Return a makespan that no schedule of this placement within this cap undercuts.
 
     The largest of three bounds, each taken on every device:
 
@@ -74,7 +74,7 @@ def lower_bound(
 
 
 def least_held(placement: Placement, num_microbatches: int, costs: Costs) -> list[float]:
-    """Per device, a cap below which it holds too much in every schedule: one microbatch on all its stages.
+    """Return per device, a cap below which it holds too much in every schedule: one microbatch on all its stages.
 
     When the first I or B of a stage is due, that microbatch has run forward on all stages, and backward on the later ones
     only. One microbatch after another, with full backwards where I takes memory, needs no more, unless the memory of some
@@ -93,7 +93,7 @@ def least_held(placement: Placement, num_microbatches: int, costs: Costs) -> lis
 
 
 class _Held(NamedTuple):
-    """What a stage holds of a microbatch after its F, after its I, and after its W or B."""
+    """Hold what a stage holds of a microbatch after its F, after its I, and after its W or B."""
 
     forward: float
     input: float
@@ -101,7 +101,7 @@ class _Held(NamedTuple):
 
 
 def _held(placement: Placement, costs: Costs) -> list[_Held]:
-    """Of every stage, in the unit of ``Costs.memory_changes``."""
+    """Return what every stage holds, in the unit of ``Costs.memory_changes``."""
     changes, nothing = costs.memory_changes(placement), (0,) * placement.num_stages
     forward, inputs, weights, full = (changes.get(kind, nothing) for kind in (Kind.F, Kind.I, Kind.W, Kind.B))
     result = []
@@ -143,11 +143,11 @@ class _Chain:
         return max(0, most + others)
 
     def most_held(self, device: int, m: int) -> float:
-        """What the device holds at most whatever the order, in the unit of ``Costs.memory_changes``."""
+        """Return what the device holds at most whatever the order, in the unit of ``Costs.memory_changes``."""
         return m * sum(max(0, *self._held[s]) for s in self._stages[device])
 
     def device_bound(self, device: int, m: int, cap: float) -> float:
-        """Seconds.
+        """Return the seconds that no order of a device undercuts.
 
         Args:
             device: whose work and memory are looked at.
@@ -171,7 +171,7 @@ class _Chain:
         return max(work + idle, m * self._lives(stages) / cap if cap else 0.0, self._end)
 
     def _lives(self, stages: Sequence[int]) -> float:
-        """What a device holds of one microbatch, times for how long at least."""
+        """Return what a device holds of one microbatch, times for how long at least."""
         if any(min(self._held[s]) < 0 for s in stages):
             return 0.0  # for as long as one likes, something counts for less than nothing
         # During W, a split backward holds what I has left, a full one what F has.
@@ -182,7 +182,7 @@ class _Chain:
         )
 
     def _left(self, stages: Sequence[int], cap: float, m: int, done: int) -> float:
-        """The longest that a device's remaining backward can take when all its forwards have run.
+        """Return the longest that a device's remaining backward can take when all its forwards have run.
 
         Args:
             stages: the device's.
@@ -203,7 +203,7 @@ class _Chain:
 
 
 def _most(shares: Sequence[_Share], cap: float) -> float:
-    """The longest that work takes which fits the cap at once."""
+    """Return the longest that work takes which fits the cap at once."""
     for_nothing = [share for share in shares if share[1] <= 0]
     shares = [share for share in shares if share[1] > 0]
     total = sum(seconds * count for seconds, _, count in for_nothing)

@@ -1,4 +1,4 @@
-"""One line for what would otherwise print as pages."""
+"""Write in one line what would otherwise print as pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LINE = 190
 
 
 def brief(value: object) -> str:
-    """A value in a few letters: numbers by their count and range, names cut."""
+    """Return a value in a few letters: numbers by their count and range, names cut."""
     if isinstance(value, str):
         return shorten(value, _MOST, placeholder="...") if value.isprintable() else brief(repr(value))
     if isinstance(value, float):
@@ -29,7 +29,7 @@ def brief(value: object) -> str:
 
 
 def changed_fields(instance: object) -> str:
-    """A dataclass by its fields that are not what they are by default."""
+    """Return a dataclass by its fields that are not what they are by default."""
     told = [
         f"{field.name}={brief(getattr(instance, field.name))}"
         for field in fields(instance)

@@ -1,4 +1,4 @@
-"""What actions take: seconds of a device, seconds on a link, memory."""
+"""Price actions: seconds of a device, seconds on a link, memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SELECTIVE_BYTES = 13 / 32
 
 @dataclass(frozen=True)
 class Channel:
-    """What it takes to move activations between a device and the host.
+    """Say what it takes to move activations between a device and the host.
 
     Every device has one channel, which serves its transfers one at a time, in the order in which they are issued.
 
@@ -76,7 +76,14 @@ class Channel:
     def of_ratio(
         cls, ratio: float, costs: Costs, duplex: bool = False, switches: tuple[tuple[int, ...], ...] = ()
     ) -> Channel:
-        """The channel on which activations take ``ratio`` times as long to the host and back as their F, I and W.
+        """Return the channel on which activations take ``ratio`` times as long to the host and back as their F, I and
+        W.
+
+        Args:
+            ratio: seconds of activations to the host and back over those of their F, I and W.
+            costs: of F, I and W.
+            duplex: whether the channel carries both directions at once.
+            switches: devices that share a channel.
 
         Raises:
             CostsError: the ratio is no finite number of at least 0, or the costs mix numbers with sequences.
@@ -90,7 +97,7 @@ class Channel:
         return cls(sums if isinstance(costs.forward, tuple) else sums[0], duplex=duplex, switches=switches)
 
     def seconds(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
-        """Seconds of a copy in either direction, one value per stage.
+        """Return the seconds of a copy in either direction, one value per stage.
 
         Raises:
             CostsError: a sequence has not one value per stage, or a switch has devices that are not there.
@@ -105,7 +112,7 @@ class Channel:
         }
 
     def lane_of(self, device: int, kind: Kind) -> tuple[int, bool]:
-        """What serves copies of a direction one after another: whose channel, and which half of a duplex one."""
+        """Return what serves copies of a direction one after another: whose channel, and which half of a duplex one."""
         owner = next((members[0] for members in self.switches if device in members), device)
         return owner, self.duplex and kind is Kind.RELOAD
 
@@ -180,7 +187,7 @@ class Costs:
             object.__setattr__(self, "memory", checked)
 
     def seconds(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
-        """Seconds of every compute kind, one value per stage.
+        """Return the seconds of every compute kind, one value per stage.
 
         Raises:
             CostsError: a sequence has not one value per stage.
@@ -199,7 +206,7 @@ class Costs:
         return prices
 
     def replica_reduction_seconds(self, placement: Placement) -> tuple[float, ...]:
-        """Seconds of REDUCE_REPLICAS, one value per stage.
+        """Return the seconds of REDUCE_REPLICAS, one value per stage.
 
         Raises:
             CostsError: a sequence has not one value per stage.
@@ -207,7 +214,7 @@ class Costs:
         return _per_stage("copy_sum", self.copy_sum, placement)
 
     def vocabulary_costs(self, placement: Placement, barriers: int) -> VocabularyCosts:
-        """Of a schedule with so many barriers."""
+        """Return the costs of a schedule with so many barriers."""
         if self.vocabulary is not None:
             return self.vocabulary
         seconds = self.seconds(placement)
@@ -215,7 +222,7 @@ class Costs:
         return VocabularyCosts.of_head(model / placement.num_devices, placement.num_devices, barriers)
 
     def link_seconds(self, source: int, destination: int) -> float:
-        """Seconds a message from one device to another takes; 0 within a device."""
+        """Return the seconds that a message from one device to another takes; 0 within a device."""
         if source == destination:
             return 0.0
         if isinstance(self.p2p, Mapping):
@@ -226,7 +233,7 @@ class Costs:
         return self.p2p
 
     def memory_unit(self, placement: Placement) -> float:
-        """What one of ``memory_changes`` counts: a stage's share in activation units by default, else 1.
+        """Return what one of ``memory_changes`` counts: a stage's share in activation units by default, else 1.
 
         Sums of whole stages stay exact this way, where sums of ``1/model_stages`` would not.
         """
@@ -235,7 +242,9 @@ class Costs:
     def transfer_seconds(
         self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({})
     ) -> dict[Kind, tuple[float, ...]]:
-        """Seconds of OFFLOAD and RELOAD, one value per stage; 0 without a channel. ``recomputed`` as in ``memory_changes``."""
+        """Return the seconds of OFFLOAD and RELOAD, one value per stage; 0 without a channel. ``recomputed`` as in
+        ``memory_changes``.
+        """
         if self.channel is None:
             return dict.fromkeys((Kind.OFFLOAD, Kind.RELOAD), (0.0,) * placement.num_stages)
         seconds = self.channel.seconds(placement)
@@ -292,7 +301,7 @@ class Costs:
         return {Kind.OFFLOAD: tuple(-change for change in leaves), Kind.WAIT_RELOAD: leaves}
 
     def _changes(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
-        """What ``memory`` says, or activation units, with the one of B and W that it leaves out."""
+        """Return what ``memory`` says, or activation units, with the one of B and W that it leaves out."""
         if self.memory is None:
             takes, gives_back = (1,) * placement.num_stages, (-1,) * placement.num_stages
             return {Kind.F: takes, Kind.W: gives_back, Kind.B: gives_back}
@@ -339,7 +348,7 @@ class Costs:
 
 
 def _checked(what: str, price: object) -> PerStage:
-    """One number of at most ``LARGEST``, or a tuple of them, from numbers of any library.
+    """Return one number of at most ``LARGEST``, or a tuple of them, from numbers of any library.
 
     Raises:
         CostsError: it is something else.

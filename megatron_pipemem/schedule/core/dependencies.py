@@ -1,4 +1,4 @@
-"""What every action of a schedule or a program waits for, and the graph of that for all of them."""
+"""Say what every action of a schedule or a program waits for, and make the graph of that for all of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FOLLOWS = {
 def dependencies(
     action: Action, placement: Placement, fused: Container[Action], pieces: int = 1, vocabulary_barriers: int = 0
 ) -> tuple[Action, ...]:
-    """The actions of a schedule's orders that must end before ``action`` starts.
+    """Return the actions of a schedule's orders that must end before ``action`` starts.
 
     What a backward needs besides, of a stage that is recomputed or offloaded, its own device has done before it anyway.
 
@@ -68,7 +68,7 @@ def dependencies(
 
 
 class _Need(NamedTuple):
-    """What all actions of a kind on a stage wait for: for example the forwards of the stage before.
+    """Say what all actions of a kind on a stage wait for: for example the forwards of the stage before.
 
     Args:
         action: what the first of them waits for.
@@ -129,7 +129,7 @@ class Dependencies:
 
     @classmethod
     def of_schedule(cls, schedule: Schedule, already: Container[Action] = ()) -> Dependencies:
-        """Those of a schedule's orders; ``already`` has run before them."""
+        """Return the dependencies of a schedule's orders; ``already`` has run before them."""
         placement, pieces, barriers = schedule.placement, schedule.pieces, schedule.vocabulary_barriers
 
         def needs(action: Action) -> tuple[Action, ...]:
@@ -138,7 +138,7 @@ class Dependencies:
         return cls(schedule.orders, placement, needs, pieces, already)
 
     def _numbered(self) -> list[range]:
-        """The nodes of every device, and of the channel of the collectives, if there are any."""
+        """Return the nodes of every device, and of the channel of the collectives, if there are any."""
         lanes, first = numbered(self._orders), len(self.actions)
         for kind, _, microbatch in [action for action in self.actions if action.kind in COLLECTIVES]:
             nodes = self._nodes.setdefault((kind, EVERYWHERE), {})
@@ -148,7 +148,7 @@ class Dependencies:
         return [*lanes, range(first, len(self.actions))] if len(self.actions) > first else lanes
 
     def _edges(self) -> tuple[list[list[tuple[int, int]]], list[int]]:
-        """What every node waits for, and its price."""
+        """Return what every node waits for, and its price."""
         rules, pieces = self._rules, self._pieces
         waits: list[list[tuple[int, int]]] = []
         prices: list[int] = []
@@ -174,7 +174,7 @@ class Dependencies:
         return waits, prices
 
     def _rule(self, action: Action, lane: int) -> tuple[int, list[_Need]]:
-        """The price of all actions that are like this one, and what they wait for."""
+        """Return the price of all actions that are like this one, and what they wait for."""
         microbatch = action.microbatch or 0
         if action.stage == EVERYWHERE:
             wanted = [action._replace(stage=device) for device in range(len(self._orders))]
@@ -197,11 +197,11 @@ class Dependencies:
 
     @cached_property
     def walk(self) -> Walk:
-        """How far all devices come."""
+        """Return how far all devices come."""
         return self.graph.walk()
 
     def needed_by(self, node: int) -> Iterator[Action]:
-        """What the action of a node waits for, by name, also on its own device and where it is missing."""
+        """Return what the action of a node waits for, by name, also on its own device and where it is missing."""
         microbatch = self.actions[node].microbatch or 0
         for need in self._rules[(*self.actions[node][:2], microbatch % self._pieces)][1]:
             found = need.nodes.get(microbatch + need.shift)
@@ -212,7 +212,9 @@ class Dependencies:
                 yield action
 
     def cycle(self) -> tuple[Wait, ...]:
-        """The devices that wait for one another for ever; nothing when all come to their ends, or something is missing."""
+        """Return the devices that wait for one another for ever; nothing when all come to their ends, or something is
+        missing.
+        """
 
         def awaited(device: int) -> tuple[int, int] | None:
             needed = self._awaited(self._lanes[device][self.walk.reached[device]])
@@ -224,7 +226,7 @@ class Dependencies:
         return find_cycle(self._orders, self.walk.reached, awaited)
 
     def _awaited(self, node: int) -> int | None:
-        """The first action of a device that a node waits for and that does not run."""
+        """Return the first action of a device that a node waits for and that does not run."""
         needed = next(needed for needed, _ in self.graph.waits[node] if needed == NEVER or not self._runs(needed))
         if needed < self._num_ordered:
             return None if needed == NEVER else needed
@@ -232,7 +234,7 @@ class Dependencies:
         return self._awaited(self._lanes[-1][self.walk.reached[-1]])
 
     def stuck(self) -> ScheduleError | None:
-        """What waits for ever, and for what; nothing when all devices come to their ends."""
+        """Return what waits for ever, and for what; nothing when all devices come to their ends."""
         for device, (order, reached) in enumerate(zip(self._orders, self.walk.reached, strict=False)):
             if reached < len(order):
                 unmet = [

@@ -1,4 +1,4 @@
-"""Proof that a program reduces every gradient once and when it is complete, and adds up those of replicas before."""
+"""Prove that a program reduces every gradient once and when it is complete, and adds up those of replicas before."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ _LAST_GRADIENT = "the last weight gradient of the stage"
 
 
 def check_reductions(program: Program, places: Mapping[Action, tuple[int, int]]) -> None:
-    """Every stage that has gradients reduces them once, after the last of them; if it has copies, in all of them, and after
-    a sum that comes after the last of them."""
+    """Check that every stage that has gradients reduces them once, after the last of them; if it has replicas, in all
+    of them, and after a sum that comes after the last of all.
+    """
     placement = program.placement
     last = {
         action.stage: (device, position, action)
@@ -44,7 +45,7 @@ def check_reductions(program: Program, places: Mapping[Action, tuple[int, int]])
 
 
 def _check_there(action: Action, program: Program, places: Mapping[Action, tuple[int, int]]) -> None:
-    """It exists, on its stage's device, whether or not that has gradients of its own for the stage."""
+    """Check that it exists, on its stage's device, whether or not that has gradients of its own for the stage."""
     home = program.placement.device_of(action.stage)
     if action not in places:
         raise ScheduleError(
@@ -71,7 +72,7 @@ def _others(action: Action, program: Program) -> str:
 def _check_after(
     action: Action, device: int, position: int, before: Action, what: str, places: Mapping[Action, tuple[int, int]]
 ) -> None:
-    """It exists, on that device, behind that position."""
+    """Check that it exists, on that device, behind that position."""
     if action not in places:
         raise ScheduleError(
             f"completes the gradients of its stage, but {action} is missing; add it after {before}",
@@ -90,7 +91,8 @@ def _check_after(
 
 
 def check_sums(program: Program, places: Mapping[Action, tuple[int, int]]) -> Mapping[Action, Sequence[Action]]:
-    """Devices that hold copies of the same stages post their sums in the same order: they share one channel.
+    """Check that devices that hold replicas of the same stages post their sums in the same order: they share one
+    channel.
 
     Returns:
         For every reduction, the sums that must have been posted before it can go on.

@@ -1,4 +1,4 @@
-"""How large what users give may be, and how it is shown."""
+"""Bound how large what users give may be, and say how it is shown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ LARGEST = 1e30
 
 
 def shortened(value: object) -> str:
-    """A value for a message, however long it is."""
+    """Return a value for a message, however long it is."""
     if isinstance(value, int) and abs(value) > LARGEST:
         return f"a number of {value.bit_length() * 30103 // 100000 + 1} digits"
     text = repr(value)

@@ -1,4 +1,4 @@
-"""The rules of recomputation and of activations that are away: what they add to a proof that a schedule may run."""
+"""Prove the rules of recomputation and of activations that are away."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _ROUND_TRIP = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
 
 
 def backward_needs(schedule: Schedule, action: Action, actions: Container[Action]) -> Iterator[Action]:
-    """What a backward needs besides the results of other stages: that its activations are there, run again or back on the
-    device. What is run again in part needs the rest of them there too.
+    """Return what a backward needs besides the results of other stages: that its activations are there, run again or
+    back on the device. What is run again in part needs the rest of them there too.
 
     Args:
         schedule: supplies the stages that are recomputed.
@@ -29,7 +29,7 @@ def backward_needs(schedule: Schedule, action: Action, actions: Container[Action
 
 
 def check_memory_actions(schedule: Schedule, places: Mapping[Action, tuple[int, int]]) -> None:
-    """Every action on memory is part of a whole round trip, of a microbatch that has a backward and is not
+    """Check that every action on memory is part of a whole round trip, of a microbatch that has a backward and is not
     recomputed as a whole.
 
     Args:

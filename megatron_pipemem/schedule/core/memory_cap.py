@@ -1,4 +1,4 @@
-"""Memory caps as users write them."""
+"""Read memory caps as users write them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MemoryCap:
         return f"{', '.join(f'{amount:.4g}' for amount in each)} activation units"
 
     def of(self, num_devices: int) -> tuple[float, ...]:
-        """The amount of every device.
+        """Return the amount of every device.
 
         Raises:
             UnsupportedError: see ``per_device``.
@@ -44,7 +44,7 @@ class MemoryCap:
 
 
 def per_device(limit: float | Sequence[float], num_devices: int) -> tuple[float, ...]:
-    """A limit of every device, where one number is that of all.
+    """Return a limit of every device, where one number is that of all.
 
     Raises:
         UnsupportedError: there are not as many as devices.
@@ -114,18 +114,18 @@ def _bytes(text: str) -> float | None:
 
 
 def _binary(text: str) -> str:
-    """A hint for units of 10^3, which nobody here reads: they are often meant as those of 2^10."""
+    """Return a hint for units of 10^3, which nobody here reads: they are often meant as those of 2^10."""
     match = _DECIMAL.fullmatch(text.strip())
     return f"; for {text.strip()} take {match[1]}{match[2].upper()}iB, if that was meant" if match else ""
 
 
 def loosened(limit: float) -> float:
-    """A limit with what floats may be off by: peaks are sums of shares, and a cap of 2/3 means 4 of 6 stages."""
+    """Return a limit with what floats may be off by: peaks are sums of shares, and a cap of 2/3 means 4 of 6 stages."""
     return limit * (1 + 1e-9)
 
 
 def format_bytes(count: float) -> str:
-    """As ``parse_cap`` reads it, never less than ``count``."""
+    """Write bytes as ``parse_cap`` reads them, never less than ``count``."""
     for letter in "TGM":
         if count >= _FACTORS[letter]:
             return f"{math.ceil(count / _FACTORS[letter] * 100) / 100:.2f}{letter}iB"

@@ -15,7 +15,7 @@ Places = dict[Action, tuple[int, int]]
 
 
 def check_compute_actions(program: Program) -> None:
-    """A program without its messages and gradient reductions is the orders of its schedule."""
+    """Check that a program without its messages and gradient reductions is the orders of its schedule."""
     orders = program.schedule.orders
     if len(program.actions) != len(orders):
         raise ScheduleError(
@@ -37,7 +37,14 @@ def check_compute_actions(program: Program) -> None:
 
 
 def check_posts(places: Places, messages: Mapping[Action, Message], receives: Mapping[Action, Action]) -> None:
-    """Every message is sent after its producer and received before its consumer, on their devices, and none is idle."""
+    """Check that every message is sent after its producer and received before its consumer, on their devices, and that
+    none is idle.
+
+    Args:
+        places: where every action stands.
+        messages: message of every producer.
+        receives: receive of every consumer.
+    """
     for producer, message in messages.items():
         _check_post(message.send, producer, places, after=True)
     for consumer, receive in receives.items():
@@ -68,7 +75,7 @@ def _check_post(post: Action, compute: Action, places: Places, *, after: bool) -
 
 
 def check_edges(places: Places, messages: Iterable[Message]) -> None:
-    """Both ends of every directed edge post the same messages in the same order."""
+    """Check that both ends of every directed edge post the same messages in the same order."""
     edges: dict[Edge, list[Message]] = {}
     for message in messages:
         edges.setdefault(message.edge, []).append(message)

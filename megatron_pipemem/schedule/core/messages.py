@@ -19,7 +19,7 @@ class Message(NamedTuple):
 
 
 class Router:
-    """Which message a compute action emits and which one it waits for, under one placement."""
+    """Say which message a compute action emits and which one it waits for, under one placement."""
 
     def __init__(self, placement: Placement):
         devices = placement.devices
@@ -43,7 +43,7 @@ class Router:
             }
 
     def emitted(self, action: Action) -> Message | None:
-        """The message that carries the result of a compute action; ``None`` when the result stays on the device."""
+        """Return the message that carries the result of a compute action; ``None`` when the result stays on the device."""
         kind, stage, microbatch = action
         route = self._emits.get((kind, stage))
         if route is None:
@@ -52,7 +52,7 @@ class Router:
         return Message(edge, Action(send, source, microbatch), Action(receive, destination, microbatch))
 
     def awaited(self, action: Action) -> Action | None:
-        """The receive that a compute action needs; ``None`` when its input is on the device already."""
+        """Return the receive that a compute action needs; ``None`` when its input is on the device already."""
         kind, stage, microbatch = action
         receive = self._awaits.get((kind, stage))
         return None if receive is None else Action(receive, stage, microbatch)

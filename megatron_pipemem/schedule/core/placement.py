@@ -1,4 +1,4 @@
-"""Which device holds which stage."""
+"""Say which device holds which stage."""
 
 from __future__ import annotations
 
@@ -82,61 +82,63 @@ class Placement:
         return self.devices[stage]
 
     def chunk_of(self, stage: int) -> int:
-        """Index of ``stage`` among its device's stages."""
+        """Return the index of ``stage`` among its device's stages."""
         return self.stages[self.devices[stage]].index(stage)
 
     def next_stage(self, stage: int) -> int | None:
-        """The stage that consumes this stage's output; ``None`` for the stage that computes the loss."""
+        """Return the stage that consumes this stage's output; ``None`` for the stage that computes the loss."""
         return stage + 1 if (stage + 1) % self.model_stages else None
 
     def previous_stage(self, stage: int) -> int | None:
-        """The stage whose output this stage consumes; ``None`` for the stage that reads the data."""
+        """Return the stage whose output this stage consumes; ``None`` for the stage that reads the data."""
         return stage - 1 if stage % self.model_stages else None
 
     def replica_of(self, stage: int) -> int:
-        """The replica of the model that ``stage`` belongs to."""
+        """Return the replica of the model that ``stage`` belongs to."""
         return stage // self.model_stages
 
     def counterparts(self, stage: int) -> tuple[int, ...]:
-        """The same stage in all replicas, itself included."""
+        """Return the same stage in all replicas, itself included."""
         return tuple(range(stage % self.model_stages, self.num_stages, self.model_stages))
 
     def holders(self, stage: int) -> tuple[int, ...]:
-        """The devices that hold replicas of a stage, in order."""
+        """Return the devices that hold replicas of a stage, in order."""
         return tuple(sorted({self.devices[replica] for replica in self.counterparts(stage)}))
 
     @classmethod
     def linear(cls, num_devices: int) -> Placement:
-        """One stage per device, in order."""
+        """Place one stage on every device, in order."""
         return cls("linear", tuple(range(_positive(num_devices))))
 
     @classmethod
     def interleaved(cls, num_devices: int, num_chunks: int) -> Placement:
-        """Round robin: stage ``chunk * p + device`` (Megatron's virtual pipeline)."""
+        """Place stages round robin: stage ``chunk * p + device`` (Megatron's virtual pipeline)."""
         p, v = _positive(num_devices), _positive(num_chunks, "chunks")
         return cls("linear" if v == 1 else "interleaved", tuple(s % p for s in range(p * v)))
 
     @classmethod
     def v_shape(cls, num_devices: int) -> Placement:
-        """Two stages per device: ``device`` and ``2p - 1 - device``. Device 0 holds the first and the last stage."""
+        """Place two stages on every device: ``device`` and ``2p - 1 - device``. Device 0 holds the first and the last
+        stage.
+        """
         return cls.wave(num_devices, 2)
 
     @classmethod
     def wave(cls, num_devices: int, num_chunks: int) -> Placement:
-        """Back and forth: even chunks go up the devices, odd chunks come down. Two chunks make a V."""
+        """Place stages back and forth: even chunks go up the devices, odd chunks come down. Two chunks make a V."""
         p, v = _positive(num_devices), _positive(num_chunks, "chunks")
         devices = tuple(s % p if (s // p) % 2 == 0 else p - 1 - s % p for s in range(p * v))
         return cls({1: "linear", 2: "v"}.get(v, "wave"), devices)
 
     @classmethod
     def bidirectional(cls, num_devices: int) -> Placement:
-        """Two replicas, one stage of each per device: one runs up the devices, the other runs down."""
+        """Place two replicas, one stage of each per device: one runs up the devices, the other runs down."""
         p = _positive(num_devices)
         return cls("bidirectional", (*range(p), *reversed(range(p))), replicas=2)
 
     @classmethod
     def from_devices(cls, devices: tuple[int, ...], replicas: int = 1) -> Placement:
-        """The placement with these devices, under its usual name if it has one, else ``custom``."""
+        """Return the placement with these devices, under its usual name if it has one, else ``custom``."""
         p = max(devices) + 1
         if replicas > 1:
             known = cls.bidirectional(p)

@@ -1,4 +1,4 @@
-"""Where a long computation stands, for whoever listens; where nobody does, telling costs next to nothing."""
+"""Tell where a long computation stands, to whoever listens; where nobody does, telling costs next to nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SECONDS_BETWEEN = 0.1
 
 
 class _Told:
-    """To whom, within what, and when last."""
+    """Keep to whom is told, within what, and when last."""
 
     def __init__(self, listener: Listener) -> None:
         self.listener, self.around, self.last = listener, "", float("-inf")
@@ -24,7 +24,7 @@ _told: ContextVar[_Told | None] = ContextVar("told", default=None)
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Within this, ``listener`` is told, ten times a second at most."""
+    """Tell ``listener``, within this block, ten times a second at most."""
     token = _told.set(_Told(listener))
     try:
         yield
@@ -38,7 +38,7 @@ def has_listener() -> bool:
 
 @contextmanager
 def doing(what: str) -> Iterator[None]:
-    """Within this, ``what`` stands before all that is told."""
+    """Put ``what`` before all that is told within this block."""
     told = _told.get()
     if told is None:
         yield

@@ -1,4 +1,4 @@
-"""Fewer passes of the garbage collector while millions of small tuples are made."""
+"""Run the garbage collector rarely while millions of small tuples are made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def rare_collection() -> Iterator[None]:
-    """Within this, cycles are looked for rarely.
+    """Look for cycles rarely, within this block.
 
     Searches and plans make no cycles, and looking for them among their tuples takes a fifth of the time.
     """

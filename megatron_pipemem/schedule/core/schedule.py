@@ -1,4 +1,4 @@
-"""A schedule: a placement, and for every device the order of its actions."""
+"""Define a schedule: a placement, and for every device the order of its actions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ of sequence pieces."""
 
 
 class WeightUpdates(NamedTuple):
-    """How an asynchronous schedule updates its weights.
+    """Say how an asynchronous schedule updates its weights.
 
     Args:
         every: microbatches per update; the last group may be smaller.
@@ -80,12 +80,12 @@ class Schedule:
 
     @property
     def num_units(self) -> int:
-        """What a stage runs forward and backward once each: microbatches, or the sequence pieces of all of them."""
+        """Return what a stage runs forward and backward once each: microbatches, or the sequence pieces of all of them."""
         return self.num_microbatches * self.pieces
 
     @property
     def simulated_only(self) -> str:
-        """Why it can be simulated but not run; empty when it can run."""
+        """Return why it can be simulated but not run; empty when it can run."""
         if self.updates is not None:
             return WHY_NOT_RUN["updates"]
         return WHY_NOT_RUN["pieces"] if self.pieces > 1 else ""
@@ -112,7 +112,9 @@ class Schedule:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def forward_only(self) -> Schedule:
-        """The same schedule with nothing but its forwards, and the losses where they stand in it, for evaluation."""
+        """Return the same schedule with nothing but its forwards, and the losses where they stand in it, for
+        evaluation.
+        """
         return replace(
             self,
             name=f"{self.name} (forward only)",
@@ -121,7 +123,7 @@ class Schedule:
         )
 
     def to_csv(self) -> str:
-        """One line per device, one action per cell, as torch's ``_dump_csv`` writes compute-only schedules.
+        """Return one line per device, one action per cell, as torch's ``_dump_csv`` writes compute-only schedules.
 
         What those cannot say, replicas, pieces, weight updates and vocabulary parallelism, stands in a first line that
         starts with ``#``.
@@ -129,7 +131,7 @@ class Schedule:
         return write_header(self.header(self.orders)) + write_table(self.orders)
 
     def header(self, rows: Sequence[Order]) -> Header:
-        """What a table with these rows, one per device, cannot say about the schedule."""
+        """Return what a table with these rows, one per device, cannot say about the schedule."""
         placement = self.placement
         idle = tuple(device for device, row in enumerate(rows) if not row)
         told = {action.stage for row in rows for action in row if action.kind not in VOCABULARY}
@@ -163,7 +165,7 @@ class Schedule:
 
     @classmethod
     def of_table(cls, table: Table, name: str, num_microbatches: int) -> Schedule:
-        """The schedule in a table that has been read.
+        """Return the schedule in a table that has been read.
 
         Args:
             table: as ``read_table`` returns it.
@@ -180,7 +182,7 @@ class Schedule:
 
 
 def recomputed_stages(orders: Iterable[Order]) -> dict[int, Kind]:
-    """By which action the forwards of every stage run again that has one in these orders."""
+    """Return by which action the forwards of every stage run again that has one in these orders."""
     return {a.stage: a.kind for order in orders for a in order if a.kind in RECOMPUTE}
 
 

@@ -1,4 +1,4 @@
-"""When every action runs, what is held, and where the bubbles are."""
+"""Simulate a schedule: when every action runs, what is held, and where the bubbles are."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Timeline:
 
     @cached_property
     def device_bubble_rate(self) -> float:
-        """As the papers count: 1 - ideal / (longest time from a device's first start to its last end)."""
+        """Bubble rate as the papers count: 1 - ideal / (longest time from a device's first start to its last end)."""
         longest = max((spans[-1][1] - spans[0][0] for spans in self.spans if spans), default=0.0)
         return 1 - self.ideal / longest if longest else 0.0
 
@@ -193,7 +193,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[
 def _replica_reductions(
     placement: Placement, costs: Costs, ends: Iterable[tuple[Action, float]]
 ) -> tuple[ReplicaReduction, ...]:
-    """In the order in which ``lower`` posts them; those within one device take no time."""
+    """Run the sums over replicas in the order in which ``lower`` posts them; those within one device take no time."""
     if placement.replicas == 1:
         return ()
     complete: dict[int, float] = {}
@@ -224,7 +224,7 @@ class _Transfers:
         self._stalls: list[list[Stall]] = [[] for _ in schedule.orders]
 
     def run(self, device: int, action: Action, now: float) -> float:
-        """An action on memory that its device reaches at ``now``; when the device goes on."""
+        """Run an action on memory that its device reaches at ``now``, and return when the device goes on."""
         awaited = _AWAITED.get(action.kind)
         if awaited is None:
             lane = self._channel.lane_of(device, action.kind)
@@ -248,7 +248,7 @@ class _Transfers:
 
 
 def count_messages(schedule: Schedule) -> int:
-    """Messages between different devices in one step."""
+    """Return the number of messages between different devices in one step."""
     placement = schedule.placement
     neighbour = {Kind.F: placement.next_stage, Kind.I: placement.previous_stage, Kind.B: placement.previous_stage}
     crossing = {
@@ -261,17 +261,31 @@ def count_messages(schedule: Schedule) -> int:
 
 
 def held_after(actions: Sequence[Action], changes: Mapping[Kind, Sequence[float]]) -> list[float]:
-    """What a device holds after each of its actions, starting from nothing."""
+    """Return what a device holds after each of its actions, starting from nothing."""
     return list(accumulate(changes[a.kind][a.stage] if a.kind in changes else 0 for a in actions))
 
 
 def peaks(orders: Sequence[Order], placement: Placement, costs: Costs, pieces: int = 1) -> tuple[float, ...]:
-    """The most every device holds after any of its actions. Depends on the orders alone, not on time."""
+    """Return the most that every device holds after any of its actions. It depends on the orders alone, not on time.
+
+    Args:
+        orders: of every device.
+        placement: of the stages.
+        costs: what actions hold.
+        pieces: into how many pieces microbatches are cut.
+    """
     changes, unit = costs.memory_changes(placement, recomputed_stages(orders)), costs.memory_unit(placement) / pieces
     return tuple(max(held_after(order, changes), default=0) * unit for order in orders)
 
 
 def host_peaks(orders: Sequence[Order], placement: Placement, costs: Costs, pieces: int = 1) -> tuple[float, ...]:
-    """The most host memory that every device uses after any of its actions, from the orders alone."""
+    """Return the most host memory that every device uses after any of its actions, from the orders alone.
+
+    Args:
+        orders: of every device.
+        placement: of the stages.
+        costs: what actions hold.
+        pieces: into how many pieces microbatches are cut.
+    """
     changes, unit = costs.host_changes(placement, recomputed_stages(orders)), costs.memory_unit(placement) / pieces
     return tuple(max(held_after(order, changes), default=0) * unit for order in orders)

@@ -1,4 +1,4 @@
-"""What becomes of a program on devices that serve everything, or all messages and collectives, in one queue.
+"""Run a program on devices that serve everything, or all messages and collectives, in one queue.
 
 The model of one queue for everything is strict: an action starts when the one before it on its device has ended, and what
 several devices do together, a message, a collective or a sum over replicas, starts when all of them have come to it. Transfers
@@ -22,7 +22,7 @@ from megatron_pipemem.schedule.core.walk import Graph, Times, Waits, deadlock, f
 
 @dataclass(frozen=True)
 class QueueRun:
-    """How a program ran. ``spans``: start and end of every action of every device, in seconds."""
+    """Say how a program ran."""
 
     program: Program
     spans: tuple[tuple[tuple[float, float], ...], ...]

@@ -1,4 +1,4 @@
-"""Proof that a schedule or a program may run: complete, ordered, matched, free of deadlock, within memory.
+"""Prove that a schedule or a program may run: complete, ordered, matched, free of deadlock, within memory.
 
 Every error names the device, the position in its order (or program), the action there, what it lacks, and the mend.
 """
@@ -123,7 +123,9 @@ def validate_program(program: Program, *, microbatch_order: bool = True, single_
 
 
 def _place_all(schedule: Schedule) -> Places:
-    """Where every action stands, once each is known to exist, to be on its stage's device and to be the only one."""
+    """Return where every action stands, once each is known to exist, to be on its stage's device and to be the only
+    one.
+    """
     placement = schedule.placement
     if len(schedule.orders) != placement.num_devices:
         raise ScheduleError(
@@ -141,7 +143,7 @@ def _place_all(schedule: Schedule) -> Places:
 
 
 def _problem_of(action: Action, device: int, schedule: Schedule) -> str | None:
-    """What is wrong with an action on this device, whatever the other actions are."""
+    """Say what is wrong with an action on this device, whatever the other actions are."""
     kind, stage, microbatch = action
     devices = schedule.placement.devices
     if kind not in ORDERED:
@@ -166,7 +168,9 @@ def _plural(what: str) -> str:
 
 
 def _check_replicas(schedule: Schedule, places: Places) -> Mapping[int, int]:
-    """Every microbatch runs through the stages of one replica: which one, where there are several."""
+    """Check that every microbatch runs through the stages of one replica, and return which one, where there are
+    several.
+    """
     placement = schedule.placement
     if placement.replicas == 1:
         return {}
@@ -204,7 +208,7 @@ def _check_unique(places: Places, action: Action, device: int, position: int) ->
 
 
 def _check_local_order(schedule: Schedule, places: Places, found: Dependencies) -> None:
-    """Everything an action needs exists and, on the same device, stands before it."""
+    """Check that everything an action needs exists and, on the same device, stands before it."""
     suspects: Iterable[int] = found.impossible
     if any(kind in MEMORY or kind in RECOMPUTE for kind, _ in found.kinds):
         suspects = range(len(places))
@@ -224,13 +228,14 @@ def _check_local_order(schedule: Schedule, places: Places, found: Dependencies) 
 
 
 def _or_fused(needed: Action) -> str:
-    """A missing input gradient may be supplied by a full backward as well."""
+    """Let a full backward supply a missing input gradient as well."""
     return f"{needed} (or {needed._replace(kind=Kind.B)})" if needed.kind is Kind.I else str(needed)
 
 
 def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[int, int]) -> None:
-    """Every stage runs every microbatch of its replica forward once, and backward once, fused or split, if anything runs
-    backward."""
+    """Check that every stage runs every microbatch of its replica forward once, and backward once, fused or split, if
+    anything runs backward.
+    """
     backwards = any(action.kind in (Kind.I, Kind.W, Kind.B) for action in places)
     for stage in range(schedule.num_stages):
         replica = schedule.placement.replica_of(stage)
@@ -300,7 +305,9 @@ def check_microbatch_order(schedule: Schedule) -> None:
 
 
 def _check_weight_versions(schedule: Schedule) -> None:
-    """Forward and backward of a microbatch on a stage meet one version of the weights, and the stage has it then."""
+    """Check that forward and backward of a microbatch on a stage meet one version of the weights, and that the stage
+    has it then.
+    """
     updates = schedule.updates
     if updates.every < 1 or updates.kept < 1 or (updates.delay or 0) < 0:
         raise ScheduleError(f"{updates} makes no sense; every and kept are at least 1 and delay at least 0")
@@ -353,7 +360,7 @@ def _check_memory(
 
 
 def _check_progress(found: Dependencies) -> None:
-    """All devices come to the ends of their orders."""
+    """Check that all devices come to the ends of their orders."""
     error = found.stuck()
     if error is None:
         return

@@ -1,4 +1,4 @@
-"""What the passes and collectives of vocabulary parallelism wait for, and which of them there are."""
+"""Say what the passes and collectives of vocabulary parallelism wait for, and which of them there are."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_placement(placement: Placement) -> None:
 def vocabulary_needs(
     action: Action, placement: Placement, barriers: int, has_full_backward: bool = False
 ) -> tuple[Action, ...]:
-    """What ``action`` needs besides what it needs without vocabulary parallelism.
+    """Return what ``action`` needs besides what it needs without vocabulary parallelism.
 
     A collective that is needed has ``EVERYWHERE`` for its stage: every device must have posted it. With one barrier
     ``REDUCE_X`` needs the statistics: what it sums is formed from them, where it is posted, so there the device waits for
@@ -80,7 +80,13 @@ _AWAITED = {Kind.S: Kind.BCAST_X, Kind.LOSS: Kind.STATS, Kind.T: Kind.BCAST_G, K
 
 
 def vocabulary_actions(placement: Placement, num_microbatches: int, backwards: bool) -> Iterator[tuple[int, Action]]:
-    """``(device, action)`` of everything that vocabulary parallelism adds to a step."""
+    """Yield ``(device, action)`` of everything that vocabulary parallelism adds to a step.
+
+    Args:
+        placement: of the stages.
+        num_microbatches: of one step.
+        backwards: whether the step runs backward.
+    """
     everywhere = [Kind.EMBED_F, Kind.REDUCE_E, Kind.BCAST_X, Kind.S, Kind.STATS]
     if backwards:
         everywhere += [Kind.BCAST_G, Kind.T, Kind.REDUCE_X, Kind.BCAST_E, Kind.EMBED_B]

@@ -1,4 +1,4 @@
-"""Proof that the passes and collectives of a schedule are complete, in order, and the same sequence on all devices."""
+"""Prove that the passes and collectives of a schedule are complete, in order, and the same sequence on all devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_switch(schedule: Schedule) -> None:
-    """The schedule says that it has passes if it has, and is one that can have them.
+    """Check that the schedule says that it has passes if it has, and is one that can have them.
 
     Raises:
         ScheduleError: it does not.
@@ -45,7 +45,8 @@ def check_switch(schedule: Schedule) -> None:
 
 
 def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> None:
-    """Every device has every pass and post once, passes in microbatch order and posts in one order of all devices.
+    """Check that every device has every pass and post once, passes in microbatch order and posts in one order of all
+    devices.
 
     Raises:
         ScheduleError: the first violation.
@@ -85,7 +86,7 @@ def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> N
 
 
 def _check_one_sequence(schedule: Schedule) -> None:
-    """All devices post the collectives in one order: they share a channel that serves them as they come."""
+    """Check that all devices post the collectives in one order: they share a channel that serves them as they come."""
     posted = [
         [(position, action) for position, action in enumerate(order) if action.kind in COLLECTIVES]
         for order in schedule.orders

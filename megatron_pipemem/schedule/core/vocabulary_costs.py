@@ -1,4 +1,4 @@
-"""What the passes and collectives of vocabulary parallelism take."""
+"""Price the passes and collectives of vocabulary parallelism."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class VocabularyCosts:
         scaling: float = 1.0,
         collectives: float | Mapping[Kind, float] = 0.0,
     ) -> VocabularyCosts:
-        """Equal shards of a head and an embedding.
+        """Cut a head and an embedding into equal shards.
 
         Args:
             head: seconds of forward and backward of the whole head and its loss on one device.
@@ -82,7 +82,7 @@ class VocabularyCosts:
         return cls(shard * share, shard * (1 - share), rows / 3, 2 * rows / 3, 0.0, collectives)
 
     def seconds(self, num_devices: int) -> dict[Kind, tuple[float, ...]]:
-        """Of every pass, one value per device.
+        """Return the seconds of every pass, one value per device.
 
         Raises:
             CostsError: a sequence has not one value per device.
@@ -97,14 +97,21 @@ class VocabularyCosts:
         return {kind: per_device(f"seconds of {kind}", price, num_devices) for kind, price in prices.items()}
 
     def collective_seconds(self) -> dict[Kind, float]:
-        """Of every kind of collective."""
+        """Return the seconds of every kind of collective."""
         if isinstance(self.collectives, Mapping):
             return {kind: self.collectives.get(kind, 0.0) for kind in COLLECTIVES}
         return dict.fromkeys(COLLECTIVES, self.collectives)
 
 
 def per_device(what: str, price: PerDevice, num_devices: int) -> tuple[float, ...]:
-    """Raises:
+    """Return one value per device.
+
+    Args:
+        what: name of the price, for the error's sentence.
+        price: one number for all devices, or a sequence.
+        num_devices: pipeline ranks.
+
+    Raises:
     CostsError: a sequence has not one value per device.
     """
     if not isinstance(price, Sequence):

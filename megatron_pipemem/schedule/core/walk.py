@@ -22,7 +22,7 @@ NEVER = -1
 
 
 def numbered(orders: Sequence[Sequence[Action]]) -> list[range]:
-    """The nodes of every device when all actions are numbered, device by device."""
+    """Return the nodes of every device when all actions are numbered, device by device."""
     lanes, first = [], 0
     for order in orders:
         lanes.append(range(first, first + len(order)))
@@ -35,7 +35,7 @@ Step = tuple[int, int, Waits, int]
 
 
 class Walk(NamedTuple):
-    """How far the lanes of a graph come.
+    """Say how far the lanes of a graph come.
 
     Args:
         nodes: all that run, none before what it waits for.
@@ -48,7 +48,7 @@ class Walk(NamedTuple):
 
 @dataclass(eq=False)
 class Graph:
-    """Who waits for whom.
+    """Hold who waits for whom.
 
     Args:
         lanes: the nodes of every lane, in the order in which it runs them. Every node is in one lane.
@@ -71,7 +71,7 @@ class Graph:
             self.lane_of = lane_of
 
     def steps(self, nodes: Iterable[int]) -> Iterator[Step]:
-        """Nodes as ``Times`` runs them."""
+        """Return the nodes as ``Times`` runs them."""
         return ((node, self.lane_of[node], self.waits[node], self.prices[node]) for node in nodes)
 
     def walk(self) -> Walk:
@@ -100,8 +100,8 @@ class Graph:
         return Walk(nodes, reached)
 
     def by_urgency(self, urgency: Callable[[int], float]) -> Iterator[int]:
-        """All nodes that run, of those that can run always the one with the smallest urgency, and of equal ones that of the
-        first lane.
+        """Yield all nodes that run: of those that can run always the one with the smallest urgency, and of equal ones
+        that of the first lane.
 
         Args:
             urgency: of a node, asked once, when all that it waits for has been yielded.
@@ -129,7 +129,7 @@ class Graph:
 
 
 class Times:
-    """When the nodes of a graph start and end if each starts as soon as it can.
+    """Say when the nodes of a graph start and end if each starts as soon as it can.
 
     Args:
         graph: who waits for whom.
@@ -153,7 +153,7 @@ class Times:
         self.free = [zero] * len(graph.lanes)
 
     def start_of(self, node: int) -> float:
-        """The earliest start of a node when all that it waits for has run."""
+        """Return the earliest start of a node when all that it waits for has run."""
         graph = self._graph
         arrivals = [self.ends[needed] + self._lags[link] for needed, link in graph.waits[node]]
         return max([self.free[graph.lane_of[node]], *arrivals])
@@ -201,7 +201,7 @@ class Wait(NamedTuple):
 def find_cycle(
     orders: Sequence[Sequence[Action]], reached: Sequence[int], awaited: Callable[[int], tuple[int, int] | None]
 ) -> tuple[Wait, ...]:
-    """The devices that wait for one another: every one for the next, and the last for the first.
+    """Return the devices that wait for one another: every one for the next, and the last for the first.
 
     Args:
         orders: of all devices.
@@ -227,7 +227,7 @@ def find_cycle(
 
 
 def deadlock(cycle: Sequence[Wait], where: str, mend: str) -> ScheduleError:
-    """The error of devices that wait for one another for ever.
+    """Return the error of devices that wait for one another for ever.
 
     Args:
         cycle: who waits for whom.

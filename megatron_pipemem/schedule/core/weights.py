@@ -1,4 +1,4 @@
-"""Which version of the weights every action uses when weights change in the middle of a schedule.
+"""Say which version of the weights every action uses when weights change in the middle of a schedule.
 
 A stage starts with version 0 and makes the next version right after the last weight gradient (W or B) of a group of
 microbatches. Forward and backward of a microbatch on a stage use the same version, so a stage keeps old versions for as
@@ -30,7 +30,7 @@ class Use(NamedTuple):
 
 
 def weight_uses(schedule: Schedule) -> Iterator[Use]:
-    """Every action with its weights, device by device, for a schedule that has ``updates``.
+    """Yield every action with its weights, device by device, for a schedule that has ``updates``.
 
     A backward whose forward does not come before it is taken to use the version that a forward would take now.
     """
@@ -56,14 +56,15 @@ def weight_uses(schedule: Schedule) -> Iterator[Use]:
 
 
 def weight_versions(schedule: Schedule) -> dict[Action, int]:
-    """The version of its stage's weights that every action uses."""
+    """Return the version of its stage's weights that every action uses."""
     if schedule.updates is None:
         return dict.fromkeys((action for order in schedule.orders for action in order), 0)
     return {use.action: use.version for use in weight_uses(schedule)}
 
 
 def versions_held(schedule: Schedule) -> tuple[int, ...]:
-    """Per device, the most versions that it holds of any of its stages: the newest, and all that are still to be used.
+    """Return per device, the most versions that it holds of any of its stages: the newest, and all that are still to be
+    used.
 
     The old version is gone by the time the new one is counted, unless some action still needs it.
     """

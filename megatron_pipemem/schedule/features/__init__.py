@@ -1,1 +1,3 @@
-"""What a schedule can do beside computing in an order: offload, recomputation, a cut vocabulary, several weight versions."""
+"""Add to a schedule what it can do beside computing in an order: offload, recomputation, a cut vocabulary, several weight
+versions.
+"""

@@ -1,4 +1,4 @@
-"""What one call of a training loop runs of a pipeline that is never flushed.
+"""Cut a pipeline that is never flushed into what one call of a training loop runs.
 
 A training loop asks for one batch after the other, and steps the optimizer in between. So an endless stream of batches is
 cut, on every device, right behind its last backward of a batch: a window runs all backwards of its own batch and no other,
@@ -36,7 +36,7 @@ UPDATE_EVERY = "update_every"
 
 @dataclass(frozen=True)
 class Moment:
-    """Where in the stream a window stands, as far as it matters to its order.
+    """Say where in the stream a window stands, as far as it matters to its order.
 
     Args:
         before: batches whose updates came before it, at most ``horizon``.
@@ -50,14 +50,16 @@ class Moment:
 
 
 def horizon(num_devices: int, batch: int) -> int:
-    """Over how many batches the pipeline spreads: 1F1B runs at most ``p - 1`` forwards ahead."""
+    """Return over how many batches the pipeline spreads: 1F1B runs at most ``p - 1`` forwards ahead."""
     return -(-(num_devices - 1) // batch)
 
 
 @dataclass(frozen=True)
 class Window:
-    """What every device runs in one call. Microbatches are numbered from the first one of the call's own batch, versions of
-    the weights from the newest one at its start, which is 0; older ones are negative.
+    """Hold what every device runs in one call.
+
+    Microbatches are numbered from the first one of the call's own batch, versions of the weights from the newest one at
+    its start, which is 0; older ones are negative.
 
     Args:
         stream: the schedule it was cut from.
@@ -83,7 +85,7 @@ class Window:
 
     @cached_property
     def program(self) -> Program:
-        """For the executor. ``stream`` is what was proved."""
+        """Return the window's program for the executor. ``stream`` is what was proved."""
         return Program(self.stream, self.actions)
 
     @cached_property
@@ -107,7 +109,9 @@ class Window:
         return replace(self.stream, orders=orders, updates=None, num_microbatches=self.batch)
 
     def simulate(self, costs: Costs | None = None) -> Timeline:
-        """When every action of the window runs if all devices begin it together, as a training loop makes them do."""
+        """Return when every action of the window runs if all devices begin it together, as a training loop makes them
+        do.
+        """
         run = frozenset(action for actions in self.past for action in actions)
         timeline = simulate(self.schedule, costs, run)
         orders = tuple(tuple(a for a in actions if a.kind in COMPUTE) for actions in self.up_to_its_end.actions)
@@ -115,19 +119,20 @@ class Window:
 
 
 def steady(num_devices: int, batch: int) -> Moment:
-    """In the middle of a long stream."""
+    """Return a moment in the middle of a long stream."""
     far = horizon(num_devices, batch)
     return Moment(far, far, far)
 
 
 def updates_per_batch(name: str) -> bool:
-    """Whether a family updates once per batch, so that a training loop can do it between two calls; else it updates after
-    every microbatch."""
+    """Return whether a family updates once per batch, so that a training loop can do it between two calls; else it
+    updates after every microbatch.
+    """
     return UPDATE_EVERY in family(name).options
 
 
 def check_batch(name: str, num_devices: int, batch: int) -> None:
-    """Whether a family keeps its promise of two versions of the weights.
+    """Return whether a family keeps its promise of two versions of the weights.
 
     Args:
         name: of an asynchronous family.
@@ -147,7 +152,7 @@ def check_batch(name: str, num_devices: int, batch: int) -> None:
 def family_window(
     name: str, num_devices: int, batch: int, moment: Moment, *, single_queue: bool = False, **arguments: object
 ) -> Window:
-    """A window of a registered family's stream.
+    """Return a window of a registered family's stream.
 
     Args:
         name: of the family.
@@ -231,7 +236,9 @@ def window(
 
 
 def _in_single_queues(stream: Schedule, actions: Sequence[Order], costs: Costs) -> list[Order]:
-    """The actions of a window in an order for single queues. What it receives it is also sent in it (``_check_messages``)."""
+    """Return the actions of a window in an order for single queues. What it receives it is also sent in it
+    (``_check_messages``).
+    """
     router = Router(stream.placement)
     orders = tuple(tuple(a for a in row if a.kind not in MESSAGES) for row in actions)
     computed = [action for order in orders for action in order]
@@ -241,7 +248,9 @@ def _in_single_queues(stream: Schedule, actions: Sequence[Order], costs: Costs) 
 
 
 def _window_numbers(actions: Order, batch: int) -> list[int]:
-    """The window of every action: a window ends behind the last gradient of its batch, and behind the message that sends it."""
+    """Return the window of every action: a window ends behind the last gradient of its batch, and behind the message
+    that sends it.
+    """
     last = {action.microbatch // batch: at for at, action in enumerate(actions) if action.kind in COMPLETING}
     numbers: list[int] = []
     current = 0
@@ -253,7 +262,9 @@ def _window_numbers(actions: Order, batch: int) -> list[int]:
 
 
 def _check_messages(program: Program, number: Mapping[tuple[int, int], int], last: int) -> None:
-    """Nothing is on its way when windows up to the ``last`` end, so evaluation in between meets empty channels."""
+    """Check that nothing is on its way when windows up to the ``last`` end, so that evaluation in between meets empty
+    channels.
+    """
     router = Router(program.placement)
     places = {a: (device, at) for device, actions in enumerate(program.actions) for at, a in enumerate(actions)}
     for order in program.schedule.orders:

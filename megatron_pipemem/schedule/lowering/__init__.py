@@ -1,4 +1,4 @@
-"""From the order of compute actions to the full program that the executor interprets."""
+"""Lower the order of compute actions to the full program that the executor interprets."""
 
 from __future__ import annotations
 

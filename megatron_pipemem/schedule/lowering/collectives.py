@@ -1,4 +1,4 @@
-"""Messages of schedules that have collectives between their actions.
+"""Add messages to schedules that have collectives between their actions.
 
 Messages and collectives may share a queue that each device serves strictly in posting order: every message then holds up
 what the device posts after it until the other end has posted it too. So all lists are cut from one sequence, in which a

@@ -1,4 +1,4 @@
-"""Gradient synchronisation: when a stage's gradients are complete, and when they are added up."""
+"""Synchronise gradients: find when a stage's gradients are complete, and when they are added up."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def add_gradient_reductions(actions: Order) -> Order:
 def add_replica_reductions(
     actions: tuple[Order, ...], placement: Placement, *, at_the_end: bool = False
 ) -> tuple[Order, ...]:
-    """Where the model stands on the devices more than once, add up the gradients of a stage's replicas.
+    """Return where the model stands on the devices more than once, add up the gradients of a stage's replicas.
 
     Every replica of a stage that trains gets a ``REDUCE_REPLICAS``, also one that runs no microbatch of this step: as soon
     as its own gradients are complete and the sums of all deeper stages on its device have been posted. Deeper stages end
@@ -43,6 +43,11 @@ def add_replica_reductions(
     ``REDUCE_GRAD`` waits for the sum and thus for other devices; it stands behind all else, where nothing is held up by
     that. ``at_the_end`` has the sums stand there too, the deepest stages first, where nothing is held up if they wait for
     other devices.
+
+    Args:
+        actions: orders of all devices.
+        placement: of the stages.
+        at_the_end: whether the sums stand behind all else, too.
     """
     if placement.replicas == 1:
         return actions

@@ -1,4 +1,4 @@
-"""When each end of a message posts it.
+"""Add messages between devices: what is sent where, and when each end posts it.
 
 NCCL has no tags, so a directed edge (source device -> destination device) is one channel: both ends must post its
 messages in the same order. Ours is the order in which the source produces them. Sends are posted as soon as the
@@ -60,7 +60,7 @@ def add_messages(orders: tuple[Order, ...], placement: Placement) -> tuple[Order
 
 
 def _post_positions(consumers: list[int], order: Order) -> list[int]:
-    """Before which action of its order each receive of an edge is posted.
+    """Return before which action of its order each receive of an edge is posted.
 
     Args:
         consumers: positions of the consumers of the edge's messages, in sending order.

@@ -1,4 +1,4 @@
-"""Messages for runtimes whose two directions between a pair of devices share one channel.
+"""Add messages for runtimes whose two directions between a pair of devices share one channel.
 
 torch.distributed.pipelining gives every pair of ranks one NCCL communicator, and its receives may hold up whatever comes
 after them. There both ends must post the messages of a *pair* in one order, whichever way they go; our own transport

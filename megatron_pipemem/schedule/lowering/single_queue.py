@@ -1,4 +1,4 @@
-"""Messages for devices that serve everything in one queue.
+"""Add messages for devices that serve everything in one queue.
 
 With ``CUDA_DEVICE_MAX_CONNECTIONS=1`` whatever a device launches goes into one hardware queue: a message that waits for its
 other end may hold up what the device launches after it, computing included. Here it is taken to hold up everything: the strict
@@ -65,7 +65,7 @@ class _Run:
         self._events: list[tuple[float, int]] = [(0.0, device) for device in range(len(self._orders))]
 
     def lists(self) -> tuple[Order, ...]:
-        """The orders with their messages."""
+        """Return the orders with their messages."""
         while self._events:
             now = self._events[0][0]
             while self._events and self._events[0][0] == now:
@@ -88,7 +88,7 @@ class _Run:
         heappush(self._events, (until, device))
 
     def _exchange(self, now: float) -> bool:
-        """Messages between devices that are both between two actions; whether there were any."""
+        """Move messages between devices that are both between two actions, and return whether there were any."""
         for device in sorted(self._idle):
             for message in self._heads(device):
                 other = message.edge[1]
@@ -103,11 +103,11 @@ class _Run:
         return False
 
     def _heads(self, device: int) -> Iterator[Message]:
-        """What can be sent next over every edge."""
+        """Return what can be sent next over every edge."""
         return (messages[0] for messages in self._outgoing[device].values() if messages)
 
     def _post_collective(self, now: float) -> bool:
-        """One that all devices have come to; whether there was one."""
+        """Post a collective that all devices have come to, and return whether there was one."""
         if len(self._idle) < len(self._orders):
             return False
         following = [order[at] for order, at in zip(self._orders, self._at, strict=True) if at < len(order)]
@@ -121,7 +121,7 @@ class _Run:
         return True
 
     def _compute(self, now: float) -> bool:
-        """What devices run on their own, if that is better than to wait; whether any did."""
+        """Return what devices run on their own, if that is better than to wait; whether any did."""
         ran = False
         for device in sorted(self._idle):
             order = self._orders[device]
@@ -143,7 +143,7 @@ class _Run:
         return ran
 
     def _should_wait(self, device: int, now: float, end: float) -> bool:
-        """Whether another end would be held up for longer if it got its message after ``end`` only."""
+        """Return whether another end would be held up for longer if it got its message after ``end`` only."""
         for message in self._heads(device):
             other = message.edge[1]
             wait = self._busy_until[other] - now
@@ -152,7 +152,7 @@ class _Run:
         return False
 
     def _needed_at(self, device: int, receive: Action, latest: float) -> float:
-        """When a busy device can come to what consumes a message; no more is said of what is after ``latest``."""
+        """Return when a busy device can come to what consumes a message; no more is said of what is after ``latest``."""
         time, order = self._busy_until[device], self._orders[device]
         # What a later part consumes is not in the orders.
         for position in range(self._at[device], self._consumers.get(receive, len(order))):

@@ -1,1 +1,1 @@
-"""Schedules and costs as files that people and other programs write."""
+"""Read and write schedules and costs as files that people and other programs write."""

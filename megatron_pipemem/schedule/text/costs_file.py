@@ -1,4 +1,4 @@
-"""Costs as a JSON file."""
+"""Read costs from a JSON file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def costs_arguments(data: object) -> dict[str, Any]:
 
 
 def _number_or_each(key: str, value: object, read_name: Callable[[str], Any]) -> float | dict[Any, float]:
-    """One number, or an object with one for every name."""
+    """Return one number, or an object with one for every name."""
     if isinstance(value, dict):
         return {read_name(name): _number(f"{key}.{name}", number) for name, number in value.items()}
     return _number(key, value)
@@ -83,7 +83,7 @@ def _vocabulary(value: object) -> dict[str, Any]:
 
 
 def _object(key: str, value: object, known: Iterable[str] | None = None) -> Iterable[tuple[str, Any]]:
-    """The items of a JSON object."""
+    """Return the items of a JSON object."""
     if not isinstance(value, dict):
         raise CostsError(f"{key} is {shortened(value)}; give an object, as in {_EXAMPLES[key]}")
     if known is not None and (unknown := sorted(set(value) - set(known))):

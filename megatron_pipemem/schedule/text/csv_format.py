@@ -1,4 +1,5 @@
-"""Schedule tables as text: a line per device, an action per comma-separated cell; empty cells are idle steps.
+"""Read and write schedule tables as text: a line per device, an action per comma-separated cell; empty cells are idle
+steps.
 
 Three sets of letters are about. Ours are those of torch.distributed.pipelining since 2.6: ``F``, ``I`` input gradient,
 ``W`` weight gradient, ``B`` full backward. Before 2.6 torch wrote ``B`` for the input gradient and ``BW`` for the full
@@ -60,7 +61,7 @@ class Table:
 
     @property
     def orders(self) -> tuple[tuple[Action, ...], ...]:
-        """What a schedule's orders hold: the actions without messages and gradient reductions."""
+        """Return what a schedule's orders hold: the actions without messages and gradient reductions."""
         return tuple(tuple(cell.action for cell in row if cell.action.kind in ORDERED) for row in self.rows)
 
     @property
@@ -85,7 +86,7 @@ class Table:
                     )
 
     def placement(self) -> Placement:
-        """Which device runs which stage, as the header says, or else as the cells do.
+        """Return which device runs which stage, as the header says, or else as the cells do.
 
         Raises:
             ScheduleFormatError: a stage stands on two devices or on none, a device has no stage, there is nothing to run, or
@@ -141,7 +142,7 @@ class Table:
         return Placement.from_devices(tuple(devices[stage] for stage in range(len(devices))), self.header.replicas)
 
     def num_microbatches(self) -> int:
-        """How many microbatches the step has: what most stages say whose forwards are 0, 1, 2 ... without a gap.
+        """Return how many microbatches the step has: what most stages say whose forwards are 0, 1, 2 ... without a gap.
 
         A stray number on a few stages is then out of range, rather than a microbatch that all others lack.
         """
@@ -163,7 +164,7 @@ class Table:
 
 
 def read_schedule_file(path: str | Path) -> str:
-    """The text of a schedule file.
+    """Return the text of a schedule file.
 
     Raises:
         ScheduleFormatError: there is no such file, it cannot be read, or is no text.
@@ -210,7 +211,9 @@ def read_table(text: str, dialect: str = "auto") -> Table:
 
 
 def write_table(actions: Iterable[Sequence[Action]], letters: str = "pipemem") -> str:
-    """A line per device that does anything, in the letters of a key of ``LETTERS``; ``torch`` means the current ones."""
+    """Return a line per device that does anything, in the letters of a key of ``LETTERS``; ``torch`` means the current
+    ones.
+    """
     names = _WRITTEN.get(letters, {})
     return "".join(
         ",".join(
@@ -224,7 +227,7 @@ def write_table(actions: Iterable[Sequence[Action]], letters: str = "pipemem") -
 
 
 def in_letters(message: str, letters: str) -> str:
-    """A message with the actions it names in the letters of a key of ``LETTERS``."""
+    """Return a message with the actions it names in the letters of a key of ``LETTERS``."""
     names = _WRITTEN.get(letters, {})
     return _NAMED.sub(lambda found: found[1] + names.get(Kind(found[2]), found[2]) + found[3], message)
 
@@ -251,7 +254,7 @@ def _cells(line: str) -> list[str]:
 
 
 def _letters(lines: list[list[tuple[int, int, str]]], dialect: str) -> tuple[str, str]:
-    """The letters of a file, and why these."""
+    """Return the letters of a file, and why these."""
     if dialect not in ("auto", "torch"):
         return dialect, "stated"
     cells = [cell for row in lines for _, _, cell in row]

@@ -1,4 +1,4 @@
-"""The first line of a CSV file: what a table of actions cannot say about a schedule.
+"""Read and write the first line of a CSV file: what a table of actions cannot say about a schedule.
 
 ``# replicas=2 devices=0-1-1-0`` (the device of every stage, for stages that run nothing), ``idle=2`` (devices that run
 nothing, and have no line), ``# pieces=4``, ``# vocabulary=1`` (barriers), or
@@ -28,7 +28,7 @@ _SEVERAL = ("devices", "idle")
 
 
 class Header(NamedTuple):
-    """What the line says, or what holds without one.
+    """Hold what the line says, or what holds without one.
 
     Args:
         replicas: of the model.
@@ -48,12 +48,12 @@ class Header(NamedTuple):
 
 
 def split_lines(text: str) -> list[str]:
-    """The lines of a file, which end as files' lines do. ``str.splitlines`` knows of a dozen ends more."""
+    """Return the lines of a file, which end as files' lines do. ``str.splitlines`` knows of a dozen ends more."""
     return _LINE_END.split(text)
 
 
 def write_header(header: Header) -> str:
-    """The line with its end, or nothing if all of it is as it is without one."""
+    """Return the line with its end, or nothing if all of it is as it is without one."""
     every, kept, delay = header.updates or (None, None, None)
     settings = {
         "replicas": header.replicas if header.replicas > 1 else None,
@@ -70,7 +70,7 @@ def write_header(header: Header) -> str:
 
 
 def read_header(text: str) -> tuple[Header, str]:
-    """The header, and the text with its line blank.
+    """Return the header, and the text with its line blank.
 
     Raises:
         ScheduleFormatError: a line that starts with ``#`` is no header; there is a second one; settings of weight updates

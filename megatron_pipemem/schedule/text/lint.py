@@ -1,4 +1,4 @@
-"""Judging a table that somebody else wrote: its first fault, the cell it is in, and a deadlock as the cycle it is."""
+"""Judge a table that somebody else wrote: find its first fault, the cell it is in, and a deadlock as the cycle it is."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from megatron_pipemem.schedule.text.csv_format import Cell, Table, in_letters
 
 @dataclass(frozen=True)
 class Wait:
-    """A device that stands still: ``action`` cannot start before ``needed``, which its own device has not reached.
+    """Describe a device that stands still: ``action`` cannot start before ``needed``, which its own device has not
+    reached.
 
     Args:
-        device: the device that stands still, at ``action`` in ``cell``.
+        device: the device that stands still.
+        action: that it stands still at.
+        cell: of the action in the file.
         needed: what it waits for.
-        owner: the device that would run or send ``needed``, in ``needed_cell``.
+        owner: the device that would run or send ``needed``.
+        needed_cell: of ``needed`` in the file.
     """
 
     device: int
@@ -33,7 +37,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a table.
+    """Say what is wrong with a table.
 
     Args:
         error: what is wrong and how to mend it, in our letters.
@@ -49,12 +53,14 @@ class Fault:
 
 
 def find_fault(table: Table, schedule: Schedule, memory_cap: float | Sequence[float] | None = None) -> Fault | None:
-    """The first fault of ``table``, or None when it computes every microbatch and ends; see also ``find_obstacle``.
+    """Return the first fault of ``table``, or None when it computes every microbatch and ends; see also
+    ``find_obstacle``.
 
     A table with messages is judged by its own: they must match, and every directed pair of devices must send and receive
     in one order. Without any gradient reduction, as torch writes tables, ours are taken.
 
     Args:
+        table: of the file.
         schedule: the compute actions of ``table``.
         memory_cap: the most a device may hold, one number or one per device, in activation units.
     """
@@ -77,7 +83,9 @@ def find_fault(table: Table, schedule: Schedule, memory_cap: float | Sequence[fl
 
 
 def find_obstacle(table: Table, schedule: Schedule) -> Fault | None:
-    """Why a table without fault cannot run here, although it can elsewhere: it adds gradients up in another order."""
+    """Return why a table without fault cannot run here, although it can elsewhere: it adds gradients up in another
+    order.
+    """
     try:
         check_microbatch_order(schedule)
     except ScheduleError as error:
@@ -90,7 +98,7 @@ def _fault(table: Table, error: ScheduleError) -> Fault:
 
 
 def _describe(cycle: tuple[Wait, ...]) -> str:
-    """Who waits in the circle, and one move that opens it: of what is waited for and is not reached yet."""
+    """Say who waits in the circle, and one move that opens it: of what is waited for and is not reached yet."""
     stands = {wait.device: wait.action for wait in cycle}
     wait = next(wait for wait in cycle if wait.needed != stands[wait.owner])
     members = ", ".join(f"device {member.device} at {member.action}" for member in cycle)
@@ -107,7 +115,7 @@ def _program(table: Table, schedule: Schedule) -> Program:
 
 
 def _check_numbering(schedule: Schedule) -> None:
-    """A stage whose microbatches are all shifted by one number is told so, not that it lacks the first."""
+    """Tell a stage whose microbatches are all shifted by one number so, not that it lacks the first."""
     wanted = range(schedule.num_units)
     for device, order in enumerate(schedule.orders):
         found: dict[tuple[Kind, int], list[tuple[int, Action]]] = {}
@@ -129,7 +137,7 @@ def _check_numbering(schedule: Schedule) -> None:
 
 
 def _cell(table: Table, error: ScheduleError) -> Cell | None:
-    """Where the action of ``error`` stands in the file; of the same action twice, the second is the fault."""
+    """Return where the action of ``error`` stands in the file; of the same action twice, the second is the fault."""
     if error.device is None or error.device >= len(table.rows):
         return None
     found = [cell for cell in table.rows[error.device] if str(cell.action) == error.action]

@@ -1,4 +1,4 @@
-"""Activations that spend the time between forward and backward in host memory, planned with the schedule.
+"""Plan with the schedule which activations spend the time between forward and backward in host memory.
 
 ``megatron_pipemem.schedule.features.offload.search`` chooses the order as well.
 """

@@ -1,4 +1,4 @@
-"""Where in a device's order the actions of its round trips stand."""
+"""Place the actions of round trips in a device's order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DEVICE_MEMORY, _HOST_MEMORY = slice(1, 3), slice(0, 4, 3)
 
 
 class PlacedTrips(NamedTuple):
-    """Where in a device's order the four actions of its round trips go, by their columns in ``_ROUND_TRIP``.
+    """Say where in a device's order the four actions of its round trips go, by their columns in ``_ROUND_TRIP``.
 
     Args:
         trips: one row each.
@@ -35,7 +35,7 @@ class PlacedTrips(NamedTuple):
     def of(
         cls, device: int, timetable: Timetable, trips: Sequence[RoundTrip], lives: Mapping[Key, tuple[int, int]]
     ) -> PlacedTrips:
-        """Every transfer is issued where the device stands when its channel gets to it.
+        """Place every transfer where the device stands when its channel gets to it.
 
         Args:
             device: whose order it is.
@@ -61,36 +61,38 @@ class PlacedTrips(NamedTuple):
         return cls(own, places, times, np.array(ranks, dtype=float).reshape(places.shape))
 
     def peak(self, changes: Mapping[Kind, Sequence[float]], base: np.ndarray) -> float:
-        """The most that the device holds, where the order alone changes what it holds by ``base``."""
+        """Return the most that the device holds, where the order alone changes what it holds by ``base``."""
         every = np.append(self._changes(changes, _DEVICE_MEMORY), base)
         return float(every[self._merged(_DEVICE_MEMORY, len(base))].cumsum().max(initial=0.0))
 
     def host_peak(self, changes: Mapping[Kind, Sequence[float]]) -> float:
-        """The most host memory that the device uses."""
+        """Return the most host memory that the device uses."""
         every = self._changes(changes, _HOST_MEMORY)
         return float(every[self._merged(_HOST_MEMORY, 0)].cumsum().max(initial=0.0))
 
     def order(self, base: Order) -> Order:
-        """The order of the device with its round trips."""
+        """Return the order of the device with its round trips."""
         actions = [Action(kind, *trip.item.key) for trip in self.trips for kind in _ROUND_TRIP]
         actions += base
         return tuple(actions[at] for at in self._merged(slice(None), len(base)))
 
     def _merged(self, columns: slice, length: int) -> np.ndarray:
-        """The sequence of these columns, counted row by row, and of an order of some length, counted behind them."""
+        """Return the sequence of these columns, counted row by row, and of an order of some length, counted behind
+        them.
+        """
         chosen = (np.asarray(each)[:, columns].ravel() for each in (self.ranks, self.times, self.places))
         own = (np.zeros(length), np.full(length, np.inf), np.arange(length))
         return np.lexsort([np.append(*each) for each in zip(chosen, own, strict=True)])
 
     def _changes(self, changes: Mapping[Kind, Sequence[float]], columns: slice) -> np.ndarray:
-        """What these columns change, row by row."""
+        """Return what these columns change, row by row."""
         stages = [trip.item.stage for trip in self.trips]
         by_kind = [np.array(changes[kind], dtype=float)[stages] for kind in _ROUND_TRIP[columns]]
         return np.stack(by_kind, axis=1).ravel()
 
 
 def lives(order: Order) -> dict[Key, tuple[int, int]]:
-    """The positions between which activations may be away: of their F, and of what needs them first."""
+    """Return the positions between which activations may be away: of their F, and of what needs them first."""
     made: dict[Key, int] = {}
     found: dict[Key, tuple[int, int]] = {}
     for at, action in enumerate(order):
@@ -103,7 +105,13 @@ def lives(order: Order) -> dict[Key, tuple[int, int]]:
 
 
 def useless(device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> list[Item]:
-    """Of a device's items, those in whose absence nothing runs."""
+    """Return those of a device's items in whose absence nothing runs.
+
+    Args:
+        device: number of the device.
+        timetable: when compute actions run.
+        trips: round trips of all devices.
+    """
     own = _of(device, trips)
     starts, ends = timetable.starts[device], timetable.ends[device]
     exact = _exact(ends)
@@ -117,5 +125,5 @@ def _of(device: int, trips: Sequence[RoundTrip]) -> list[RoundTrip]:
 
 
 def _exact(ends: np.ndarray) -> float:
-    """What times may be off by."""
+    """Return what times may be off by."""
     return 1e-9 * ends[-1] if len(ends) else 0.0

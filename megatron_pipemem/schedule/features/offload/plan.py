@@ -1,4 +1,4 @@
-"""Schedules whose activations spend the time between forward and backward on the host."""
+"""Build schedules whose activations spend the time between forward and backward on the host."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class OffloadPlan:
 
     @cached_property
     def offloaded(self) -> tuple[Key, ...]:
-        """What leaves its device."""
+        """Return what leaves its device."""
         return tuple(
             (action.stage, action.microbatch)
             for order in self.schedule.orders
@@ -88,8 +88,9 @@ class OffloadPlan:
 
     @cached_property
     def obstacles(self) -> Counter[str]:
-        """Why, and how many, activations stay that would have to leave for a lower peak: on the devices that exceed their
-        cap or, without one, on the fullest. Empty when the cap is kept or nothing stays for want of room."""
+        """Return why, and how many, activations stay that would have to leave for a lower peak: on the devices that
+        exceed their cap or, without one, on the fullest. Empty when the cap is kept or nothing stays for want of room.
+        """
         if self.memory_cap is None:
             limits = (max(self.peaks) * (1 - 1e-9),) * len(self.peaks)
         else:

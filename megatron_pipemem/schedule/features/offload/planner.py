@@ -1,4 +1,4 @@
-"""Which activations of a schedule go to the host, when they leave and when they return."""
+"""Plan which activations of a schedule go to the host, when they leave and when they return."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Proposal(NamedTuple):
 
 
 class Planner:
-    """Which activations leave, when, and when they return; see ``plan_offload``.
+    """Plan which activations leave, when, and when they return; see ``plan_offload``.
 
     Args:
         timeline: the simulated run of a schedule without actions on memory.
@@ -129,7 +129,7 @@ class Planner:
         return [self._proposal(plan, whole)]
 
     def _proposal(self, plan: Sequence[_Group], whole: set[int]) -> Proposal:
-        """The orders of a plan of all devices, and why what stays does."""
+        """Return the orders of a plan of all devices, and why what stays does."""
         orders = {
             device: self._placed(device, group.timetable, group.trips).order(self._base.orders[device])
             for group in plan
@@ -156,12 +156,12 @@ class Planner:
         return over, max(peaks) if over else 0.0, sum(peaks) if over else 0.0, trips
 
     def _plan_all(self, stages: frozenset[int], timetable: Timetable, stretch: float) -> list[_Group]:
-        """The best plan of every device when all but transfers takes ``stretch`` times as long."""
+        """Return the best plan of every device when all but transfers takes ``stretch`` times as long."""
         timetable = timetable.stretched(stretch)
         return [self._best(devices, stages, timetable) for devices in self._groups]
 
     def _best(self, devices: tuple[int, ...], stages: frozenset[int], timetable: Timetable) -> _Group:
-        """The plan of some devices: within the caps with the fewest round trips, or else with the lowest peak."""
+        """Return the plan of some devices: within the caps with the fewest round trips, or else with the lowest peak."""
         items = self._items(devices, timetable, stages, 1.0)
         if self._caps is None:
             best = self._lowest(devices, timetable, stages)
@@ -177,13 +177,13 @@ class Planner:
         return replace(best, kept=kept)
 
     def _why(self, item: Item) -> str:
-        """Why an item stays that would only be in the way of others."""
+        """Return why an item stays that would only be in the way of others."""
         if self._budgets is not None and item.size * self._unit > self._budgets[item.device]:
             return NO_HOST_MEMORY
         return TOO_SHORT if item.lifespan < item.out + item.back else CHANNEL_FULL
 
     def _lowest(self, devices: tuple[int, ...], timetable: Timetable, stages: frozenset[int]) -> _Group:
-        """Without caps: the longest-lived items, ever fewer of them, until no fewer can be better."""
+        """Try, without caps, the longest-lived items, ever fewer of them, until no fewer can be better."""
         found: list[tuple[tuple[float, ...], float, int, _Group]] = []
         for factor in _SLOWER:
             items = self._items(devices, timetable, stages, factor)
@@ -203,7 +203,7 @@ class Planner:
     def _with_fewer(
         self, devices: tuple[int, ...], timetable: Timetable, stages: frozenset[int], factor: float, best: _Group
     ) -> _Group:
-        """With caps: the longest-lived items, ever more of them, and then no more than it takes."""
+        """Try, with caps, the longest-lived items, ever more of them, and then no more than it takes."""
         items = self._items(devices, timetable, stages, factor)
         too_few, enough = 0, None
         for count in _counts(items):
@@ -226,7 +226,7 @@ class Planner:
     def _items(
         self, devices: tuple[int, ...], timetable: Timetable, stages: frozenset[int], factor: float
     ) -> list[Item]:
-        """What may leave, the longest-lived first."""
+        """Return what may leave, the longest-lived first."""
         items = []
         for device in devices:
             starts, ends = timetable.starts[device].tolist(), timetable.ends[device].tolist()
@@ -242,7 +242,7 @@ class Planner:
     def _plan(
         self, devices: tuple[int, ...], timetable: Timetable, chosen: Sequence[Item], others: Sequence[Item]
     ) -> _Group:
-        """Round trips of as many of ``chosen`` as have room in the channel and in host memory."""
+        """Plan round trips of as many of ``chosen`` as have room in the channel and in host memory."""
         if self._budgets is None:
             return self._plan_within(devices, timetable, chosen, others, None)
         budgets = [budget / self._unit for budget in self._budgets]
@@ -267,7 +267,7 @@ class Planner:
         others: Sequence[Item],
         budgets: Sequence[float] | None,
     ) -> _Group:
-        """Round trips without those that nothing runs in the absence of."""
+        """Plan round trips without those that nothing runs in the absence of."""
         idle: list[Item] = []
         for _ in range(2):
             trips, kept = plan_round_trips(chosen, self._channel.duplex, budgets)
@@ -284,7 +284,7 @@ class Planner:
     def _group(
         self, devices: tuple[int, ...], timetable: Timetable, trips: Sequence[RoundTrip], others: Sequence[Item]
     ) -> _Group:
-        """What these round trips come to."""
+        """Return what these round trips come to."""
         held = {device: self._peak(device, timetable, trips) for device in devices}
         over = 0.0
         for device in devices:
@@ -297,32 +297,32 @@ class Planner:
         return PlacedTrips.of(device, timetable, trips, self._lives[device])
 
     def _peak(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> float:
-        """The most that a device holds."""
+        """Return the most that a device holds."""
         return self._placed(device, timetable, trips).peak(self._changes, self._base_changes[device]) * self._unit
 
     def _host_peak(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> float:
-        """The most host memory of a device."""
+        """Return the most host memory of a device."""
         return self._placed(device, timetable, trips).host_peak(self._host_changes) * self._unit
 
 
 def _by_peak(group: _Group) -> tuple[float, ...]:
-    """Without caps, the better the smaller."""
+    """Rank a plan without caps: the better the smaller."""
     return group.peak, -len(group.trips)
 
 
 def _by_caps(group: _Group) -> tuple[float, ...]:
-    """With caps, the better the smaller."""
+    """Rank a plan with caps: the better the smaller."""
     return group.over, group.peak if group.over else 0.0, len(group.trips)
 
 
 def _counts(items: Sequence[Item]) -> list[int]:
-    """How many of the longest-lived items are tried to send away: shares of all, and what the channel can take."""
+    """Return how many of the longest-lived items are tried to send away: shares of all, and what the channel can take."""
     shares = {-(-len(items) * share // _SHARES) for share in range(1, _SHARES + 1)}
     return sorted((shares | {_capacity(items)}) - {0})
 
 
 def _capacity(items: Sequence[Item]) -> int:
-    """How many of the first items one channel can transfer both ways in the time that they span."""
+    """Return how many of the first items one channel can transfer both ways in the time that they span."""
     if not items:
         return 0
     span = max(item.used for item in items) - min(item.made for item in items)

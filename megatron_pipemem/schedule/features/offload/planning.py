@@ -76,7 +76,7 @@ def _per_device(limit: float | Sequence[float] | None, schedule: Schedule, what:
 
 
 def _selected(schedule: Schedule, timeline: Timeline, select: Select) -> frozenset[int]:
-    """The stages that may be offloaded."""
+    """Return the stages that may be offloaded."""
     stages = schedule.placement.stages
     if isinstance(select, str):
         if select not in OFFLOAD:

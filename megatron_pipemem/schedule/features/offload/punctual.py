@@ -1,4 +1,4 @@
-"""Round trips that hold somebody up stay on their device after all.
+"""Keep round trips that hold somebody up on their device after all.
 
 A plan says when transfers run. Where devices share a channel it serves whoever asks first, and devices that are ahead of the
 plan ask earlier than planned: a transfer may then end later than the plan says, and its device waits.
@@ -21,7 +21,8 @@ _EXACT = 1 + 1e-9
 
 
 def in_time(plan: OffloadPlan, timetable: Timetable) -> OffloadPlan:
-    """The plan without round trips that make the step longer than the timetable, or the schedule without transfers, is.
+    """Return the plan without round trips that make the step longer than the timetable, or the schedule without
+    transfers, is.
 
     Whatever first runs late does so because its device waits for a transfer: everything else was in time. So the round trips
     go whose transfers are late first, until the step is no longer; at the latest when nothing leaves any more. With a cap,
@@ -43,7 +44,7 @@ def in_time(plan: OffloadPlan, timetable: Timetable) -> OffloadPlan:
 
 
 def _late(plan: OffloadPlan, timetable: Timetable, exact: float) -> list[Key]:
-    """The round trips that some device has waited for beyond the timetable, the earliest first."""
+    """Return the round trips that some device has waited for beyond the timetable, the earliest first."""
     late: list[tuple[float, Key]] = []
     for device, (order, spans) in enumerate(zip(plan.schedule.orders, plan.timeline.spans, strict=True)):
         starts, position = timetable.starts[device], 0

@@ -1,4 +1,4 @@
-"""Stages whose forwards run again before their backwards: which, how much of them, and when."""
+"""Choose stages whose forwards run again before their backwards: which, how much of them, and when."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def with_recompute(schedule: Schedule, stages: Mapping[int, Kind]) -> Schedule:
 
 
 def recomputed_by_mode(schedule: Schedule) -> dict[str, list[int]]:
-    """The stages that run again, in part (``selective``) and wholly (``full``)."""
+    """Return the stages that run again, in part (``selective``) and wholly (``full``)."""
     return {
         mode: stages
         for mode, kind in KIND_OF_MODE.items()
@@ -79,7 +79,7 @@ def recompute_plans(
 
 
 def fastest_within(plans: Iterable[OffloadPlan], excess: Callable[[OffloadPlan], float]) -> OffloadPlan:
-    """The fastest plan that exceeds nothing, else the one that exceeds least.
+    """Return the fastest plan that exceeds nothing, else the one that exceeds least.
 
     Args:
         plans: those of ``recompute_plans``; no more of them are made once one exceeds nothing and slows nothing.
@@ -94,15 +94,21 @@ def fastest_within(plans: Iterable[OffloadPlan], excess: Callable[[OffloadPlan],
 
 
 def over_cap(peaks: Sequence[float], memory_cap: float | Sequence[float]) -> list[int]:
-    """The devices that hold more than they may, one number for all or one per device."""
+    """Return the devices that hold more than they may, one number for all or one per device."""
     caps = memory_cap if isinstance(memory_cap, Sequence) else [memory_cap] * len(peaks)
     return [device for device, (peak, cap) in enumerate(zip(peaks, caps, strict=True)) if peak > loosened(cap)]
 
 
 def recompute_steps(schedule: Schedule, costs: Costs, device: int) -> list[tuple[int, Kind]]:
-    """What to run again on a device, one stage more or one stage wholly instead of in part at a time.
+    """Return what to run again on a device, one stage more or one stage wholly instead of in part at a time.
 
-    First comes what takes the fewest seconds for the memory that it spares, which counts for every microbatch in flight.
+    First comes what takes the fewest seconds for the memory that it spares, which counts for every microbatch in
+    flight.
+
+    Args:
+        schedule: that is changed.
+        costs: what actions take, in seconds, and hold.
+        device: number of the device.
     """
     placement = schedule.placement
     seconds, plain = costs.seconds(placement), costs.memory_changes(placement)[Kind.F]
@@ -132,7 +138,7 @@ _IN_FLIGHT = {Kind.F: 1, Kind.I: -1, Kind.B: -1}
 def with_early_recompute(
     plan: OffloadPlan, fits: Callable[[OffloadPlan], bool] = lambda tried: tried.keeps_cap
 ) -> OffloadPlan:
-    """What runs again does so earlier, while its device waits for something else, where the step ends sooner that way.
+    """Let what runs again do so earlier, while its device waits for something else, where the step ends sooner so.
 
     Args:
         plan: with R or RS where they are due, right before their backwards; they stay there if nothing is gained.
@@ -154,7 +160,7 @@ def with_early_recompute(
 
 
 def _earlier(order: Order, spans: Sequence[tuple[float, float]], ahead: int) -> Order:
-    """What runs again moves in front of the longest wait, if there is any, among up to ``ahead`` actions before it."""
+    """Move what runs again in front of the longest wait, if there is any, among up to ``ahead`` actions before it."""
     waits = [start - end for (start, _), (_, end) in zip(spans, [(0.0, 0.0), *spans], strict=False)]
     moved: list[list[Action]] = [[] for _ in order]
     stays: list[list[Action]] = [[action] for action in order]

@@ -1,4 +1,4 @@
-"""The fastest schedule under a memory cap when activations may be kept, offloaded or recomputed."""
+"""Search the fastest schedule under a memory cap when activations may be kept, offloaded or recomputed."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class _Attempt:
         return min((candidate.plan.makespan for candidate in self.found), default=math.inf)
 
     def _plan(self, name: str, schedule: Schedule, slow_down: bool) -> bool:
-        """Whether some plan of an order keeps the cap."""
+        """Return whether some plan of an order keeps the cap."""
         keeps = False
         for plan in self._search.plans(schedule, self._offload, self._recompute, slow_down):
             keeps |= plan.keeps_cap
@@ -231,7 +231,7 @@ class _Search(NamedTuple):
     def searched_orders(
         self, placements: Sequence[Placement] | None, deadline: float, effort: float
     ) -> Iterator[tuple[str, Schedule]]:
-        """Variants of the known ones, and orders found in half of the time that is left."""
+        """Return variants of the known orders, and orders found in half of the time that is left."""
         return self._fitting(self._search_orders(placements, deadline, effort), placements)
 
     def _fitting(
@@ -290,7 +290,9 @@ class _Search(NamedTuple):
                 yield f"search under {factor:g} times the cap", candidate.schedule
 
     def plans(self, base: Schedule, offload: bool, recompute: str, slow_down: bool) -> Iterator[OffloadPlan]:
-        """With as little recomputed as ``recompute`` says, and with ever more where that does not keep the cap for free."""
+        """Return plans with as little recomputed as ``recompute`` says, and with ever more where that does not keep the
+        cap for free.
+        """
         select = "auto" if offload else OFF
 
         def planned(schedule: Schedule) -> OffloadPlan:

@@ -1,4 +1,4 @@
-"""When every compute action of a schedule runs, as a plan for transfers takes it.
+"""Say when every compute action of a schedule runs, as a plan for transfers takes it.
 
 Devices run as soon as they can, but nobody gains by a forward that ends long before anything consumes it. A plan is made for a
 timetable in which such actions are late: waits for transfers that end before these times hold nobody up.
@@ -30,13 +30,13 @@ class Timetable(NamedTuple):
         return cls(*(tuple(np.array(device, dtype=float) for device in times) for times in (starts, ends)))
 
     def stretched(self, factor: float) -> Timetable:
-        """The same with all times multiplied, as if everything but transfers were slower."""
+        """Return the same with all times multiplied, as if everything but transfers were slower."""
         return Timetable(*(tuple(device * factor for device in times) for times in self))
 
 
 def paced(schedule: Schedule, costs: Costs, share: float) -> Timetable:
-    """The forwards of every stage no closer together than a share of the busiest device's work for one microbatch, which
-    makes a warm-up longer that runs many forwards in a row, and leaves the steady state alone.
+    """Return an order with the forwards of every stage no closer together than a share of the busiest device's work for
+    one microbatch, which makes a warm-up longer that runs many forwards in a row.
 
     Args:
         schedule: compute actions only.
@@ -68,7 +68,7 @@ def paced(schedule: Schedule, costs: Costs, share: float) -> Timetable:
 
 
 def timetables(timeline: Timeline) -> tuple[Timetable, ...]:
-    """Timetables within the makespan of the schedule: the forwards of the warm-up late, and everything late.
+    """Return timetables within the makespan of the schedule: the forwards of the warm-up late, and everything late.
 
     Args:
         timeline: of a schedule of compute actions only.
@@ -81,7 +81,7 @@ def timetables(timeline: Timeline) -> tuple[Timetable, ...]:
 
 
 def _late(timeline: Timeline, found: Dependencies, movable: Container[int]) -> Timetable:
-    """The same run with every movable node as late as its followers and consumers allow."""
+    """Return the same run with every movable node as late as its followers and consumers allow."""
     schedule, costs, spans = timeline.schedule, timeline.costs, timeline.spans
     end_of_run = max((device[-1][1] for device in spans if device), default=0.0)
     starts = [[start for start, _ in device] for device in spans]

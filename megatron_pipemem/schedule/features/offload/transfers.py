@@ -1,4 +1,4 @@
-"""Which activations leave a device and when their transfers run: one channel at a time.
+"""Choose which activations leave a device and when their transfers run, one channel at a time.
 
 A forward's activations leave as soon as the channel is free, those first that are used last, and return as late as the
 channel allows. What no longer fits between a forward and its backward stays.
@@ -56,7 +56,7 @@ class Item(NamedTuple):
 
 
 class RoundTrip(NamedTuple):
-    """When the two transfers of an item start."""
+    """Say when the two transfers of an item start."""
 
     item: Item
     out: float
@@ -151,7 +151,7 @@ class _Channel:
             due[at] = start
 
     def _with_another(self, item: Item) -> tuple[float, float]:
-        """If ``item`` left too: when the first transfer back would have to start, and when its own."""
+        """Return, if ``item`` left too, when the first transfer back would have to start, and when its own."""
         at = bisect_left(self._away, (item.used,))
         start = own = min(self._due[at], item.used) - item.back
         while at:
@@ -163,7 +163,7 @@ class _Channel:
         return start, own
 
     def _leaving(self, now: float) -> Item | None:
-        """The item used last that can leave now and all be back in time."""
+        """Return the item used last that can leave now and all be back in time."""
         stay: list[tuple[float, int, Item]] = []
         chosen = None
         while self._resident and chosen is None:
@@ -187,7 +187,7 @@ class _Channel:
         return chosen
 
     def _returns_in_time(self, item: Item, now: float) -> bool:
-        """Whether it, and all that is away already, can still come back in time when it leaves now."""
+        """Return whether it, and all that is away already, can still come back in time when it leaves now."""
         arrived = now + item.out
         first, own = self._with_another(item)
         vacant = max(now, self._free[True]) if self._duplex else arrived
@@ -200,7 +200,7 @@ class _Channel:
         return held <= loosened(self._host_budget[item.device])
 
     def _next_time(self, now: float, due: float) -> float:
-        """When something changes: a forward ends, a transfer ends or must start, host memory is given back."""
+        """Return when something changes: a forward ends, a transfer ends or must start, host memory is given back."""
         times = [due, *self._free.values()]
         if self._coming:
             times.append(self._coming[-1].made)

@@ -1,4 +1,4 @@
-"""Weight gradients closer to their input gradients: activations that wait for them can be nowhere but on the device."""
+"""Move weight gradients closer to their input gradients: activations that wait for them can be nowhere but on the device."""
 
 from __future__ import annotations
 

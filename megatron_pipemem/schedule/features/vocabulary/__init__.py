@@ -1,1 +1,3 @@
-"""Vocabulary parallelism (arXiv 2411.05288) as data: head and embedding cut over the devices, as passes of the schedule."""
+"""Describe vocabulary parallelism (arXiv 2411.05288) as data: head and embedding cut over the devices, as passes of the
+schedule.
+"""

@@ -1,4 +1,6 @@
-"""What vocabulary parallelism is compared with: the head on the last stage, layers moved away from it, and interlacing."""
+"""Build what vocabulary parallelism is compared with: the head on the last stage, layers moved away from it, and
+interlacing.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 
 
 def head_on_last_stage(costs: Costs, placement: Placement, head: float, layers: Sequence[int] | None = None) -> Costs:
-    """The costs of a model whose head is a part of its last stage.
+    """Return the costs of a model whose head is a part of its last stage.
 
     Args:
         costs: of the layers alone, evenly cut where they are single numbers.
@@ -47,7 +49,7 @@ def head_on_last_stage(costs: Costs, placement: Placement, head: float, layers: 
 
 
 def redistribute(layers: int, placement: Placement, head: float, embedding: float = 0.0) -> tuple[int, ...]:
-    """Layers of every stage such that the slowest device is as fast as whole layers allow.
+    """Return the layers of every stage such that the slowest device is as fast as whole layers allow.
 
     Args:
         layers: of the model.
@@ -79,7 +81,8 @@ def redistribute(layers: int, placement: Placement, head: float, embedding: floa
 
 
 def interlaced(num_devices: int, num_microbatches: int) -> Schedule:
-    """1F1B with head and embedding as tensor parallelism over all devices: they join every head computation at once.
+    """Build 1F1B with head and embedding as tensor parallelism over all devices: they join every head computation at
+    once.
 
     Between two heads every device runs one F and one B. A forward then passes two devices in a row, which run them in
     opposite order, but a backward one, so that device 0 holds about ``1.5p`` microbatches (arXiv 2411.05288, section 5.2

@@ -1,4 +1,6 @@
-"""Is vocabulary parallelism worth it? Against doing nothing and against moving layers away from the last stage."""
+"""Choose whether vocabulary parallelism is worth it, against doing nothing and against moving layers away from the last
+stage.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,13 @@ class VocabularyOption:
 
 @dataclass(frozen=True)
 class VocabularyChoice:
-    """The option to take, why, and all that were compared, by name."""
+    """Say which option to take and why, and keep all that were compared.
+
+    Args:
+        best: the option to take.
+        reason: one sentence.
+        options: all that were compared, by name.
+    """
 
     best: VocabularyOption
     reason: str
@@ -61,7 +69,7 @@ class VocabularyChoice:
         return f"<VocabularyChoice {self.best.name} of {', '.join(self.options)}: {brief(self.reason)}>"
 
     def without(self, name: str) -> VocabularyChoice:
-        """The choice among the other options."""
+        """Return the choice among the other options."""
         return _choose({other: option for other, option in self.options.items() if other != name})
 
 
@@ -74,7 +82,7 @@ def choose_vocabulary(
     layout: Sequence[int] | None = None,
     with_passes: Mapping[int, Schedule] | None = None,
 ) -> VocabularyChoice:
-    """The fastest option; the simplest of those that are about as fast.
+    """Return the fastest option; the simplest of those that are about as fast.
 
     Args:
         schedule: without vocabulary passes.

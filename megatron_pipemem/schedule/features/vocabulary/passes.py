@@ -1,4 +1,4 @@
-"""Vocabulary parallelism for any schedule of one pipeline: where its passes and collectives stand.
+"""Give any schedule of one pipeline its vocabulary passes and collectives.
 
 A barrier is an exchange between the last stage's forward and backward that every device takes part in at some end of an
 action. So all backwards of a microbatch are put off by one interval per barrier (the time in which a device works one
@@ -25,7 +25,7 @@ from megatron_pipemem.schedule.features.vocabulary.run import BACKWARD, Run
 
 
 def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = None) -> Schedule:
-    """The schedule with head and embedding cut over all devices.
+    """Return the schedule with head and embedding cut over all devices.
 
     In flight come ``barriers`` microbatches more: on 1F1B device r holds ``p - r + barriers``.
 
@@ -58,7 +58,9 @@ def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = Non
 
 
 def _put_off(schedule: Schedule, barriers: int, costs: Costs) -> tuple[Order, ...]:
-    """The orders with every backward ``barriers`` intervals later. Whatever came after something it needs still does."""
+    """Return the orders with every backward ``barriers`` intervals later. Whatever came after something it needs still
+    does.
+    """
     timeline = simulate(schedule, _without_zeros(costs, schedule.placement))
     later = barriers * timeline.ideal / schedule.num_microbatches
     # Rounded, so that what differs by rounding only is a tie, in which backwards go first: they give memory back.
@@ -74,7 +76,7 @@ def _put_off(schedule: Schedule, barriers: int, costs: Costs) -> tuple[Order, ..
 
 
 def _without_zeros(costs: Costs, placement: Placement) -> Costs:
-    """What takes no time takes a little, so that start times tell the order of everything."""
+    """Let what takes no time take a little, so that start times tell the order of everything."""
     seconds = costs.seconds(placement)
     longest = max(max(prices) for prices in seconds.values()) or 1.0
     forward, inputs, weights = (

@@ -1,4 +1,4 @@
-"""A run of all devices in time that fills the orders of a schedule with the passes of vocabulary parallelism."""
+"""Run all devices in time, and fill the orders of a schedule with the passes of vocabulary parallelism."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Run:
         self._serial = 0
 
     def lists(self) -> tuple[Order, ...]:
-        """The orders with all passes and posts.
+        """Return the orders with all passes and posts.
 
         Raises:
             ScheduleError: an order waits for ever.
@@ -86,7 +86,9 @@ class Run:
         heappush(self._events, (time, self._serial, device, collective))
 
     def _start_idle(self, now: int) -> None:
-        """What takes no time first: others may prefer what comes of it to what they would start now."""
+        """Start on idle devices what takes no time first: others may prefer what comes of it to what they would start
+        now.
+        """
         chosen = {d: action for d in range(self._p) if self._running[d] is None and (action := self._choose(d, now))}
         at_once = {d: action for d, action in chosen.items() if not self._ticks[action.kind][action.stage]}
         for device, action in (at_once or chosen).items():
@@ -117,13 +119,13 @@ class Run:
         self._forming[device].clear()
 
     def _bring(self, collective: Collective, now: int) -> None:
-        """One device has its part of what a collective sums or gathers."""
+        """Take note that one device has its part of what a collective sums or gathers."""
         self._brought[collective] += 1
         if self._brought[collective] == self._p:
             self._post(collective, now)
 
     def _post(self, collective: Collective, now: int) -> None:
-        """On all devices at this moment; a device that is busy gets it before what it is busy with."""
+        """Post on all devices at this moment; a device that is busy gets it before what it is busy with."""
         kind, microbatch = collective
         for device, actions in enumerate(self._lists):
             actions.append(Action(kind, device, microbatch))
@@ -143,7 +145,7 @@ class Run:
                     self._forming[device].append(microbatch)
 
     def _choose(self, device: int, now: int) -> Action | None:
-        """What an idle device runs now, if anything."""
+        """Return what an idle device runs now, if anything."""
         ready = {kind: Action(kind, device, self._count[device][kind]) for kind in self._ready(device)}
         waits = _URGENT if self._barriers == 2 or (Kind.BCAST_X, self._count[device][Kind.S]) in self._done else _NOT_T
         for kind in waits:
@@ -153,7 +155,7 @@ class Run:
         return following or next((ready[kind] for kind in _FILL if kind in ready), None)
 
     def _ready(self, device: int) -> Iterator[Kind]:
-        """The passes whose next microbatch can run on a device."""
+        """Yield the passes whose next microbatch can run on a device."""
         count, done = self._count[device], self._done
         if count[Kind.EMBED_F] < min(self._m, self._begun + _AHEAD):
             yield Kind.EMBED_F
@@ -168,13 +170,13 @@ class Run:
             yield Kind.EMBED_B
 
     def _is_due(self, action: Action) -> bool:
-        """Whether an embedding's pass goes before the device's own order."""
+        """Return whether an embedding's pass goes before the device's own order."""
         if action.kind is Kind.EMBED_F:
             return action.microbatch <= self._begun
         return (Kind.BCAST_E, action.microbatch + _AHEAD - 1) in self._done
 
     def _following(self, device: int, now: int) -> Action | None:
-        """The next action of the device's own order, if it can start; else the device is woken when it can."""
+        """Return the next action of the device's own order, if it can start; else the device is woken when it can."""
         order = self._orders[device]
         if self._at[device] == len(order):
             return None
