@@ -15,43 +15,28 @@ No call blocks the host on a GPU; between these calls the caller computes whatev
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pipemem.errors import OffloadError
-from megatron_pipemem.runtime.offload.channel import Channel, Copy, Direction, Ticket
+from megatron_pipemem.runtime.offload.channel import Channel, Copy, Direction
 from megatron_pipemem.runtime.offload.cuda_channel import CudaChannel
 from megatron_pipemem.runtime.offload.host_channel import HostChannel
 from megatron_pipemem.runtime.offload.host_pool import Block, HostPool
-from megatron_pipemem.runtime.offload.saved import Capture, Hold, Place, Remains, SavedStorage, SavedView
-from megatron_pipemem.runtime.offload.statistics import OffloadStatistics, Stall
+from megatron_pipemem.runtime.offload.residents import Residents, storage_key
+from megatron_pipemem.runtime.offload.saved import Capture, Hold, Place, Remains, SavedStorage, SavedView, checksum
+from megatron_pipemem.runtime.offload.statistics import OffloadStatistics
+from megatron_pipemem.runtime.offload.traffic import Traffic, Transfer
 
 _log = logging.getLogger(__name__)
 
 POISON = 0xFF
 """In every byte: a NaN in all floating-point formats of 16 bits and more."""
-
-
-@dataclass(eq=False)
-class _Transfer:
-    """Copies under way. Keeps their tensors until computing has been ordered after them: the memory of a tensor freed
-    earlier could go to the next kernel while it is still being read."""
-
-    key: Hashable
-    direction: Direction
-    ticket: Ticket
-    copies: tuple[Copy, ...]
-    moving: WeakSet[SavedStorage]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(copy.source.numel() for copy in self.copies)
 
 
 class OffloadEngine:
@@ -90,14 +75,14 @@ class OffloadEngine:
     ):
         self.channel = channel
         self._pool = pool
-        self._permanent_tensors = tuple(permanent)
-        self._min_bytes = max(1, min_bytes)
+        self._permanent = tuple(permanent)
+        self._residents = Residents(channel.device, min_bytes)
         self._guard = guard
         self._on_device = self._on_device_always = on_device
         self._ended: deque[Remains] = deque()
         self._captures: dict[Hashable, Capture] = {}
         self._by_storage: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
-        self._transfers: list[_Transfer] = []
+        self._traffic = Traffic(channel)
         self._device_bytes = self._host_bytes = 0
         self._begin_step()
 
@@ -133,11 +118,11 @@ class OffloadEngine:
             OffloadError: a copy failed that nobody had waited for.
         """
         self._begin_step()
-        self._permanent.update(map(_storage_key, permanent))
+        self._residents.add_permanent(permanent)
         self._on_device = on_device or self._on_device_always
         try:
             yield self
-            for transfer in list(self._transfers):
+            for transfer in self._traffic.under_way():
                 self._settle(transfer)
         finally:
             self._drop_everything()
@@ -168,8 +153,7 @@ class OffloadEngine:
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """Let these stay for the rest of the step: the batch, which somebody else keeps anyway."""
-        for tensor in tensors:
-            self._excluded[_storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        self._residents.exclude(tensors)
 
     def stay(self, key: Hashable, tensors: Iterable[torch.Tensor]) -> None:
         """Let storages that ``key`` captured stay wherever the key goes: somebody goes on using them.
@@ -218,14 +202,14 @@ class OffloadEngine:
             # Somebody may save another part of the same memory while this part is away: that is a new storage then.
             self._by_storage.pop(storage.storage._cdata, None)
             if self._guard:
-                storage.checksum = _checksum(source)
+                storage.checksum = checksum(source)
             storage.place, storage.block = Place.LEAVING, block
             storage.host_bytes = block.nbytes
             self._host_bytes += block.nbytes
             copies.append(Copy(block.data, source))
         self._host_peak = max(self._host_peak, self._host_bytes)
         after = [ticket for block in blocks for ticket in block.after]
-        ticket = self._start(key, Direction.OUT, copies, after, leaving)
+        ticket = self._traffic.start(key, Direction.OUT, copies, after, leaving)
         for storage in leaving:
             storage.departure = ticket
 
@@ -256,7 +240,7 @@ class OffloadEngine:
                 copies.append(Copy(destination, storage.block.data))
                 self._arrived(destination, storage.device_bytes)
         departures = list(dict.fromkeys(storage.departure for storage in coming))
-        ticket = self._start(key, Direction.IN, copies, departures, coming)
+        ticket = self._traffic.start(key, Direction.IN, copies, departures, coming)
         for storage in coming:
             self._pool.give(storage.block, (ticket,))
             storage.block = None
@@ -269,10 +253,8 @@ class OffloadEngine:
         """
         if key not in self._captures:
             raise _unknown(key)
-        moving = {id(s.transfer) for s in list(self._captures[key].storages.values()) if s.transfer is not None}
-        for transfer in list(self._transfers):
-            if transfer.key == key or id(transfer) in moving:
-                self._settle(transfer)
+        for transfer in self._traffic.under_way(key, list(self._captures[key].storages.values())):
+            self._settle(transfer)
 
     def captured_bytes(self, key: Hashable) -> int:
         """Return the bytes that move when ``key`` is offloaded, were nothing shared or kept."""
@@ -301,14 +283,14 @@ class OffloadEngine:
         """
         self.channel.settle_stalls()
         return OffloadStatistics(
-            bytes_out=self._bytes_out,
-            bytes_in=self._bytes_in,
+            bytes_out=self._traffic.bytes_out,
+            bytes_in=self._traffic.bytes_in,
             device_peak_bytes=self._device_peak,
             host_peak_bytes=self._host_peak,
             host_reserved_bytes=self._pool.reserved_bytes,
             held_elsewhere_bytes=self._held_elsewhere,
-            stayed_bytes=dict(self._stayed),
-            stalls=tuple(self._stalls),
+            stayed_bytes=dict(self._residents.stayed),
+            stalls=tuple(self._traffic.stalls),
         )
 
     def close(self) -> None:
@@ -318,21 +300,15 @@ class OffloadEngine:
 
     def _begin_step(self) -> None:
         self._drop_everything()
-        self.channel.forget_stalls()
-        self._permanent = {_storage_key(tensor) for tensor in self._permanent_tensors}
-        self._excluded: dict[int, StorageWeakRef] = {}
-        self._bytes_out = self._bytes_in = self._held_elsewhere = 0
+        self._traffic.begin_step()
+        self._residents.begin_step(self._permanent)
+        self._held_elsewhere = 0
         self._device_peak, self._host_peak = self._device_bytes, self._host_bytes
-        self._stayed: Counter[str] = Counter()
-        self._stalls: list[Stall] = []
 
     def _pack(self, tensor: torch.Tensor, key: Hashable, captured: Capture, hold: Hold) -> torch.Tensor | SavedView:
-        reason = self._reason_to_stay(tensor)
-        if reason is not None:
-            if tensor.layout is torch.strided:
-                self._stayed[reason] += tensor.nbytes
-                if self._on_device is not None:
-                    self._on_device(tensor)
+        if self._residents.stays(tensor):
+            if tensor.layout is torch.strided and self._on_device is not None:
+                self._on_device(tensor)
             # Never an output itself: saved by its own node it would keep itself alive for ever.
             return tensor if tensor.is_leaf else tensor.detach()
         storage = tensor.untyped_storage()
@@ -345,25 +321,9 @@ class OffloadEngine:
         saved.holders.add(hold)
         return saved.view(tensor, hold)
 
-    def _reason_to_stay(self, tensor: torch.Tensor) -> str | None:
-        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
-            return "permanent"
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
-        if not plain or tensor.is_conj() or tensor.is_neg():
-            return "unsupported"
-        if tensor.device != self.channel.device:
-            return "other device"
-        if tensor.numel() == 0 or tensor.untyped_storage().nbytes() < self._min_bytes:
-            return "small"
-        key = _storage_key(tensor)
-        if key in self._permanent:
-            return "permanent"
-        excluded = self._excluded.get(key)
-        return "batch" if excluded is not None and not excluded.expired() else None
-
     def _saved(self, tensors: Iterable[torch.Tensor]) -> list[SavedStorage]:
         """Return those of the tensors' storages that some capture knows."""
-        known = (self._by_storage.get(_storage_key(tensor)) for tensor in tensors)
+        known = (self._by_storage.get(storage_key(tensor)) for tensor in tensors)
         return [saved for saved in known if saved is not None]
 
     def _known(self, key: Hashable, away: bool) -> Capture:
@@ -376,49 +336,18 @@ class OffloadEngine:
             )
         return captured
 
-    def _start(
-        self,
-        key: Hashable,
-        direction: Direction,
-        copies: list[Copy],
-        after: list[Ticket],
-        moving: list[SavedStorage],
-    ) -> Ticket | None:
-        if not copies:
-            return None
-        ticket = self.channel.start(direction, copies, after)
-        transfer = _Transfer(key, direction, ticket, tuple(copies), WeakSet(moving))
-        for storage in moving:
-            storage.transfer = transfer
-        self._transfers.append(transfer)
-        if direction is Direction.OUT:
-            self._bytes_out += transfer.nbytes
-        else:
-            self._bytes_in += transfer.nbytes
-        return ticket
-
-    def _settle(self, transfer: _Transfer) -> None:
-        nbytes = transfer.nbytes
-
-        def stalled(seconds: float) -> None:
-            self._stalls.append(Stall(transfer.key, transfer.direction, nbytes, seconds))
-
-        self.channel.join(transfer.ticket, stalled)
-        self._transfers.remove(transfer)
-        arrived = [storage for storage in transfer.moving if storage.transfer is transfer]
-        transfer.copies = ()
-        for storage in arrived:
-            storage.transfer = None
+    def _settle(self, transfer: Transfer) -> None:
+        for storage in self._traffic.join(transfer):
             if transfer.direction is Direction.OUT:
                 self._release(storage)
-            else:
-                storage.place = Place.DEVICE
-                self._returned(storage)
-                if self._guard and not torch.equal(_checksum(storage.bytes()), storage.checksum):
-                    raise OffloadError(
-                        f"activations of {storage.key} came back from the host with other bytes than they left with; "
-                        "something wrote into memory that was away"
-                    )
+                continue
+            storage.place = Place.DEVICE
+            self._returned(storage)
+            if self._guard and not torch.equal(checksum(storage.bytes()), storage.checksum):
+                raise OffloadError(
+                    f"activations of {storage.key} came back from the host with other bytes than they left with; "
+                    "something wrote into memory that was away"
+                )
 
     def _release(self, storage: SavedStorage) -> None:
         if self._guard and storage.storage._cdata not in self._by_storage:
@@ -450,14 +379,7 @@ class OffloadEngine:
                 self._pool.give(block, block.after if departure is None else (departure,))
 
     def _drop_everything(self) -> None:
-        transfers, self._transfers = self._transfers, []
-        for transfer in transfers:
-            try:
-                self.channel.join(transfer.ticket, lambda seconds: None)
-            except OffloadError:
-                _log.warning(
-                    "an unfinished %s of %s was dropped", transfer.direction.value, transfer.key, exc_info=True
-                )
+        self._traffic.drop()
         for captured in self._captures.values():
             for storage in list(captured.storages.values()):
                 self._ended.append(storage.remains())
@@ -472,16 +394,6 @@ class OffloadEngine:
 
 def _unpack(saved: torch.Tensor | SavedView) -> torch.Tensor:
     return saved.restore() if isinstance(saved, SavedView) else saved
-
-
-def _storage_key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _checksum(run: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bytes' 64-bit words, and of what is left over."""
-    whole = run.numel() // 8 * 8
-    return torch.stack((run[:whole].view(torch.int64).sum(), run[whole:].sum(dtype=torch.int64)))
 
 
 def _unknown(key: Hashable) -> OffloadError:

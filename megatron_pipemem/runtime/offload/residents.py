@@ -1,0 +1,73 @@
+"""Say which saved tensors stay on the device whatever is offloaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class Residents:
+    """Tells the saved tensors that stay on the device from those that may leave it.
+
+    Args:
+        device: whose activations may leave.
+        min_bytes: storages below this stay.
+
+    Attributes:
+        stayed: bytes of the tensors that stay, per reason, since the step began.
+    """
+
+    def __init__(self, device: torch.device, min_bytes: int):
+        self._device = device
+        self._min_bytes = max(1, min_bytes)
+        self.begin_step(())
+
+    def begin_step(self, permanent: Iterable[torch.Tensor]) -> None:
+        """Forget the step before.
+
+        Args:
+            permanent: tensors that are no activations.
+        """
+        self._permanent = {storage_key(tensor) for tensor in permanent}
+        self._excluded: dict[int, StorageWeakRef] = {}
+        self.stayed: Counter[str] = Counter()
+
+    def add_permanent(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These are no activations either."""
+        self._permanent.update(map(storage_key, tensors))
+
+    def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These stay for the rest of the step, as long as they live."""
+        for tensor in tensors:
+            self._excluded[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
+
+    def stays(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor stays, and count it if so."""
+        reason = self._reason_to_stay(tensor)
+        if reason is not None and tensor.layout is torch.strided:
+            self.stayed[reason] += tensor.nbytes
+        return reason is not None
+
+    def _reason_to_stay(self, tensor: torch.Tensor) -> str | None:
+        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+            return "permanent"
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+        if not plain or tensor.is_conj() or tensor.is_neg():
+            return "unsupported"
+        if tensor.device != self._device:
+            return "other device"
+        if tensor.numel() == 0 or tensor.untyped_storage().nbytes() < self._min_bytes:
+            return "small"
+        key = storage_key(tensor)
+        if key in self._permanent:
+            return "permanent"
+        excluded = self._excluded.get(key)
+        return "batch" if excluded is not None and not excluded.expired() else None
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what tells a storage from all others that are alive."""
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,127 @@
+"""Keep the transfers of one device that are under way."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from weakref import WeakSet
+
+from megatron_pipemem.errors import OffloadError
+from megatron_pipemem.runtime.offload.channel import Channel, Copy, Direction, Ticket
+from megatron_pipemem.runtime.offload.saved import SavedStorage
+from megatron_pipemem.runtime.offload.statistics import Stall
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Transfer:
+    """Copies under way. Keeps their tensors until computing has been ordered after them: the memory of a tensor freed
+    earlier could go to the next kernel while it is still being read."""
+
+    key: Hashable
+    direction: Direction
+    ticket: Ticket
+    copies: tuple[Copy, ...]
+    moving: WeakSet[SavedStorage]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(copy.source.numel() for copy in self.copies)
+
+
+class Traffic:
+    """The transfers of one device.
+
+    Args:
+        channel: carries them.
+
+    Attributes:
+        bytes_out: moved to the host since the step began.
+        bytes_in: moved back.
+        stalls: every time that computing stood still for one.
+    """
+
+    def __init__(self, channel: Channel):
+        self._channel = channel
+        self._transfers: list[Transfer] = []
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Count anew."""
+        self._channel.forget_stalls()
+        self.bytes_out = self.bytes_in = 0
+        self.stalls: list[Stall] = []
+
+    def under_way(self, key: Hashable = None, storages: Iterable[SavedStorage] | None = None) -> list[Transfer]:
+        """Return all transfers that nobody has joined, or those of one key.
+
+        Args:
+            key: whose transfers to return.
+            storages: of the key; transfers that another key has started move some of them too. By default all are wanted.
+        """
+        if storages is None:
+            return list(self._transfers)
+        moving = {id(storage.transfer) for storage in storages if storage.transfer is not None}
+        return [transfer for transfer in self._transfers if transfer.key == key or id(transfer) in moving]
+
+    def start(
+        self,
+        key: Hashable,
+        direction: Direction,
+        copies: Sequence[Copy],
+        after: Sequence[Ticket],
+        moving: Sequence[SavedStorage],
+    ) -> Ticket | None:
+        """Start a transfer, and return what tells its end; ``None`` if there is nothing to move.
+
+        Args:
+            key: of the forward whose activations move.
+            direction: to the host or back.
+            copies: runs of bytes.
+            after: tickets of transfers that must have ended before.
+            moving: the storages that the runs belong to.
+        """
+        if not copies:
+            return None
+        ticket = self._channel.start(direction, copies, after)
+        transfer = Transfer(key, direction, ticket, tuple(copies), WeakSet(moving))
+        for storage in moving:
+            storage.transfer = transfer
+        self._transfers.append(transfer)
+        if direction is Direction.OUT:
+            self.bytes_out += transfer.nbytes
+        else:
+            self.bytes_in += transfer.nbytes
+        return ticket
+
+    def join(self, transfer: Transfer) -> list[SavedStorage]:
+        """Order computing after the transfer, and return the storages that no later transfer has taken over.
+
+        Raises:
+            OffloadError: the copy failed.
+        """
+        nbytes = transfer.nbytes
+
+        def stalled(seconds: float) -> None:
+            self.stalls.append(Stall(transfer.key, transfer.direction, nbytes, seconds))
+
+        self._channel.join(transfer.ticket, stalled)
+        self._transfers.remove(transfer)
+        arrived = [storage for storage in transfer.moving if storage.transfer is transfer]
+        transfer.copies = ()
+        for storage in arrived:
+            storage.transfer = None
+        return arrived
+
+    def drop(self) -> None:
+        """Wait for all transfers, and forget them, whatever has become of them."""
+        transfers, self._transfers = self._transfers, []
+        for transfer in transfers:
+            try:
+                self._channel.join(transfer.ticket, lambda seconds: None)
+            except OffloadError:
+                _log.warning(
+                    "an unfinished %s of %s was dropped", transfer.direction.value, transfer.key, exc_info=True
+                )
