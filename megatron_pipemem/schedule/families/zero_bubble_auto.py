@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product, starmap
 from math import inf
+from typing import NamedTuple
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.action import Kind
@@ -61,8 +61,7 @@ def zb_auto(
     return Schedule(NAME, chosen.placement, num_microbatches, chosen.orders)
 
 
-@dataclass(frozen=True)
-class _Machine:
+class _Machine(NamedTuple):
     """Seconds per device and link, by kind of pass.
 
     Args:
@@ -71,20 +70,19 @@ class _Machine:
         up: of a message from every device to the one before.
     """
 
-    seconds: dict[Kind, tuple[float, ...]]
-    down: tuple[float, ...]
-    up: tuple[float, ...]
+    seconds: Mapping[Kind, Sequence[float]]
+    down: Sequence[float]
+    up: Sequence[float]
 
     @classmethod
     def of(cls, costs: Costs, p: int) -> _Machine:
-        down = tuple(costs.link_seconds(device, device + 1) for device in range(p - 1))
-        up = tuple(costs.link_seconds(device, device - 1) for device in range(1, p))
+        down = [costs.link_seconds(device, device + 1) for device in range(p - 1)]
+        up = [costs.link_seconds(device, device - 1) for device in range(1, p)]
         return cls(costs.seconds(Placement.linear(p)), down, (0.0, *up))
 
 
-@dataclass(frozen=True)
-class _Policy:
-    """Say how a device chooses.
+class _Policy(NamedTuple):
+    """How a device chooses.
 
     Args:
         ahead: per device, how many microbatches may be between its F and its I.
@@ -127,68 +125,50 @@ def _greedy(machine: _Machine, policy: _Policy, num_microbatches: int, most: int
 def _run(machine: _Machine, policy: _Policy, m: int, most: int) -> Iterator[tuple[int, Kind]]:
     """Start passes in order of time. Every device always has something to wait for, since the oldest microbatch is
     never held up by a limit on younger ones."""
-    devices = [_Device(policy, machine.seconds, device, most) for device in range(len(policy.ahead))]
-    last = len(devices) - 1
-    devices[0].arrivals[Kind.F] = [0.0] * m
-    awake: list[tuple[float, int]] = [(0.0, 0)]
-    while awake:
-        now, index = heapq.heappop(awake)
-        device = devices[index]
-        kind = device.choose(now)
-        if kind is None:
-            continue
-        yield index, kind
-        end = device.start(kind, now)
-        heapq.heappush(awake, (end, index))
-        if kind is Kind.F:
-            receiver, what, arrival = (
-                (index, Kind.I, end) if index == last else (index + 1, Kind.F, end + machine.down[index])
-            )
-        elif kind is Kind.I and index > 0:
-            receiver, what, arrival = index - 1, Kind.I, end + machine.up[index]
-        else:
-            continue
-        devices[receiver].arrivals[what].append(arrival)
-        heapq.heappush(awake, (arrival, receiver))
+    last, seconds = len(policy.ahead) - 1, machine.seconds
+    arrivals: dict[Kind, list[list[float]]] = {kind: [[] for _ in policy.ahead] for kind in (Kind.F, Kind.I)}
+    ran = {kind: [0] * (last + 1) for kind in (Kind.F, Kind.I, Kind.W)}
+    free = [0.0] * (last + 1)
 
+    def coming(kind: Kind, device: int) -> float:
+        """When the next pass of this kind can start, as far as that is known."""
+        known, started = arrivals[kind][device], ran[kind][device]
+        return known[started] if started < len(known) else inf
 
-class _Device:
-    """Keep what one device has run, and what it knows to be coming."""
-
-    def __init__(self, policy: _Policy, seconds: dict[Kind, Sequence[float]], index: int, most: int) -> None:
-        self.arrivals: dict[Kind, list[float]] = {Kind.F: [], Kind.I: []}
-        self._ran = {Kind.F: 0, Kind.I: 0, Kind.W: 0}
-        self._seconds = {kind: seconds[kind][index] for kind in self._ran}
-        self._ahead = policy.ahead[index]
-        self._most = most
-        self._patience = policy.patience * self._seconds[Kind.W]
-        self._free = 0.0
-
-    def choose(self, now: float) -> Kind | None:
-        """Choose what to start at ``now``; ``None`` waits for the next arrival."""
-        if now < self._free:
-            return None
-        gradient, forward = self._next(Kind.I), self._next(Kind.F)
+    def choose(device: int, now: float) -> Kind | None:
+        """What to start at ``now``; ``None`` to wait for the next arrival."""
+        forwards, gradients, weights = (ran[kind][device] for kind in (Kind.F, Kind.I, Kind.W))
+        gradient, forward = coming(Kind.I, device), coming(Kind.F, device)
         if gradient <= now:
             return Kind.I
-        if self._ran[Kind.F] - self._ran[Kind.I] >= self._ahead:
+        if forwards - gradients >= policy.ahead[device]:
             forward = inf
-        weight_waits = self._ran[Kind.I] > self._ran[Kind.W]
-        if forward <= now:
-            if self._ran[Kind.F] - self._ran[Kind.W] < self._most:
-                return Kind.F
-            return Kind.W if weight_waits else None
-        return Kind.W if weight_waits and min(gradient, forward) - now >= self._patience else None
+        if forward <= now and forwards - weights < most:
+            return Kind.F
+        is_patient = forward > now and min(gradient, forward) - now < policy.patience * seconds[Kind.W][device]
+        return Kind.W if gradients > weights and not is_patient else None
 
-    def start(self, kind: Kind, now: float) -> float:
-        self._ran[kind] += 1
-        self._free = now + self._seconds[kind]
-        return self._free
-
-    def _next(self, kind: Kind) -> float:
-        """Return when the next pass of this kind can start, as far as that is known."""
-        arrivals, ran = self.arrivals[kind], self._ran[kind]
-        return arrivals[ran] if ran < len(arrivals) else inf
+    arrivals[Kind.F][0] = [0.0] * m
+    awake: list[tuple[float, int]] = [(0.0, 0)]
+    while awake:
+        now, device = heapq.heappop(awake)
+        kind = choose(device, now) if now >= free[device] else None
+        if kind is None:
+            continue
+        yield device, kind
+        ran[kind][device] += 1
+        end = free[device] = now + seconds[kind][device]
+        heapq.heappush(awake, (end, device))
+        if kind is Kind.F and device < last:
+            receiver, what, arrival = device + 1, Kind.F, end + machine.down[device]
+        elif kind is Kind.F:
+            receiver, what, arrival = device, Kind.I, end
+        elif kind is Kind.I and device > 0:
+            receiver, what, arrival = device - 1, Kind.I, end + machine.up[device]
+        else:
+            continue
+        arrivals[what][receiver].append(arrival)
+        heapq.heappush(awake, (arrival, receiver))
 
 
 ZB_AUTO = Family(
