@@ -65,7 +65,9 @@ class Kind(StrEnum):
     __hash__ = str.__hash__
 
 
-MEMORY = frozenset((Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD))
+ROUND_TRIP = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
+"""What becomes of activations that leave their device, in this order."""
+MEMORY = frozenset(ROUND_TRIP)
 """They take no time of the device but what they wait."""
 VOCABULARY_COMPUTE = frozenset((Kind.EMBED_F, Kind.S, Kind.LOSS, Kind.T, Kind.EMBED_B))
 COLLECTIVES = frozenset((Kind.REDUCE_E, Kind.BCAST_X, Kind.STATS, Kind.BCAST_G, Kind.REDUCE_X, Kind.BCAST_E))

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.action import RECOMPUTE, Action, Kind
+from megatron_pipemem.schedule.core.action import RECOMPUTE, ROUND_TRIP, Action, Kind
 from megatron_pipemem.schedule.core.schedule import Schedule
-
-_ROUND_TRIP = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
 
 
 def backward_needs(schedule: Schedule, action: Action, actions: Container[Action]) -> Iterator[Action]:
@@ -24,7 +22,7 @@ def backward_needs(schedule: Schedule, action: Action, actions: Container[Action
         return
     if action.kind is not Kind.RS and action.stage in schedule.recomputed:
         yield action._replace(kind=schedule.recomputed[action.stage])
-    if any(action._replace(kind=kind) in actions for kind in _ROUND_TRIP):
+    if any(action._replace(kind=kind) in actions for kind in ROUND_TRIP):
         yield action._replace(kind=Kind.WAIT_RELOAD)
 
 
@@ -50,8 +48,8 @@ def check_memory_actions(schedule: Schedule, places: Mapping[Action, tuple[int, 
         ):
             problem = "no backward uses what it prepares; remove it, or add the backward"
         elif (
-            action.kind in _ROUND_TRIP[:-1]
-            and (following := action._replace(kind=_ROUND_TRIP[_ROUND_TRIP.index(action.kind) + 1])) not in places
+            action.kind in ROUND_TRIP[:-1]
+            and (following := action._replace(kind=ROUND_TRIP[ROUND_TRIP.index(action.kind) + 1])) not in places
         ):
             problem = f"has no {following} after it, so its activations do not come back; add it"
         else:

@@ -43,17 +43,22 @@ class MemoryCap:
         return per_device(self.amount, num_devices)
 
 
-def per_device(limit: float | Sequence[float], num_devices: int) -> tuple[float, ...]:
-    """Return a limit of every device, where one number is that of all.
+def per_device(limit: float | Sequence[float], num_devices: int, what: str = "memory caps") -> tuple[float, ...]:
+    """A limit of every device, where one number is that of all.
+
+    Args:
+        limit: one number, or one per device.
+        num_devices: pipeline ranks.
+        what: they are, for the message.
 
     Raises:
-        UnsupportedError: there are not as many as devices.
+        UnsupportedError: there are not as many as devices, or some are no numbers of at least 0.
     """
-    limits = tuple(map(float, limit)) if isinstance(limit, Sequence) else (float(limit),) * num_devices
+    limits = tuple(map(float, limit)) if hasattr(limit, "__len__") else (float(limit),) * num_devices
     if len(limits) != num_devices:
-        raise UnsupportedError(
-            f"{len(limits)} memory caps for {num_devices} devices; give one number, or one per device"
-        )
+        raise UnsupportedError(f"{len(limits)} {what} for {num_devices} devices; give one number, or one per device")
+    if not all(each >= 0 for each in limits):
+        raise UnsupportedError(f"{what} {limit!r} are no numbers of at least 0; give such")
     return limits
 
 

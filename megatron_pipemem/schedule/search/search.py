@@ -12,7 +12,7 @@ from random import Random
 from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.schedule.core.bounds import least_held
 from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.memory_cap import loosened
+from megatron_pipemem.schedule.core.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.progress import tell
 from megatron_pipemem.schedule.core.rare_collection import rare_collection
@@ -218,9 +218,7 @@ def _checked_caps(memory_cap: float | Sequence[float] | None, num_devices: int) 
     """
     if memory_cap is None:
         return None
-    caps = tuple(map(float, memory_cap)) if hasattr(memory_cap, "__len__") else (float(memory_cap),) * num_devices
-    if len(caps) != num_devices:
-        raise UnsupportedError(f"{len(caps)} memory caps for {num_devices} devices; give one number, or one per device")
+    caps = per_device(memory_cap, num_devices)
     if not all(0 < cap < math.inf for cap in caps):
         raise UnsupportedError(f"memory cap {memory_cap} is no positive number; give one, or leave it out for no limit")
     return caps

@@ -7,17 +7,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.action import ROUND_TRIP, Action, Kind
 from megatron_pipemem.schedule.core.schedule import Order
 from megatron_pipemem.schedule.features.offload.timetable import Timetable
 from megatron_pipemem.schedule.features.offload.transfers import Item, Key, RoundTrip
 
-_ROUND_TRIP = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
 _DEVICE_MEMORY, _HOST_MEMORY = slice(1, 3), slice(0, 4, 3)
 
 
 class PlacedTrips(NamedTuple):
-    """Say where in a device's order the four actions of its round trips go, by their columns in ``_ROUND_TRIP``.
+    """Say where in a device's order the four actions of its round trips go, by their columns in ``ROUND_TRIP``.
 
     Args:
         trips: one row each.
@@ -48,7 +47,7 @@ class PlacedTrips(NamedTuple):
         exact = _exact(ends)
         made, used = np.array([lives[trip.item.key] for trip in own], dtype=int).reshape(-1, 2).T
         times = np.array([(out, out + item.out, back, item.used) for item, out, back in own], dtype=float).reshape(
-            -1, len(_ROUND_TRIP)
+            -1, len(ROUND_TRIP)
         )
         out, left, back, _ = times.T
         # Where passes take no time, many positions have the same time; a round trip's four actions stay in their order.
@@ -72,7 +71,7 @@ class PlacedTrips(NamedTuple):
 
     def order(self, base: Order) -> Order:
         """Return the order of the device with its round trips."""
-        actions = [Action(kind, *trip.item.key) for trip in self.trips for kind in _ROUND_TRIP]
+        actions = [Action(kind, *trip.item.key) for trip in self.trips for kind in ROUND_TRIP]
         actions += base
         return tuple(actions[at] for at in self._merged(slice(None), len(base)))
 
@@ -87,7 +86,7 @@ class PlacedTrips(NamedTuple):
     def _changes(self, changes: Mapping[Kind, Sequence[float]], columns: slice) -> np.ndarray:
         """Return what these columns change, row by row."""
         stages = [trip.item.stage for trip in self.trips]
-        by_kind = [np.array(changes[kind], dtype=float)[stages] for kind in _ROUND_TRIP[columns]]
+        by_kind = [np.array(changes[kind], dtype=float)[stages] for kind in ROUND_TRIP[columns]]
         return np.stack(by_kind, axis=1).ravel()
 
 

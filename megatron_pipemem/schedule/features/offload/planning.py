@@ -9,6 +9,7 @@ from dataclasses import replace
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.action import COMPUTE, Kind
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.memory_cap import per_device
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.features.offload.plan import OffloadPlan
@@ -51,8 +52,10 @@ def plan_offload(
         CostsError: the costs do not fit the schedule.
     """
     base = replace(schedule, orders=tuple(tuple(a for a in order if a.kind in COMPUTE) for order in schedule.orders))
-    caps = _per_device(memory_cap, base, "memory caps")
-    budgets = _per_device(host_budget, base, "host budgets")
+    caps, budgets = (
+        None if limit is None else per_device(limit, base.num_devices, what)
+        for limit, what in ((memory_cap, "memory caps"), (host_budget, "host budgets"))
+    )
     base_timeline = simulate(base, costs)
     from megatron_pipemem.schedule.features.offload.planner import Planner  # numpy takes a while to load
 
@@ -62,17 +65,6 @@ def plan_offload(
         plan = OffloadPlan(replace(base, orders=orders), base, base_timeline, kept, caps)
         plans.append(in_time(plan, timetable))
     return min(plans, key=lambda plan: (max(plan.peaks), sum(plan.peaks), -len(plan.offloaded)))
-
-
-def _per_device(limit: float | Sequence[float] | None, schedule: Schedule, what: str) -> tuple[float, ...] | None:
-    if limit is None:
-        return None
-    limits = tuple(map(float, limit)) if hasattr(limit, "__len__") else (float(limit),) * schedule.num_devices
-    if len(limits) != schedule.num_devices or not all(each >= 0 for each in limits):
-        raise UnsupportedError(
-            f"{what} {limit!r} do not fit {schedule.num_devices} devices; give one number of at least 0, or one per device"
-        )
-    return limits
 
 
 def _selected(schedule: Schedule, timeline: Timeline, select: Select) -> frozenset[int]:

@@ -129,11 +129,11 @@ def search_offload(
     started = time.perf_counter()
     check_effort(seconds, effort)
     check_recompute(recompute)
-    search = _Search(num_devices, num_microbatches, costs, memory_cap, host_budget)
+    search = _Search(num_devices, num_microbatches, costs, memory_cap, host_budget, placements)
     deadline = started + seconds
     attempt = _Attempt(search, offload, recompute)
-    attempt.plan_all(search.known_orders(placements), math.inf if seconds >= SEARCH_SECONDS else deadline)
-    attempt.plan_all(search.searched_orders(placements, deadline, effort), deadline)
+    attempt.plan_all(search.known_orders(), math.inf if seconds >= SEARCH_SECONDS else deadline)
+    attempt.plan_all(search.searched_orders(deadline, effort), deadline)
     if not attempt.bases:
         raise UnsupportedError("no schedule of these placements is known for these costs; give other placements")
     found, missed = attempt.found, attempt.missed
@@ -179,7 +179,7 @@ class _Attempt:
         new: list[tuple[float, str, Schedule]] = []
         for name, schedule in orders:
             base = (schedule.placement.devices, schedule.orders)
-            if base not in self.bases:
+            if base not in self.bases and self._search.admits(schedule.placement):
                 self.bases.add(base)
                 new.append((simulate(schedule, self._search.costs).makespan, name, schedule))
         # Uniform repeating reaches the lowest peaks: what it takes says which of the others are worth a try.
@@ -224,47 +224,33 @@ class _Search(NamedTuple):
     memory_cap: float | Sequence[float]
     host_budget: float | Sequence[float] | None
 
-    def known_orders(self, placements: Sequence[Placement] | None) -> Iterator[tuple[str, Schedule]]:
-        """Orders to plan for that need no search, by name: those that the costs are for."""
-        return self._fitting(self._all_known_orders(placements), placements)
+    placements: Sequence[Placement] | None
 
-    def searched_orders(
-        self, placements: Sequence[Placement] | None, deadline: float, effort: float
-    ) -> Iterator[tuple[str, Schedule]]:
-        """Return variants of the known orders, and orders found in half of the time that is left."""
-        return self._fitting(self._search_orders(placements, deadline, effort), placements)
-
-    def _fitting(
-        self, orders: Iterator[tuple[str, Schedule]], placements: Sequence[Placement] | None
-    ) -> Iterator[tuple[str, Schedule]]:
-        for name, schedule in orders:
-            if (placements is None or schedule.placement in placements) and self._are_costs_of(schedule.placement):
-                yield name, schedule
-
-    def _are_costs_of(self, placement: Placement) -> bool:
+    def admits(self, placement: Placement) -> bool:
+        """Whether it is one of those to consider, and the costs are for it."""
         try:
             self.costs.seconds(placement)
             self.costs.memory_changes(placement)
             self.costs.transfer_seconds(placement)
         except PipememError:
             return False
-        return True
+        return self.placements is None or placement in self.placements
 
-    def _all_known_orders(self, placements: Sequence[Placement] | None) -> Iterator[tuple[str, Schedule]]:
+    def known_orders(self) -> Iterator[tuple[str, Schedule]]:
+        """Orders to plan for that need no search, by name."""
         p, m = self.num_devices, self.num_microbatches
         for schedule in synchronous_schedules(p, m, self.costs):
             yield schedule.name, schedule
-        chunks = range(1, _MOST_CHUNKS + 1) if placements is None else {each.num_chunks for each in placements}
-        for v in chunks:
+        given = self.placements
+        for v in range(1, _MOST_CHUNKS + 1) if given is None else {each.num_chunks for each in given}:
             yield f"{_UNIFORM}, {v} chunks", uniform_repeating(p, m, v)
         yield f"{_UNIFORM} over a V", uniform_repeating(p, m, 2, "v")
 
-    def _search_orders(
-        self, placements: Sequence[Placement] | None, deadline: float, effort: float
-    ) -> Iterator[tuple[str, Schedule]]:
+    def searched_orders(self, deadline: float, effort: float) -> Iterator[tuple[str, Schedule]]:
+        """Variants of the known ones, and orders found in half of the time that is left."""
         p, m = self.num_devices, self.num_microbatches
         for schedule in synchronous_schedules(p, m, self.costs):
-            if schedule.placement.name == "v" and self._are_costs_of(schedule.placement):
+            if schedule.placement.name == "v" and self.admits(schedule.placement):
                 for most, prompt in enumerate(with_prompt_weights(schedule, self.costs)):
                     yield f"{schedule.name}, at most {most} W waiting", prompt
         caps = self.memory_cap if hasattr(self.memory_cap, "__len__") else [self.memory_cap] * p
@@ -279,7 +265,7 @@ class _Search(NamedTuple):
                         num_microbatches=m,
                         costs=self.costs,
                         memory_cap=[cap * factor for cap in caps],
-                        placements=placements,
+                        placements=self.placements,
                         max_chunks=_MOST_CHUNKS,
                         seconds=left,
                         effort=effort,
