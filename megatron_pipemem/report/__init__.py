@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_suffix, write_whole
+from megatron_pipemem.report.picture import write_picture
 from megatron_pipemem.report.terminal import TerminalTimeline
 from megatron_pipemem.schedule.core.simulator import Timeline
 
@@ -42,22 +42,14 @@ def save_comparison(timelines: Sequence[Timeline], path: str | Path) -> Path:
 def _save(timelines: Sequence[Timeline], path: str | Path) -> Path:
     path = Path(path)
     check_suffix(path, SUFFIXES, "a picture")
-    try:
-        if path.suffix == ".json":
-            from megatron_pipemem.report.perfetto import to_json
+    if path.suffix == ".json":
+        from megatron_pipemem.report.perfetto import to_json
 
-            write_whole(path, to_json(timelines))
-        elif path.suffix == ".html":
-            from megatron_pipemem.report.html import page
+        return write_whole(path, to_json(timelines))
+    if path.suffix == ".html":
+        from megatron_pipemem.report.html import page
 
-            write_whole(path, page(timelines))
-        else:
-            from megatron_pipemem.report import figure
+        return write_whole(path, page(timelines))
+    from megatron_pipemem.report import figure
 
-            drawn = figure.draw(timelines[0]) if len(timelines) == 1 else figure.compare(timelines)
-            figure.save(drawn, path)
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            f"a {path.suffix} picture needs {error.name}: pip install {error.name}, or write .html instead"
-        ) from error
-    return path
+    return write_picture(lambda: figure.draw(timelines), path, ", or write .html instead")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_pipemem.files import whole_file
 from megatron_pipemem.report.axis import GAP, LEFT, RIGHT, Windows, both_ends, cut_out, page, points_per_second
 from megatron_pipemem.report.figure_rows import HELD, HELD_EDGE, LIMIT, QUIET, PicturedRun, draw_run
+from megatron_pipemem.report.picture import style
 from megatron_pipemem.report.timeline import (
     IDLE,
     KIND_NAMES,
@@ -27,55 +25,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "pipemem",
-    "font.family": "sans-serif",
-    "font.size": 9,
-    "axes.edgecolor": "#9aa0a6",
-    "axes.labelcolor": "#3c4043",
-    "xtick.color": "#3c4043",
-    "ytick.color": "#3c4043",
-}
-DPI = 150
 
+def draw(timelines: Sequence[Timeline]) -> Figure:
+    """Draw for every device its actions, and below them what it holds; several runs under one another, on one scale of time
+    and one of memory.
 
-def draw(timeline: Timeline) -> Figure:
-    """Draw one run: for every device its actions, and below them what it holds.
-
-    A run of more actions than a page has room for is drawn at its start and its end, and the picture says so.
+    A run of more actions than a page has room for, or of more than twice the length of most, is drawn at its start and its
+    end, and the picture says so.
     """
-    return _draw([PicturedRun(timeline)])
-
-
-def compare(timelines: Sequence[Timeline]) -> Figure:
-    """Draw several runs under one another on one scale of time and one of memory.
-
-    A run of more than twice the length of most is drawn at its start and its end, and the picture says so.
-    """
-    return _draw([PicturedRun(timeline) for timeline in timelines])
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write PNG or SVG by the suffix of ``path``. The same run always gives the same bytes.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    with style():
-        metadata = {"Date": None} if path.suffix == ".svg" else {}
-        with whole_file(path) as beside:
-            figure.savefig(beside, format=path.suffix[1:], dpi=DPI, metadata=metadata)
-
-
-def style() -> AbstractContextManager[None]:
-    """Set what all pictures look alike by; for ``with``."""
-    import matplotlib
-
-    return matplotlib.rc_context(STYLE)
-
-
-def _draw(runs: Sequence[PicturedRun]) -> Figure:
+    runs = [PicturedRun(timeline) for timeline in timelines]
     with style():
         shared = common_end([run.timeline for run in runs]) or 1.0
         width, windows = page([min(run.end, shared) for run in runs], min(run.shortest for run in runs))

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_suffix
+from megatron_pipemem.report.picture import SUFFIXES, axes_for_points, write_picture
 from megatron_pipemem.report.tables import FittingTable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SUFFIXES = (".png", ".svg")
 _MIB = 1 << 20
 _FIGURES = ("tokens/s", "s/step", "predicted\npeak", "counted\npeak", "planned\nbubble", "measured\nbubble")
 _AGREEMENT = {True: "=", False: "≠", None: " "}
@@ -101,27 +101,18 @@ def save_picture(points: Sequence[RunPoint], path: str | Path, title: str = "") 
     check_suffix(path, SUFFIXES, "a comparison of runs")
     if not points:
         raise UnsupportedError("no run has ended well; there is nothing to draw")
-    try:
-        from megatron_pipemem.report import figure
-
-        with figure.style():
-            figure.save(draw(points, title), path)
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(f"a {path.suffix} picture needs {error.name}: pip install {error.name}") from error
-    return path
+    return write_picture(lambda: draw(points, title), path)
 
 
 def draw(points: Sequence[RunPoint], title: str = "") -> Figure:
     """Draw throughput (up) against peak (right). The front is filled, numbered and named; others are hollow and
     numbered.
     """
-    from matplotlib.figure import Figure
-
-    from megatron_pipemem.report.figure import DPI
     from megatron_pipemem.report.labels import Label, add_labels
 
-    drawn = Figure(figsize=(9.6, 5.4), dpi=DPI, facecolor="white", layout="constrained")
-    axes = drawn.add_subplot()
+    axes = axes_for_points(
+        (9.6, 5.4), title, "peak activations of the fullest rank (MiB)", "tokens per second, all devices"
+    )
     best = front(points)
     numbers = {point.number for point in best}
     others = [point for point in points if point.number not in numbers]
@@ -145,15 +136,8 @@ def draw(points: Sequence[RunPoint], title: str = "") -> Figure:
         )
     legend = "\n".join(f"{point.number}: {_settings(point)}" for point in best)
     axes.text(1.02, 1.0, f"front\n{legend}", transform=axes.transAxes, fontsize=8.5, va="top", clip_on=False)
-    axes.set_xlabel("peak activations of the fullest rank (MiB)")
-    axes.set_ylabel("tokens per second, all devices")
     axes.set_ylim(0, 1.08 * max(point.tokens_per_second for point in points) or 1)
     axes.margins(x=0.12)
-    axes.grid(color="#e8eaed", linewidth=0.7)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
     add_labels(
         axes,
         [
@@ -161,7 +145,7 @@ def draw(points: Sequence[RunPoint], title: str = "") -> Figure:
             for p in sorted(points, key=lambda p: p.number not in numbers)
         ],
     )
-    return drawn
+    return axes.figure
 
 
 def _settings(point: RunPoint) -> str:

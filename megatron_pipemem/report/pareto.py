@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_suffix
+from megatron_pipemem.report.picture import SUFFIXES, axes_for_points, write_picture
 from megatron_pipemem.report.tables import FittingTable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SUFFIXES = (".png", ".svg")
 _COLOURS = ("#2662a8", "#c43c4e", "#3aa38f", "#8a5fb0", "#9a6a00", "#5f6368")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _SEARCH = "#d97706"
@@ -85,14 +85,7 @@ def save_pareto(
     check_suffix(path, SUFFIXES, "bubble against peak")
     if not points:
         raise UnsupportedError("no schedule is left to draw; ask for fewer conditions")
-    try:
-        from megatron_pipemem.report import figure
-
-        with figure.style():
-            figure.save(draw(points, bound, title), path)
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(f"a {path.suffix} picture needs {error.name}: pip install {error.name}") from error
-    return path
+    return write_picture(lambda: draw(points, bound, title), path)
 
 
 def draw(points: Sequence[Point], bound: Sequence[tuple[float, float]] = (), title: str = "") -> Figure:
@@ -104,15 +97,15 @@ def draw(points: Sequence[Point], bound: Sequence[tuple[float, float]] = (), tit
             none.
         title: above the picture.
     """
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.ticker import PercentFormatter
 
-    from megatron_pipemem.report.figure import DPI
     from megatron_pipemem.report.labels import Label, add_labels
 
-    figure = Figure(figsize=(11, 6.4), dpi=DPI, facecolor="white", layout="constrained")
-    axes = figure.add_subplot()
+    axes = axes_for_points(
+        (11, 6.4), title, "peak memory of the fullest device (activation units, 1F1B = 1)", "bubble rate"
+    )
+    figure = axes.figure
     placements = list(dict.fromkeys(point.placement for point in sorted(points, key=_by_peak)))
     if bound:
         # Up to each memory its own bound, which is the lower one.
@@ -134,14 +127,7 @@ def draw(points: Sequence[Point], bound: Sequence[tuple[float, float]] = (), tit
     inside = [point for point in points if point.peak <= right and point.bubble_rate <= top]
     axes.set_xlim(max(0.0, min(point.peak for point in points) - 0.08 * right), right)
     axes.set_ylim(-0.02 * top, top)
-    axes.set_xlabel("peak memory of the fullest device (activation units, 1F1B = 1)")
-    axes.set_ylabel("bubble rate")
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
-    axes.grid(color="#e8eaed", linewidth=0.7)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
     handles, labels = axes.get_legend_handles_labels()
     if any(point.dominated for point in points):
         hollow = Line2D([], [], linestyle="", marker="o", markerfacecolor="white", markeredgecolor="#5f6368")

@@ -58,7 +58,7 @@ def held(timeline: Timeline, device: int, time: float) -> float:
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "v-half"])
 def test_a_run(run, name):
     timeline = run(name, 4, 8, COSTS)
-    drawn = figure.draw(timeline)
+    drawn = figure.draw([timeline])
     (axes,) = drawn.axes
     assert axes.get_title("left") == f"{name}: p=4, m=8, bubble {timeline.bubble_rate:.1%}, peak {timeline.peak:.4g}"
     around = [text.get_text() for text in drawn.texts]
@@ -75,7 +75,7 @@ def test_a_run(run, name):
 
 def test_numbers_stand_in_their_boxes(run):
     timeline = run("v-half", 4, 8, COSTS)
-    (axes,) = figure.draw(timeline).axes
+    (axes,) = figure.draw([timeline]).axes
     places = {
         (int(text.get_position()[1]), round(text.get_position()[0], 6)): text.get_text()
         for text in axes.texts
@@ -90,7 +90,7 @@ def test_numbers_stand_in_their_boxes(run):
 @pytest.mark.parametrize("name", ["1f1b", "v-half"])
 def test_curves_of_memory(run, name):
     timeline = run(name, 4, 8, COSTS)
-    (axes,) = figure.draw(timeline).axes
+    (axes,) = figure.draw([timeline]).axes
     curves, limits = (each for each in axes.collections if isinstance(each, LineCollection))
     for device, (curve, limit) in enumerate(zip(curves.get_segments(), limits.get_segments(), strict=True)):
         floor, one = curve[-1][1], limit[0][1]  # a step ends empty
@@ -102,10 +102,10 @@ def test_curves_of_memory(run, name):
 
 def test_comparisons_say_by_how_much(run):
     first, shorter, longer = runs = [run(name, 4, 8) for name in ("1f1b", "zbv", "gpipe")]
-    titles = [axes.get_title("left") for axes in figure.compare(runs).axes]
+    titles = [axes.get_title("left") for axes in figure.draw(runs).axes]
     assert titles[1].endswith(f"{1 - shorter.makespan / first.makespan:.1%} shorter than 1f1b")
     assert longer.makespan == first.makespan and titles[2].endswith("as long as 1f1b")
-    widths = {axes.get_xlim() for axes in figure.compare(runs).axes}
+    widths = {axes.get_xlim() for axes in figure.draw(runs).axes}
     assert widths == {(0, first.makespan)}, "one time axis"
 
 
@@ -113,7 +113,7 @@ def test_a_run_four_times_as_long_does_not_squeeze_the_others(run):
     """It is drawn at both ends, on the scale of the others, and the picture says what lies between."""
     others, gems = [run("1f1b", 4, 24), run("zbv", 4, 24)], run("gems", 4, 24)
     assert gems.makespan > 2.5 * others[0].makespan
-    alone, drawn = figure.compare(others), figure.compare([others[0], gems, others[1]])
+    alone, drawn = figure.draw(others), figure.draw([others[0], gems, others[1]])
     first, begin, finish, last = drawn.axes
     assert [first.get_xlim(), last.get_xlim()] == [axes.get_xlim() for axes in alone.axes]
     assert begin.get_xlim()[0] == 0 and finish.get_xlim()[1] == gems.makespan
