@@ -1,4 +1,4 @@
-"""What the commands share: options, where a schedule comes from, how results and errors are printed."""
+"""Share among the commands: options, where a schedule comes from, how results and errors are printed."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ INSTALL = "Megatron-Core is not installed here; pip install 'megatron-pipemem[me
 
 
 def is_installed() -> bool:
-    """Whether there is a Megatron to attach to, and torch. Asking imports nothing of them."""
+    """Return whether there is a Megatron to attach to, and torch. Asking imports nothing of them."""
     try:
         return all(importlib.util.find_spec(name) is not None for name in ("torch", "megatron.core"))
     except (ImportError, ValueError):  # ValueError: somebody has put another thing in the place of the module

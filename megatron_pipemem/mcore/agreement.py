@@ -1,4 +1,4 @@
-"""What all ranks of a job do together at a step boundary."""
+"""Let all ranks of a job agree at a step boundary."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_pipemem.errors import PipememError, UnsupportedError
 
 
 def decided_by_rank_zero[T](decide: Callable[[], T]) -> T:
-    """What world rank 0 decides, on every rank. Every rank of the job must call this at the same time.
+    """Return on every rank what world rank 0 decides. Every rank of the job must call this at the same time.
 
     A search stops by the clock, so two ranks that search may find different schedules.
 
@@ -42,7 +42,7 @@ def decided_by_rank_zero[T](decide: Callable[[], T]) -> T:
 
 
 def done_by_all[T](do: Callable[[], T]) -> T:
-    """What this rank does, once every rank has done it. Every rank of the job must call this at the same time.
+    """Return what this rank does, once every rank has done it. Every rank of the job must call this at the same time.
 
     A rank that fails alone would leave the others waiting in the next collective.
 
@@ -68,7 +68,7 @@ def done_by_all[T](do: Callable[[], T]) -> T:
 
 
 def is_first_rank() -> bool:
-    """Whether this process speaks for the job: world rank 0, also before there is a process group."""
+    """Return whether this process speaks for the job: world rank 0, also before there is a process group."""
     return dist.get_rank() == 0 if dist.is_initialized() else int(os.environ.get("RANK", 0)) == 0
 
 
@@ -86,7 +86,7 @@ def tell(logger: logging.Logger, message: str, *arguments: object, level: int = 
 
 
 def gather[T](contribution: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's contribution, on every rank, in the order of the group's ranks; by default of the world's."""
+    """Return every rank's contribution, on every rank, in the order of the group's ranks; by default of the world's."""
     if not dist.is_initialized():
         return [contribution]
     gathered: list[T | None] = [None] * dist.get_world_size(group)

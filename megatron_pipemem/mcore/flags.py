@@ -120,7 +120,7 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
 
 
 def _values(arguments: list[str]) -> dict[str, str | bool]:
-    """Every flag with its first value, ``True`` for a bare one; the last one counts where a flag comes twice."""
+    """Return every flag with its first value, ``True`` for a bare one; the last one counts where a flag comes twice."""
     found: dict[str, str | bool] = {}
     for argument, follower in pairwise([*arguments, "--"]):
         if argument.startswith("--"):

@@ -67,7 +67,7 @@ def check_flags(flags: Mapping[str, Any]) -> None:
 
 
 def described(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
-    """Every flag of a parser, with its choices, its type and whether it takes no value."""
+    """Return every flag of a parser, with its choices, its type and whether it takes no value."""
     return {
         name: {
             "choices": action.choices and [str(each) for each in action.choices],
@@ -80,14 +80,16 @@ def described(parser: argparse.ArgumentParser) -> dict[str, dict[str, Any]]:
 
 
 def known_flags() -> dict[str, dict[str, Any]]:
-    """Every flag of Megatron's parser and of ours, as ``described``; nothing where Megatron's cannot be asked."""
+    """Return every flag of Megatron's parser and of ours, as ``described``; nothing where Megatron's cannot be asked."""
     megatrons = _megatrons_flags()
     return megatrons and megatrons | described(flag_parser())
 
 
 @lru_cache(maxsize=1)
 def _megatrons_flags() -> dict[str, dict[str, Any]]:
-    """Kept in a file by Megatron's version and by what is asked, because importing Megatron takes seconds."""
+    """Return Megatron's flags, kept in a file by Megatron's version and by what is asked, because importing Megatron
+    takes seconds.
+    """
     if not is_installed():
         return {}
     asked = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]

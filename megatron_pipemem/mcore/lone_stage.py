@@ -54,7 +54,7 @@ FIRST, MIDDLE, LAST = range(3)
 
 @dataclass(frozen=True)
 class Observed:
-    """What running a stage showed.
+    """Hold what running a stage showed.
 
     Args:
         entries: bytes held after every action.
@@ -69,7 +69,8 @@ class Observed:
 
 @contextmanager
 def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
-    """Within this, the process is rank 0 of a job whose other ranks do not exist and whose collectives return at once.
+    """Make this process, within this block, rank 0 of a job whose other ranks do not exist and whose collectives return
+    at once.
 
     Args:
         execution: says how many ranks there are.
@@ -111,7 +112,7 @@ def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
 def build_stage(
     model: Model, execution: Execution, position: int, layers: int, gpu_norms: bool = False
 ) -> torch.nn.Module:
-    """A stage of the pipeline as Megatron's training loop would build it, within ``lone_rank``.
+    """Return a stage of the pipeline as Megatron's training loop would build it, within ``lone_rank``.
 
     Args:
         model: the shape.
@@ -154,7 +155,7 @@ def build_stage(
 
 
 def run_stage(stage: torch.nn.Module, model: Model, execution: Execution, position: int, microbatches: int) -> Observed:
-    """One microbatch after another through F, I and W of a stage from ``build_stage``.
+    """Run one microbatch after another through F, I and W of a stage from ``build_stage``.
 
     Args:
         stage: the stage.
@@ -211,7 +212,7 @@ class _MadeUpMessages:
 
 
 def _forward_step(data, model):
-    """As training scripts write it."""
+    """Run a forward step as training scripts write it."""
     batch = next(data)
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     return output, partial(_loss, batch["loss_mask"])

@@ -1,5 +1,7 @@
-"""What Megatron's own training loop has been told, for the few who must know beside the flags. Other loops have no such
-arguments, and everything here then says that nobody knows."""
+"""Ask what Megatron's own training loop has been told, for the few who must know beside the flags.
+
+Other loops have no such arguments, and everything here then says that nobody knows.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ def _arguments():
 
 
 def steps_left() -> int | None:
-    """Training steps behind the one that runs now; ``None`` when nobody knows.
+    """Return the training steps behind the one that runs now; ``None`` when nobody knows.
 
     Raises:
         UnsupportedError: the loop will skip batches, so data that are read ahead are of the wrong ones.
@@ -31,7 +33,7 @@ def steps_left() -> int | None:
 
 
 def saves_after(iteration: int) -> bool:
-    """Whether the loop, which ends after that iteration, saves a last checkpoint when it has returned."""
+    """Return whether the loop, which ends after that iteration, saves a last checkpoint when it has returned."""
     arguments = _arguments()
     save, interval = (getattr(arguments, name, None) for name in ("save", "save_interval"))
     if not save or not interval or getattr(arguments, "skip_train", False):
@@ -40,7 +42,7 @@ def saves_after(iteration: int) -> bool:
 
 
 def scalar_interval() -> int | None:
-    """Iterations from one of the loop's scalars to the next; ``None`` where it writes none."""
+    """Return the iterations from one of the loop's scalars to the next; ``None`` where it writes none."""
     arguments = _arguments()
     if not any(getattr(arguments, name, None) for name in ("tensorboard_dir", "wandb_project")):
         return None
@@ -48,13 +50,13 @@ def scalar_interval() -> int | None:
 
 
 def open_writers() -> tuple[object | None, object | None]:
-    """What the loop writes scalars to on this rank: TensorBoard's writer and W&B, each if it is open here."""
+    """Return what the loop writes scalars to on this rank: TensorBoard's writer and W&B, each if it is open here."""
     module = sys.modules["megatron.training.global_vars"]
     return module.get_tensorboard_writer(), module.get_wandb_writer()
 
 
 def checkpoint_folder(purpose: str, iteration: int) -> Path:
-    """Where the loop keeps a checkpoint of that iteration; ``purpose`` is ``save`` or ``load``."""
+    """Return where the loop keeps a checkpoint of that iteration; ``purpose`` is ``save`` or ``load``."""
     from megatron.training.checkpointing import get_checkpoint_name
 
     return Path(get_checkpoint_name(getattr(_arguments(), purpose), iteration, return_base_dir=True))

@@ -38,7 +38,7 @@ class Symbol:
         return self.module.startswith("megatron.training.")
 
     def owner(self) -> tuple[object, str]:
-        """The module or class that holds the symbol, and the attribute's name."""
+        """Return the module or class that holds the symbol, and the attribute's name."""
         # Through sys.modules: a package may re-export a function under the name of its own submodule.
         importlib.import_module(self.module)
         owner: object = sys.modules[self.module]
@@ -48,7 +48,7 @@ class Symbol:
         return owner, attribute
 
     def resolve(self) -> Callable:
-        """The function as it stands.
+        """Return the function as it stands.
 
         Raises:
             UpstreamError: it is missing or its signature lacks a parameter we rely on.

@@ -1,4 +1,4 @@
-"""What ``pipemem plan --output FILE`` chose, as flags of a training script."""
+"""Read what ``pipemem plan --output FILE`` chose, as flags of a training script."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_planned_flags(file: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _by_flag(words: Sequence[str]) -> dict[str, list[list[str]]]:
-    """The values of every occurrence of every flag."""
+    """Return the values of every occurrence of every flag."""
     found: dict[str, list[list[str]]] = {}
     values: list[str] = []
     for word in words:

@@ -86,7 +86,7 @@ class Settings:
 
     @cached_property
     def offload_settings(self) -> OffloadSettings:
-        """What is said about the host.
+        """Return what is said about the host.
 
         Raises:
             UnsupportedError: one of it is nothing of the kind.
@@ -119,7 +119,7 @@ class Settings:
 
 
 def source_for(settings: Settings) -> tuple[Source | None, Offloading]:
-    """Where the schedules of such a run come from, ``None`` for stock's own, and its host side.
+    """Return where the schedules of such a run come from, ``None`` for stock's own, and its host side.
 
     Raises:
         PipememError: settings that cannot be or go together.
@@ -278,7 +278,7 @@ def build_model_chunks(build: Callable, pg_collection: ProcessGroupCollection | 
 
 
 def _brief(settings: Settings) -> str:
-    """What differs from the defaults."""
+    """Return what differs from the defaults."""
     others = (each for each in fields(settings) if each.name != "schedule")
     chosen = [
         f"{each.name} {getattr(settings, each.name)}"

@@ -78,7 +78,7 @@ def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats
 
 
 def device_name() -> str:
-    """What this process computes on."""
+    """Return the name of what this process computes on."""
     return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
 
 
@@ -114,7 +114,7 @@ def _stage_part(
 
 
 def _changes(entries: Sequence[LedgerEntry]) -> dict[Kind, int]:
-    """By how many bytes the actions of microbatch 1 changed what the stage holds."""
+    """Return by how many bytes the actions of microbatch 1 changed what the stage holds."""
     befores = (0, *(entry.bytes for entry in entries))
     return {
         entry.action.kind: entry.bytes - before
@@ -124,13 +124,13 @@ def _changes(entries: Sequence[LedgerEntry]) -> dict[Kind, int]:
 
 
 def _excess(part: Part, layer: Passes) -> Passes:
-    """What a stage of one layer takes beyond its layer; small frames may seem to take less than nothing."""
+    """Return what a stage of one layer takes beyond its layer; small frames may seem to take less than nothing."""
     over = part.seconds + layer * -1
     return Passes(max(0.0, over.forward), max(0.0, over.input), max(0.0, over.weight))
 
 
 def _optimizer_seconds(parameters: int, repeats: int) -> float:
-    """Of one Adam step on fp32 parameters and gradients, per parameter."""
+    """Return the seconds of one Adam step on fp32 parameters and gradients, per parameter."""
     weight = torch.nn.Parameter(torch.zeros(parameters, device=torch.cuda.current_device()))
     weight.grad = torch.ones_like(weight)
     adam = torch.optim.AdamW([weight], fused=True)

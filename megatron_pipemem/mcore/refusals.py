@@ -1,4 +1,4 @@
-"""What the plugin does not run, refused before the first action with the reason and the way out."""
+"""Refuse what the plugin does not run, before the first action, with the reason and the way out."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_sharing(config, schedule: str, placement: Placement) -> None:
 
 
 def check_model(config, splits: bool, recomputes: bool) -> None:
-    """To be asked on every rank before the model is built.
+    """Check a model's configuration. It is asked on every rank before the model is built.
 
     Args:
         config: Megatron's configuration of the model.

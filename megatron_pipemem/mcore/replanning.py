@@ -29,7 +29,7 @@ MINIMUM_GAIN = 0.01
 
 @dataclass(frozen=True)
 class _Contribution:
-    """What one rank has seen, or why it could not."""
+    """Hold what one rank has seen, or why it could not."""
 
     device: int
     changes: dict[Kind, tuple[int, ...]] | None
@@ -86,7 +86,13 @@ class Replanner(Extension):
         self.after_step(step.pipeline.placement.num_stages, step.observation.ledger, step.observation.trace)
 
     def after_step(self, num_stages: int, ledger: ActivationLedger | None, trace: Trace | None) -> None:
-        """Note a training step of this rank."""
+        """Note a training step of this rank.
+
+        Args:
+            num_stages: of the pipeline.
+            ledger: that counted the step, or ``None``.
+            trace: that timed it, or ``None``.
+        """
         # Whether something was counted or timed is alike on every rank, whatever has become of it here.
         if self._source.needs_bytes and ledger is not None:
             self._counted = True
@@ -105,7 +111,7 @@ class Replanner(Extension):
     def before_step(
         self, shape: Shape, device: int, measure_links: Callable[[], dict[Edge, float]]
     ) -> MeasurementUpdate | None:
-        """What has changed, alike on every rank. Every rank of the job calls this before every training step.
+        """Return what has changed, alike on every rank. Every rank of the job calls this before every training step.
 
         Args:
             shape: of the coming step.
@@ -156,7 +162,7 @@ class Replanner(Extension):
 
 
 def merge_bytes(seen: Sequence[_Contribution], placement: Placement) -> dict[Kind, tuple[int, ...]]:
-    """Bytes of every stage, from the rank that holds most for it: replicas may have seen other batches."""
+    """Return the bytes of every stage, from the rank that holds most for it: replicas may have seen other batches."""
     kinds = {kind for each in seen if each.changes for kind in each.changes}
     chosen = [
         max(

@@ -134,7 +134,7 @@ class Source:
         self._answers.clear()
 
     def placement(self, num_devices: int, chunks: int | None) -> Placement:
-        """The placement for a model with that many chunks per rank; ``None`` where nobody knows them yet.
+        """Return the placement for a model with that many chunks per rank; ``None`` where nobody knows them yet.
 
         Raises:
             UnsupportedError: there is none on that many devices.
@@ -153,7 +153,7 @@ class Source:
     def plan(
         self, shape: Shape, reason: str, before: ChosenSchedule | None = None, minimum_gain: float = 0.0
     ) -> ChosenSchedule:
-        """A schedule for training steps of this shape. Every rank of the job calls this at the same time.
+        """Return a schedule for training steps of this shape. Every rank of the job calls this at the same time.
 
         Args:
             shape: of the step.
@@ -182,7 +182,7 @@ class Source:
         return kept if found.timeline.makespan > kept.timeline.makespan * (1 - minimum_gain) else found
 
     def forwards(self, shape: Shape) -> Schedule:
-        """A schedule for evaluation steps of this shape."""
+        """Return a schedule for evaluation steps of this shape."""
         request, schedule = without_offload(self.request), None
         if request.file is None and not request.searches:
             # It may be for training alone, with as many microbatches as these; evaluation has other numbers.
@@ -196,7 +196,14 @@ class Source:
     def cut(
         self, chunks: list[torch.nn.Module], placement: Placement, pg_collection: ProcessGroupCollection | None
     ) -> None:
-        """Cut the vocabulary of a rank's chunks, if that is what is wanted. Every rank calls this when it has built them."""
+        """Cut the vocabulary of a rank's chunks, if that is what is wanted. Every rank calls this when it has built
+        them.
+
+        Args:
+            chunks: of this rank.
+            placement: of the stages.
+            pg_collection: Megatron's process groups.
+        """
         if not self.request.cuts_vocabulary or placement.num_devices == 1:
             return
         if self.request.vocabulary == AUTO:
@@ -208,8 +215,9 @@ class Source:
             cut_vocabulary(chunks, placement, pg_collection, self.request.barriers, self._piece_tokens)
 
     def _ways(self, placement: Placement, chunks: int) -> dict[int, Schedule]:
-        """What most training steps would run without vocabulary passes and with those of either algorithm, where that is
-        possible."""
+        """Return what most training steps would run without vocabulary passes and with those of either algorithm, where
+        that is possible.
+        """
         microbatches = microbatches_of_the_run() or 4 * placement.num_devices
         shape, known = Shape(placement.num_devices, chunks, microbatches), self._known(placement)
         ways = {}
@@ -296,7 +304,7 @@ class Source:
 
 
 def microbatches_of_the_run() -> int | None:
-    """What Megatron's own calculator says, where a training loop has set it up."""
+    """Return what Megatron's own calculator says, where a training loop has set it up."""
     try:
         return num_microbatches_calculator.get_num_microbatches()
     except AttributeError:

@@ -27,14 +27,19 @@ _NOTHING = nullcontext()
 
 
 class StageRunner(Protocol):
-    """One stage of the model on this rank."""
+    """Define what runs one stage of the model on this rank."""
 
     def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
-        """Run the stage. ``input`` is ``None`` on the stage that reads the data; the last stage returns its loss.
+        """Run the stage, and return its output; the last stage returns its loss.
 
         What of it is cheap runs in regions of ``runtime.selective``, which drop what they make if the caller records.
         With vocabulary passes, the first stage gets the embedding's output, and the last one returns the head's input.
-        ``will_recompute`` says that the stage will ``recompute`` this microbatch: it must be able to run it once more, exactly.
+
+        Args:
+            microbatch: its number within the step.
+            input: the earlier stage's output; ``None`` on the stage that reads the data.
+            will_recompute: whether ``recompute`` will run this microbatch once more: the stage must be able to do so
+                exactly.
         """
 
     def recompute(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
@@ -44,22 +49,29 @@ class StageRunner(Protocol):
         """
 
     def release_output(self, output: torch.Tensor) -> None:
-        """The output has been passed on: its memory may go, its graph stays."""
+        """Let the memory of an output go that has been passed on; its graph stays."""
 
     def backward(
         self, input: torch.Tensor | None, output: torch.Tensor, output_gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Backpropagate and return the input's gradient. ``output_gradient`` is ``None`` for a loss.
+        """Backpropagate and return the input's gradient.
 
         Weight gradients of layers that split go to the queue that is being collected.
+
+        Args:
+            input: of the forward; ``None`` on the stage that reads the data.
+            output: of the forward.
+            output_gradient: gradient of the output; ``None`` for a loss.
         """
 
     def reduce_gradients(self) -> None:
-        """All gradients of the stage are complete, summed over the replicas: start summing over the data-parallel ranks."""
+        """Start to sum the stage's gradients over the data-parallel ranks: all are complete, and summed over the
+        replicas.
+        """
 
 
 class StepFeature(Protocol):
-    """What a feature adds to the executor of one step: offload, vocabulary passes, replicas, weight versions."""
+    """Define what a feature adds to the executor of one step: offload, vocabulary passes, replicas, weight versions."""
 
     def extend(self, executor: Executor) -> Handlers:
         """Return who performs the feature's own kinds of actions, and others that it does something before or after.
@@ -71,14 +83,20 @@ class StepFeature(Protocol):
 
 @dataclass(frozen=True)
 class InFlight:
-    """What one call leaves for the next one: microbatches that have run forward, keyed by stage and number, and messages."""
+    """Hold what one call leaves for the next one.
+
+    Args:
+        inputs: of microbatches that have run forward and not backward, by stage and number.
+        outputs: of the same microbatches, by stage and number.
+        arrived: messages that have been received and not used, by their receive.
+    """
 
     inputs: dict[Key, torch.Tensor | None] = field(default_factory=dict)
     outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
     arrived: dict[Action, torch.Tensor] = field(default_factory=dict)
 
     def renumbered(self, by: int) -> InFlight:
-        """The same with ``by`` added to the numbers of all microbatches."""
+        """Return the same with ``by`` added to the numbers of all microbatches."""
         return InFlight(
             {(stage, microbatch + by): tensor for (stage, microbatch), tensor in self.inputs.items()},
             {(stage, microbatch + by): tensor for (stage, microbatch), tensor in self.outputs.items()},

@@ -61,6 +61,13 @@ class Recorder:
             region.run_again(self._load, self._made)
 
     def run(self, function: Callable, replay: Replay, arguments: tuple) -> object:
+        """Run a region, and note what it takes and gives.
+
+        Args:
+            function: the region.
+            replay: runs it again.
+            arguments: of the function; tensors among them are its inputs.
+        """
         region = _Region(function, replay, [self._input(each) for each in arguments])
         with _hooks(region.save, _filled):
             output = function(*arguments)

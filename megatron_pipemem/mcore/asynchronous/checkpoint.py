@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SavedVersions:
-    """What a rank had when a checkpoint was written.
+    """Hold what a rank had when a checkpoint was written.
 
     Args:
         schedule: the family's name and options.
@@ -39,7 +39,7 @@ class SavedVersions:
     older: Mapping[int, Mapping[torch.dtype, torch.Tensor]]
 
     def fits(self, schedule: str, weights: WeightVersions) -> bool:
-        """Whether they are of the same schedule and of weights of the same size."""
+        """Return whether they are of the same schedule and of weights of the same size."""
         sizes = weights.sizes
         return self.schedule == schedule and all(
             {dtype: buffer.numel() for dtype, buffer in buffers.items()} == sizes for buffers in self.older.values()

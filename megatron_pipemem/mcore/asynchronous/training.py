@@ -1,4 +1,4 @@
-"""What lives from one call of the training loop to the next when the pipeline is not flushed in between."""
+"""Keep what lives from one call of the training loop to the next when the pipeline is not flushed in between."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _Stream:
     left: int | None = None
 
     def drop(self) -> None:
-        """Nothing is left in flight, and no weights but the newest."""
+        """Leave nothing in flight, and no weights but the newest."""
         self.weights.keep_only_newest()
         self.weights.renumber(-self.weights.newest)
         self.before = self.done = 0
@@ -161,7 +161,7 @@ class AsynchronousTraining(Extension):
         self._steps += 1
 
     def _weight_bytes(self) -> WeightBytes:
-        """Of all versions: as the schedule foretells them, and as they are there."""
+        """Return the bytes of all versions: as the schedule foretells them, and as they are there."""
         weights, (plan, device, *_) = self._stream.weights, self._call
         planned = plan.window.versions_held[device]
         return WeightBytes({device: weights.version_bytes}, weights.bytes, planned, weights.most_held)
@@ -175,7 +175,7 @@ class AsynchronousTraining(Extension):
         agree: Callable[[str], None],
         reduce: Callable[[], None],
     ) -> Call:
-        """What the next training step runs.
+        """Return what the next training step runs.
 
         Args:
             config: Megatron's configuration of the model.
@@ -248,14 +248,14 @@ class AsynchronousTraining(Extension):
         return SavedVersions(self._identity, stream.batch, stream.before, stream.weights.older())
 
     def _loaded(self, saved: SavedVersions | None) -> None:
-        """The model has the weights of a checkpoint: whatever is in flight is of others."""
+        """Take note that the model has the weights of a checkpoint: whatever is in flight is of others."""
         if self._stream is not None:
             self._stream.drop()
             self._stream = None
         self._saved = saved
 
     def _left(self, stream: _Stream) -> int | None:
-        """Steps behind this one; ``None`` when nobody knows."""
+        """Return steps behind this one; ``None`` when nobody knows."""
         left = steps_left() if self._train_steps is None else self._train_steps - self._steps - 1
         if self._train_steps is not None and left < 0:
             raise UnsupportedError(

@@ -29,7 +29,7 @@ def identity(source: Source) -> str:
 
 
 def window_plan(source: Source, shape: Shape, moment: Moment) -> WindowPlan:
-    """The plan of a call.
+    """Return the plan of a call.
 
     Args:
         source: of an asynchronous family.

@@ -54,7 +54,9 @@ def _split(
     tp_group: dist.ProcessGroup | None = None,
     **newer,
 ) -> torch.Tensor | None:
-    """The layer's output, ``None`` where stock has to compute it. Behind ``queue`` come the stock function's arguments."""
+    """Return the layer's output, ``None`` where stock has to compute it. Behind ``queue`` come the stock function's
+    arguments.
+    """
     known = all(value is None or (name == "gtp_remat_size" and value == 1) for name, value in newer.items())
     # Without a differentiable input autograd never reaches our node, and stock has to find the weight gradient.
     differentiable = torch.is_grad_enabled() and input.requires_grad and weight.requires_grad
@@ -82,7 +84,7 @@ def countable_linear(original: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class _Call:
-    """What the backward needs beside tensors.
+    """Hold what the backward needs beside tensors.
 
     The weight travels here and not as an input of the autograd node: a node whose weight gradient is ``None`` would still
     fire the weight's AccumulateGrad hooks, and DDP would take that for the gradient being ready.
@@ -96,7 +98,7 @@ class _Call:
     tp_group: dist.ProcessGroup
 
     def gather(self, input: torch.Tensor) -> _Underway:
-        """The whole sequence of an input sharded by sequence parallelism: ``[s/t, b, h] -> [s, b, h]``."""
+        """Return the whole sequence of an input sharded by sequence parallelism: ``[s/t, b, h] -> [s, b, h]``."""
         if not self.sequence_parallel:
             return _Underway(input)
         input = input.contiguous()
@@ -106,7 +108,9 @@ class _Call:
         return _Underway(whole, dist.all_gather_into_tensor(whole, input, group=self.tp_group, async_op=True), input)
 
     def reduce(self, grad_input: torch.Tensor) -> _Underway:
-        """The sum of the input's gradient over the tensor-parallel ranks, this rank's share with sequence parallelism."""
+        """Return the sum of the input's gradient over the tensor-parallel ranks, this rank's share with sequence
+        parallelism.
+        """
         if self.sequence_parallel:
             size = (grad_input.size(0) // self.tp_group.size(), *grad_input.shape[1:])
             shard = torch.empty(size, dtype=grad_input.dtype, device=grad_input.device)

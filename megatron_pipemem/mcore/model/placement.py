@@ -68,7 +68,7 @@ class ChunkPlacement(Feature):
         self._num_chunks: int | None = None
 
     def placement(self, num_devices: int, num_chunks: int | None = None) -> Placement:
-        """The placement on that many devices.
+        """Return the placement on that many devices.
 
         Args:
             num_devices: pipeline ranks.
@@ -92,7 +92,7 @@ class ChunkPlacement(Feature):
         return self._found[key]
 
     def chunk(self, chunk: int | None) -> AbstractContextManager:
-        """Within this context the rank is the one round robin would give the chunk; ``None`` changes nothing."""
+        """Let the rank be, within this block, the one that round robin would give the chunk; ``None`` changes nothing."""
         # A chunk dealt round robin would get its real rank.
         return _REAL_RANK if chunk is None or self.is_round_robin else self._as_rank_of(chunk)
 
@@ -120,7 +120,7 @@ class ChunkPlacement(Feature):
         return [*ranks, *building]
 
     def for_model(self, num_devices: int, vp_size: int | None) -> Placement:
-        """The placement for a model with Megatron's number of virtual stages, and from now on the one in use.
+        """Return the placement for a model with Megatron's number of virtual stages, and from now on the one in use.
 
         Raises:
             UnsupportedError: the schedule needs another number of them.
@@ -257,7 +257,9 @@ class ChunkPlacement(Feature):
 
 
 class _Chunks(list):
-    """Where Megatron asks for the one chunk of a rank: it takes a list as well, but writes an attribute on it first."""
+    """Stand where Megatron asks for the one chunk of a rank: it takes a list as well, but writes an attribute on it
+    first.
+    """
 
 
 def round_robin_rank(placement: Placement, device: int, chunk: int) -> int:
@@ -287,7 +289,7 @@ def _keep_rank_for_checkpoints(module: torch.nn.Module, placement: ChunkPlacemen
 
 
 def _tied_weights(chunks: list[torch.nn.Module]) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-    """The embedding's weight and the head's copy of it, on the device that holds both ends of a tied model."""
+    """Return the embedding's weight and the head's copy of it, on the device that holds both ends of a tied model."""
     ends = {}
     for chunk in chunks:
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
@@ -302,7 +304,9 @@ def _tied_weights(chunks: list[torch.nn.Module]) -> list[tuple[torch.nn.Paramete
 
 
 def _sum_tied_gradients(model: list[torch.nn.Module]) -> None:
-    """In place of stock's all-reduce over the first and the last rank: here one rank holds both copies."""
+    """Sum tied gradients in place of stock's all-reduce over the first and the last rank: here one rank holds both
+    copies.
+    """
     for embedding, head in _tied_weights(model):
         gradients = [w.main_grad if hasattr(w, "main_grad") else w.grad for w in (embedding, head)]
         total = gradients[0] + gradients[1]

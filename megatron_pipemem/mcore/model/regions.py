@@ -1,4 +1,6 @@
-"""What selective recomputation drops of Megatron's layers: norms, the activation function of an MLP, unfused core attention."""
+"""Say what selective recomputation drops of Megatron's layers: norms, the activation function of an MLP, unfused core
+attention.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from megatron_pipemem.runtime.selective import Replay, region
 
 @contextmanager
 def random_numbers_again(states: tuple) -> Iterator[None]:
-    """Within this, random numbers are those that followed when ``random._get_all_rng_states`` returned ``states``."""
+    """Let random numbers be, within this block, those that followed when ``random._get_all_rng_states`` returned
+    ``states``.
+    """
     with random._fork_rng():
         random._set_all_rng_states(*states)
         yield
@@ -25,7 +29,8 @@ def random_numbers_again(states: tuple) -> Iterator[None]:
 
 @contextmanager
 def regions_of(model: torch.nn.Module) -> Iterator[None]:
-    """While the model runs within this, its cheap parts are regions of the recording forward (``runtime.selective``).
+    """Make the cheap parts of the model, while it runs within this block, regions of the recording forward
+    (``runtime.selective``).
 
     Cheap are all norms that stand alone (not those that Transformer Engine fuses with a linear layer), what stands between the
     two linear layers of an MLP, and attention between its projections where it is Megatron's own, which keeps ``s x s``

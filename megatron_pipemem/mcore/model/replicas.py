@@ -57,7 +57,7 @@ def make_replicas(chunks: Sequence[torch.nn.Module], placement: Placement, group
 
 
 def _save_as_replica(module: torch.nn.Module) -> None:
-    """Its state is loaded from where the first replica's is and never written."""
+    """Load its state from where the first replica's is, and never write it."""
     original = module.sharded_state_dict
 
     def sharded_state_dict(*args, **kwargs):
@@ -71,7 +71,7 @@ def _save_as_replica(module: torch.nn.Module) -> None:
 
 
 def _behind(replica_id: int | tuple[int, ...]) -> int | tuple[int, ...]:
-    """A replica number behind those that Megatron gives to the first replica."""
+    """Return a replica number behind those that Megatron gives to the first replica."""
     if isinstance(replica_id, int):
         return replica_id + _TIED_ENDS
     first, *rest = replica_id
@@ -79,7 +79,7 @@ def _behind(replica_id: int | tuple[int, ...]) -> int | tuple[int, ...]:
 
 
 def gradients(chunk: torch.nn.Module) -> list[torch.Tensor]:
-    """Where the gradients of a chunk are, parameter by parameter; zeros for those that got none."""
+    """Return where the gradients of a chunk are, parameter by parameter; zeros for those that got none."""
     found = []
     for parameter in chunk.parameters():
         if not parameter.requires_grad:

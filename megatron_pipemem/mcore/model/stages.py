@@ -24,7 +24,7 @@ _NO_REGIONS = nullcontext()
 
 @dataclass
 class StepContext:
-    """What all chunks of a rank share within one call of the forward-backward function.
+    """Hold what all chunks of a rank share within one call of the forward-backward function.
 
     Args:
         config: Megatron's configuration of the model.
@@ -83,6 +83,13 @@ class ChunkStage:
         self._set_input_tensor = get_attr_wrapped_model(self.model, "set_input_tensor")
 
     def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
+        """Run the stage, as ``StageRunner.forward`` says.
+
+        Args:
+            microbatch: its number within the step.
+            input: the earlier stage's output; ``None`` on the stage that reads the data.
+            will_recompute: whether ``recompute`` will run this microbatch once more.
+        """
         step, data = self.step, self.data_iterator
         if will_recompute:
             data = None if data is None else Tape(data)
@@ -138,6 +145,13 @@ class ChunkStage:
     def backward(
         self, input: torch.Tensor | None, output: torch.Tensor, output_gradient: torch.Tensor | None
     ) -> torch.Tensor | None:
+        """Backpropagate, as ``StageRunner.backward`` says.
+
+        Args:
+            input: of the forward; ``None`` on the stage that reads the data.
+            output: of the forward.
+            output_gradient: gradient of the output; ``None`` for a loss.
+        """
         with self.as_chunk():
             gradient = schedules.backward_step(input, output, output_gradient, self.step.config)
         defer(self.delayed, current_queue() or ImmediateWeightGradients())
@@ -154,7 +168,7 @@ class ChunkStage:
             function(self.model.parameters())
 
     def as_chunk(self):
-        """Within this, Megatron answers questions about ranks for this chunk."""
+        """Let Megatron answer questions about ranks, within this block, for this chunk."""
         return self.placement.chunk(self.chunk)
 
 
@@ -170,13 +184,13 @@ def no_gradient_sync(config) -> Iterator[None]:
 
 
 class ActivationCounter(Protocol):
-    """Who counts or moves activations, and must be told what is the batch and no activation."""
+    """Define who counts or moves activations, and must be told what is the batch and no activation."""
 
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None: ...
 
 
 def watch_batches(data_iterator, *counters: ActivationCounter):
-    """The same iterator or list of iterators, telling the counters what is the batch and no activation."""
+    """Return the same iterator or list of iterators, telling the counters what is the batch and no activation."""
     if isinstance(data_iterator, list):
         return [watch_batches(each, *counters) for each in data_iterator]
     return data_iterator if data_iterator is None or not counters else _BatchWatcher(data_iterator, counters)
@@ -229,14 +243,14 @@ class Tape(IteratorWrapper):
 
 
 class _Again(NamedTuple):
-    """What a forward needs to run once more as it ran: its data, and the states of the random number generators."""
+    """Hold what a forward needs to run once more as it ran: its data, and the states of the random number generators."""
 
     data: Tape | None
     random_states: tuple
 
 
 def tensors_in(data) -> Iterator[torch.Tensor]:
-    """Every tensor in nested dictionaries, lists and tuples."""
+    """Yield every tensor in nested dictionaries, lists and tuples."""
     if isinstance(data, torch.Tensor):
         yield data
     elif isinstance(data, dict):

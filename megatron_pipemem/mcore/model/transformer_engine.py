@@ -70,7 +70,7 @@ def _preceded_by(act: Callable[..., None]) -> Callable[[Callable], Callable]:
 
 
 def delayed_modules(module: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
-    """The submodules that wait for ``backward_dw()``, in the module's own order.
+    """Return the submodules that wait for ``backward_dw()``, in the module's own order.
 
     Megatron's attention and MLP have a ``backward_dw`` too that only forwards the call; the modules that really wait are
     those that told DDP not to hook their weights. One whose weights are frozen queues nothing.
@@ -84,14 +84,14 @@ def delayed_modules(module: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
 
 
 def _hooked_by_module(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Those of the module's own parameters whose gradients are ready when its ``backward_dw()`` says so."""
+    """Yield those of the module's own parameters whose gradients are ready when its ``backward_dw()`` says so."""
     for name, parameter in module.named_parameters(recurse=False):
         if getattr(parameter, "skip_backward_post_hook", False):
             yield name, parameter
 
 
 def uncountable(chunks: list[torch.nn.Module]) -> str | None:
-    """Why no hook may watch what these chunks save for their backward, or ``None``.
+    """Return why no hook may watch what these chunks save for their backward, or ``None``.
 
     With fused accumulation a module tells DDP by a mark on its weight that the gradient is in ``main_grad``. Before
     ``MARKS_THE_PARAMETER`` it marks the weight that it saved, and of that a hook returns another object: DDP would find
@@ -171,7 +171,9 @@ def _left_by_backward(
 
 
 def _is_computed(module: torch.nn.Module, name: str) -> bool:
-    """Whether ``backward_dw()`` sets this parameter's ``grad``: of weights unless it accumulates, of biases that it added."""
+    """Return whether ``backward_dw()`` sets this parameter's ``grad``: of weights unless it accumulates, of biases that
+    it added.
+    """
     if "weight" in name:
         return not module.fuse_wgrad_accumulation
     return module.apply_bias and not getattr(module, "gemm_bias_unfused_add", False)

@@ -11,7 +11,7 @@ from megatron_pipemem.schedule.core.placement import Placement
 
 
 class WeightBytes(NamedTuple):
-    """Of the parameters on one rank, gradients and optimizer not included."""
+    """Hold the bytes of the parameters on one rank, gradients and optimizer not included."""
 
     of_stages: Mapping[int, int]
     """bytes of one version of every stage that the rank holds"""
@@ -23,12 +23,12 @@ class WeightBytes(NamedTuple):
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """What these take, each once."""
+    """Return the bytes that these take, each once."""
     return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
 
 
 def count_weights(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> WeightBytes:
-    """Of chunks with one version of their parameters.
+    """Count the bytes of chunks with one version of their parameters.
 
     Args:
         chunks: of this rank.
@@ -39,7 +39,7 @@ def count_weights(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> W
 
 
 def predict_weights(placement: Placement, device: int, bytes_of: Mapping[int, int], versions: int = 1) -> int:
-    """Bytes of a device's weights as its schedule says.
+    """Return the bytes of a device's weights as its schedule says.
 
     Args:
         placement: of the schedule.

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Chunk(NamedTuple):
-    """What one model chunk holds."""
+    """Hold what one model chunk holds."""
 
     layers: tuple[int, ...]
     """global numbers, from 1"""
@@ -39,7 +39,8 @@ def check_whole_model(
     group: dist.ProcessGroup,
     check_own: Callable[[], None],
 ) -> None:
-    """Every rank of the pipeline calls this before the first step of a model.
+    """Check that the chunks of all ranks are one whole model. Every rank of the pipeline calls this before the first
+    step of a model.
 
     Models whose layers have no numbers where Megatron's language models have them are left alone, with a line in the log.
 
@@ -82,7 +83,7 @@ def check_whole_model(
 
 
 def look_into(chunk: torch.nn.Module) -> _Chunk | None:
-    """What a chunk holds; ``None`` where that cannot be seen."""
+    """Return what a chunk holds; ``None`` where that cannot be seen."""
     try:
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
         numbers = tuple(layer.layer_number for layer in model.decoder.layers)

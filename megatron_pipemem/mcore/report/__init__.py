@@ -1,1 +1,1 @@
-"""What a run did, against what was predicted."""
+"""Report what a run did, against what was predicted."""

@@ -1,4 +1,4 @@
-"""What a run did, against what was predicted: bytes, bubbles, losses.
+"""Record what a run did, against what was predicted: bytes, bubbles, losses.
 
 Nothing in here ends a training: what cannot be measured or written is warned of and left out, and collectives are entered by
 every rank, whatever has become of what it has to say.
@@ -57,9 +57,11 @@ class RunRecord:
     Args:
         report: JSON file of the report, or ``None``.
         trace: directory for pictures and traces of the last step, or ``None``.
-
-    Attributes:
+        losses: of every step; ``None`` where it is not known.
+        grad_norms: of every step; ``None`` where it is not known.
         group: this rank's pipeline, set before its first step.
+        steps: of this rank, with what was counted and timed.
+        held: the most that this rank held so far.
     """
 
     report: Path | None
@@ -102,7 +104,7 @@ class RunRecord:
 
     @contextmanager
     def guarded(self, what: str) -> Iterator[None]:
-        """Whatever fails within this is left out of the report, which says so; the first failure is warned of.
+        """Leave out of the report whatever fails within this block, and say so there; the first failure is warned of.
 
         A file that cannot be written is warned of once for all files: a missing folder or a full disk takes them all.
         """
@@ -122,11 +124,12 @@ class RunRecord:
 
     @property
     def last_plan(self) -> ChosenSchedule | None:
-        """Of the last step whose times are known."""
+        """Plan of the last step whose times are known."""
         return self._plans[self.steps[-1].plan][1] if self.steps else None
 
     def counts(self, program: Program) -> bool:
-        """Whether a step of this program must have a ledger: until two in a row have held the same after every action.
+        """Return whether a step of this program must have a ledger: until two in a row have held the same after every
+        action.
 
         Counting costs the host time in every action, and where routing or lengths differ it never ends.
         """
@@ -140,9 +143,14 @@ class RunRecord:
         observed: Observation,
         foretell: bool = True,
     ) -> None:
-        """Note a finished training step; ``foretell`` says whether its peak follows from its first microbatches.
+        """Note a finished training step. A step without a ledger held what the last one held.
 
-        A step without a ledger held what the last one held.
+        Args:
+            plan: that it followed.
+            program: that ran.
+            device: number of this rank in its pipeline.
+            observed: what watched the step.
+            foretell: whether its peak follows from its first microbatches.
         """
         if not self.is_whole:
             return
@@ -227,7 +235,7 @@ class RunRecord:
             self._draw([ranks[member] for member in dist.get_process_group_ranks(self.group)])
 
     def _draw(self, pipeline: list[Summary]) -> None:
-        """The last step, planned and as it ran on the data-parallel and tensor-parallel peers of rank 0."""
+        """Draw the last step, planned and as it ran on the data-parallel and tensor-parallel peers of rank 0."""
         plan, drawn = self.last_plan, []
         for name, timeline in (("plan", lambda: plan.timeline), ("run", lambda: last_step(pipeline, plan))):
             for suffix in _TIMELINES:
@@ -238,7 +246,7 @@ class RunRecord:
             logger.info("wrote the last step's timelines: %s in %s", ", ".join(drawn), self.trace)
 
     def _shared(self) -> list[Shared] | None:
-        """What the ranks of this pipeline tell each other; ``None`` where one of them has nothing to tell."""
+        """Return what the ranks of this pipeline tell each other; ``None`` where one of them has nothing to tell."""
         if self.group is None:  # no step has begun, on any rank
             return None
         own = None
@@ -251,7 +259,7 @@ class RunRecord:
         return everyones
 
     def _summary(self, shared: list[Shared] | None) -> Summary:
-        """This rank's part of the report."""
+        """Return this rank's part of the report."""
         found = Summary(dist.get_rank() if dist.is_initialized() else 0, self.losses, self.grad_norms, None)
         if self.steps:
             with self.guarded(STEPS):
@@ -266,7 +274,8 @@ class RunRecord:
         return replace(found, failure="; ".join(failures) or None)
 
     def _learn_bytes(self, program: Program, device: int, ledger: ActivationLedger) -> None:
-        """What actions take and give back, from the first step that has such an action: later plans may fuse others.
+        """Learn what actions take and give back, from the first step that has such an action: later plans may fuse
+        others.
 
         Learnt anew when a stage begins or ends to be recomputed or offloaded.
         """

@@ -43,7 +43,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Shared:
-    """What the ranks of a pipeline tell each other.
+    """Hold what the ranks of a pipeline tell each other.
 
     Args:
         of_stages: bytes of one version of every stage that the rank holds.
@@ -56,7 +56,7 @@ class Shared:
 
 @dataclass
 class Bytes:
-    """What a rank held at most so far.
+    """Hold what a rank held at most so far.
 
     Args:
         predicted_peak: activations, as foretold; ``None`` where nobody foretold it.
@@ -114,7 +114,7 @@ _OF_A_RANK = (
 
 
 def report_of(ranks: Sequence[Summary], timelines: Path | None) -> dict:
-    """What ``--pipemem-report`` writes.
+    """Return what ``--pipemem-report`` writes.
 
     Args:
         ranks: of the world, in their order.
@@ -147,7 +147,7 @@ def measured(
     weights: WeightBytes,
     shared: Sequence[Shared] | None,
 ) -> dict:
-    """A rank's entry of the report.
+    """Return a rank's entry of the report.
 
     Args:
         steps: of the rank.
@@ -181,12 +181,20 @@ def measured(
 
 
 def makespans(shared: Sequence[Shared]) -> list[float]:
-    """Of every step of a pipeline."""
+    """Return the makespan of every step of a pipeline."""
     return [max(ends) for ends in zip(*(each.ends for each in shared), strict=True)]
 
 
 def described(number: int, plans: Plans, steps: Sequence[Step], shared: Sequence[Shared] | None) -> dict:
-    """A plan as the report shows it. A plan's first step is not typical and counts only where it is the only one."""
+    """Describe a plan as the report shows it. A plan's first step is not typical and counts only where it is the only
+    one.
+
+    Args:
+        number: of the plan in ``plans``.
+        plans: of the run, each with its first step.
+        steps: of this rank.
+        shared: what the ranks of the pipeline told each other, or ``None``.
+    """
     first, plan = plans[number]
     schedule = plan.schedule
     times = zip(steps, makespans(shared), strict=True) if shared is not None else ()
@@ -212,7 +220,7 @@ def described(number: int, plans: Plans, steps: Sequence[Step], shared: Sequence
 
 
 def last_step(pipeline: Sequence[Summary], plan: ChosenSchedule) -> Timeline:
-    """The last step of a pipeline as it ran.
+    """Return the last step of a pipeline as it ran.
 
     Raises:
         ValueError: a rank of the pipeline has not timed all of it.
@@ -227,7 +235,7 @@ def last_step(pipeline: Sequence[Summary], plan: ChosenSchedule) -> Timeline:
 
 
 def _offload_summary(steps: list[OffloadStatistics | None]) -> dict:
-    """Bytes of the last step; seconds per step, on average. The first step is not typical here either."""
+    """Return the bytes of the last step; seconds per step, on average. The first step is not typical here either."""
     typical = steps[1:] or steps
     waits: Counter[tuple[Kind, int]] = Counter()
     for step in typical:
@@ -246,7 +254,7 @@ def _offload_summary(steps: list[OffloadStatistics | None]) -> dict:
 
 
 def _costs(plan: ChosenSchedule) -> dict:
-    """One value per stage; the time of a message between every two neighbours."""
+    """Return one value per stage; the time of a message between every two neighbours."""
     placement, seconds = plan.schedule.placement, plan.costs.seconds(plan.schedule.placement)
     neighbours = sorted({tuple(sorted(pair)) for pair in zip(placement.devices, placement.devices[1:], strict=False)})
     links = {f"{a}-{b}": plan.costs.link_seconds(a, b) for a, b in neighbours if a != b}
@@ -255,5 +263,5 @@ def _costs(plan: ChosenSchedule) -> dict:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has neither NaN nor infinity: what is no number becomes ``null``."""
+    """Replace what is no number by ``null``: JSON has neither NaN nor infinity."""
     return value if value is not None and math.isfinite(value) else None

@@ -54,7 +54,9 @@ class Scalars:
                 wandb.log(scalars, iteration)
 
     def _numbers(self) -> tuple[Step, int | None, float] | None:
-        """The last step of this rank, its foretold peak and its planned bubble; ``None`` where it could not be measured."""
+        """Return the last step of this rank, its foretold peak and its planned bubble; ``None`` where it could not be
+        measured.
+        """
         record = self._record
         with record.guarded(STEPS):
             if record.is_whole and record.steps:

@@ -29,7 +29,7 @@ class Dealer:
         self._waiting: dict[int, object] = {}
 
     def hand(self, microbatches: Sequence[int]) -> Iterator | None:
-        """An iterator over the batches of these microbatches."""
+        """Return an iterator over the batches of these microbatches."""
         return None if self._stream is None else _Hand(self, self._stream, microbatches)
 
     def batch(self, microbatch: int) -> object:

@@ -98,7 +98,9 @@ class Step:
     earlier_ledger: ActivationLedger | None = None
     """of the step before, if this one begins with what that one still holds"""
     offload_statistics: Callable[[], OffloadStatistics | None] = lambda: None
+    """tells what the step's offload moved and held, if there is any"""
     weight_bytes: Callable[[], WeightBytes | None] = lambda: None
+    """tells what the parameters on this rank take"""
     recorded_program: Program | None = None
     """what a report compares the counted bytes with; by default the program"""
 
@@ -113,12 +115,13 @@ class Step:
 
     @cached_property
     def permanent(self) -> list[torch.Tensor]:
-        """What is no activation: to be asked for when all ``buffers`` are known."""
+        """Return what is no activation: to be asked for when all ``buffers`` are known."""
         return [*permanent_tensors(self.chunks), *self.buffers]
 
 
 class Extension(Feature):
-    """What a feature adds to steps. It is asked at these points of every step, in this order, on every rank alike.
+    """Define what a feature adds to steps. It is asked at these points of every step, in this order, on every rank
+    alike.
 
     A method that opens communicators or sends may count on every rank of the job being there.
     """

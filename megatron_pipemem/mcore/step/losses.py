@@ -26,7 +26,7 @@ _ALIGNMENT = 16
 
 
 class _Leaf(NamedTuple):
-    """Where a tensor stood."""
+    """Say where a tensor stood."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ class LossCarrier:
         dist.send_object_list(everything, dist.get_global_rank(self._group, destination), self._group)
 
     def receive(self, source: int, kind: Hashable) -> object:
-        """What that rank of the group sends, with all tensors on this rank's device."""
+        """Receive what that rank of the group sends, with all tensors on this rank's device."""
         key = (source, self._group.rank(), kind)
         known = self._known.get(key)
         if known is not None:
@@ -176,12 +176,12 @@ def _describe(data: object, tensors: list[torch.Tensor]) -> object:
 
 
 def _restore(form: object, tensors: Iterator[torch.Tensor]) -> object:
-    """The inverse of ``_describe``."""
+    """Return the inverse of ``_describe``."""
     return next(tensors) if isinstance(form, _Leaf) else _mapped(form, lambda value: _restore(value, tensors))
 
 
 def _mapped(data: object, change: Callable[[object], object]) -> object:
-    """The same dictionary, list or tuple with its values changed; anything else as it is."""
+    """Return the same dictionary, list or tuple with its values changed; anything else as it is."""
     if isinstance(data, dict):
         return {key: change(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
@@ -204,13 +204,13 @@ def _leaves(form: object) -> list[_Leaf]:
 
 
 def _buffer(leaves: list[_Leaf]) -> torch.Tensor:
-    """Bytes for all tensors, after a first one that says whether they are there."""
+    """Return bytes for all tensors, after a first one that says whether they are there."""
     size = _ALIGNMENT + sum(leaf.padded for leaf in leaves)
     return torch.empty(size, dtype=torch.uint8, device=torch.cuda.current_device())
 
 
 def _places(leaves: list[_Leaf], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The part of the buffer that is each tensor's, as a tensor of its type and shape."""
+    """Yield the part of the buffer that is each tensor's, as a tensor of its type and shape."""
     start = _ALIGNMENT
     for leaf in leaves:
         yield buffer[start : start + leaf.nbytes].view(leaf.dtype).view(leaf.shape)

@@ -1,4 +1,4 @@
-"""What watches one step on this rank: a ledger of bytes and a clock."""
+"""Watch one step on this rank: by a ledger of bytes and a clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from megatron_pipemem.runtime.trace import CudaTrace, HostTrace, Trace
 
 @dataclass
 class Observation:
-    """What watches one step on this rank, and what it has seen of offload and weights."""
+    """Hold what watches one step on this rank, and what it has seen of offload and weights.
+
+    Args:
+        ledger: counts bytes; ``None`` does not.
+        trace: times actions; ``None`` does not.
+        offload: what the step's offload moved and held.
+        weights: bytes of the parameters.
+    """
 
     ledger: ActivationLedger | None
     trace: Trace | None
@@ -56,7 +63,7 @@ def observe(
 
 
 def permanent_tensors(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
-    """What these chunks hold that is no activation: parameters, gradient buffers, module buffers."""
+    """Return what these chunks hold that is no activation: parameters, gradient buffers, module buffers."""
     permanent: list[torch.Tensor] = []
     for chunk in chunks:
         for parameter in chunk.parameters():
@@ -67,6 +74,6 @@ def permanent_tensors(chunks: list[torch.nn.Module]) -> list[torch.Tensor]:
 
 
 def device_of(chunks: list[torch.nn.Module]) -> torch.device:
-    """Where the model is; a rank without parameters has the host alone."""
+    """Return where the model is; a rank without parameters has the host alone."""
     parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
     return next((parameter.device for parameter in parameters), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What a run says about activation offload and recomputation, and the engine that it asks for."""
+"""Read what a run says about activation offload and recomputation, and make the engine that it asks for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OffloadSettings:
-    """How activations leave the device, or are made again.
+    """Say how activations leave the device, or are made again.
 
     Args:
         mode: ``off`` for what the schedule itself says and no more, ``half`` for the longest-lived half of every
@@ -93,7 +93,7 @@ class OffloadSettings:
 
 
 class _Node(NamedTuple):
-    """What a rank knows of its host."""
+    """Hold what a rank knows of its host."""
 
     name: str
     available: int
@@ -121,7 +121,8 @@ class Offloading(Extension):
         self._switches: tuple[tuple[int, ...], ...] | None = None
 
     def budget(self) -> int:
-        """Bytes of host memory that every rank may take: an equal part of its node's, and the least of all nodes.
+        """Return the bytes of host memory that every rank may take: an equal part of its node's, and the least of all
+        nodes.
 
         Raises:
             UnsupportedError: the nodes do not have that much.
@@ -133,7 +134,7 @@ class Offloading(Extension):
         return self._budget
 
     def engine(self) -> OffloadEngine:
-        """The engine of this rank, kept from step to step."""
+        """Return the engine of this rank, kept from step to step."""
         if self._engine is None:
             self._engine = OffloadEngine.on(
                 self.device,
@@ -154,7 +155,7 @@ class Offloading(Extension):
         return self._switches
 
     def links(self, num_devices: int) -> tuple[HostLink, ...]:
-        """The link of every place in the pipeline: the slowest that any rank at that place measures."""
+        """Return the link of every place in the pipeline: the slowest that any rank at that place measures."""
         if self._links is None:
             self.budget()
             engine = done_by_all(self.engine)
@@ -194,11 +195,11 @@ class Offloading(Extension):
 
 
 def _wait() -> None:
-    """For others, whose turn it is."""
+    """Wait for others, whose turn it is."""
 
 
 def _place() -> int:
-    """Of this rank in its pipeline."""
+    """Return the place of this rank in its pipeline."""
     return parallel_state.get_pipeline_model_parallel_rank() if parallel_state.is_initialized() else 0
 
 
@@ -232,7 +233,7 @@ def _slowest(links: Sequence[HostLink]) -> HostLink:
 
 
 def _rank_budget(nodes: Sequence[_Node], per_node: float | None) -> int:
-    """The least of the ranks' equal parts of their nodes.
+    """Return the least of the ranks' equal parts of their nodes.
 
     Raises:
         UnsupportedError: a node does not have what the user promised.

@@ -1,4 +1,4 @@
-"""From a source of schedules to the validated program of one step."""
+"""Turn a source of schedules into the validated program of one step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MeasurementUpdate:
-    """Why and with what to plan anew.
+    """Say why and with what to plan anew.
 
     Args:
         reason: for the report.
@@ -46,7 +46,7 @@ class Compiled(NamedTuple):
 
 
 def digest_of(program: Program) -> str:
-    """Hash of all that ranks must agree on before they run it."""
+    """Return the hash of all that ranks must agree on before they run it."""
     text = program.schedule.digest + "".join(f"{d}:{','.join(map(str, a))};" for d, a in enumerate(program.actions))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -81,7 +81,7 @@ class ProgramCache:
             self._source.single_queue = single
 
     def compile(self, shape: Shape, *, forward_only: bool, agree: Callable[[str], None]) -> Compiled:
-        """The validated program of one step.
+        """Return the validated program of one step.
 
         Args:
             shape: of the step.
@@ -123,7 +123,8 @@ class ProgramCache:
         return self._compiled(plan.schedule, plan)
 
     def _build_again(self, shape: Shape, before: Compiled) -> Compiled:
-        """By the update, or the program that has run so far: a plan that fails does not end a run that goes well.
+        """Build by the update, or keep the program that has run so far: a plan that fails does not end a run that goes
+        well.
 
         Raises:
             UnsupportedError: the bytes that were counted break the cap, whatever the schedule.

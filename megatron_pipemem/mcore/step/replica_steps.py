@@ -1,4 +1,4 @@
-"""What a second replica of the model adds to a step: its batches, and sums of the replicas' gradients."""
+"""Add a second replica of the model to a step: its batches, and sums of the replicas' gradients."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def has_single_queue(device: torch.device, forced: bool = False) -> bool:
-    """Whether programs for this device are to be lowered for a single queue.
+    """Return whether programs for this device are to be lowered for a single queue.
 
     Args:
         device: where the model is.

@@ -49,7 +49,9 @@ class _StandIn:
 
 
 class Call(NamedTuple):
-    """Of the model, by the forward step of one microbatch. Either may be missing, depending on the stage."""
+    """Hold a call of the model by the forward step of one microbatch. Either part may be missing, depending on the
+    stage.
+    """
 
     tokens: torch.Tensor | None
     labels: torch.Tensor | None

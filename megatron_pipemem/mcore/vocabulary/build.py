@@ -29,7 +29,7 @@ _PIECE_BYTES = 64 * 2**20
 
 
 class _Whole(NamedTuple):
-    """What every rank must know of a model whose ends other ranks have built."""
+    """Hold what every rank must know of a model whose ends other ranks have built."""
 
     vocab_size: int
     hidden_size: int
@@ -129,7 +129,7 @@ def layout_of(chunks: list[torch.nn.Module], placement: Placement, pipeline: dis
 
 
 def shards_of(chunks: list[torch.nn.Module]) -> VocabularyShards:
-    """This rank's shards, of wrapped or bare chunks.
+    """Return this rank's shards, of wrapped or bare chunks.
 
     Raises:
         UnsupportedError: the model was built before ``enable()`` or around it.
@@ -145,13 +145,13 @@ def shards_of(chunks: list[torch.nn.Module]) -> VocabularyShards:
 
 
 def shards_group_of(pg_collection) -> dist.ProcessGroup:
-    """The ranks of one replica of the model, those of the same pipeline rank side by side."""
+    """Return the ranks of one replica of the model, those of the same pipeline rank side by side."""
     group = getattr(pg_collection, "mp", None)
     return parallel_state.get_model_parallel_group() if group is None else group
 
 
 def _end(models: list[torch.nn.Module], placement: Placement, device: int, stage: int) -> torch.nn.Module | None:
-    """The model of the pipeline's first or last stage, if this device holds it."""
+    """Return the model of the pipeline's first or last stage, if this device holds it."""
     stages = placement.stages[device]
     return models[stages.index(stage)] if stage in stages else None
 
@@ -217,4 +217,4 @@ def _pieces(rows: int, like: torch.Tensor) -> Iterator[range]:
 
 
 def _nothing_to_tie(*args, **kwargs) -> None:
-    """In the place of Megatron's tying of state dicts: the shards save themselves."""
+    """Do nothing in the place of Megatron's tying of state dicts: the shards save themselves."""

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def head_in_layers(model: torch.nn.Module) -> float:
-    """How many transformer layers take as long as the whole head, by the FLOPs of their matrix products.
+    """Return how many transformer layers take as long as the whole head, by the FLOPs of their matrix products.
 
     A mixture of experts counts with the experts that a token visits, in every layer.
 
@@ -43,7 +43,7 @@ def head_in_layers(model: torch.nn.Module) -> float:
 def choose_barriers(
     model: torch.nn.Module, layout: Sequence[int], costs: Costs, schedules: Mapping[int, Schedule]
 ) -> int:
-    """Barriers of the best way to deal with the model's head, 0 to leave it where it is.
+    """Return the barriers of the best way to deal with the model's head, 0 to leave it where it is.
 
     Args:
         model: a chunk, built and not yet cut.

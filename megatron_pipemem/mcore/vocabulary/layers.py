@@ -156,7 +156,7 @@ class VocabularyShards(torch.nn.Module):
 
 
 class ArrivingEmbedding(torch.nn.Module):
-    """In the place of the first stage's word embeddings: gives what the shards have looked up.
+    """Stand in the place of the first stage's word embeddings, and give what the shards have looked up.
 
     Args:
         whole: the module it replaces.
@@ -183,7 +183,8 @@ class ArrivingEmbedding(torch.nn.Module):
 
 
 class DepartingHead(torch.nn.Module):
-    """In the place of the last stage's output layer: keeps its input for the shards, and gives logits without values.
+    """Stand in the place of the last stage's output layer: keep its input for the shards, and give logits without
+    values.
 
     Args:
         whole: the module it replaces.
@@ -213,6 +214,6 @@ class DepartingHead(torch.nn.Module):
         return input.detach().new_full((), float("nan")).expand(tokens, input.size(1), size), None
 
     def losses_without_values(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """In the place of the model's cross entropy: ``[b, s]``, for the user's forward step to return as it is."""
+        """Stand in the place of the model's cross entropy: ``[b, s]``, for the user's forward step to return as it is."""
         self.losses = torch.full(labels.shape, float("nan"), device=labels.device)
         return self.losses

@@ -96,7 +96,7 @@ class LastStage(ChunkStage):
         self._finish_forward(microbatch, logits.transpose(0, 1).contiguous())
 
     def _finish_forward(self, microbatch: int, output: torch.Tensor) -> torch.Tensor:
-        """What Megatron does with the last stage's output: loss function, averages, reporting."""
+        """Do what Megatron does with the last stage's output: loss function, averages, reporting."""
         step: StepContext = self.step
         loss_function, dtype = self._awaiting.pop(microbatch)
         if step.config.timers is not None:

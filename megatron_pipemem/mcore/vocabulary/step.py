@@ -1,4 +1,4 @@
-"""What vocabulary parallelism adds to a step: batches for every rank, other end stages, and who performs the passes."""
+"""Add vocabulary parallelism to a step: batches for every rank, other end stages, and who performs the passes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class VocabularySteps(Extension):
 
 
 def _connect(pipeline: dist.ProcessGroup, shards: dist.ProcessGroup) -> Channels:
-    """Groups over the same ranks as these, and both connected. Every rank of the job calls this at the same time."""
+    """Make groups over the same ranks as these, and connect both. Every rank of the job calls this at the same time."""
     (opened,) = new_groups([dist.get_process_group_ranks(pipeline)], pipeline, "PIPEMEM_VOCABULARY")
     gathering = opened
     if shards.size() != pipeline.size():  # without tensor parallelism they are the same ranks

@@ -17,8 +17,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Transfer:
-    """Copies under way. Keeps their tensors until computing has been ordered after them: the memory of a tensor freed
-    earlier could go to the next kernel while it is still being read."""
+    """Hold copies under way, and their tensors until computing has been ordered after them.
+
+    The memory of a tensor freed earlier could go to the next kernel while it is still being read.
+
+    Args:
+        key: of the forward whose activations move.
+        direction: to the host or back.
+        ticket: of the channel.
+        copies: runs of bytes with their source and destination.
+        moving: storages that move.
+    """
 
     key: Hashable
     direction: Direction
