@@ -1,0 +1,62 @@
+"""The quick lane is whole: what it lists is there, and no package is without a test."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "megatron_pipemem"
+LANE = [
+    line
+    for line in (ROOT / "tests" / "quick.txt").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+]
+# What runs in processes of its own only, and the test that starts them.
+STARTED = {"cpu/transformer_engine": "tests/end_to_end/test_transformer_engine.py"}
+PACKAGES = sorted(file.parent for file in PACKAGE.rglob("__init__.py"))
+
+
+def files(entry: str) -> list[Path]:
+    path = ROOT / entry.partition("::")[0]
+    return sorted(path.glob("test_*.py")) if path.is_dir() else [path]
+
+
+def imported(file: Path) -> set[str]:
+    """Modules that a test names, in its imports."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            found |= {str(node.module), *(f"{node.module}.{each.name}" for each in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+    return found
+
+
+@pytest.fixture(scope="module")
+def packages() -> set[Path]:
+    """Those with a module that some test of the lane imports."""
+    modules = set().union(*(imported(file) for entry in LANE for file in files(entry)))
+    places = [ROOT.joinpath(*module.split(".")) for module in modules if module.startswith(PACKAGE.name)]
+    return {place if place.is_dir() else place.parent for place in places if place.is_dir() or _is_module(place)}
+
+
+def _is_module(place: Path) -> bool:
+    return place.with_suffix(".py").is_file()
+
+
+@pytest.mark.parametrize("entry", LANE)
+def test_what_is_listed_exists(entry):
+    path, _, test = entry.partition("::")
+    assert (ROOT / path).exists()
+    if test:
+        functions = {node.name for node in ast.walk(ast.parse((ROOT / path).read_text())) if hasattr(node, "name")}
+        assert test.partition("[")[0] in functions
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda each: str(each.relative_to(ROOT)))
+def test_every_package_is_tested(packages, package):
+    started_by = STARTED.get(package.relative_to(PACKAGE).as_posix())
+    assert package in packages or any(entry.startswith(f"{started_by}::") for entry in LANE)
