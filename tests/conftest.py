@@ -1,9 +1,12 @@
-"""Which tests run beside which under pytest-xdist: those that start processes of their own run one after another."""
+"""What a busy machine must not change: which tests run beside which, how long they may take, and what a search finds."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -12,7 +15,8 @@ from patience import interrupted_when_stuck
 if TYPE_CHECKING:
     from xdist.scheduler import Scheduling
 
-# Beginnings of paths. A process that computes for a while by itself is no reason to be here.
+# Beginnings of paths. Under pytest-xdist, tests that start processes of their own run one after another. A process that
+# computes for a while by itself is no reason to be here.
 START_PROCESSES = tuple(
     f"tests/{path}"
     for path in (
@@ -40,9 +44,17 @@ settings.register_profile(
 settings.load_profile("suite")
 
 
+SEARCH = ("tests/cli/", "tests/planner/", "tests/schedule/")
+
+
+def _limits_on_processor_time(nodeid: str) -> AbstractContextManager:
+    """A search that may take a second finds more in it when nobody else needs the processor, but for this."""
+    return mock.patch.object(time, "perf_counter", time.process_time) if nodeid.startswith(SEARCH) else nullcontext()
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol() -> Iterator[None]:
-    with interrupted_when_stuck():
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    with interrupted_when_stuck(), _limits_on_processor_time(item.nodeid):
         return (yield)
 
 

@@ -32,9 +32,8 @@ COSTS = Costs(1, 1.5, 0.5, channel=Channel(0.5))
 
 
 def what_is_told(monkeypatch, work) -> str:
-    """All that is told during ``work``, however short it is. Its seconds are the processor's: others may need it, too."""
+    """All that is told during ``work``, however short it is."""
     monkeypatch.setattr(told, "_SECONDS_BETWEEN", 0.0)
-    monkeypatch.setattr(time, "perf_counter", time.thread_time)
     lines: list[str] = []
     with told.listening(lines.append):
         work()
