@@ -58,14 +58,14 @@ class Step:
 
 def our_steps(schedules: Iterable[tuple[str, Schedule, Costs]]) -> Iterator[Step]:
     """This project's executor and transport, without Megatron around them."""
-    channels = {}
+    pipelines = {}
     vocabulary_channels = None
     for name, schedule, costs in schedules:
         placement = schedule.placement
         program = lower(schedule)
         validate_program(program)
-        if placement.devices not in channels:
-            channels[placement.devices] = connect(placement, dist.group.WORLD, CPU)
+        if placement.devices not in pipelines:
+            pipelines[placement.devices] = connect(placement, dist.group.WORLD, CPU)
         device = Device(pass_seconds(schedule, costs))
         kind, vocabulary = _Runner, None
         if schedule.vocabulary_barriers:
@@ -77,14 +77,12 @@ def our_steps(schedules: Iterable[tuple[str, Schedule, Costs]]) -> Iterator[Step
         def run(
             program=program,
             runners=runners,
-            channels=channels[placement.devices],
+            pipeline=pipelines[placement.devices],
             message=message,
             vocabulary=vocabulary,
         ):
-            ranks = range(program.placement.num_devices)
-            transport = Transport(dist.get_rank(), program.placement, ranks, channels, message)
             features = [vocabulary.passes()] if vocabulary else []
-            Executor(program, dist.get_rank(), runners, transport, features).run()
+            Executor(program, dist.get_rank(), runners, Transport(pipeline, message), features).run()
 
         yield Step("pipemem", name, device, run, schedule, costs)
 

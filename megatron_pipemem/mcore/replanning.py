@@ -71,8 +71,7 @@ class Replanner(Extension):
             if step.message.shape is None:
                 tell(logger, "messages have no fixed shape, so their time is not measured and counts as 0")
                 return {}
-            pipeline = step.pipeline
-            return measure_links(pipeline.placement, pipeline.device, pipeline.ranks, pipeline.channels, step.message)
+            return measure_links(step.pipeline, step.message)
 
         update = self.before_step(step.shape, step.pipeline.device, links)
         if update is not None:

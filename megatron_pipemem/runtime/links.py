@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
-from megatron_pipemem.runtime.transport import Edge, MessageFormat, edges
-from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.runtime.transport import Edge, MessageFormat, Pipeline, edges
 
 _ROUND_TRIPS = 5
 
 
-def measure_links(
-    placement: Placement,
-    device: int,
-    ranks: Sequence[int],
-    groups: dict[Edge, dist.ProcessGroup],
-    message: MessageFormat,
-) -> dict[Edge, float]:
+def measure_links(pipeline: Pipeline, message: MessageFormat) -> dict[Edge, float]:
     """Return the seconds of a message in either direction: half a round trip while nothing else runs in this pipeline.
 
     Every rank of the pipeline must call this at the same time, between steps.
 
     Args:
-        placement: says which devices are neighbours.
-        device: this rank's place in the pipeline.
-        ranks: global rank of every device.
-        groups: from ``connect``.
+        pipeline: from ``connect``.
         message: format of the messages; of one shape.
 
     Returns:
@@ -39,7 +28,8 @@ def measure_links(
     assert message.shape is not None, "messages of changing shape have no one cost"
     payload = torch.zeros(message.shape, dtype=message.dtype, device=message.device)
     seconds: dict[Edge, float] = {}
-    for low, high in edges(placement):
+    device, ranks, groups = pipeline.device, pipeline.ranks, pipeline.channels
+    for low, high in edges(pipeline.placement):
         if low > high or device not in (low, high):
             continue
         times = []

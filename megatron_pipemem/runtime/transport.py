@@ -25,6 +25,30 @@ Edge = tuple[int, int]
 _MAX_DIMS = 8
 
 
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """A pipeline as one of its ranks sees it, connected.
+
+    Args:
+        group: its process group.
+        placement: of the stages on its devices.
+        device: this rank's place in it.
+        ranks: of the world, of every device.
+        channels: the process group that carries each directed edge of this rank.
+    """
+
+    group: dist.ProcessGroup | None
+    placement: Placement
+    device: int
+    ranks: Sequence[int]
+    channels: Mapping[Edge, dist.ProcessGroup]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages on this rank, in the order of its chunks."""
+        return self.placement.stages[self.device]
+
+
 def edges(placement: Placement) -> list[Edge]:
     """Return all directed edges that messages of this placement use, in one order that every rank shares."""
     used = set()
@@ -53,9 +77,7 @@ def colour(directed: Iterable[Edge]) -> dict[Edge, int]:
     return colours
 
 
-def connect(
-    placement: Placement, group: dist.ProcessGroup, device: torch.device | int | str
-) -> dict[Edge, dist.ProcessGroup]:
+def connect(placement: Placement, group: dist.ProcessGroup, device: torch.device | int | str) -> Pipeline:
     """Open the channels of one pipeline. Every rank of the job must call this at the same time.
 
     Backends open a connection at its first message and block until the other end does the same, so all are opened here, in
@@ -65,9 +87,6 @@ def connect(
         placement: says which devices are neighbours.
         group: the pipeline's process group; its ranks are the devices, in order.
         device: where the messages are, which decides the backend that carries them.
-
-    Returns:
-        The group that carries each directed edge of this rank; it is in no other group opened here.
     """
     ranks = dist.get_process_group_ranks(group)
     colours = colour(edges(placement))
@@ -88,7 +107,7 @@ def connect(
             dist.send(hello, ranks[destination], group=channel)
         else:
             dist.recv(hello, ranks[source], group=channel)
-    return channels
+    return Pipeline(group, placement, own, ranks, channels)
 
 
 @dataclass(frozen=True)
@@ -119,19 +138,13 @@ class Transport:
     """The messages of one step on one rank.
 
     Args:
-        device: this rank's place in the pipeline.
-        placement: which device holds which stage.
-        ranks: global rank of every device.
-        groups: from ``connect``.
+        pipeline: from ``connect``.
         message: format of all messages.
         in_sequence: learn shapes that differ where receives are posted and not where their tensors are needed, for programs
             whose order is one for everything.
     """
 
-    device: int
-    placement: Placement
-    ranks: Sequence[int]
-    groups: dict[Edge, dist.ProcessGroup]
+    pipeline: Pipeline
     message: MessageFormat
     in_sequence: bool = False
     _sends: dict[Action, list[tuple[dist.Work, torch.Tensor]]] = field(default_factory=dict)
@@ -144,14 +157,16 @@ class Transport:
 
     def __post_init__(self) -> None:
         self._peers = {
-            edge: dist.get_group_rank(group, self.ranks[edge[0] if edge[1] == self.device else edge[1]])
-            for edge, group in self.groups.items()
+            edge: dist.get_group_rank(
+                group, self.pipeline.ranks[edge[0] if edge[1] == self.pipeline.device else edge[1]]
+            )
+            for edge, group in self.pipeline.channels.items()
         }
 
     def post_send(self, action: Action, tensor: torch.Tensor) -> None:
         """Start sending; the tensor's memory is kept until the backend is done with it."""
         edge = self._edge(action)
-        group, peer = self.groups[edge], self._peers[edge]
+        group, peer = self.pipeline.channels[edge], self._peers[edge]
         tensor = tensor.contiguous()
         works = []
         if self.message.shape is None:
@@ -223,11 +238,11 @@ class Transport:
         shape = self.message.shape
         if shape is None:
             header = torch.empty(_MAX_DIMS + 1, dtype=torch.int64, device=self.message.device)
-            self.groups[edge].recv([header], self._peers[edge], 0).wait()
+            self.pipeline.channels[edge].recv([header], self._peers[edge], 0).wait()
             sizes = header.tolist()
             shape = tuple(sizes[1 : 1 + sizes[0]])
         receive.tensor = torch.empty(shape, dtype=self.message.dtype, device=self.message.device)
-        receive.work = self.groups[edge].recv([receive.tensor], self._peers[edge], 0)
+        receive.work = self.pipeline.channels[edge].recv([receive.tensor], self._peers[edge], 0)
 
     def _edge(self, action: Action) -> Edge:
         """Return which way the message goes: outputs go up and come from below, gradients the other way."""
@@ -235,10 +250,11 @@ class Transport:
         if known is not None:
             return known
         upward = action.kind in (Kind.SEND_F, Kind.RECV_I)
-        neighbour = self.placement.next_stage if upward else self.placement.previous_stage
+        device, placement = self.pipeline.device, self.pipeline.placement
+        neighbour = placement.next_stage if upward else placement.previous_stage
         stage = neighbour(action.stage)
         assert stage is not None, f"{action} has no neighbour"
-        peer = self.placement.devices[stage]
+        peer = placement.devices[stage]
         sends = action.kind in (Kind.SEND_F, Kind.SEND_I)
-        edge = self._edges[action[:2]] = (self.device, peer) if sends else (peer, self.device)
+        edge = self._edges[action[:2]] = (device, peer) if sends else (peer, device)
         return edge

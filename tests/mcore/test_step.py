@@ -23,7 +23,7 @@ from megatron_pipemem.mcore.step.programs import Compiled, ProgramCache  # noqa:
 from megatron_pipemem.mcore.vocabulary.stages import FirstStage, LastStage  # noqa: E402
 from megatron_pipemem.runtime.executor import StageRunner  # noqa: E402
 from megatron_pipemem.runtime.groups import new_groups  # noqa: E402
-from megatron_pipemem.runtime.transport import edges  # noqa: E402
+from megatron_pipemem.runtime.transport import Pipeline, edges  # noqa: E402
 from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
 
 ONE_CHUNK, TWO_CHUNKS = Placement.linear(4), Placement.interleaved(4, 2)
@@ -40,7 +40,7 @@ def world():
 def function(monkeypatch) -> ForwardBackward:
     def connect(placement, group, device):
         (channel,) = new_groups([[0]], group, "TEST")
-        return dict.fromkeys(edges(placement), channel)
+        return Pipeline(group, placement, 0, [0], dict.fromkeys(edges(placement), channel))
 
     monkeypatch.setattr(step, "connect", connect)
     source, _ = source_for(Settings("interleaved"))

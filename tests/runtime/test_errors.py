@@ -17,11 +17,11 @@ from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
 def test_an_error_names_the_action_and_the_next_step_runs(name):
     program = lower(build_schedule(name, num_devices=1, num_microbatches=3))
     with pytest.raises(RuntimeError, match="boom") as error:
-        toy.run_step(program, 0, {}, fail_at=2)
+        toy.run_step(program, toy.alone(program.placement), fail_at=2)
     (note,) = error.value.__notes__
     position = program.actions[0].index(next(a for a in program.actions[0] if str(a) == "0F2"))
     assert f"device 0 failed at position {position}, action 0F2, of schedule {name}" in note
     assert current_queue() is None
-    runners, ledger, _ = toy.run_step(program, 0, {})
+    runners, ledger, _ = toy.run_step(program, toy.alone(program.placement))
     assert ledger.entries[-1].bytes == 0
     assert sum(len(runner.losses) for runner in runners.values()) == 3

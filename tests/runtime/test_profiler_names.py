@@ -18,7 +18,7 @@ def test_a_profile_names_every_compute_action():
     schedule = build_schedule("zbv", num_devices=1, num_microbatches=2)
     message = MessageFormat((toy.ROWS, toy.WIDTH), torch.float32, torch.device("cpu"))
     runners = {stage: toy.Runner(stage, schedule.num_stages) for stage in schedule.placement.stages[0]}
-    transport = Transport(0, schedule.placement, range(1), {}, message)
+    transport = Transport(toy.alone(schedule.placement), message)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         Executor(lower(schedule), 0, runners, transport).run()
     named = [event.name for event in profile.events() if event.name.startswith("PP:")]

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.runtime import transport  # noqa: E402
-from megatron_pipemem.runtime.transport import MessageFormat, Transport, colour, connect, edges  # noqa: E402
+from megatron_pipemem.runtime.transport import MessageFormat, Pipeline, Transport, colour, connect, edges  # noqa: E402
 from megatron_pipemem.schedule.core.action import MESSAGES, SENDS, Action, Kind  # noqa: E402
 from megatron_pipemem.schedule.core.messages import Router  # noqa: E402
 from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
@@ -124,8 +124,8 @@ def test_channels_open_on_the_device_of_the_messages(monkeypatch):
             call,
             lambda tensor, peer, group, call=call: hellos.append((call, peer, group, tensor.device.type)),
         )
-    channels = connect(Placement.linear(4), SimpleNamespace(rank=lambda: 1), "meta")
-    assert channels == {(0, 1): 0, (1, 0): 1, (1, 2): 2, (2, 1): 3}
+    pipeline = connect(Placement.linear(4), SimpleNamespace(rank=lambda: 1), "meta")
+    assert pipeline.channels == {(0, 1): 0, (1, 0): 1, (1, 2): 2, (2, 1): 3}
     assert opened == {0: [1, 3, 5, 7], 1: [1, 3, 5, 7], 2: [3, 5], 3: [3, 5]}
     assert hellos == [("recv", 7, 0, "meta"), ("send", 7, 1, "meta"), ("send", 3, 2, "meta"), ("recv", 3, 3, "meta")]
 
@@ -137,7 +137,7 @@ def test_a_send_that_waits_keeps_no_other_edge_from_letting_go(monkeypatch):
     monkeypatch.setattr(transport.dist, "get_group_rank", lambda group, rank: rank)
     message = MessageFormat((1,), torch.float32, torch.device("cpu"))
     channels = {(1, 2): group, (1, 0): group}
-    messages = Transport(1, Placement.linear(3), range(3), channels, message)
+    messages = Transport(Pipeline(None, Placement.linear(3), 1, range(3), channels), message)
     messages.post_send(Action(Kind.SEND_F, 1, 0), torch.zeros(1))
     messages.post_send(Action(Kind.SEND_I, 1, 0), torch.zeros(1))
     assert [*messages._sends] == [Action(Kind.SEND_F, 1, 0)]

@@ -27,9 +27,10 @@ from megatron_pipemem.runtime.offload import OffloadEngine
 from megatron_pipemem.runtime.offload.actions import OffloadActions
 from megatron_pipemem.runtime.selective import region
 from megatron_pipemem.runtime.trace import HostTrace
-from megatron_pipemem.runtime.transport import MessageFormat, Transport, connect
+from megatron_pipemem.runtime.transport import MessageFormat, Pipeline, Transport, connect
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, current_queue
 from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Program, Schedule
 from megatron_pipemem.schedule.core.validator import validate_program
 from megatron_pipemem.schedule.lowering import lower
@@ -152,22 +153,26 @@ class Runner:
         self.reductions += 1
 
 
+def alone(placement: Placement) -> Pipeline:
+    """A pipeline of this process, which sends nothing."""
+    return Pipeline(None, placement, 0, range(1), {})
+
+
 def run_step(
     program: Program,
-    device: int,
-    groups,
+    pipeline: Pipeline,
     engine: OffloadEngine | None = None,
     in_sequence: bool = False,
     **runner_options,
 ):
     """One step on this rank. Returns the runners, the ledger and the trace."""
-    placement = program.placement
+    placement, device = program.placement, pipeline.device
     variable = runner_options.get("variable", False)
     runners = {
         stage: Runner(stage, placement.num_stages, engine, **runner_options) for stage in placement.stages[device]
     }
     message = MessageFormat(None if variable else (ROWS, WIDTH), torch.float32, torch.device("cpu"))
-    transport = Transport(device, placement, range(placement.num_devices), groups, message, in_sequence)
+    transport = Transport(pipeline, message, in_sequence)
     permanent = [p for runner in runners.values() for p in runner.stage.parameters()]
     ledger, trace = ActivationLedger(permanent), HostTrace()
     with engine.step(permanent, lambda tensor: ledger.hold(tensor, "saved")) if engine else nullcontext():
@@ -191,13 +196,11 @@ def run_case(case: dict, device: int, devices: int, connections: dict, engine: O
     single_queue = case.get("single_queue", False)
     program = lower(schedule.forward_only() if forward_only else schedule, single_queue=single_queue)
     validate_program(program, single_queue=single_queue)
-    groups = connections.setdefault(schedule.placement.devices, None)
-    if groups is None:
-        groups = connections[schedule.placement.devices] = connect(schedule.placement, dist.group.WORLD, "cpu")
+    pipeline = connections.get(schedule.placement.devices)
+    if pipeline is None:
+        pipeline = connections[schedule.placement.devices] = connect(schedule.placement, dist.group.WORLD, "cpu")
     with torch.set_grad_enabled(not forward_only):
-        runners, ledger, trace = run_step(
-            program, device, groups, engine, single_queue, variable=case.get("variable", False)
-        )
+        runners, ledger, trace = run_step(program, pipeline, engine, single_queue, variable=case.get("variable", False))
     moved = engine.statistics()
     seen = {
         "losses": [loss for runner in runners.values() for loss in runner.losses],

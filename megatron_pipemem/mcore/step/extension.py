@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pipemem.mcore.model.stages import ActivationCounter, ChunkStage, StepContext
@@ -19,35 +18,10 @@ from megatron_pipemem.mcore.step.programs import Compiled, ProgramCache
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor, StepFeature
 from megatron_pipemem.runtime.offload import OffloadStatistics
-from megatron_pipemem.runtime.transport import Edge, MessageFormat
-from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.runtime.transport import MessageFormat, Pipeline
 from megatron_pipemem.schedule.core.schedule import Program
 from megatron_pipemem.schedule.knowledge import Shape
 from megatron_pipemem.schedule.resolve import ChosenSchedule
-
-
-@dataclass(frozen=True, eq=False)
-class Pipeline:
-    """The pipeline this rank belongs to, connected; one object for every process group and placement.
-
-    Args:
-        group: its process group.
-        placement: of the stages on its devices.
-        device: this rank's place in it.
-        ranks: of the world, of every device.
-        channels: process groups of messages.
-    """
-
-    group: dist.ProcessGroup
-    placement: Placement
-    device: int
-    ranks: Sequence[int]
-    channels: dict[Edge, dist.ProcessGroup]
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """The stages on this rank, in the order of its chunks."""
-        return self.placement.stages[self.device]
 
 
 @dataclass

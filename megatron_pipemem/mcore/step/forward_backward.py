@@ -21,14 +21,14 @@ from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.model.whole_model import check_whole_model
 from megatron_pipemem.mcore.patching import Feature, Replacements
 from megatron_pipemem.mcore.refusals import check_chunks, check_config
-from megatron_pipemem.mcore.step.extension import Extension, Pipeline, Step
+from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.step.observation import device_of, observe
 from megatron_pipemem.mcore.step.programs import ProgramCache
 from megatron_pipemem.mcore.step.single_queue import has_single_queue
 from megatron_pipemem.mcore.symbols import WITH_INTERLEAVING, WITHOUT_INTERLEAVING
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.groups import destroy_groups
-from megatron_pipemem.runtime.transport import MessageFormat, Transport, connect
+from megatron_pipemem.runtime.transport import MessageFormat, Pipeline, Transport, connect
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.knowledge import Shape
 
@@ -230,14 +230,7 @@ class ForwardBackward(Feature):
             step.program,
             pipeline.device,
             step.stages,
-            Transport(
-                pipeline.device,
-                placement,
-                pipeline.ranks,
-                pipeline.channels,
-                step.message,
-                self._programs.single_queue,
-            ),
+            Transport(pipeline, step.message, self._programs.single_queue),
             features,
             ledger=step.observation.ledger,
             trace=step.observation.trace,
@@ -246,13 +239,7 @@ class ForwardBackward(Feature):
     def _connect(self, group: dist.ProcessGroup, placement: Placement, device: torch.device | int) -> Pipeline:
         key = group, placement
         if key not in self._pipelines:
-            self._pipelines[key] = Pipeline(
-                group,
-                placement,
-                group.rank(),
-                dist.get_process_group_ranks(group),
-                connect(placement, group, device),
-            )
+            self._pipelines[key] = connect(placement, group, device)
         return self._pipelines[key]
 
     def close(self) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from megatron_pipemem.mcore.model.replicas import gradients
 from megatron_pipemem.mcore.step.batch_distribution import Dealer, deal
-from megatron_pipemem.mcore.step.extension import Extension, Pipeline, Step
+from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.runtime.groups import destroy_groups
 from megatron_pipemem.runtime.replicas import Channels, ReplicaReducer, connect_replicas
+from megatron_pipemem.runtime.transport import Pipeline
 
 
 class ReplicaSteps(Extension):
