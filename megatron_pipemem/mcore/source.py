@@ -23,6 +23,7 @@ from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS, check_placement
 from megatron_pipemem.schedule.families.serial_orders import forward_schedule
+from megatron_pipemem.schedule.features.vocabulary.passes import with_barriers
 from megatron_pipemem.schedule.knowledge import MEASURED, HostLink, Knowledge, MemoryDeltas, Shape
 from megatron_pipemem.schedule.model_cut import placements_of
 from megatron_pipemem.schedule.options import AUTO, OFF
@@ -30,11 +31,9 @@ from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.request import Request, check_devices_of_file
 from megatron_pipemem.schedule.resolve import (
     ChosenSchedule,
-    excess,
     family_schedule,
     resolve,
     searched,
-    with_passes,
     without_offload,
 )
 from megatron_pipemem.schedule.search.cache import ResultCache
@@ -173,7 +172,7 @@ class Source:
         found = replace(found, reason=reason)
         # What ran before the bytes were known need not keep the cap.
         if before is None or (
-            known.changes is not None and any(excess(self.request, before.schedule, known, found.costs))
+            known.changes is not None and any(known.excess(self.request, before.schedule, found.costs))
         ):
             return found
         if found.schedule != before.schedule:
@@ -191,7 +190,7 @@ class Source:
         if schedule is None:
             placement = self.placement(shape.num_devices, shape.chunks)
             schedule = forward_schedule(placement, shape.num_microbatches, f"{self.name} (forward only)")
-        return with_passes(schedule, self.request, self.knowledge)
+        return with_barriers(schedule, self.request.barriers, self.costs)
 
     def cut(
         self, chunks: list[torch.nn.Module], placement: Placement, pg_collection: ProcessGroupCollection | None

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from megatron_pipemem.schedule.core.action import VOCABULARY, Kind
 from megatron_pipemem.schedule.core.costs import Channel, Costs
+from megatron_pipemem.schedule.core.memory_cap import loosened
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import held_after, peaks
@@ -165,6 +166,20 @@ class Knowledge:
         }
         program = lower(schedule, single_queue=self.single_queue, costs=costs)
         return [max(held_after(actions, changes), default=0) for actions in program.actions]
+
+    def excess(self, request: Request, schedule: Schedule, costs: Costs) -> tuple[float, ...]:
+        """Return by how much every device of a schedule exceeds the cap, in the unit of the costs' memory.
+
+        Args:
+            request: with the cap, if there is one.
+            schedule: of any order.
+            costs: see ``held``.
+        """
+        caps = request.caps(schedule.num_devices)
+        if caps is None:
+            return (0.0,) * schedule.num_devices
+        held = self.held(schedule, costs)
+        return tuple(peak - cap if peak > loosened(cap) else 0.0 for peak, cap in zip(held, caps, strict=True))
 
     @property
     def message(self) -> float:

@@ -130,6 +130,14 @@ class Request:
         """The cap in activation units, if there is one."""
         return None if self.memory_cap is None or self.memory_cap.in_bytes else self.memory_cap.amount
 
+    def caps(self, num_devices: int) -> tuple[float, ...] | None:
+        """Return the cap of every device, or ``None`` without one.
+
+        Raises:
+            UnsupportedError: there are not as many as devices.
+        """
+        return None if self.memory_cap is None else self.memory_cap.of(num_devices)
+
     @property
     def is_asynchronous(self) -> bool:
         """Whether weights change in the middle of the schedule."""
@@ -181,7 +189,7 @@ def check_request(
     plans_offload: bool,
     vocab_parallel: str,
 ) -> None:
-    """Return whether the parts of a request go together.
+    """Refuse a request whose parts do not go together.
 
     Args:
         schedule: a family, a schedule file, ``auto`` or ``stock``.
@@ -266,7 +274,7 @@ def check_runs(name: str, reason: str) -> None:
 
 
 def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
-    """Return whether a schedule that has vocabulary passes has those that are asked for.
+    """Refuse a schedule whose vocabulary passes are others than those that are asked for.
 
     Args:
         name: of the schedule.

@@ -6,34 +6,31 @@ A run asks here on its rank 0, again whenever it has measured more; the command 
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.bounds import lower_bound
 from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap, loosened
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Order, Schedule
+from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.core.validator import validate
-from megatron_pipemem.schedule.families.serial_orders import serial_schedule
 from megatron_pipemem.schedule.features.offload import (
     OffloadPlan,
     fastest_within,
+    in_words,
     plan_offload,
     recompute_plans,
-    recomputed_by_mode,
     with_early_recompute,
-    with_recompute,
 )
 from megatron_pipemem.schedule.features.offload.search import OffloadSearchResult, search_offload
 from megatron_pipemem.schedule.features.vocabulary.families import families_with_passes
-from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.features.vocabulary.passes import with_barriers
 from megatron_pipemem.schedule.knowledge import UNIT, Knowledge, Shape
+from megatron_pipemem.schedule.one_by_one import COUNTING, ONE_BY_ONE, counting, last_resort, serial
 from megatron_pipemem.schedule.options import OFF, SEARCH_SECONDS, searched_placements
 from megatron_pipemem.schedule.registry import build_schedule, family
 from megatron_pipemem.schedule.request import Request, check_devices_of_file, check_microbatches_of_file
@@ -44,11 +41,7 @@ from megatron_pipemem.schedule.search.search import usual_placements
 
 logger = logging.getLogger(__name__)
 
-ONE_BY_ONE = "one microbatch at a time, because nothing else was found to keep the cap"
-COUNTING = "one microbatch at a time, to count bytes"
-
 _ATTEMPTS = 4
-_NO_CAP = (math.inf,)
 
 
 @dataclass(frozen=True)
@@ -109,7 +102,8 @@ def resolve(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSched
             "offload and recomputation are not planned together with vocabulary passes; leave one of them out"
         )
     if knowledge.lacks_bytes(request):
-        chosen = _counting(request, shape, knowledge)
+        schedule = counting(request, shape.num_microbatches, knowledge)
+        chosen = ChosenSchedule(schedule, knowledge.costs, reason=COUNTING)
     elif request.chooses_offload:
         chosen = _with_searched_offload(request, shape, knowledge)
     elif request.plans_offload:
@@ -175,19 +169,6 @@ def family_schedule(request: Request, shape: Shape, knowledge: Knowledge) -> Sch
     )
 
 
-def with_passes(schedule: Schedule, request: Request, knowledge: Knowledge) -> Schedule:
-    """Add the vocabulary passes that are asked for to a schedule, unless it has them already.
-
-    Args:
-        schedule: without or with them.
-        request: what the user asks.
-        knowledge: what is known of the model.
-    """
-    if not request.barriers or schedule.vocabulary_barriers == request.barriers:
-        return schedule
-    return with_vocabulary(schedule, request.barriers, knowledge.costs)
-
-
 def without_offload(request: Request) -> Request:
     """Return the request for what offload and recomputation are added to: they keep its cap."""
     if not request.plans_offload:
@@ -195,24 +176,12 @@ def without_offload(request: Request) -> Request:
     return replace(request, memory_cap=None, offload=OFF, recompute="none")
 
 
-def excess(request: Request, schedule: Schedule, knowledge: Knowledge, costs: Costs) -> tuple[float, ...]:
-    """Return by how much every device of a schedule exceeds the request's cap, in the unit of the costs' memory.
-
-    Args:
-        request: with the cap.
-        schedule: that is measured.
-        knowledge: what is known of the model.
-        costs: what actions hold.
-    """
-    return _over(knowledge.held(schedule, costs), _caps(request, schedule.num_devices))
-
-
 def _built(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSchedule:
     if request.file is not None:
         check_devices_of_file(request.file, shape.num_devices)
         check_microbatches_of_file(request.file, shape.num_microbatches)
     alone = request.file or family_schedule(request, shape, knowledge)
-    schedule = with_passes(alone, request, knowledge)
+    schedule = with_barriers(alone, request.barriers, knowledge.costs)
     if schedule is not request.file:  # which was proved when it was read
         counted = knowledge.counted_costs(schedule.placement, request.in_bytes)
         cap = None if request.memory_cap is None else request.memory_cap.amount
@@ -229,29 +198,29 @@ def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSch
     devices, microbatches, options = shape.num_devices, shape.num_microbatches, request.options
     placements = searched(request, shape, knowledge)
     costs = knowledge.counted_costs(placements[0], request.in_bytes)
-    caps = _caps(request, devices)
+    caps = request.caps(devices)
     attempts = _attempts(request, knowledge)
     best: dict[Placement, Candidate] = {}
     results: list[SearchResult] = []
 
     def consider(found: Candidate) -> Sequence[float]:
         """Keep it, if nothing is faster within the cap; by how much it exceeds that."""
-        schedule = with_passes(found.schedule, request, replace(knowledge, costs=costs))
+        schedule = with_barriers(found.schedule, request.barriers, costs)
         if request.barriers or attempts > 1:
             found = _candidate(schedule, costs, caps if not request.barriers else None, found.found_by)
-        over = _over(knowledge.held(schedule, costs), caps)
+        over = knowledge.excess(request, schedule, costs)
         if not any(over):
             placement = schedule.placement
             best[placement] = min(best.get(placement, found), found, key=lambda each: each.makespan)
         return over
 
-    def find(caps: Sequence[float]) -> Sequence[float]:
+    def find(caps: Sequence[float] | None) -> Sequence[float]:
         """Search within caps; by how much what was found exceeds those that are asked for."""
         result = search_schedule(
             num_devices=devices,
             num_microbatches=microbatches,
             costs=replace(costs, channel=None),  # of no use to it, and results kept before are found again
-            memory_cap=None if caps == _NO_CAP else caps,
+            memory_cap=caps,
             placements=placements,
             seconds=options.get("seconds", SEARCH_SECONDS) / attempts,
             effort=options.get("effort", 1.0),
@@ -279,8 +248,8 @@ def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSch
     notes = ""
     if not best:
         notes = ONE_BY_ONE
-        for serial in _one_by_one(request, placements, microbatches, knowledge, costs):
-            best[serial.placement] = _candidate(serial, costs, None, "one by one")
+        for one_by_one in last_resort(request, placements, microbatches, knowledge, costs):
+            best[one_by_one.placement] = _candidate(one_by_one, costs, None, "one by one")
         logger.warning("memory cap of %s: %s (%s)", request.memory_cap, ONE_BY_ONE, why)
     candidates = fastest_first(best.values())
     bound = min(each.lower_bound for each in candidates)
@@ -300,13 +269,13 @@ def _with_planned_offload(request: Request, shape: Shape, knowledge: Knowledge) 
     """
     base = resolve(without_offload(request), shape, knowledge)
     costs, budget = knowledge.offload_costs(request, base.schedule.placement), knowledge.host_budget
-    caps = _caps(request, shape.num_devices)
+    caps = request.caps(shape.num_devices)
 
     def over(plan: OffloadPlan) -> Sequence[float]:
-        return _over(knowledge.held(plan.schedule, costs), caps)
+        return knowledge.excess(request, plan.schedule, costs)
 
-    def planned(schedule: Schedule, caps: Sequence[float] = _NO_CAP) -> OffloadPlan:
-        return plan_offload(schedule, costs, request.offload, None if caps == _NO_CAP else caps, budget)
+    def planned(schedule: Schedule, caps: Sequence[float] | None = None) -> OffloadPlan:
+        return plan_offload(schedule, costs, request.offload, caps, budget)
 
     def within_cap(schedule: Schedule) -> OffloadPlan:
         attempts = _attempts(request, knowledge)
@@ -321,7 +290,7 @@ def _with_planned_offload(request: Request, shape: Shape, knowledge: Knowledge) 
         raise UnsupportedError(_refusal(request, best, knowledge, costs))
     best = with_early_recompute(best, lambda plan: not any(over(plan)))
     validate(best.schedule, costs, host_budget=budget, microbatch_order=request.file is None)
-    return ChosenSchedule(best.schedule, costs, notes=_notes(best), offload=best)
+    return ChosenSchedule(best.schedule, costs, notes=in_words(best), offload=best)
 
 
 def _with_searched_offload(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSchedule:
@@ -348,37 +317,27 @@ def _with_searched_offload(request: Request, shape: Shape, knowledge: Knowledge)
         return result
 
     def over(result: OffloadSearchResult) -> Sequence[float]:
-        return excess(request, result.schedule, knowledge, costs)
+        return knowledge.excess(request, result.schedule, costs)
 
-    result = _tightened(_caps(request, shape.num_devices), find, over, attempts, knowledge.message)
+    result = _tightened(request.caps(shape.num_devices), find, over, attempts, knowledge.message)
     seconds = sum(each.seconds for each in results)
     if not any(over(result)):
         validate(result.schedule, costs, host_budget=budget)
-        notes = f"{result.best.found_by}: {_notes(result.plan)}"
+        notes = f"{result.best.found_by}: {in_words(result.plan)}"
         return ChosenSchedule(
             result.schedule, costs, search_seconds=seconds, notes=notes, offload=result.plan, offload_search=result
         )
     for placement in placements:
-        serial = _serial(request, placement, shape.num_microbatches, request.name, better_full(placement, costs))
-        if not any(excess(request, serial, knowledge, costs)):
+        one_by_one = serial(request, placement, shape.num_microbatches, request.name, better_full(placement, costs))
+        if not any(knowledge.excess(request, one_by_one, costs)):
             logger.warning("memory cap of %s: %s", request.memory_cap, ONE_BY_ONE)
-            return ChosenSchedule(serial, costs, search_seconds=seconds, notes=ONE_BY_ONE)
+            return ChosenSchedule(one_by_one, costs, search_seconds=seconds, notes=ONE_BY_ONE)
     raise UnsupportedError(_refusal(request, result.plan, knowledge, costs))
 
 
-def _counting(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSchedule:
-    """Choose one microbatch after another; a second time, with every stage recomputed selectively."""
-    placement, name = knowledge.placement, f"{request.name} (counting bytes)"
-    schedule = _serial(request, placement, shape.num_microbatches, name)
-    if knowledge.changes is not None:
-        again = with_recompute(schedule, dict.fromkeys(range(placement.num_stages), Kind.RS))
-        schedule = _away(again) if request.offload != OFF else again
-    return ChosenSchedule(with_passes(schedule, request, knowledge), knowledge.costs, reason=COUNTING)
-
-
 def _tightened[T](
-    caps: Sequence[float],
-    find: Callable[[Sequence[float]], T],
+    caps: Sequence[float] | None,
+    find: Callable[[Sequence[float] | None], T],
     over: Callable[[T], Sequence[float]],
     attempts: int,
     margin: float = 0.0,
@@ -386,7 +345,7 @@ def _tightened[T](
     """Return what is found within the caps; as long as that exceeds them after all, within caps lowered by as much.
 
     Args:
-        caps: one per device.
+        caps: one per device; ``None`` for none, with one attempt.
         find: finds something within caps, as far as it can count.
         over: by how much every device really exceeds the caps.
         attempts: how often to look at most.
@@ -413,74 +372,10 @@ def _attempts(request: Request, knowledge: Knowledge) -> int:
     return _ATTEMPTS if grows and request.memory_cap is not None else 1
 
 
-def _caps(request: Request, devices: int) -> tuple[float, ...]:
-    return _NO_CAP if request.memory_cap is None else request.memory_cap.of(devices)
-
-
-def _over(held: Sequence[float], caps: Sequence[float]) -> tuple[float, ...]:
-    if caps == _NO_CAP:
-        return (0.0,) * len(held)
-    return tuple(peak - cap if peak > loosened(cap) else 0.0 for peak, cap in zip(held, caps, strict=True))
-
-
 def _candidate(schedule: Schedule, costs: Costs, caps: Sequence[float] | None, found_by: str) -> Candidate:
     timeline = simulate(schedule, costs)
-    bound = lower_bound(schedule.placement, schedule.num_microbatches, costs, None if caps == _NO_CAP else caps)
+    bound = lower_bound(schedule.placement, schedule.num_microbatches, costs, caps)
     return Candidate(schedule, timeline.makespan, timeline.peaks, max(bound, timeline.ideal), found_by)
-
-
-def _one_by_one(
-    request: Request, placements: Sequence[Placement], microbatches: int, knowledge: Knowledge, costs: Costs
-) -> Iterator[Schedule]:
-    """Yield schedules of one microbatch after another, the last resort, in the placements where they keep the cap.
-
-    Raises:
-        UnsupportedError: in none of them.
-    """
-    caps, least = _caps(request, placements[0].num_devices), []
-    for placement in placements:
-        serial = serial_schedule(placement, microbatches, request.name, better_full(placement, costs))
-        serial = with_passes(serial, request, replace(knowledge, costs=costs))
-        held = knowledge.held(serial, costs)
-        more = _over(held, caps)
-        if not any(more):
-            yield serial
-        least.append((max(more), more.index(max(more)), held))
-    lacking, device, held = min(least)
-    if lacking:
-        needed = MemoryCap(held[device], request.in_bytes)
-        raise UnsupportedError(
-            f"no schedule keeps a memory cap of {request.memory_cap}: pipeline rank {device} holds {needed} when one "
-            f"microbatch runs after the other; raise the cap to at least {needed}, take smaller microbatches, cut the model "
-            "into more stages, or recompute or offload activations"
-        )
-
-
-def _serial(
-    request: Request, placement: Placement, microbatches: int, name: str, full: Collection[int] = frozenset()
-) -> Schedule:
-    """Build one microbatch after another, each offloaded if anything may be: none holds less without recomputation, if
-    the stages whose I takes memory are in ``full``.
-    """
-    schedule = serial_schedule(placement, microbatches, name, full)
-    return schedule if request.offload == OFF else _away(schedule)
-
-
-def _away(schedule: Schedule) -> Schedule:
-    """Let what every forward of a serial order keeps leave at once, and return right before its backward."""
-
-    def away(order: Order) -> Order:
-        found: list[Action] = []
-        recomputed = any(action.kind is Kind.RS for action in order)
-        for action in order:
-            if action.kind is Kind.RS or (not recomputed and action.kind in (Kind.I, Kind.B)):
-                found += [action._replace(kind=kind) for kind in (Kind.RELOAD, Kind.WAIT_RELOAD)]
-            found.append(action)
-            if action.kind is Kind.F:
-                found += [action._replace(kind=kind) for kind in (Kind.OFFLOAD, Kind.WAIT_OFFLOAD)]
-        return tuple(found)
-
-    return replace(schedule, orders=tuple(map(away, schedule.orders)))
 
 
 def _refusal(request: Request, plan: OffloadPlan, knowledge: Knowledge, costs: Costs) -> str:
@@ -491,13 +386,3 @@ def _refusal(request: Request, plan: OffloadPlan, knowledge: Knowledge, costs: C
         f"{request.memory_cap}: the least found is {least}{why}; raise the cap, or let offload, recompute or the schedule "
         "be chosen (auto)"
     )
-
-
-def _notes(plan: OffloadPlan) -> str:
-    """Return what moves and why the rest stays, in words."""
-    counts: dict[str, int] = {}
-    for why in plan.kept.values():
-        counts[why] = counts.get(why, 0) + 1
-    stays = "".join(f", {count} stay ({why})" for why, count in sorted(counts.items()))
-    again = "".join(f"; {mode} recomputation of stages {s}" for mode, s in recomputed_by_mode(plan.schedule).items())
-    return f"{len(plan.offloaded)} activations are offloaded{stays}{again}"

@@ -17,7 +17,7 @@ from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step import offloading
 from megatron_pipemem.mcore.step.offloading import Offloading, OffloadSettings
 from megatron_pipemem.runtime.offload.host_link import HostLink
-from megatron_pipemem.schedule import resolve
+from megatron_pipemem.schedule import one_by_one
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.placement import Placement
@@ -188,7 +188,7 @@ def test_one_after_another_keeps_a_cap_that_takes_full_backwards():
     placement = Placement.linear(2)
     costs = Costs(memory={Kind.F: (1, 1), Kind.I: (1, 1), Kind.W: (-2, -2)})
     request = Request.of("auto", 1.0, offload="auto")
-    order = resolve._serial(request, placement, 3, "serial", better_full(placement, costs))
+    order = one_by_one.serial(request, placement, 3, "serial", better_full(placement, costs))
     validate(order)
     assert max(peaks(order.orders, placement, costs)) == 1
     validate_program(lower(order))

@@ -25,8 +25,8 @@ from megatron_pipemem.schedule.core.simulator import held_after, simulate
 from megatron_pipemem.schedule.core.validator import validate, validate_program
 from megatron_pipemem.schedule.knowledge import Shape
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.one_by_one import ONE_BY_ONE
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.resolve import ONE_BY_ONE
 from megatron_pipemem.schedule.search import Candidate, SearchResult
 
 QUICK = {"seconds": 1}

@@ -7,6 +7,7 @@ from megatron_pipemem.schedule.features.offload.plan import OffloadPlan
 from megatron_pipemem.schedule.features.offload.planning import plan_offload
 from megatron_pipemem.schedule.features.offload.recompute import (
     fastest_within,
+    in_words,
     over_cap,
     recompute_plans,
     recomputed_by_mode,
@@ -17,6 +18,7 @@ from megatron_pipemem.schedule.features.offload.recompute import (
 __all__ = [
     "OffloadPlan",
     "fastest_within",
+    "in_words",
     "over_cap",
     "plan_offload",
     "recompute_plans",

@@ -176,3 +176,13 @@ def _earlier(order: Order, spans: Sequence[tuple[float, float]], ahead: int) -> 
                 moved[place].append(action)
                 stays[at] = []
     return tuple(action for each in zip(moved, stays, strict=True) for actions in each for action in actions)
+
+
+def in_words(plan: OffloadPlan) -> str:
+    """Say what moves and why the rest stays."""
+    counts: dict[str, int] = {}
+    for why in plan.kept.values():
+        counts[why] = counts.get(why, 0) + 1
+    stays = "".join(f", {count} stay ({why})" for why, count in sorted(counts.items()))
+    again = "".join(f"; {mode} recomputation of stages {s}" for mode, s in recomputed_by_mode(plan.schedule).items())
+    return f"{len(plan.offloaded)} activations are offloaded{stays}{again}"

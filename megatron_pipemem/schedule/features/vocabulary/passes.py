@@ -24,6 +24,22 @@ from megatron_pipemem.schedule.core.vocabulary import BARRIERS, check_placement
 from megatron_pipemem.schedule.features.vocabulary.run import BACKWARD, Run
 
 
+def with_barriers(schedule: Schedule, barriers: int, costs: Costs | None = None) -> Schedule:
+    """Return the schedule with so many barriers, as it is where it has them already or none are asked for.
+
+    Args:
+        schedule: as ``with_vocabulary`` takes it, or with that many barriers.
+        barriers: 0, 1 or 2.
+        costs: what to fit the order to.
+
+    Raises:
+        PipememError: as ``with_vocabulary``.
+    """
+    if not barriers or schedule.vocabulary_barriers == barriers:
+        return schedule
+    return with_vocabulary(schedule, barriers, costs)
+
+
 def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = None) -> Schedule:
     """Return the schedule with head and embedding cut over all devices.
 

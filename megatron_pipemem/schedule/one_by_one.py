@@ -1,0 +1,100 @@
+"""Steps of one microbatch after another: for counting bytes, and as the last resort for a memory cap."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Order, Schedule
+from megatron_pipemem.schedule.families.serial_orders import serial_schedule
+from megatron_pipemem.schedule.features.offload import with_recompute
+from megatron_pipemem.schedule.features.vocabulary.passes import with_barriers
+from megatron_pipemem.schedule.knowledge import Knowledge
+from megatron_pipemem.schedule.options import OFF
+from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.search.problem import better_full
+
+ONE_BY_ONE = "one microbatch at a time, because nothing else was found to keep the cap"
+COUNTING = "one microbatch at a time, to count bytes"
+
+
+def counting(request: Request, num_microbatches: int, knowledge: Knowledge) -> Schedule:
+    """Return the schedule of a step that shows the bytes of every action: one microbatch after another holds least.
+
+    Args:
+        request: with what may leave the device, or be recomputed.
+        num_microbatches: of the step.
+        knowledge: of a run that has built its model. Where it has counted bytes already, every stage is recomputed
+            selectively.
+    """
+    placement, name = knowledge.placement, f"{request.name} (counting bytes)"
+    schedule = serial_schedule(placement, num_microbatches, name)
+    if knowledge.changes is not None:
+        schedule = with_recompute(schedule, dict.fromkeys(range(placement.num_stages), Kind.RS))
+    if request.offload != OFF:
+        schedule = _away(schedule)
+    return with_barriers(schedule, request.barriers, knowledge.costs)
+
+
+def serial(
+    request: Request, placement: Placement, microbatches: int, name: str, full: Collection[int] = frozenset()
+) -> Schedule:
+    """One microbatch after another, each offloaded if anything may be: none holds less without recomputation, if the stages
+    whose I takes memory are in ``full``."""
+    schedule = serial_schedule(placement, microbatches, name, full)
+    return schedule if request.offload == OFF else _away(schedule)
+
+
+def last_resort(
+    request: Request, placements: Sequence[Placement], microbatches: int, knowledge: Knowledge, costs: Costs
+) -> Iterator[Schedule]:
+    """Yield schedules of one microbatch after another, in the placements where they keep the cap.
+
+    Args:
+        request: with the cap.
+        placements: at least one.
+        microbatches: of the step.
+        knowledge: of bytes.
+        costs: with the memory that the cap is about.
+
+    Raises:
+        UnsupportedError: in none of them.
+    """
+    least: list[tuple[float, int, Schedule]] = []
+    for placement in placements:
+        serial = serial_schedule(placement, microbatches, request.name, better_full(placement, costs))
+        serial = with_barriers(serial, request.barriers, costs)
+        more = knowledge.excess(request, serial, costs)
+        if not any(more):
+            yield serial
+        least.append((max(more), more.index(max(more)), serial))
+    lacking, device, serial = min(least, key=lambda each: each[0])
+    if lacking:
+        needed = MemoryCap(knowledge.held(serial, costs)[device], request.in_bytes)
+        raise UnsupportedError(
+            f"no schedule keeps a memory cap of {request.memory_cap}: pipeline rank {device} holds {needed} when one "
+            f"microbatch runs after the other; raise the cap to at least {needed}, take smaller microbatches, cut the model "
+            "into more stages, or recompute or offload activations"
+        )
+
+
+def _away(schedule: Schedule) -> Schedule:
+    """Every forward of a serial order leaves at once, and returns right before its backward."""
+
+    def away(order: Order) -> Order:
+        found: list[Action] = []
+        recomputed = any(action.kind is Kind.RS for action in order)
+        for action in order:
+            if action.kind is Kind.RS or (not recomputed and action.kind in (Kind.I, Kind.B)):
+                found += [action._replace(kind=kind) for kind in (Kind.RELOAD, Kind.WAIT_RELOAD)]
+            found.append(action)
+            if action.kind is Kind.F:
+                found += [action._replace(kind=kind) for kind in (Kind.OFFLOAD, Kind.WAIT_OFFLOAD)]
+        return tuple(found)
+
+    return replace(schedule, orders=tuple(map(away, schedule.orders)))
