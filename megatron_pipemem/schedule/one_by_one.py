@@ -1,4 +1,4 @@
-"""Steps of one microbatch after another: for counting bytes, and as the last resort for a memory cap."""
+"""Build steps of one microbatch after another: for counting bytes, and as the last resort for a memory cap."""
 
 from __future__ import annotations
 
@@ -44,8 +44,17 @@ def counting(request: Request, num_microbatches: int, knowledge: Knowledge) -> S
 def serial(
     request: Request, placement: Placement, microbatches: int, name: str, full: Collection[int] = frozenset()
 ) -> Schedule:
-    """One microbatch after another, each offloaded if anything may be: none holds less without recomputation, if the stages
-    whose I takes memory are in ``full``."""
+    """Build a step of one microbatch after another, each offloaded if anything may be.
+
+    Without recomputation none holds less, if the stages whose I takes memory are in ``full``.
+
+    Args:
+        request: says whether anything may leave the device.
+        placement: of the stages.
+        microbatches: of the step.
+        name: of the schedule.
+        full: the stages whose backwards are full ones.
+    """
     schedule = serial_schedule(placement, microbatches, name, full)
     return schedule if request.offload == OFF else _away(schedule)
 
