@@ -50,9 +50,9 @@ from megatron_pipemem.schedule.core.simulator import simulate as run_simulator
 from megatron_pipemem.schedule.core.single_queue import run_single_queues
 from megatron_pipemem.schedule.core.validator import validate_program
 from megatron_pipemem.schedule.features.offload import recomputed_by_mode
-from megatron_pipemem.schedule.features.offload.search import OffloadSearchResult
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.search import MAX_CHUNKS, Candidate
+from megatron_pipemem.schedule.search.offload import OffloadSearchResult
 
 _USUAL = {
     "search_seconds": 0,

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_pipemem.schedule.core.action import VOCABULARY, Action, Kind
-from megatron_pipemem.schedule.core.dependencies import dependencies
+from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, held_after
+from megatron_pipemem.schedule.core.walk import NEVER
 
 KIND_NAMES = {
     Kind.F: "forward",
@@ -164,15 +165,16 @@ def messages(timeline: Timeline, rows: tuple[tuple[Box, ...], ...]) -> Iterator[
     """Yield every message between two devices, collectives left out, by its consumer's place in ``rows`` (of
     ``boxes``).
     """
-    placement = timeline.schedule.placement
+    found = Dependencies.of_schedule(timeline.schedule)
     by_action = {box.action: box for row in rows for box in row}
-    fused = {action for action in by_action if action.kind is Kind.B}
-    for consumer in by_action.values():
-        if consumer.action.kind in VOCABULARY:
+    for action, waits in zip(found.actions, found.graph.waits, strict=True):
+        consumer = by_action.get(action)
+        if consumer is None or action.kind in VOCABULARY:
             continue
-        for needed in dependencies(consumer.action, placement, fused, timeline.schedule.pieces):
-            producer = by_action.get(needed)  # what a window shows may need what ran before it
-            if producer is not None and producer.device != consumer.device:
+        for needed, _ in waits:
+            # What a window shows may need what ran before it.
+            producer = None if needed == NEVER else by_action.get(found.actions[needed])
+            if producer is not None:
                 yield Message(producer, consumer)
 
 

@@ -26,7 +26,6 @@ from megatron_pipemem.schedule.features.offload import (
     recompute_plans,
     with_early_recompute,
 )
-from megatron_pipemem.schedule.features.offload.search import OffloadSearchResult, search_offload
 from megatron_pipemem.schedule.features.vocabulary.families import families_with_passes
 from megatron_pipemem.schedule.features.vocabulary.passes import with_barriers
 from megatron_pipemem.schedule.knowledge import UNIT, Knowledge, Shape
@@ -35,6 +34,7 @@ from megatron_pipemem.schedule.options import OFF, SEARCH_SECONDS, searched_plac
 from megatron_pipemem.schedule.registry import build_schedule, family
 from megatron_pipemem.schedule.request import Request, check_devices_of_file, check_microbatches_of_file
 from megatron_pipemem.schedule.search import MAX_CHUNKS, Candidate, SearchResult, search_schedule
+from megatron_pipemem.schedule.search.offload import OffloadSearchResult, search_offload
 from megatron_pipemem.schedule.search.problem import better_full
 from megatron_pipemem.schedule.search.result import fastest_first
 from megatron_pipemem.schedule.search.search import usual_placements

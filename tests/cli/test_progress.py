@@ -24,8 +24,8 @@ from megatron_pipemem.launch.grid import local
 from megatron_pipemem.planner.planning import plan as make_plan
 from megatron_pipemem.schedule.core import progress as told
 from megatron_pipemem.schedule.core.costs import Channel
-from megatron_pipemem.schedule.features.offload.search import search_offload
 from megatron_pipemem.schedule.pareto import choices
+from megatron_pipemem.schedule.search.offload import search_offload
 
 RUN = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
 COSTS = Costs(1, 1.5, 0.5, channel=Channel(0.5))

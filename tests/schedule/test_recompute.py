@@ -26,8 +26,8 @@ from megatron_pipemem.schedule.features.offload import (
     with_recompute,
 )
 from megatron_pipemem.schedule.features.offload.recompute import recompute_steps
-from megatron_pipemem.schedule.features.offload.search import search_offload
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.search.offload import search_offload
 
 
 def planned(schedule: Schedule, costs: Costs, cap: float | None = None) -> OffloadPlan:

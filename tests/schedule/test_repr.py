@@ -15,12 +15,12 @@ from megatron_pipemem.schedule.core.costs import Channel
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 from megatron_pipemem.schedule.features.offload import plan_offload
-from megatron_pipemem.schedule.features.offload.search import search_offload
 from megatron_pipemem.schedule.features.vocabulary.choice import choose_vocabulary
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.pareto import choices, trades
 from megatron_pipemem.schedule.registry import families
 from megatron_pipemem.schedule.search.cache import ResultCache
+from megatron_pipemem.schedule.search.offload import search_offload
 
 RUN = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
 PER_STAGE = Costs(

@@ -1,6 +1,6 @@
 """Plan with the schedule which activations spend the time between forward and backward in host memory.
 
-``megatron_pipemem.schedule.features.offload.search`` chooses the order as well.
+``megatron_pipemem.schedule.search.offload`` chooses the order as well.
 """
 
 from megatron_pipemem.schedule.features.offload.plan import OffloadPlan

@@ -24,7 +24,7 @@ from megatron_pipemem.schedule.features.offload.recompute import over_cap, recom
 from megatron_pipemem.schedule.features.offload.weights import with_prompt_weights
 from megatron_pipemem.schedule.options import AUTO, OFF, SEARCH_SECONDS, check_effort, check_recompute
 from megatron_pipemem.schedule.registry import synchronous_schedules
-from megatron_pipemem.schedule.search import search_schedule
+from megatron_pipemem.schedule.search.search import search_schedule
 
 logger = logging.getLogger(__name__)
 
