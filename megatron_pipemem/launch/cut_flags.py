@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron_pipemem.config import layout
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.model_cut import Cut, known_chunks
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.model_cut import Cut, check_cut, known_chunks, placements_of
 
 Flags = Mapping[str, object]
 """Name without dashes in front -> value, as text or as it is in a run's file; ``True`` for a bare flag."""
@@ -114,6 +115,66 @@ def uneven_layers(flags: Flags, layers: int, stages: int) -> str | None:
     if any(given(flags, name) for name in layout.FLAGS) or (layers + accounted(flags)) % stages == 0:
         return None
     return layout.written(layout.spread(layers, stages))
+
+
+def checked_placements(
+    flags: Flags,
+    schedule: str,
+    options: Mapping[str, object],
+    num_devices: int,
+    layers: int | None,
+    file: Schedule | None = None,
+) -> tuple[Placement, ...]:
+    """Return the placements that a schedule may have on a model that these flags cut.
+
+    Args:
+        flags: of the training script.
+        schedule: a family, ``auto``, or the name of a schedule file.
+        options: of the schedule, as the user gave them.
+        num_devices: pipeline ranks.
+        layers: of the model; ``None`` where they are not known.
+        file: what the schedule file holds.
+
+    Raises:
+        UnsupportedError: the schedule does not run a model that is cut so, or a flag does not go with its placement.
+    """
+    cut = cut_of(flags, num_devices, layers)
+    if file is None:
+        placements = placements_of(schedule, options, num_devices, cut)
+    else:
+        placements = (file.placement,)
+        if cut is not None:
+            check_cut(cut, schedule, file.placement)
+    check_placements(flags, schedule, placements)
+    if layers is not None:
+        check_layers(flags, layers, num_devices, known_chunks(placements[0]))
+    return placements
+
+
+def check_layers(flags: Flags, layers: int, num_devices: int, chunks: int) -> None:
+    """Refuse layers that Megatron cannot share out over the stages, where no flag says how the model is cut.
+
+    Args:
+        flags: of the training script.
+        layers: of the model.
+        num_devices: pipeline ranks.
+        chunks: stages per pipeline rank.
+
+    Raises:
+        UnsupportedError: the message has a layout that can, if there are enough layers.
+    """
+    stages = num_devices * chunks
+    if any(given(flags, name) for name in CUTS) or (proposed := uneven_layers(flags, layers, stages)) is None:
+        return
+    over = f"{stages} stages ({num_devices} pipeline ranks x {chunks} chunks)"
+    if layers < stages:
+        raise UnsupportedError(
+            f"{layers} layers are too few for the {over}; take fewer ranks, or a schedule with fewer chunks per rank"
+        )
+    raise UnsupportedError(
+        f"{counted_layers(flags, layers)} cannot be split evenly over {over}; say what each holds, for example "
+        f"--{layout.FLAG} '{proposed}'"
+    )
 
 
 def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement]) -> None:

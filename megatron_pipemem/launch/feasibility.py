@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import GIB
 from megatron_pipemem.config.refusals import flag_values, refuse_asynchronous, refuse_transformer_engine
 from megatron_pipemem.config.runs import Run, resolve_script
@@ -12,7 +11,7 @@ from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.command import min_nodes, script_flags
 from megatron_pipemem.planner.memory import held, request_of, schedule_of
-from megatron_pipemem.schedule.model_cut import check_cut, placements_of
+from megatron_pipemem.schedule.model_cut import known_chunks
 from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.request import FILE_SUFFIX, Request, check_barriers, check_replicas
@@ -76,53 +75,29 @@ def _schedules(run: Run) -> None:
         raise UnsupportedError(f"pp 1 leaves no pipeline for schedule {choice.name}; set schedule.name to {STOCK}")
     request, options = request_of(run), run.schedule_options
     recomputes = request.recompute != "none"
-    asked = cut_flags.cut_of(run.flags, cut.pp, run.model.layers)
-    if choice.name == AUTO:
-        placements = placements_of(AUTO, options, cut.pp, asked)
-        cut_flags.check_placements(run.flags, AUTO, placements)
-        _stages_hold_layers(run, placements[0].num_chunks)
+    schedule = None if choice.name == AUTO else schedule_of(run, request)
+    if schedule is None:
         _check_transformer_engine(run, True, recomputes)
-        _fits_in_memory(run, request)
-        return
-    schedule = schedule_of(run, request)
-    placements = (schedule.placement,)
-    if choice.name != STOCK:
-        _check_transformer_engine(run, schedule.splits_backward, recomputes or bool(schedule.recomputed))
-    if choice.name.endswith(FILE_SUFFIX):
-        if cut.chunks not in (None, schedule.placement.num_chunks):
-            raise UnsupportedError(
-                f"{choice.name} has {schedule.placement.num_chunks} chunks per rank, not {cut.chunks}"
-            )
-        if asked is not None:
-            check_cut(asked, choice.name, schedule.placement)
     elif choice.name != STOCK:
-        if family(choice.name).asynchronous:
+        _check_transformer_engine(run, schedule.splits_backward, recomputes or bool(schedule.recomputed))
+    file = schedule if choice.name.endswith(FILE_SUFFIX) else None
+    if file is not None and cut.chunks not in (None, file.placement.num_chunks):
+        raise UnsupportedError(f"{choice.name} has {file.placement.num_chunks} chunks per rank, not {cut.chunks}")
+    if choice.name == STOCK:
+        cut_flags.check_layers(run.flags, run.model.layers, cut.pp, known_chunks(schedule.placement))
+    else:
+        if file is None and schedule is not None and family(choice.name).asynchronous:
             refuse_asynchronous(run, choice.name)
-        placements = placements_of(choice.name, options, cut.pp, asked)
-    if choice.name != STOCK:
-        cut_flags.check_placements(run.flags, choice.name, placements)
-    check_barriers(choice.name, schedule.vocabulary_barriers, choice.vocab_parallel)
-    check_replicas(schedule.placement)
-    _stages_hold_layers(run, schedule.placement.model_stages // cut.pp)
-    _fits_in_memory(run, replace(request, file=schedule))
+        cut_flags.checked_placements(run.flags, choice.name, options, cut.pp, run.model.layers, file)
+    if schedule is not None:
+        check_barriers(choice.name, schedule.vocabulary_barriers, choice.vocab_parallel)
+        check_replicas(schedule.placement)
+    _fits_in_memory(run, request if schedule is None else replace(request, file=schedule))
 
 
 def _check_transformer_engine(run: Run, splits: bool, recomputes: bool) -> None:
     if run.implementation == "transformer_engine":
         refuse_transformer_engine(flag_values(run.flags), splits, recomputes)
-
-
-def _stages_hold_layers(run: Run, chunks: int) -> None:
-    stages = run.parallelism.pp * chunks
-    if any(cut_flags.given(run.flags, name) for name in cut_flags.CUTS):
-        return
-    proposed = cut_flags.uneven_layers(run.flags, run.model.layers, stages)
-    if proposed is not None:
-        raise UnsupportedError(
-            f"{cut_flags.counted_layers(run.flags, run.model.layers)} cannot be split evenly over {stages} stages (pp "
-            f"{run.parallelism.pp} x {chunks} chunks); say how by {layout.FLAG} under the training script's flags, for example "
-            f"{proposed!r}"
-        )
 
 
 def _fits_in_memory(run: Run, request: Request) -> None:

@@ -7,15 +7,14 @@ import logging
 import os
 from itertools import pairwise
 
-from megatron_pipemem.config import layout
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.flags import Parser, flag_parser, plan_parser
 from megatron_pipemem.mcore.plan_file import add_planned_flags
 from megatron_pipemem.mcore.plugin import Settings
-from megatron_pipemem.schedule.model_cut import check_cut, placements_of
+from megatron_pipemem.schedule.model_cut import known_chunks
 from megatron_pipemem.schedule.options import STOCK, parse_options
-from megatron_pipemem.schedule.request import FILE_SUFFIX, check_devices_of_file
+from megatron_pipemem.schedule.request import check_devices_of_file
 
 logger = logging.getLogger(__name__)
 
@@ -89,34 +88,17 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
             f"there is no pipeline for schedule {settings.schedule}: pass --pipeline-model-parallel-size 2 or more, or "
             f"--pipemem-schedule {STOCK} to measure Megatron's own step"
         )
-    request = settings.request
-    cut = cut_flags.cut_of(flags, p, layers)
-    if settings.schedule.endswith(FILE_SUFFIX):
-        check_devices_of_file(request.file, p)
-        placements = (request.file.placement,)
-        if cut is not None:
-            check_cut(cut, settings.schedule, placements[0])
-    else:
-        placements = placements_of(settings.schedule, settings.options, p, cut)
-    cut_flags.check_placements(flags, settings.schedule, placements)
+    file = settings.request.file
+    if file is not None:
+        check_devices_of_file(file, p)
+    placements = cut_flags.checked_placements(flags, settings.schedule, settings.options, p, layers, file)
     if os.environ.get("RANK", "0") == "0":
         for remark in cut_flags.remarks(flags):
             logger.warning(remark)
-    if any(cut_flags.given(flags, name) for name in cut_flags.CUTS):
+    chunks = known_chunks(placements[0])
+    if chunks == 1 or any(cut_flags.given(flags, name) for name in cut_flags.CUTS):
         return arguments
-    stages = p * request.chunks
-    if layers is not None and layers < stages:
-        raise UnsupportedError(
-            f"{layers} layers are too few for the {stages} stages that schedule {settings.schedule} has on {p} pipeline ranks; "
-            "take fewer ranks, or a schedule with fewer chunks per rank"
-        )
-    proposed = None if layers is None else cut_flags.uneven_layers(flags, layers, stages)
-    if proposed is not None:
-        raise UnsupportedError(
-            f"{cut_flags.counted_layers(flags, layers)} cannot be shared evenly by the {stages} stages that schedule "
-            f"{settings.schedule} has on {p} pipeline ranks; say what each holds, for example --{layout.FLAG} '{proposed}'"
-        )
-    return arguments if request.chunks == 1 else [*arguments, f"--{cut_flags.VIRTUAL_STAGES}", str(request.chunks)]
+    return [*arguments, f"--{cut_flags.VIRTUAL_STAGES}", str(chunks)]
 
 
 def _values(arguments: list[str]) -> dict[str, str | bool]:

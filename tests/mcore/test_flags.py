@@ -197,7 +197,7 @@ def test_without_a_pipeline_there_is_nothing_to_schedule(schedule, pipeline):
 def test_layers_that_do_not_divide_come_with_a_layout_that_works():
     words = ["--pipeline-model-parallel-size", "4", "--num-layers"]
     settings, others = take_flags([*words, "10", "--pipemem-schedule", "v-half"])
-    with pytest.raises(UnsupportedError, match="10 layers cannot be shared evenly by the 8 stages") as error:
+    with pytest.raises(UnsupportedError, match="10 layers cannot be split evenly over 8 stages") as error:
         add_virtual_stages(settings, others)
     proposed = re.search(r"--pipeline-model-parallel-layout '(.+)'", str(error.value))[1]
     assert PipelineParallelLayerLayout.from_str(proposed, 4).flatten_layout.count(LayerType.decoder) == 10

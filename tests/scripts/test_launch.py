@@ -277,7 +277,7 @@ ASYNCHRONOUS = ("schedule.name=pipedream", "model.tied=false")
         (["schedule.memory_cap=6GiB"], "needs --pipemem-schedule auto"),
         (["schedule.name=auto", "schedule.memory_cap=abc"], "memory cap 'abc'"),
         (["schedule.name=auto", "schedule.options={foo: 1}"], "no option 'foo'"),
-        (["schedule.name=auto", "schedule.options={chunks: 3}"], "8 layers cannot be split evenly over 12 stages"),
+        (["schedule.name=auto", "schedule.options={chunks: 3}"], "8 layers are too few for the 12 stages"),
         (
             ["megatron.num-layers-per-virtual-pipeline-stage=2"],
             "v-half runs 2 model chunks per pipeline rank, not 1 as by",
