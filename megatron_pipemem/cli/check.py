@@ -29,8 +29,9 @@ from megatron_pipemem.schedule.core.action import SENDS
 from megatron_pipemem.schedule.core.memory_cap import parse_caps
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.core.walk import Wait
 from megatron_pipemem.schedule.text.csv_format import LETTERS, Cell, Table, in_letters
-from megatron_pipemem.schedule.text.lint import Fault, Wait, find_fault, find_obstacle
+from megatron_pipemem.schedule.text.lint import Fault, find_fault, find_obstacle
 
 
 def check(
@@ -61,7 +62,7 @@ def check(
             print_json({"valid": False, **facts, **_fault_json(fault)})
         report_error(f"{file} is not valid: {_headline(fault)}")
         if fault.cycle and not as_json:
-            report_lines(_cycle_lines(fault.cycle, table.letters))
+            report_lines(_cycle_lines(fault.cycle, table))
         raise typer.Exit(INVALID)
     facts |= {"peak_activation": timeline.peak, "bubble_rate": timeline.bubble_rate}
     if as_json:
@@ -122,18 +123,20 @@ def _place(cell: Cell) -> str:
     return f"line {cell.line}, cell {cell.column}"
 
 
-def _cycle_lines(cycle: tuple[Wait, ...], letters: str) -> list[str]:
+def _cycle_lines(cycle: tuple[Wait, ...], table: Table) -> list[str]:
     """Return the circle of a deadlock, a line per device, closed by the first device again."""
     before = {wait.device: wait for wait in cycle}
     lines = []
     for wait in cycle:
-        stands = f"device {wait.device} stands at {wait.action}{_at(wait.cell)} and waits for {wait.needed}"
+        place = _at(table.cell_of(wait.device, wait.action))
+        stands = f"device {wait.device} stands at {wait.action}{place} and waits for {wait.needed}"
         blocked = before[wait.owner].action
-        there = "where" if blocked == wait.needed else f"which comes{_at(wait.needed_cell)} after {blocked}, where"
+        comes = f"which comes{_at(table.cell_of(wait.owner, wait.needed))} after {blocked}, where"
+        there = "where" if blocked == wait.needed else comes
         lines.append(f"{stands}, {there} device {wait.owner} stands")
     marks = [" ┌▶", *[" │ "] * (len(lines) - 1)]
     closing = f" └─ device {cycle[0].device} again: a circle, in which nobody ever moves"
-    return [*(f"{mark} {in_letters(line, letters)}" for mark, line in zip(marks, lines, strict=True)), closing]
+    return [*(f"{mark} {in_letters(line, table.letters)}" for mark, line in zip(marks, lines, strict=True)), closing]
 
 
 def _at(cell: Cell | None) -> str:

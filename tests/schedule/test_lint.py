@@ -95,13 +95,14 @@ def test_messages_speak_the_letters_of_the_table():
 
 def test_a_deadlock_is_shown_as_its_circle():
     """Device 0 wants microbatch 0 back first, device 1 wants microbatch 1 first. Device 2 waits too, outside the circle."""
-    fault = judge("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n2F0,2B0,2F1,2B1\n")
+    text = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n2F0,2B0,2F1,2B1\n"
+    fault, table = judge(text), read_table(text)
     assert [wait.device for wait in fault.cycle] == [0, 1]
     assert [(str(wait.action), str(wait.needed), wait.owner) for wait in fault.cycle] == [
         ("0B0", "1B0", 1),
         ("1F1", "0F1", 0),
     ]
-    assert [(wait.cell.line, wait.cell.column) for wait in fault.cycle] == [(1, 2), (2, 2)]
+    assert [table.cell_of(wait.device, wait.action)[1:] for wait in fault.cycle] == [(1, 2), (2, 2)]
 
 
 def circle_is_closed(table: Table, fault: Fault) -> bool:

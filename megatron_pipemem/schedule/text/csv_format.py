@@ -69,6 +69,10 @@ class Table:
         """All actions of every device."""
         return tuple(tuple(cell.action for cell in row) for row in self.rows)
 
+    def cell_of(self, device: int, action: Action) -> Cell | None:
+        """Return where an action of a device stands first, or None where it does not stand in the file."""
+        return next((cell for cell in self.rows[device] if cell.action == action), None)
+
     @property
     def has_messages(self) -> bool:
         return any(cell.action.kind in MESSAGES for row in self.rows for cell in row)

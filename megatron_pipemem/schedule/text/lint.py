@@ -9,30 +9,9 @@ from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.schedule import Program, Schedule
 from megatron_pipemem.schedule.core.validator import check_microbatch_order, validate, validate_program
+from megatron_pipemem.schedule.core.walk import Wait
 from megatron_pipemem.schedule.lowering.gradients import add_gradient_reductions
 from megatron_pipemem.schedule.text.csv_format import Cell, Table, in_letters
-
-
-@dataclass(frozen=True)
-class Wait:
-    """Describe a device that stands still: ``action`` cannot start before ``needed``, which its own device has not
-    reached.
-
-    Args:
-        device: the device that stands still.
-        action: that it stands still at.
-        cell: of the action in the file.
-        needed: what it waits for.
-        owner: the device that would run or send ``needed``.
-        needed_cell: of ``needed`` in the file.
-    """
-
-    device: int
-    action: Action
-    cell: Cell | None
-    needed: Action
-    owner: int
-    needed_cell: Cell | None
 
 
 @dataclass(frozen=True)
@@ -43,13 +22,16 @@ class Fault:
         error: what is wrong and how to mend it, in our letters.
         message: the same in the letters of the table.
         cell: where, unless something is missing.
-        cycle: of a deadlock: every device waits for the next, and the last for the first.
     """
 
     error: ScheduleError
     message: str
     cell: Cell | None
-    cycle: tuple[Wait, ...]
+
+    @property
+    def cycle(self) -> tuple[Wait, ...]:
+        """Of a deadlock: every device waits for the next, and the last for the first."""
+        return self.error.cycle
 
 
 def find_fault(table: Table, schedule: Schedule, memory_cap: float | Sequence[float] | None = None) -> Fault | None:
@@ -72,13 +54,10 @@ def find_fault(table: Table, schedule: Schedule, memory_cap: float | Sequence[fl
     except ScheduleError as error:
         if not error.cycle:
             return _fault(table, error)
-        cycle = tuple(
-            Wait(
-                w.device, w.action, _find(table, w.device, w.action), w.needed, w.owner, _find(table, w.owner, w.needed)
-            )
-            for w in error.cycle
+        first = error.cycle[0]
+        return Fault(
+            error, in_letters(_describe(error.cycle), table.letters), table.cell_of(first.device, first.action)
         )
-        return Fault(error, in_letters(_describe(cycle), table.letters), cycle[0].cell, cycle)
     return None
 
 
@@ -94,7 +73,7 @@ def find_obstacle(table: Table, schedule: Schedule) -> Fault | None:
 
 
 def _fault(table: Table, error: ScheduleError) -> Fault:
-    return Fault(error, in_letters(str(error), table.letters), _cell(table, error), ())
+    return Fault(error, in_letters(str(error), table.letters), _cell(table, error))
 
 
 def _describe(cycle: tuple[Wait, ...]) -> str:
@@ -142,7 +121,3 @@ def _cell(table: Table, error: ScheduleError) -> Cell | None:
         return None
     found = [cell for cell in table.rows[error.device] if str(cell.action) == error.action]
     return found[min(1, len(found) - 1)] if found else None
-
-
-def _find(table: Table, device: int, action: Action) -> Cell | None:
-    return next((cell for cell in table.rows[device] if cell.action == action), None)
