@@ -1,4 +1,4 @@
-"""Files that users give, read with one sentence for whatever is wrong with them."""
+"""Read files that users give, with one sentence for whatever is wrong with them."""
 
 from __future__ import annotations
 

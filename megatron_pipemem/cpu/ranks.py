@@ -1,4 +1,4 @@
-"""Ranks on this machine that start at once: they are forked from a process that has imported Megatron.
+"""Start ranks on this machine at once: fork them from a process that has imported Megatron.
 
 Importing Megatron takes ten seconds of a core, and torchrun pays that for every rank of every run. Here it is paid once, by
 `multiprocessing`'s fork server, which neither trains nor starts threads. Every run gets new processes all the same.

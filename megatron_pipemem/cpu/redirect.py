@@ -1,4 +1,4 @@
-"""Requests for CUDA tensors, answered with CPU tensors.
+"""Answer requests for CUDA tensors with CPU tensors.
 
 Functions are replaced one by one. PyTorch's own means, a TorchFunctionMode, holds for one thread and is suspended while
 the engine runs a backward pass, so that recomputation and custom gradients would still meet CUDA.

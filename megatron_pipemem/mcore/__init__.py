@@ -1,4 +1,4 @@
-"""Attaches schedules to stock Megatron-Core. Beside ``cpu/`` this is the only package that imports megatron.
+"""Attach schedules to stock Megatron-Core. Beside ``cpu/`` this is the only package that imports megatron.
 
 - ``plugin``: ``enable()`` and ``disable()``, and what a run consists of; ``launch`` and ``flags`` do it from a command line.
 - ``symbols``: everything of Megatron that is replaced or relied on; ``patching`` replaces it and puts it back.

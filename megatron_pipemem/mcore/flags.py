@@ -1,4 +1,4 @@
-"""The ``--pipemem-*`` flags."""
+"""Take the ``--pipemem-*`` flags off a command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flags that a run hands to Megatron, asked of Megatron's own parser before any rank starts."""
+"""Ask Megatron's own parser, before any rank starts, about the flags that a run hands to Megatron."""
 
 from __future__ import annotations
 

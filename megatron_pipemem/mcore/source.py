@@ -1,4 +1,4 @@
-"""The schedules of a run: what the user asked, resolved with what the run has measured so far."""
+"""Keep the schedules of a run: what the user asked, resolved with what the run has measured so far."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Executes a lowered schedule on one rank. Uses torch and knows no Megatron."""
+"""Execute a lowered schedule on one rank. This package uses torch and knows no Megatron."""

@@ -1,4 +1,4 @@
-"""The module ``transformer_engine_torch`` as Transformer Engine's Python sees it.
+"""Build the module ``transformer_engine_torch`` as Transformer Engine's Python sees it.
 
 What training in fp32, bf16 and fp16 calls is in ``kernels``. Every other name is there as well, because Transformer Engine
 takes hundreds of them when it is imported: types answer with members on demand, functions raise when they are called.

@@ -1,4 +1,4 @@
-"""The optimizer that an asynchronous stage steps by itself, after every microbatch."""
+"""Give an asynchronous stage an optimizer that it steps by itself, after every microbatch."""
 
 from __future__ import annotations
 

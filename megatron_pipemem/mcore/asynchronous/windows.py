@@ -1,4 +1,4 @@
-"""Windows of an asynchronous schedule, one for every call of the training loop."""
+"""Make windows of an asynchronous schedule, one for every call of the training loop."""
 
 from __future__ import annotations
 

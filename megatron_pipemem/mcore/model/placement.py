@@ -1,4 +1,4 @@
-"""Placements that stock Megatron cannot express.
+"""Make Megatron build and run placements that it cannot express.
 
 Megatron deals model chunks round robin: chunk ``c`` of pipeline rank ``r`` is stage ``c * p + r``. In a V, device ``r`` holds
 stage ``2p - 1 - r`` as its chunk 1, which round robin would have given to rank ``p - 1 - r``. So one idea covers every

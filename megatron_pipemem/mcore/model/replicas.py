@@ -1,4 +1,4 @@
-"""Two replicas of the model in one pipeline: what makes them one model to Megatron.
+"""Make two replicas of the model in one pipeline one model to Megatron.
 
 Both are trained. Their gradients are added up before anything else looks at them, so that both optimizers do the same to
 equal weights and the replicas stay equal without ever being sent again. Checkpoints hold the first replica and are loaded into

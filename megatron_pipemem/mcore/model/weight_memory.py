@@ -1,4 +1,4 @@
-"""Bytes of the weights that a rank holds: of all its stages, replicas of the model and versions."""
+"""Count the bytes of the weights that a rank holds: of all its stages, replicas of the model and versions."""
 
 from __future__ import annotations
 

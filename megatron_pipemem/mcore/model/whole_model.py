@@ -1,4 +1,4 @@
-"""Whether the chunks of all pipeline ranks together are the model: every layer once, in order, between its two ends.
+"""Check that the chunks of all pipeline ranks together are the model: every layer once, in order, between its two ends.
 
 Megatron counts a chunk's layers from sizes in a configuration and in global state. A training script whose sizes disagree
 builds chunks that fit together well enough to train, with layers twice or missing. Layers know their global numbers.

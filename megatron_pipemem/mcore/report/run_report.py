@@ -1,4 +1,4 @@
-"""The report of a run, put together from what every rank has seen."""
+"""Put the report of a run together from what every rank has seen."""
 
 from __future__ import annotations
 

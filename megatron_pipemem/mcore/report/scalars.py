@@ -1,4 +1,4 @@
-"""Numbers of every step for TensorBoard and W&B, through the writers that Megatron's own training loop has opened."""
+"""Write numbers of every step for TensorBoard and W&B, through the writers that Megatron's own training loop has opened."""
 
 from __future__ import annotations
 

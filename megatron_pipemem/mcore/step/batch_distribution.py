@@ -1,4 +1,4 @@
-"""One stream of batches for two replicas of the model."""
+"""Deal one stream of batches to two replicas of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step as it stands, and what features add to it."""
+"""Describe one step as it stands, and what features add to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The replacement of Megatron's pipelined forward-backward functions."""
+"""Replace Megatron's pipelined forward-backward functions."""
 
 from __future__ import annotations
 

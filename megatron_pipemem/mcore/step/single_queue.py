@@ -1,4 +1,4 @@
-"""Whether everything that a rank launches goes into one hardware queue."""
+"""Tell whether everything that a rank launches goes into one hardware queue."""
 
 from __future__ import annotations
 

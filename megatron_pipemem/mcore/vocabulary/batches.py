@@ -1,4 +1,4 @@
-"""Tokens and labels for every pipeline rank, from the two that read data.
+"""Bring tokens and labels to every pipeline rank, from the two that read data.
 
 Every shard needs every token and every label, but Megatron's scripts read data on the first and the last stage only and return
 ``None`` elsewhere, and what a batch looks like is theirs to know. So nothing is read elsewhere, and no script has to

@@ -1,4 +1,4 @@
-"""Whether a model's vocabulary is worth cutting, from its sizes, its layout and what passes take."""
+"""Tell whether a model's vocabulary is worth cutting, from its sizes, its layout and what passes take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The modules: a rank's shards of embedding and head, and what stands where Megatron had the whole ones.
+"""Define the modules: a rank's shards of embedding and head, and what stands where Megatron had the whole ones.
 
 Shard ``k`` of ``p * t`` belongs to pipeline rank ``k // t`` and tensor-parallel rank ``k % t``. Every rank keeps its shards
 as a submodule of its chunk 0, whatever stage that is, so that DDP, optimizers and checkpoints find them where they find

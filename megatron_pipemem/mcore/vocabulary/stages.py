@@ -1,4 +1,4 @@
-"""The pipeline's first and last stage when embedding and head are no part of them."""
+"""Run the pipeline's first and last stage when embedding and head are no part of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program's actions on memory do."""
+"""Perform a program's actions on memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of the LM head."""
+"""Define the options of the LM head."""
 
 from __future__ import annotations
 

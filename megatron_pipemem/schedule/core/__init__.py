@@ -1,1 +1,1 @@
-"""Schedules as data: actions, placements, orders, costs, and what follows from them."""
+"""Describe schedules as data: actions, placements, orders, costs, and what follows from them."""

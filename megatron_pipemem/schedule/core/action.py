@@ -1,4 +1,4 @@
-"""One step of one device, and its one-line text form.
+"""Define one step of one device, and its one-line text form.
 
 The letters are those of ``torch.distributed.pipelining``: ``F`` forward, ``I`` input gradient, ``W`` weight
 gradient, ``B`` full backward (``I`` then ``W``, fused). The zero-bubble papers write ``B`` for our ``I`` and ``BW``

@@ -1,4 +1,4 @@
-"""Messages between devices: which action sends one, and which waits for it."""
+"""Say which message carries the result of every compute action, and which receive an action waits for."""
 
 from __future__ import annotations
 

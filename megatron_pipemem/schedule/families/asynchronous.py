@@ -1,4 +1,4 @@
-"""Pipelines that are never flushed: weights change while microbatches are on their way.
+"""Build pipelines that are never flushed: weights change while microbatches are on their way.
 
 A schedule shows a window of such a run, from an empty pipeline to an empty one; in between no device waits for the last
 microbatch of an update. Training differs from synchronous training: gradients are of older weights.
@@ -16,7 +16,7 @@ from megatron_pipemem.schedule.family import Family, Formula
 
 
 def pipedream(num_devices: int, num_microbatches: int, vertical_sync: bool = False) -> Schedule:
-    """1F1B with an update after every backward; a backward uses the weights of its own forward.
+    """Build 1F1B with an update after every backward; a backward uses the weights of its own forward.
 
     Args:
         num_devices: ``p``.
@@ -34,7 +34,8 @@ def pipedream(num_devices: int, num_microbatches: int, vertical_sync: bool = Fal
 
 
 def pipedream_2bw(num_devices: int, num_microbatches: int, update_every: int | None = None) -> Schedule:
-    """1F1B with an update after every group of microbatches; a group uses the version before the newest, on all stages.
+    """Build 1F1B with an update after every group of microbatches; a group uses the version before the newest, on all
+    stages.
 
     Args:
         num_devices: ``p``.

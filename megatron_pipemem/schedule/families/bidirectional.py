@@ -1,4 +1,4 @@
-"""Two pipelines in opposite directions over the same devices, each with its own replica of the model.
+"""Build two pipelines in opposite directions over the same devices, each with its own replica of the model.
 
 Device ``r`` holds stage ``r`` of one replica and stage ``p - 1 - r`` of the other, so that one direction computes while
 the other fills and drains. The replicas add up the gradients of a stage as soon as both have theirs.
@@ -15,7 +15,7 @@ from megatron_pipemem.schedule.family import Family, Formula
 
 
 def chimera(num_devices: int, num_microbatches: int, doubling: bool = False) -> Schedule:
-    """Units of ``p`` microbatches, half of them in either direction, on a grid of slots without conflicts.
+    """Build units of ``p`` microbatches, half of them in either direction, on a grid of slots without conflicts.
 
     The next unit starts ``2p`` slots later, within the gaps at the end of the one before. A last unit with fewer
     microbatches leaves their slots empty.
@@ -52,7 +52,9 @@ def chimera(num_devices: int, num_microbatches: int, doubling: bool = False) -> 
 
 
 def gems(num_devices: int, num_microbatches: int) -> Schedule:
-    """One microbatch at a time on a device: the next one, in the other direction, goes forward right behind its backward."""
+    """Run one microbatch at a time on a device: the next one, in the other direction, goes forward right behind its
+    backward.
+    """
     p = num_devices
     orders = (
         tuple(
@@ -66,7 +68,7 @@ def gems(num_devices: int, num_microbatches: int) -> Schedule:
 
 
 def dualpipe(num_devices: int, num_microbatches: int) -> Schedule:
-    """The eight steps of DeepSeek's schedule; half of the microbatches run in either direction.
+    """Build the eight steps of DeepSeek's schedule; half of the microbatches run in either direction.
 
     What the source overlaps in one unit, a forward of one direction and a backward of the other, is adjacent here, and
     each of the two passes on its result as soon as it ends.

@@ -29,7 +29,7 @@ Timetable = list[tuple[int, Pass]]
 
 @dataclass(frozen=True)
 class Block:
-    """The passes of one microbatch.
+    """Hold the passes of one microbatch.
 
     Args:
         placement: which device holds which stage.
@@ -104,12 +104,12 @@ class Block:
         return max(start + SLOTS[each.kind] for each, start in self.starts.items())
 
     def lifespan(self, stage: int) -> int:
-        """Slots from the start of the stage's F to the end of the pass that releases its activation, W or B."""
+        """Return the slots from the start of the stage's F to the end of the pass that releases its activation, W or B."""
         kind = Kind.B if Pass(Kind.B, stage) in self.starts else Kind.W
         return self.starts[Pass(kind, stage)] + SLOTS[kind] - self.starts[Pass(Kind.F, stage)]
 
     def peaks(self) -> tuple[int, ...]:
-        """Per device, the most stage activations it holds at once when the block is repeated without end."""
+        """Return the most stage activations that every device holds at once when the block is repeated without end."""
 
         def most(stages: tuple[int, ...]) -> int:
             lives = [(self.starts[Pass(Kind.F, stage)], self.lifespan(stage)) for stage in stages]
@@ -123,7 +123,7 @@ class Block:
 
 
 def repeat(block: Block, num_microbatches: int) -> Timetable:
-    """The block for every microbatch, ``interval`` slots apart."""
+    """Repeat the block for every microbatch, ``interval`` slots apart."""
     return sorted(
         (start + microbatch * block.interval, each)
         for each, start in block.starts.items()
@@ -239,12 +239,12 @@ def build(name: str, block: Block, num_microbatches: int, *, steady: bool = Fals
 
 
 def _backwards(passes: Iterable[Pass]) -> dict[int, Pass]:
-    """The pass that makes every stage's input gradient."""
+    """Return the pass that makes every stage's input gradient."""
     return {each.stage: each for each in passes if each.kind in (Kind.I, Kind.B)}
 
 
 def _inputs(each: Pass, placement: Placement, backwards: Mapping[int, Pass]) -> list[Pass]:
-    """The passes of the same microbatch that must end before this one starts."""
+    """Return the passes of the same microbatch that must end before this one starts."""
     if each.kind is Kind.F:
         before = placement.previous_stage(each.stage)
         return [] if before is None else [Pass(Kind.F, before)]
@@ -255,7 +255,7 @@ def _inputs(each: Pass, placement: Placement, backwards: Mapping[int, Pass]) -> 
 
 
 def _peak(timetable: Timetable, placement: Placement) -> int:
-    """The most stage activations that any device holds."""
+    """Return the most stage activations that any device holds."""
     held: Counter[int] = Counter()
     most = 0
     for _, each in timetable:
@@ -286,7 +286,7 @@ class _Plan:
         self._held = [list(accumulate(device_changes)) for device_changes in changes]
 
     def earliest(self, each: Pass) -> int:
-        """First slot in which the next occurrence of this pass has its inputs."""
+        """Return the first slot in which the next occurrence of this pass has its inputs."""
         kind, stage = each
         if kind is Kind.W:
             device = self._placement.devices[stage]
@@ -296,14 +296,16 @@ class _Plan:
         return max([0, *self._ends[each][-1:], *inputs])
 
     def earliest_within(self, peak: int, each: Pass, earliest: int, slot: int) -> int:
-        """First slot from which its device can hold one more activation until ``slot``."""
+        """Return the first slot from which its device can hold one more activation until ``slot``."""
         held = self._held[self._placement.devices[each.stage]]
         while slot > earliest and held[slot - 1] < peak:
             slot -= 1
         return slot
 
     def first_idle(self, each: Pass, earliest: int, planned: int | None = None) -> int:
-        """First start from ``earliest`` on with enough idle slots; those in which it is ``planned`` count as idle."""
+        """Return the first start from ``earliest`` on with enough idle slots; those in which it is ``planned`` count as
+        idle.
+        """
         busy, length = self._busy[self._placement.devices[each.stage]], SLOTS[each.kind]
         own = range(0) if planned is None else range(planned, planned + length)
         start = earliest

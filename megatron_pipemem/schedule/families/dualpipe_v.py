@@ -1,4 +1,4 @@
-"""DualPipe (arXiv 2412.19437, section 3.2.1) cut in half and folded onto a V, as DualPipeV of deepseek-ai/DualPipe.
+"""Cut DualPipe (arXiv 2412.19437, section 3.2.1) in half and fold it onto a V, as DualPipeV of deepseek-ai/DualPipe does.
 
 Its steady state pairs a forward with a backward, which can hide each other's communication.
 """
@@ -15,7 +15,7 @@ from megatron_pipemem.schedule.family import Family, Formula
 
 
 def dualpipe_v(num_devices: int, num_microbatches: int) -> Schedule:
-    """Eight steps; backwards are split only where the pipeline fills and drains.
+    """Build DualPipeV's eight steps; backwards are split only where the pipeline fills and drains.
 
     A forward and the backward it is paired with run one after the other, each handing on its result when it ends. Passes
     beyond the last microbatch are dropped.

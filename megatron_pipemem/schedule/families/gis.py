@@ -16,7 +16,7 @@ _SLOTS = 3
 
 
 def gis(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None) -> Schedule:
-    """Groups of ``p`` microbatches: 1F1B's memory with two thirds of interleaved 1F1B's bubble.
+    """Run groups of ``p`` microbatches: 1F1B's memory with two thirds of interleaved 1F1B's bubble.
 
     Args:
         num_devices: ``p``.
@@ -74,7 +74,7 @@ def _gis(name: str, p: int, m: int, v: int, group: int) -> Schedule:
 
 
 def _balanced(device: int, p: int, v: int, sizes: list[int]) -> list[Pass]:
-    """Forwards ahead, then I, W and F in turn, which is the order of the slots for groups of one size."""
+    """Run forwards ahead, then I, W and F in turn, which is the order of the slots for groups of one size."""
     visits = [chunk for size in sizes for chunk in range(v) for _ in range(size)]
     forwards = [Pass(Kind.F, chunk * p + device) for chunk in visits]
     warm_up = max(sizes) * (v - 1) + p - device
@@ -88,7 +88,7 @@ def _balanced(device: int, p: int, v: int, sizes: list[int]) -> list[Pass]:
 
 
 def _in_slots(device: int, p: int, v: int, group: int, m: int) -> list[Pass]:
-    """Full groups and, at the end, what is left of one: without some of its microbatches an order stays valid."""
+    """Build full groups and, at the end, what is left of one: without some of its microbatches an order stays valid."""
     forward, backward = grouped_slots(p, v, group)
     timetable = []
     for microbatch in range(m):

@@ -1,4 +1,4 @@
-"""GPipe: all forwards, then all backwards (arXiv 1811.06965, section 2.3)."""
+"""Build GPipe: all forwards, then all backwards (arXiv 1811.06965, section 2.3)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from megatron_pipemem.schedule.family import Family, Formula
 
 
 def gpipe(num_devices: int, num_microbatches: int) -> Schedule:
-    """Backwards run in ascending order, as in 1F1B, so that gradients accumulate in the same order."""
+    """Run all forwards, then all backwards, in ascending order as in 1F1B, so that gradients accumulate in the same
+    order.
+    """
     m = num_microbatches
     passes = ([Pass(Kind.F, r)] * m + [Pass(Kind.B, r)] * m for r in range(num_devices))
     return in_microbatch_order("gpipe", Placement.linear(num_devices), m, passes)

@@ -1,4 +1,4 @@
-"""Hanayo: several waves over the devices, so that each turn round hides in a neighbour's chunk (arXiv 2308.15762)."""
+"""Build Hanayo: several waves over the devices, so that each turn round hides in a neighbour's chunk (arXiv 2308.15762)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DELAYS = range(6)
 
 
 def hanayo(num_devices: int, num_microbatches: int, waves: int | None = None, chunks: int | None = None) -> Schedule:
-    """List scheduling, backwards first as in the paper, or a repeated block, whichever is faster.
+    """Schedule by list, backwards first as in the paper, or repeat a block, whichever is faster.
 
     List scheduling holds no more than 1F1B and is best for about ``p`` microbatches; its bubble grows with their number.
     That of a block does not; a block that holds over a microbatch more than 1F1B is left alone.
@@ -66,7 +66,7 @@ def _list_schedule(placement: Placement, num_microbatches: int) -> Schedule:
 
 
 def _backward_first(placement: Placement, num_microbatches: int) -> Iterator[Pass]:
-    """Whenever a device is free it runs what is there: a backward if it can, and the oldest microbatch.
+    """Run what is there whenever a device is free: a backward if it can, and the oldest microbatch.
 
     A forward waits until its device holds less than 1F1B, and one stage less than that for every later chunk. So the
     oldest microbatch always finds room, whatever younger ones hold, and nothing blocks for ever.
@@ -113,7 +113,9 @@ def _backward_first(placement: Placement, num_microbatches: int) -> Iterator[Pas
 
 
 def _block(placement: Placement, delay: int) -> Block:
-    """Every pass in the first slots after its input that leave room for the rest, ``delay`` later for every new chunk."""
+    """Put every pass into the first slots after its input that leave room for the rest, ``delay`` later for every new
+    chunk.
+    """
     p, chunks = placement.num_devices, placement.num_chunks
     interval = chunks * (SLOTS[Kind.F] + SLOTS[Kind.B])
     rhythms = [_Rhythm(interval, chunks) for _ in range(p)]
@@ -130,7 +132,7 @@ def _block(placement: Placement, delay: int) -> Block:
 
 
 class _Rhythm:
-    """The slots of one device in every interval: which are taken, so that a B still finds two in a row for each F."""
+    """Keep which slots of one device are taken in every interval, so that a B still finds two in a row for each F."""
 
     def __init__(self, interval: int, forwards: int) -> None:
         self._interval = interval
@@ -138,7 +140,7 @@ class _Rhythm:
         self._forwards = forwards  # still to come; each can mend one odd gap
 
     def take(self, earliest: int, kind: Kind) -> int:
-        """First start from ``earliest`` on."""
+        """Take the first start from ``earliest`` on."""
         self._forwards -= kind is Kind.F
         for start in range(earliest, earliest + self._interval):
             slots = {slot % self._interval for slot in range(start, start + SLOTS[kind])}

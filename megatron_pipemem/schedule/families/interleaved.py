@@ -1,4 +1,4 @@
-"""Interleaved 1F1B in Megatron's exact order (arXiv 2104.04473, section 2.2)."""
+"""Build interleaved 1F1B in Megatron's exact order (arXiv 2104.04473, section 2.2)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from megatron_pipemem.schedule.family import Family, Formula
 
 
 def interleaved(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None) -> Schedule:
-    """Megatron's order where Megatron allows the arguments, and the same rule for every other number of microbatches.
+    """Build Megatron's order where Megatron allows the arguments, and extend the same rule to every other number of
+    microbatches.
 
     With a ``group_size`` given, the order is Megatron's table to the letter whenever that table can run at all, also
     where Megatron itself refuses to run it because its last group is small.

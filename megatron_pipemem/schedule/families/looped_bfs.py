@@ -1,4 +1,4 @@
-"""Looped BFS: a device runs one chunk for all microbatches before it turns to the next (arXiv 2211.05953)."""
+"""Build looped BFS: a device runs one chunk for all microbatches before it turns to the next (arXiv 2211.05953)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from megatron_pipemem.schedule.family import Family, Formula
 
 
 def looped_bfs(num_devices: int, num_microbatches: int, chunks: int = 2) -> Schedule:
-    """Backwards run in ascending order, as in 1F1B, so that gradients accumulate in the same order.
+    """Run chunk after chunk for all microbatches. Backwards run in ascending order, as in 1F1B, so that gradients
+    accumulate in the same order.
 
     Args:
         num_devices: ``p``.

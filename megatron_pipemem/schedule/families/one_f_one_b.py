@@ -1,4 +1,4 @@
-"""1F1B and its eager variant: some forwards, then one forward and one backward in turn."""
+"""Build 1F1B and its eager variant: some forwards, then one forward and one backward in turn."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron_pipemem.schedule.family import Family, Formula
 
 
 def one_f_one_b(num_devices: int, num_microbatches: int) -> Schedule:
-    """Stock Megatron's order: device r runs p-r-1 forwards ahead."""
+    """Build stock Megatron's order: device r runs p-r-1 forwards ahead."""
     return _with_warm_up("1f1b", num_devices, num_microbatches, lambda hops_to_loss: hops_to_loss)
 
 
 def eager_one_f_one_b(num_devices: int, num_microbatches: int) -> Schedule:
-    """One more forward ahead per hop to the loss, so that messages of both directions hide behind compute."""
+    """Run one more forward ahead per hop to the loss, so that messages of both directions hide behind compute."""
     return _with_warm_up("1f1b-eager", num_devices, num_microbatches, lambda hops_to_loss: 2 * hops_to_loss)
 
 

@@ -1,4 +1,4 @@
-"""1F1B-V: the V placement with a full backward (arXiv 2405.15362, appendix I)."""
+"""Build 1F1B-V: the V placement with a full backward (arXiv 2405.15362, appendix I)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INTERVAL = 6
 
 
 def one_f_one_b_v(num_devices: int, num_microbatches: int) -> Schedule:
-    """Every pass follows its input at once, but every third backward waits for the slots to come round."""
+    """Let every pass follow its input at once, but every third backward wait for the slots to come round."""
     p, stages = num_devices, 2 * num_devices
     starts = {Pass(Kind.F, stage): stage for stage in range(stages)}
     clock = stages + (3 if p % 3 == 0 else 0)

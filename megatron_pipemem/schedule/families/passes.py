@@ -16,7 +16,7 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 
 
 class Pass(NamedTuple):
-    """One class of compute actions: a kind on a stage, for whichever microbatch comes next."""
+    """Name one class of compute actions: a kind on a stage, for whichever microbatch comes next."""
 
     kind: Kind
     stage: int
@@ -25,7 +25,7 @@ class Pass(NamedTuple):
 def in_microbatch_order(
     name: str, placement: Placement, num_microbatches: int, passes: Iterable[Iterable[Pass]]
 ) -> Schedule:
-    """The schedule in which the n-th forward, and the n-th backward, I or B, of a stage is of microbatch ``n``.
+    """Return the schedule in which the n-th forward, and the n-th backward, I or B, of a stage is of microbatch ``n``.
 
     The n-th W of a stage is of the microbatch of its n-th I; where a stage has no I at all, of microbatch ``n``.
 

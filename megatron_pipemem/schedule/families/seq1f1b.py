@@ -1,4 +1,4 @@
-"""1F1B on pieces of sequences instead of whole microbatches (arXiv 2406.03488)."""
+"""Build 1F1B on pieces of sequences instead of whole microbatches (arXiv 2406.03488)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_pipemem.schedule.family import Family, Formula
 
 
 def seq1f1b(num_devices: int, num_microbatches: int, pieces: int = 2) -> Schedule:
-    """Forwards run piece by piece; backwards begin with the last piece of a microbatch, to which no other attends.
+    """Run forwards piece by piece; backwards begin with the last piece of a microbatch, to which no other attends.
 
     Args:
         num_devices: ``p``.

@@ -10,7 +10,8 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 
 
 def forward_schedule(placement: Placement, num_microbatches: int, name: str = "forward only") -> Schedule:
-    """Nothing but forwards, for evaluation: with equal passes, a device runs the deepest stage whose input has come.
+    """Run nothing but forwards, for evaluation: with equal passes, a device runs the deepest stage whose input has
+    come.
 
     Replicas of the model take the microbatches in turn.
 
@@ -40,8 +41,8 @@ def forward_schedule(placement: Placement, num_microbatches: int, name: str = "f
 def serial_schedule(
     placement: Placement, num_microbatches: int, name: str = "serial", full: Collection[int] = ()
 ) -> Schedule:
-    """One microbatch after another through all stages and back: the slowest order, and none holds less, if the stages whose
-    I takes memory run full backwards.
+    """Run one microbatch after another through all stages and back: the slowest order, and none holds less, if the
+    stages whose I takes memory run full backwards.
 
     Replicas of the model take the microbatches in turn.
 

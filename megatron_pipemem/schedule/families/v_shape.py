@@ -1,4 +1,4 @@
-"""The V family: two chunks per device, so that long-lived and short-lived activations meet (arXiv 2405.15362)."""
+"""Build the V family: two chunks per device, so that long-lived and short-lived activations meet (arXiv 2405.15362)."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ INTERVAL = 6
 
 
 def zbv(num_devices: int, num_microbatches: int) -> Schedule:
-    """The closed form for equal F, I and W; passes beyond the last microbatch are dropped."""
+    """Build ZBV by its closed form for equal F, I and W; passes beyond the last microbatch are dropped."""
     p, n = num_devices, max(2 * num_devices - 1, num_microbatches)
     passes = (_zbv_passes(device, p, n) for device in range(p))
     return in_microbatch_order("zbv", Placement.v_shape(p), num_microbatches, passes)
 
 
 def v_half(num_devices: int, num_microbatches: int) -> Schedule:
-    """Forwards descend two slots per device and return one slot per device; backwards mirror them."""
+    """Let forwards descend two slots per device and return one slot per device; backwards mirror them."""
     p, turn = num_devices, 0 if num_devices % 2 else 3
     slots = ((2 * r, 3 * p - 2 - r, 3 * p - 1 + turn + 2 * r, 6 * p - 2 + turn - r) for r in range(p))
     return _repeated("v-half", slots, p, num_microbatches)
 
 
 def v_min(num_devices: int, num_microbatches: int) -> Schedule:
-    """Every pass follows its input at once, which is the shortest that activations can live."""
+    """Let every pass follow its input at once, which is the shortest that activations can live."""
     p, turn = num_devices, 0 if num_devices % 3 else 2
     slots = ((r, 2 * p - 1 - r, 2 * p + turn + r, 4 * p - 1 + turn - r) for r in range(p))
     return _repeated("v-min", slots, p, num_microbatches)
 
 
 def _repeated(name: str, slots: Iterable[tuple[int, ...]], p: int, num_microbatches: int) -> Schedule:
-    """The block in which every device starts F of its two stages, and then I of both in reverse, in these slots."""
+    """Repeat the block in which every device starts F of its two stages, and then I of both in reverse, in these slots."""
     starts = {}
     for device, own in enumerate(slots):
         down, up = device, 2 * p - 1 - device

@@ -1,4 +1,4 @@
-"""ZB-H1 and ZB-H2: weight gradients fill the bubble of 1F1B (arXiv 2401.10241, section 2)."""
+"""Build ZB-H1 and ZB-H2: weight gradients fill the bubble of 1F1B (arXiv 2401.10241, section 2)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron_pipemem.schedule.family import Family, Formula
 
 
 def zb_h1(num_devices: int, num_microbatches: int) -> Schedule:
-    """1F1B's memory: device r runs p-r forwards ahead and keeps its weight gradients r microbatches behind."""
+    """Keep 1F1B's memory: device r runs p-r forwards ahead and keeps its weight gradients r microbatches behind."""
     p = num_devices
     passes = (_device_passes(r, num_microbatches, forwards_ahead=p - r, delay=r) for r in range(p))
     return in_microbatch_order("zb-h1", Placement.linear(p), num_microbatches, passes)
 
 
 def zb_h2(num_devices: int, num_microbatches: int) -> Schedule:
-    """Twice 1F1B's memory: no device idles between its first and its last pass in unit costs (m >= 2p-1)."""
+    """Take twice 1F1B's memory: no device idles between its first and its last pass in unit costs (m >= 2p-1)."""
     p = num_devices
     passes = (_device_passes(r, num_microbatches, forwards_ahead=2 * (p - r) - 1, delay=2 * r) for r in range(p))
     return in_microbatch_order("zb-h2", Placement.linear(p), num_microbatches, passes)

@@ -1,4 +1,4 @@
-"""Zero bubble for given costs and memory: I first, then F, and W wherever they fit (arXiv 2401.10241, section 3.1)."""
+"""Build zero bubble for given costs and memory: I first, then F, and W wherever they fit (arXiv 2401.10241, section 3.1)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAME = "zb-auto"
 def zb_auto(
     num_devices: int, num_microbatches: int, costs: Costs | None = None, memory_cap: float | None = None
 ) -> Schedule:
-    """The fastest of several greedy orders, of ZB-H1 and of ZB-H2, whichever of them fit.
+    """Return the fastest of several greedy orders, of ZB-H1 and of ZB-H2, whichever of them fit.
 
     Greedy orders differ in how many forwards a device runs ahead, and in how long it idles for a pass that is about to
     arrive when it could run W instead. They are compared by the makespan, then by the longest time from a device's first
@@ -62,7 +62,7 @@ def zb_auto(
 
 
 class _Machine(NamedTuple):
-    """Seconds per device and link, by kind of pass.
+    """Hold seconds per device and link, by kind of pass.
 
     Args:
         seconds: of F, I and W on every device.
@@ -82,7 +82,7 @@ class _Machine(NamedTuple):
 
 
 class _Policy(NamedTuple):
-    """How a device chooses.
+    """Say how a device chooses.
 
     Args:
         ahead: per device, how many microbatches may be between its F and its I.
@@ -94,7 +94,7 @@ class _Policy(NamedTuple):
 
 
 def _forwards_ahead(machine: _Machine, most: int) -> list[tuple[int, ...]]:
-    """Few, as in 1F1B; as many as end before the first gradient can be back; and the middle of both."""
+    """Return few, as in 1F1B; as many as end before the first gradient can be back; and the middle of both."""
     forward, backward = machine.seconds[Kind.F], machine.seconds[Kind.I]
     p = len(forward)
     few = [min(most, p - device) for device in range(p)]
@@ -131,12 +131,12 @@ def _run(machine: _Machine, policy: _Policy, m: int, most: int) -> Iterator[tupl
     free = [0.0] * (last + 1)
 
     def coming(kind: Kind, device: int) -> float:
-        """When the next pass of this kind can start, as far as that is known."""
+        """Return when the next pass of this kind can start, as far as that is known."""
         known, started = arrivals[kind][device], ran[kind][device]
         return known[started] if started < len(known) else inf
 
     def choose(device: int, now: float) -> Kind | None:
-        """What to start at ``now``; ``None`` to wait for the next arrival."""
+        """Choose what to start at ``now``; ``None`` waits for the next arrival."""
         forwards, gradients, weights = (ran[kind][device] for kind in (Kind.F, Kind.I, Kind.W))
         gradient, forward = coming(Kind.I, device), coming(Kind.F, device)
         if gradient <= now:

@@ -1,4 +1,4 @@
-"""Periodic orders in variations: which blocks are proposed, and for which intervals."""
+"""Vary periodic orders: choose which blocks are proposed, and for which intervals."""
 
 from __future__ import annotations
 

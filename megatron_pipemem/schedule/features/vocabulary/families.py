@@ -1,4 +1,4 @@
-"""The schedules of the families with their vocabulary passes."""
+"""Build the schedules of the families with their vocabulary passes."""
 
 from __future__ import annotations
 
