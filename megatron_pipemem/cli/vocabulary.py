@@ -19,6 +19,8 @@ from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 from megatron_pipemem.schedule.features.vocabulary.baselines import head_on_last_stage
 from megatron_pipemem.schedule.features.vocabulary.choice import REDISTRIBUTE, choose_vocabulary
 from megatron_pipemem.schedule.options import OFF
+from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.resolve import ChosenSchedule, vocabulary_ways
 
 Switch = Literal["off", "1", "2", "auto"]
 VocabParallel = Annotated[
@@ -115,7 +117,18 @@ def apply_head(loaded: Loaded, prices: Costs, head: Head) -> tuple[Loaded, Costs
         seconds = head.seconds(prices, schedule)
         if seconds is None:
             raise UnsupportedError("--vocab-parallel auto weighs the head against the layers; give --head-cost")
-        choice = choose_vocabulary(schedule, replace(prices, vocabulary=None), seconds, layers=head.layers)
+        # As in a run, whose model has its placement before anybody can weigh the head.
+        loaded = replace(loaded, knowledge=replace(loaded.knowledge, placement=schedule.placement))
+
+        def resolved(request: Request) -> ChosenSchedule:
+            if not request.barriers:
+                return loaded.chosen
+            return loaded.again(request, priced_head(head, prices, schedule, request.barriers)).chosen
+
+        ways = vocabulary_ways(loaded.request, resolved, lambda barriers, error: None)
+        passes = {barriers: found.schedule for barriers, found in ways.items() if barriers}
+        alone = replace(prices, vocabulary=None)
+        choice = choose_vocabulary(schedule, alone, seconds, layers=head.layers, with_passes=passes)
         algorithm, reason = choice.best.name, choice.reason
         if algorithm == REDISTRIBUTE:
             layout = choice.best.layers

@@ -12,7 +12,7 @@ from megatron.core import num_microbatches_calculator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron_pipemem.errors import ScheduleError, UnsupportedError
+from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.launch.cut_flags import as_built
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero, is_first_rank, tell
 from megatron_pipemem.mcore.vocabulary.build import cut_vocabulary, layout_of
@@ -21,11 +21,11 @@ from megatron_pipemem.report.run import announcement
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.vocabulary import BARRIERS, check_placement
+from megatron_pipemem.schedule.core.vocabulary import check_placement
 from megatron_pipemem.schedule.families.serial_orders import forward_schedule
 from megatron_pipemem.schedule.features.vocabulary.passes import with_barriers
 from megatron_pipemem.schedule.knowledge import MEASURED, HostLink, Knowledge, MemoryDeltas, Shape
-from megatron_pipemem.schedule.model_cut import placements_of
+from megatron_pipemem.schedule.model_cut import placements_of, searched
 from megatron_pipemem.schedule.options import AUTO, OFF
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.request import Request, check_devices_of_file
@@ -33,7 +33,7 @@ from megatron_pipemem.schedule.resolve import (
     ChosenSchedule,
     family_schedule,
     resolve,
-    searched,
+    vocabulary_ways,
     without_offload,
 )
 from megatron_pipemem.schedule.search.cache import ResultCache
@@ -219,22 +219,19 @@ class Source:
         """
         microbatches = microbatches_of_the_run() or 4 * placement.num_devices
         shape, known = Shape(placement.num_devices, chunks, microbatches), self._known(placement)
-        ways = {}
-        for barriers in (0, *BARRIERS):
-            request = replace(self.request, barriers=barriers)
-            if lacks := known.lacks_bytes(request):  # nobody knows yet how much of it the cap will allow
-                request = replace(request, memory_cap=None)
-            try:
-                found = self._resolved(request, shape, known)
-            except (ScheduleError, UnsupportedError) as error:
-                if not barriers:
-                    raise
-                tell(logger, "vocabulary: not with %d barriers: %s", barriers, error)
-                continue
-            if not lacks:
-                self._answers[placement, microbatches, barriers] = found
-            ways[barriers] = found.schedule
-        return ways
+
+        def resolved(request: Request) -> ChosenSchedule:
+            if known.lacks_bytes(request):  # nobody knows yet how much of it the cap will allow
+                return self._resolved(replace(request, memory_cap=None), shape, known)
+            found = self._resolved(request, shape, known)
+            self._answers[placement, microbatches, request.barriers] = found
+            return found
+
+        def refused(barriers: int, error: PipememError) -> None:
+            tell(logger, "vocabulary: not with %d barriers: %s", barriers, error)
+
+        ways = vocabulary_ways(self.request, resolved, refused)
+        return {barriers: found.schedule for barriers, found in ways.items()}
 
     def _family_placement(self, num_devices: int, chunks: int | None) -> Placement:
         request = without_offload(self.request)

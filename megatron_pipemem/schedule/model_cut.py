@@ -7,8 +7,12 @@ from dataclasses import dataclass
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.options import AUTO, searched_placements
 from megatron_pipemem.schedule.registry import build_schedule, family
+from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.search import MAX_CHUNKS
+from megatron_pipemem.schedule.search.search import usual_placements
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,32 @@ def placements_of(
     if cut is not None:
         check_cut(cut, schedule, placements[0])
     return placements
+
+
+def searched(request: Request, shape: Shape, knowledge: Knowledge) -> tuple[Placement, ...]:
+    """Return the placements among which a search chooses.
+
+    It is that of the model once there is one, else those that the request and the model's number of chunks leave open.
+
+    Args:
+        request: what the user asks.
+        shape: size and cut of the model.
+        knowledge: what is known of it.
+
+    Raises:
+        UnsupportedError: the options of the search do not go together.
+        CostsError: costs per stage are for none of them.
+    """
+    if knowledge.placement is not None:
+        return (knowledge.placement,)
+    devices, options = shape.num_devices, request.options
+    if "max_chunks" in options:
+        return usual_placements(devices, options["max_chunks"], knowledge.costs)
+    kind = options.get("placement")
+    chunks = options.get("chunks") if shape.chunks is None else shape.chunks
+    if kind is None and chunks is None:  # two, unless costs per stage say otherwise
+        chunks = usual_placements(devices, MAX_CHUNKS, knowledge.costs)[0].num_chunks
+    return searched_placements(devices, kind, chunks)
 
 
 def _placements(schedule: str, options: Mapping[str, object], num_devices: int) -> tuple[Placement, ...]:

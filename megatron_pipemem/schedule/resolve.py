@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
 from megatron_pipemem.schedule.core.bounds import lower_bound
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap
@@ -18,6 +18,7 @@ from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.core.vocabulary import BARRIERS
 from megatron_pipemem.schedule.features.offload import (
     OffloadPlan,
     fastest_within,
@@ -29,15 +30,15 @@ from megatron_pipemem.schedule.features.offload import (
 from megatron_pipemem.schedule.features.vocabulary.families import families_with_passes
 from megatron_pipemem.schedule.features.vocabulary.passes import with_barriers
 from megatron_pipemem.schedule.knowledge import UNIT, Knowledge, Shape
+from megatron_pipemem.schedule.model_cut import searched
 from megatron_pipemem.schedule.one_by_one import COUNTING, ONE_BY_ONE, counting, last_resort, serial
-from megatron_pipemem.schedule.options import OFF, SEARCH_SECONDS, searched_placements
+from megatron_pipemem.schedule.options import OFF, SEARCH_SECONDS
 from megatron_pipemem.schedule.registry import build_schedule, family
 from megatron_pipemem.schedule.request import Request, check_devices_of_file, check_microbatches_of_file
-from megatron_pipemem.schedule.search import MAX_CHUNKS, Candidate, SearchResult, search_schedule
+from megatron_pipemem.schedule.search import Candidate, SearchResult, search_schedule
 from megatron_pipemem.schedule.search.offload import OffloadSearchResult, search_offload
 from megatron_pipemem.schedule.search.problem import better_full
 from megatron_pipemem.schedule.search.result import fastest_first
-from megatron_pipemem.schedule.search.search import usual_placements
 
 logger = logging.getLogger(__name__)
 
@@ -115,32 +116,6 @@ def resolve(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSched
     return replace(chosen, priced_by=knowledge.priced_by)
 
 
-def searched(request: Request, shape: Shape, knowledge: Knowledge) -> tuple[Placement, ...]:
-    """Return the placements among which a search chooses.
-
-    It is that of the model once there is one, else those that the request and the model's number of chunks leave open.
-
-    Args:
-        request: what the user asks.
-        shape: size and cut of the model.
-        knowledge: what is known of it.
-
-    Raises:
-        UnsupportedError: the options of the search do not go together.
-        CostsError: costs per stage are for none of them.
-    """
-    if knowledge.placement is not None:
-        return (knowledge.placement,)
-    devices, options = shape.num_devices, request.options
-    if "max_chunks" in options:
-        return usual_placements(devices, options["max_chunks"], knowledge.costs)
-    kind = options.get("placement")
-    chunks = options.get("chunks") if shape.chunks is None else shape.chunks
-    if kind is None and chunks is None:  # two, unless costs per stage say otherwise
-        chunks = usual_placements(devices, MAX_CHUNKS, knowledge.costs)[0].num_chunks
-    return searched_placements(devices, kind, chunks)
-
-
 def family_schedule(request: Request, shape: Shape, knowledge: Knowledge) -> Schedule:
     """Build a family's schedule for a model with as many chunks per rank as ``shape`` says, without anything added.
 
@@ -167,6 +142,31 @@ def family_schedule(request: Request, shape: Shape, knowledge: Knowledge) -> Sch
         costs=knowledge.costs,
         **options,
     )
+
+
+def vocabulary_ways(
+    request: Request, resolved: Callable[[Request], ChosenSchedule], refused: Callable[[int, PipememError], None]
+) -> dict[int, ChosenSchedule]:
+    """Return what becomes of a request without vocabulary passes, and with those of either algorithm where that is possible.
+
+    Args:
+        request: whatever number of barriers it says.
+        resolved: resolves it for a number of barriers.
+        refused: is told of a number of barriers that cannot be, and why.
+
+    Returns:
+        By number of barriers, 0 without passes.
+
+    Raises:
+        PipememError: there is no schedule without passes.
+    """
+    ways = {0: resolved(replace(request, barriers=0))}
+    for barriers in BARRIERS:
+        try:
+            ways[barriers] = resolved(replace(request, barriers=barriers))
+        except (ScheduleError, UnsupportedError) as error:
+            refused(barriers, error)
+    return ways
 
 
 def without_offload(request: Request) -> Request:

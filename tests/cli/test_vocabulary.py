@@ -86,3 +86,10 @@ def test_a_file_keeps_its_passes(pipemem, pipemem_json, tmp_path):
     assert pipemem_json("simulate", path)["vocabulary_barriers"] == 2
     path.write_text(schedule.to_csv().replace("1S2,", "", 1))
     assert not json.loads(pipemem("check", path, "--json").stdout)["valid"]
+
+
+def test_auto_takes_no_passes_that_the_cap_does_not_allow(pipemem_json):
+    asked = ("simulate", "1f1b", "-p", 4, "-m", 12, "--vocab-parallel", "auto", "--head-cost", 6)
+    assert pipemem_json(*asked)["vocabulary_barriers"] == 1
+    kept = pipemem_json(*asked, "--memory-cap", 1)
+    assert kept["vocabulary_barriers"] == 0 and "nothing else was allowed" in kept["vocabulary_reason"]
