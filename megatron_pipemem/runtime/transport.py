@@ -126,11 +126,22 @@ class MessageFormat:
     device: torch.device | int
 
 
-@dataclass
+@dataclass(slots=True)
 class _Receive:
     tensor: torch.Tensor | None
     work: dist.Work | None
     action: Action
+
+
+@dataclass(slots=True)
+class _Channel:
+    """One directed edge of this rank: who carries it, and what is under way on it, in order."""
+
+    group: dist.ProcessGroup
+    peer: int
+    """the other end's rank within the group"""
+    leaving: deque[Action] = field(default_factory=deque)
+    receives: deque[_Receive] = field(default_factory=deque)
 
 
 @dataclass
@@ -148,25 +159,21 @@ class Transport:
     message: MessageFormat
     in_sequence: bool = False
     _sends: dict[Action, list[tuple[dist.Work, torch.Tensor]]] = field(default_factory=dict)
-    _leaving: dict[Edge, deque[Action]] = field(default_factory=dict)
-    _receives: dict[Edge, deque[_Receive]] = field(default_factory=dict)
     _arrived: dict[Action, torch.Tensor] = field(default_factory=dict)
-    _edges: dict[tuple[Kind, int], Edge] = field(default_factory=dict)
-    _peers: dict[Edge, int] = field(init=False)
-    """The other end's rank within the group of each edge."""
+    _channels: dict[Edge, _Channel] = field(init=False)
+    _channel_of: dict[tuple[Kind, int], _Channel] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._peers = {
-            edge: dist.get_group_rank(
-                group, self.pipeline.ranks[edge[0] if edge[1] == self.pipeline.device else edge[1]]
-            )
-            for edge, group in self.pipeline.channels.items()
+        pipeline = self.pipeline
+        self._channels = {
+            edge: _Channel(group, dist.get_group_rank(group, pipeline.ranks[edge[edge[0] == pipeline.device]]))
+            for edge, group in pipeline.channels.items()
         }
 
     def post_send(self, action: Action, tensor: torch.Tensor) -> None:
         """Start sending; the tensor's memory is kept until the backend is done with it."""
-        edge = self._edge(action)
-        group, peer = self.pipeline.channels[edge], self._peers[edge]
+        channel = self._channel(action)
+        group, peer = channel.group, channel.peer
         tensor = tensor.contiguous()
         works = []
         if self.message.shape is None:
@@ -177,7 +184,7 @@ class Transport:
             works.append((group.send([header], peer, 0), header))
         works.append((group.send([tensor], peer, 0), tensor))
         self._sends[action] = works
-        self._leaving.setdefault(edge, deque()).append(action)
+        channel.leaving.append(action)
         self._reap()  # last: the receiver is waiting
 
     def settle(self, action: Action) -> None:
@@ -187,18 +194,17 @@ class Transport:
 
     def post_receive(self, action: Action) -> torch.Tensor | None:
         """Start receiving. Returns the buffer, or ``None`` when its shape is not known yet."""
-        edge = self._edge(action)
+        channel = self._channel(action)
         receive = _Receive(None, None, action)
         if self.message.shape is not None or self.in_sequence:
-            self._start(receive, edge)
-        self._receives.setdefault(edge, deque()).append(receive)
+            self._start(receive, channel)
+        channel.receives.append(receive)
         return receive.tensor
 
     def wait(self, action: Action) -> torch.Tensor:
         """Return the tensor of a receive that was posted. Messages ahead of it on its edge are taken in first."""
-        edge = self._edge(action)
         while action not in self._arrived:
-            self._take_next(edge)
+            self._take_next(self._channel(action))
         return self._arrived.pop(action)
 
     def arrived(self, tensors: Mapping[Action, torch.Tensor]) -> None:
@@ -207,9 +213,9 @@ class Transport:
 
     def take_in(self) -> dict[Action, torch.Tensor]:
         """Wait for all receives that were posted, and return their tensors. Nothing stays in the channels."""
-        for edge, receives in self._receives.items():
-            while receives:
-                self._take_next(edge)
+        for channel in self._channels.values():
+            while channel.receives:
+                self._take_next(channel)
         taken, self._arrived = self._arrived, {}
         return taken
 
@@ -218,35 +224,36 @@ class Transport:
         for action in list(self._sends):
             self.settle(action)
 
-    def _take_next(self, edge: Edge) -> None:
-        receive = self._receives[edge].popleft()
+    def _take_next(self, channel: _Channel) -> None:
+        receive = channel.receives.popleft()
         if receive.work is None:
-            self._start(receive, edge)
+            self._start(receive, channel)
         receive.work.wait()
         self._arrived[receive.action] = receive.tensor
 
     def _reap(self) -> None:
         # Messages of one edge leave in order, a payload behind its header: what stands behind one that waits need not be asked.
-        for actions in self._leaving.values():
+        for channel in self._channels.values():
+            actions = channel.leaving
             while actions:
                 works = self._sends.get(actions[0])
                 if works is not None and not works[-1][0].is_completed():
                     break
                 self._sends.pop(actions.popleft(), None)
 
-    def _start(self, receive: _Receive, edge: Edge) -> None:
+    def _start(self, receive: _Receive, channel: _Channel) -> None:
         shape = self.message.shape
         if shape is None:
             header = torch.empty(_MAX_DIMS + 1, dtype=torch.int64, device=self.message.device)
-            self.pipeline.channels[edge].recv([header], self._peers[edge], 0).wait()
+            channel.group.recv([header], channel.peer, 0).wait()
             sizes = header.tolist()
             shape = tuple(sizes[1 : 1 + sizes[0]])
         receive.tensor = torch.empty(shape, dtype=self.message.dtype, device=self.message.device)
-        receive.work = self.pipeline.channels[edge].recv([receive.tensor], self._peers[edge], 0)
+        receive.work = channel.group.recv([receive.tensor], channel.peer, 0)
 
-    def _edge(self, action: Action) -> Edge:
+    def _channel(self, action: Action) -> _Channel:
         """Return which way the message goes: outputs go up and come from below, gradients the other way."""
-        known = self._edges.get(action[:2])
+        known = self._channel_of.get(action[:2])
         if known is not None:
             return known
         upward = action.kind in (Kind.SEND_F, Kind.RECV_I)
@@ -256,5 +263,6 @@ class Transport:
         assert stage is not None, f"{action} has no neighbour"
         peer = placement.devices[stage]
         sends = action.kind in (Kind.SEND_F, Kind.SEND_I)
-        edge = self._edges[action[:2]] = (device, peer) if sends else (peer, device)
-        return edge
+        channel = self._channels[(device, peer) if sends else (peer, device)]
+        self._channel_of[action[:2]] = channel
+        return channel

@@ -154,7 +154,8 @@ class ChunkStage:
         """
         with self.as_chunk():
             gradient = schedules.backward_step(input, output, output_gradient, self.step.config)
-        defer(self.delayed, current_queue() or ImmediateWeightGradients())
+        if self.delayed:
+            defer(self.delayed, current_queue() or ImmediateWeightGradients())
         return gradient
 
     def reduce_gradients(self) -> None:
