@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 from patience import interrupted_when_stuck
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from xdist.scheduler import Scheduling
 
 # Beginnings of paths. Under pytest-xdist, tests that start processes of their own run one after another. A process that
@@ -56,6 +57,17 @@ def _limits_on_processor_time(nodeid: str) -> AbstractContextManager:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     with interrupted_when_stuck(), _limits_on_processor_time(item.nodeid):
         return (yield)
+
+
+@pytest.fixture
+def world() -> Iterator[ProcessGroup]:
+    """The default group of a job of one rank, which a test may destroy."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -34,3 +36,23 @@ def sleep_beside_a_child() -> None:
     """Print the number of a process that this one has started, and sleep."""
     print(subprocess.Popen(["sleep", "600"]).pid, flush=True)
     time.sleep(600)
+
+
+def run_ranks(count: int, command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[int], list[str]]:
+    """Run ranks as srun would, with nothing but their environment; exit codes, and stderr of each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rendezvous = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            command, env={**environment, **rendezvous, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(count)
+    ]
+    try:
+        errors = [rank.communicate()[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [rank.returncode for rank in ranks], errors

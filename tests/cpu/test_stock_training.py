@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import REPOSITORY, TOY_MODEL
+from launching import REPOSITORY, TOY_MODEL, run_ranks
 
 Torchrun = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -102,26 +101,7 @@ run(False, Path(sys.argv[1]), sys.argv[2:])
 
 
 def start_ranks(count: int, environment: dict[str, str], script: Path, *arguments: str) -> tuple[list[int], list[str]]:
-    """Start ranks as srun would, with nothing but their environment; exit codes, and stderr of each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", GUARDED, str(script), *arguments],
-            env=environment
-            | {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    try:
-        errors = [rank.communicate()[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [rank.returncode for rank in ranks], errors
+    return run_ranks(count, [sys.executable, "-c", GUARDED, str(script), *arguments], environment)
 
 
 @pytest.mark.parametrize("place", ["rendezvous", "collective", "computation"])

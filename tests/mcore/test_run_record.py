@@ -33,13 +33,6 @@ from megatron_pipemem.schedule.resolve import ChosenSchedule as Plan  # noqa: E4
 
 
 @pytest.fixture
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-@pytest.fixture
 def record(world, tmp_path) -> RunRecord:
     record = RunRecord(tmp_path / "out" / "report.json", tmp_path / "out" / "timelines")
     record.check_outputs()

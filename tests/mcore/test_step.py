@@ -30,13 +30,6 @@ ONE_CHUNK, TWO_CHUNKS = Placement.linear(4), Placement.interleaved(4, 2)
 
 
 @pytest.fixture
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-@pytest.fixture
 def function(monkeypatch) -> ForwardBackward:
     def connect(placement, group, device):
         (channel,) = new_groups([[0]], group, "TEST")

@@ -6,26 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_pipemem.config.cluster import Cluster, HostChannel, Link
-from megatron_pipemem.config.model import Model
 from megatron_pipemem.config.runs import Parallelism, Run
 from megatron_pipemem.launch.feasibility import feasible
 from megatron_pipemem.planner.planning import plan
 from megatron_pipemem.planner.space import Limits
+from tests.planner.small_run import CLUSTER, MODEL
 
-CLUSTER = Cluster(
-    memory_gib=24.0,
-    tflops=300.0,
-    intra_node=Link(200.0),
-    inter_node=Link(20.0),
-    host=HostChannel(20.0, 20.0),
-    host_memory_gib=500.0,
-    nodes=1,
-    devices_per_node=4,
-)
-RUN = Run(
-    Model(layers=8, hidden=2048, heads=16, vocabulary=32000, sequence=1024), CLUSTER, Parallelism(global_batch=32)
-)
+NODE = replace(CLUSTER, nodes=1)
+RUN = Run(MODEL, NODE, Parallelism(global_batch=32))
 
 
 def answer(name: str, run: Run = RUN, **limits):

@@ -14,14 +14,6 @@ from megatron_pipemem.runtime import groups  # noqa: E402
 from megatron_pipemem.runtime.groups import destroy_groups, new_groups  # noqa: E402
 
 
-@pytest.fixture
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def is_open(group: dist.ProcessGroup) -> bool:
     try:
         return dist.get_process_group_ranks(group) == [0]
