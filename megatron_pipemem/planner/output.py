@@ -29,8 +29,8 @@ def run_files(plan: Plan, path: Path) -> dict[Path, str]:
 
 
 def settings(run: Run) -> dict[str, Any]:
-    """Return everything in which a run differs from a default; it is complete without any other file."""
-    return _settings(run)
+    """Return everything in which a run differs from a default; complete without any other file."""
+    return _changed(run)
 
 
 def facts(plan: Plan) -> dict[str, Any]:
@@ -71,17 +71,12 @@ def _heading(plan: Plan) -> str:
     )
 
 
-def _settings(value: Any) -> Any:
-    if is_dataclass(value):
-        changed = {}
-        for each in fields(value):
-            default = each.default_factory() if each.default_factory is not MISSING else each.default
-            held = getattr(value, each.name)
-            if held != default:
-                changed[each.name] = _settings(held)
-        return changed
-    if isinstance(value, (list, tuple)):
-        return [_settings(each) for each in value]
-    if isinstance(value, dict):
-        return {key: _settings(each) for key, each in value.items()}
-    return value
+def _changed(config: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that are not their defaults, those of dataclasses within it likewise."""
+    changed = {}
+    for each in fields(config):
+        default = each.default_factory() if each.default_factory is not MISSING else each.default
+        held = getattr(config, each.name)
+        if held != default:
+            changed[each.name] = _changed(held) if is_dataclass(held) else held
+    return changed

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.loading import load, typed
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.config.yaml_text import write_yaml
 from megatron_pipemem.errors import ConfigError, UnsupportedError
@@ -170,14 +170,11 @@ class Store:
             )
         index = read_json(self._index, "a grid")
         try:
-            entries = [_Entry(**entry) for entry in index["points"]]
-        except (KeyError, TypeError) as error:
+            return [typed(entry, _Entry) for entry in index["points"]]
+        except (KeyError, TypeError, ConfigError) as error:
             raise ConfigError(
                 "is no index of a grid; give the folder that pipemem grid wrote", file=self._index
             ) from error
-        if not all(isinstance(each, dict) for entry in entries for each in (entry.settings, entry.changes)):
-            raise ConfigError("is no index of a grid; give the folder that pipemem grid wrote", file=self._index)
-        return entries
 
     def _keep(self, result: Result) -> Result:
         write_result(result, self._result_file(result.index))
