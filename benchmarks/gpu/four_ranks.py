@@ -219,8 +219,8 @@ def train(case: Case) -> list[str]:
     """Losses of every microbatch, exact, on the last ranks of the pipelines; nothing elsewhere."""
     import torch
     import torch.distributed as dist
-    from gpt_chunks import Size, batches, builder, forward_step, make_config
-    from megatron.core import parallel_state, tensor_parallel
+    from gpt_chunks import Size, batches, builder, forward_step, make_config, open_pipelines
+    from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -236,12 +236,7 @@ def train(case: Case) -> list[str]:
     if not stock:
         megatron_pipemem.enable(case.schedule, vocab_parallel=case.vocabulary)
     try:
-        parallel_state.initialize_model_parallel(
-            pipeline_model_parallel_size=devices,
-            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-            create_gloo_process_groups=False,
-        )
-        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        open_pipelines(devices, chunks)
         config = make_config(size, devices, chunks, case.layers, finalize_model_grads_func=finalize_model_grads)
         chunk = builder(size, config, case.layers)
 

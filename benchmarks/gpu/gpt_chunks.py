@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
@@ -30,6 +31,16 @@ class Size:
     def message(self) -> dict[str, int]:
         """What a forward-backward function is told of the messages."""
         return {"seq_length": self.sequence, "micro_batch_size": self.batch}
+
+
+def open_pipelines(devices: int, chunks: int) -> None:
+    """Make Megatron's groups for pipelines of ``devices`` ranks with ``chunks`` each, and seed its random numbers."""
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=devices,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 
 def make_config(size: Size, devices: int, chunks: int, layers: str, **options) -> TransformerConfig:

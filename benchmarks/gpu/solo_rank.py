@@ -58,8 +58,8 @@ def main() -> int:
 def play(name: str, layers: str, size, devices: int, microbatches: int, steps: int = 3) -> tuple[dict, list[str]]:
     """The first rank's steps: what was predicted, counted and allocated, and what they took."""
     import torch
-    from gpt_chunks import batches, builder, forward_step, make_config
-    from megatron.core import parallel_state, tensor_parallel
+    from gpt_chunks import batches, builder, forward_step, make_config, open_pipelines
+    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     import megatron_pipemem
@@ -69,12 +69,7 @@ def play(name: str, layers: str, size, devices: int, microbatches: int, steps: i
         path = Path(folder) / "report.json"
         megatron_pipemem.enable(name, report=str(path))
         try:
-            parallel_state.initialize_model_parallel(
-                pipeline_model_parallel_size=devices,
-                virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-                create_gloo_process_groups=False,
-            )
-            tensor_parallel.model_parallel_cuda_manual_seed(1)
+            open_pipelines(devices, chunks)
             config = make_config(size, devices, chunks, layers)
             models = megatron_pipemem.build_model_chunks(builder(size, config, layers))
             data = [batches(size) for _ in models]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import toy  # noqa: E402
+from launching import run_ranks  # noqa: E402
 
 from megatron_pipemem.schedule.core.action import COMPUTE, Kind  # noqa: E402
 from megatron_pipemem.schedule.registry import families  # noqa: E402
@@ -56,27 +55,9 @@ CASES += [*MOVING, *QUEUED, *({**case, "single_queue": True} for case in MOVING[
 def launch(tmp_path: Path, cases: list[dict]) -> list[list[dict]]:
     """``seen[rank][case]``."""
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [sys.executable, str(TOY), str(tmp_path / "cases.json"), str(tmp_path)]
-    environment = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(DEVICES),
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
-        for rank in range(DEVICES)
-    ]
-    try:
-        errors = [rank.communicate()[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
+    codes, errors = run_ranks(DEVICES, command, os.environ | {"OMP_NUM_THREADS": "1"})
+    assert not any(codes), "\n".join(errors)
     return [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(DEVICES)]
 
 

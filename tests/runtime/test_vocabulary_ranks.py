@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from launching import run_ranks  # noqa: E402
 from vocabulary_model import EXAMPLE, Case, run_whole, transformed  # noqa: E402
 
 from megatron_pipemem.runtime.vocabulary.head import HeadOptions  # noqa: E402
@@ -60,33 +59,16 @@ def seen(tmp_path_factory) -> list[list[dict[str, torch.Tensor] | None]]:
     """``seen[rank][case]``."""
     folder = tmp_path_factory.mktemp("vocabulary")
     torch.save(CASES, folder / "cases.pt")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(WORLD),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-c", "import vocabulary_model; vocabulary_model.main()"]
-    environment["PYTHONPATH"] = os.pathsep.join([str(PROGRAM.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ranks = [
-        subprocess.Popen(
-            [*command, str(folder / "cases.pt"), str(folder)],
-            env=environment | {"RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD)
+    path = os.pathsep.join([str(PROGRAM.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [
+        sys.executable,
+        "-c",
+        "import vocabulary_model; vocabulary_model.main()",
+        str(folder / "cases.pt"),
+        str(folder),
     ]
-    try:
-        errors = [rank.communicate()[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(errors)
+    codes, errors = run_ranks(WORLD, command, os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path})
+    assert not any(codes), "\n".join(errors)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
 
 
