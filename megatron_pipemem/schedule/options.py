@@ -25,7 +25,7 @@ SEARCH_SECONDS = 20.0
 
 
 def parse_options(flag: str, pairs: Iterable[str]) -> dict[str, object]:
-    """``KEY=VALUE`` pairs; values that read as JSON (numbers, true, null) are taken as such, others as text.
+    """Read ``KEY=VALUE`` pairs: values that read as JSON (numbers, true, null) or as a number (``.5``) as such, others as text.
 
     Args:
         flag: before each of them, for messages.
@@ -42,11 +42,17 @@ def parse_options(flag: str, pairs: Iterable[str]) -> dict[str, object]:
             raise UnsupportedError(f"{flag} {pair!r}: write KEY=VALUE, as in {flag} chunks=4")
         if key in options:
             raise UnsupportedError(f"{flag} {pair!r}: {key} is given twice")
-        try:
-            options[key] = json.loads(value)
-        except ValueError:
-            options[key] = value
+        options[key] = _value(value)
     return options
+
+
+def _value(text: str) -> object:
+    for read in (json.loads, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
 
 
 def check_effort(seconds: object, effort: object = 1.0, seed: object = 0) -> None:

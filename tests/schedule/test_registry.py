@@ -15,6 +15,7 @@ from megatron_pipemem.errors import UnknownScheduleError, UnsupportedError
 from megatron_pipemem.schedule import registry
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.options import parse_options
 from megatron_pipemem.schedule.registry import (
     Family,
     build_schedule,
@@ -90,6 +91,11 @@ def test_unknown_options_name_the_allowed_ones(name: str, allowed: str) -> None:
 def test_chunks_may_be_given_to_every_family(name: str, chunks: int) -> None:
     schedule = build_schedule(name, num_devices=4, num_microbatches=8, chunks=chunks)
     assert schedule.placement.num_chunks == chunks
+
+
+def test_numbers_of_options_need_no_leading_zero() -> None:
+    options = parse_options("-o", ["k=.5", "chunks=4", "placement=v", "doubling=true"])
+    assert options == {"k": 0.5, "chunks": 4, "placement": "v", "doubling": True}
 
 
 def test_chunks_must_agree_with_the_family() -> None:
