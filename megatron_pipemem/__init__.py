@@ -9,7 +9,9 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 
 from megatron_pipemem.errors import PipememError, ScheduleError, UnknownScheduleError, UnsupportedError, UpstreamError
+from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.core.validator import validate
@@ -25,10 +27,13 @@ except PackageNotFoundError:  # run from a source tree
 _NEEDS_MEGATRON = ("enable", "disable", "write_report", "build_model_chunks")
 
 __all__ = [
+    "Action",
     "Costs",
     "Family",
     "Formula",
+    "Kind",
     "PipememError",
+    "Placement",
     "Schedule",
     "ScheduleError",
     "SearchResult",

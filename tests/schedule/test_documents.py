@@ -19,7 +19,7 @@ from megatron_pipemem.schedule.core.validator import validate
 
 PACKAGE = Path(megatron_pipemem.__file__).parent
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "adding-a-schedule.md").read_text(encoding="utf-8")
-EXAMPLE = re.search(r"```python\n(from megatron_pipemem import Family.*?)```", DOCUMENT, re.DOTALL)[1]
+EXAMPLE = re.search(r"```python\n(from megatron_pipemem import .*?)```", DOCUMENT, re.DOTALL)[1]
 
 
 @pytest.fixture
