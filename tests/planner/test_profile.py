@@ -27,8 +27,6 @@ from megatron_pipemem.config.model import (
 from megatron_pipemem.cpu import activate
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.planner.profile import Profile, even_layers, from_formulas
-from megatron_pipemem.runtime.offload.bandwidth import measure_bandwidths
-from megatron_pipemem.runtime.offload.host_channel import HostChannel
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.progress import listening
@@ -273,17 +271,6 @@ def test_what_cannot_be_profiled_is_refused(lane):
     ):
         with pytest.raises((UnsupportedError, ConfigError), match=says):
             lane(profiled, model, execution, CPU)
-
-
-def test_bandwidths_are_measured_through_a_channel():
-    """Here through the one that pretends one; a GPU's has the same interface."""
-    channel = HostChannel(bandwidth=200e6)
-    try:
-        found = measure_bandwidths(channel, nbytes=1 << 20, repeats=1, matrix=16)
-    finally:
-        channel.close()
-    assert set(found) == {"d2h", "h2d", "both", "d2h_computing", "h2d_computing", "both_computing"}
-    assert all(0 < rate <= 210e6 for rate in found.values())
 
 
 def test_peaks_of_a_pipeline_follow_from_the_file():

@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from megatron_pipemem.errors import OffloadError  # noqa: E402
+from megatron_pipemem.runtime.offload.bandwidth import measure_bandwidths  # noqa: E402
 from megatron_pipemem.runtime.offload.channel import Copy, Direction  # noqa: E402
 from megatron_pipemem.runtime.offload.engine import OffloadEngine  # noqa: E402
 from megatron_pipemem.runtime.offload.host_channel import HostChannel  # noqa: E402
@@ -181,3 +182,14 @@ def test_a_pretended_bandwidth_takes_its_time(monkeypatch):
     channel.join(channel.start(Direction.OUT, [Copy(torch.empty_like(source), source)] * 2, ()), lambda seconds: None)
     channel.close()
     assert slept == [0.5]
+
+
+def test_bandwidths_are_measured_through_a_channel():
+    """Here through the one that pretends one; a GPU's has the same interface."""
+    channel = HostChannel(bandwidth=200e6)
+    try:
+        found = measure_bandwidths(channel, nbytes=1 << 20, repeats=1, matrix=16)
+    finally:
+        channel.close()
+    assert set(found) == {"d2h", "h2d", "both", "d2h_computing", "h2d_computing", "both_computing"}
+    assert all(0 < rate <= 210e6 for rate in found.values())
