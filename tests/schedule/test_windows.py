@@ -177,3 +177,24 @@ def test_a_message_across_the_end_of_a_window_is_found():
     at = program.actions[1].index(Action(Kind.RECV_F, 1, 3))
     with pytest.raises(ScheduleError, match="is posted in window 1, but device 0 sends in window 0"):
         _check_messages(program, number | {(1, at): 1}, 0)
+
+
+@pytest.mark.parametrize("single_queue", [False, True])
+@given(runs())
+@settings(max_examples=20)
+def test_the_past_is_what_the_windows_before_ran(single_queue: bool, run: tuple[str, int, int, int]) -> None:
+    """In their order, too: what a device holds at most depends on it."""
+    name, p, batch, _ = run
+    far = horizon(p, batch)
+    moments = [Moment(call, far if call else 0, far) for call in range(far + 1)]
+    options = {"vertical_sync": True} if name == "vertical" else {}
+    family = "pipedream" if name == "vertical" else name
+    windows = [family_window(family, p, batch, moment, single_queue=single_queue, **options) for moment in moments]
+    for device in range(p):
+        ran = [
+            action._replace(microbatch=action.microbatch - (far - call) * batch)
+            for call, window in enumerate(windows[:-1])
+            for action in window.actions[device]
+            if action.kind is not Kind.REDUCE_GRAD
+        ]
+        assert list(windows[-1].past[device]) == ran

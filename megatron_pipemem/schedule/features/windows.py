@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.schedule.core.action import COMPLETING, COMPUTE, MESSAGES, SENDS, Action, Kind
@@ -209,11 +210,10 @@ def window(
     }
     _check_messages(program, number, moment.before)
     first = moment.before * batch
-    own: list[Order] = []
-    past: list[Order] = []
+    # Of every window up to this one, what each device runs.
+    windows: list[list[Order]] = [[() for _ in program.actions] for _ in range(moment.before + 1)]
     for device, actions in enumerate(program.actions):
-        now: list[Action] = []
-        before: list[Action] = []
+        rows: list[list[Action]] = [[] for _ in windows]
         for position, action in enumerate(actions):
             if action.kind is Kind.REDUCE_GRAD or number[device, position] > moment.before:
                 continue
@@ -221,11 +221,13 @@ def window(
             if renumbered.microbatch >= (1 + moment.left) * batch:
                 continue
             is_past = number[device, position] < moment.before and renumbered.microbatch < moment.done * batch
-            (before if is_past else now).append(renumbered)
-        past.append(tuple(before))
-        own.append(tuple(now))
+            rows[number[device, position] if is_past else moment.before].append(renumbered)
+        for orders, row in zip(windows, rows, strict=True):
+            orders[device] = tuple(row)
     if queued_for is not None:
-        own = _in_single_queues(stream, own, queued_for)
+        windows = [_in_single_queues(stream, orders, queued_for) for orders in windows]
+    *earlier, own = windows
+    past = [tuple(chain.from_iterable(orders[device] for orders in earlier)) for device in range(num_devices)]
     if reduces:
         own = list(map(add_gradient_reductions, own))
     uses = _weights(stream, batch, first, behind_messages=queued_for is None)
