@@ -40,6 +40,10 @@ class Formula(str):
         return str(self), self.compute, self.at_most
 
 
+PEAK_OF_1F1B = Formula("1", lambda p, m, **_: min(p, m) / p)
+"""The unit of activations: what the first device of 1F1B holds."""
+
+
 class Facts(NamedTuple):
     """Hold what the schedules of a family have in common, with its options left alone. The fields are those of
     ``Family``.

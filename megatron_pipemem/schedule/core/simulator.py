@@ -274,8 +274,9 @@ def peaks(orders: Sequence[Order], placement: Placement, costs: Costs, pieces: i
         costs: what actions hold.
         pieces: into how many pieces microbatches are cut.
     """
-    changes, unit = costs.memory_changes(placement, recomputed_stages(orders)), costs.memory_unit(placement) / pieces
-    return tuple(max(held_after(order, changes), default=0) * unit for order in orders)
+    return _most_held(
+        orders, costs.memory_changes(placement, recomputed_stages(orders)), costs.memory_unit(placement) / pieces
+    )
 
 
 def host_peaks(orders: Sequence[Order], placement: Placement, costs: Costs, pieces: int = 1) -> tuple[float, ...]:
@@ -287,5 +288,10 @@ def host_peaks(orders: Sequence[Order], placement: Placement, costs: Costs, piec
         costs: what actions hold.
         pieces: into how many pieces microbatches are cut.
     """
-    changes, unit = costs.host_changes(placement, recomputed_stages(orders)), costs.memory_unit(placement) / pieces
+    return _most_held(
+        orders, costs.host_changes(placement, recomputed_stages(orders)), costs.memory_unit(placement) / pieces
+    )
+
+
+def _most_held(orders: Sequence[Order], changes: Mapping[Kind, Sequence[float]], unit: float) -> tuple[float, ...]:
     return tuple(max(held_after(order, changes), default=0) * unit for order in orders)

@@ -12,7 +12,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.schedule import Schedule, WeightUpdates
 from megatron_pipemem.schedule.families.one_f_one_b import one_f_one_b
 from megatron_pipemem.schedule.families.passes import check_whole
-from megatron_pipemem.schedule.family import Family, Formula
+from megatron_pipemem.schedule.family import PEAK_OF_1F1B, Family, Formula
 
 
 def pipedream(num_devices: int, num_microbatches: int, vertical_sync: bool = False) -> Schedule:
@@ -54,12 +54,14 @@ def _updating(name: str, p: int, m: int, updates: WeightUpdates) -> Schedule:
     return replace(one_f_one_b(p, m), name=name, updates=updates)
 
 
+_BUBBLE = Formula("0, after (p-1)(F+B) once", lambda p, f, b, **_: (p - 1) * (f + b))
+
 PIPEDREAM = Family(
     name="pipedream",
     build=pipedream,
     summary="1F1B without flushes, an update after every backward: device r keeps p-r versions of its weights.",
-    peak=Formula("1", lambda p, m, **_: min(p, m) / p),
-    bubble=Formula("0, after (p-1)(F+B) once", lambda p, f, b, **_: (p - 1) * (f + b)),
+    peak=PEAK_OF_1F1B,
+    bubble=_BUBBLE,
     source="arXiv 1806.03377, section 3.3",
     options={"vertical_sync": "true: a microbatch uses one version on all stages (default false)"},
 )
@@ -67,8 +69,8 @@ PIPEDREAM_2BW = Family(
     name="pipedream-2bw",
     build=pipedream_2bw,
     summary="1F1B without flushes, an update after every group: gradients one version late, two versions kept.",
-    peak=Formula("1", lambda p, m, **_: min(p, m) / p),
-    bubble=Formula("0, after (p-1)(F+B) once", lambda p, f, b, **_: (p - 1) * (f + b)),
+    peak=PEAK_OF_1F1B,
+    bubble=_BUBBLE,
     source="arXiv 2006.09503, section 3.1",
     options={"update_every": "microbatches per update, at least p (default p)"},
 )

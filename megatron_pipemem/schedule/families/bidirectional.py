@@ -11,7 +11,7 @@ from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
 from megatron_pipemem.schedule.families.dualpipe_v import dualpipe_v
-from megatron_pipemem.schedule.family import Family, Formula
+from megatron_pipemem.schedule.family import PEAK_OF_1F1B, Family, Formula
 
 
 def chimera(num_devices: int, num_microbatches: int, doubling: bool = False) -> Schedule:
@@ -111,7 +111,7 @@ CHIMERA = Family(
     build=chimera,
     summary="Two pipelines in opposite directions: with few microbatches (m = p) a smaller bubble than 1F1B, for twice the "
     "weights.",
-    peak=Formula("1", lambda p, m, **_: min(p, m) / p),
+    peak=PEAK_OF_1F1B,
     bubble=Formula(
         "(p-2)(B + (m/p-1)(B-F))", lambda p, m, f, b, **_: None if m % p else (p - 2) * (b + (m / p - 1) * (b - f))
     ),

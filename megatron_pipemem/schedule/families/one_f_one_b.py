@@ -8,7 +8,7 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
-from megatron_pipemem.schedule.family import Family, Formula
+from megatron_pipemem.schedule.family import PEAK_OF_1F1B, Family, Formula
 
 
 def one_f_one_b(num_devices: int, num_microbatches: int) -> Schedule:
@@ -34,7 +34,7 @@ ONE_F_ONE_B = Family(
     name="1f1b",
     build=one_f_one_b,
     summary="Stock Megatron's schedule and the yardstick: its first device peaks at exactly 1.",
-    peak=Formula("1", lambda p, m, **_: min(p, m) / p),
+    peak=PEAK_OF_1F1B,
     bubble=Formula("(p-1)(F+B)", lambda p, f, b, **_: (p - 1) * (f + b)),
     source="arXiv 2006.09503, section 2.2 (PipeDream-Flush); arXiv 2007.01045 (DAPPLE)",
 )

@@ -9,7 +9,7 @@ from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.blocks import Block, build
 from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
-from megatron_pipemem.schedule.family import Family, Formula
+from megatron_pipemem.schedule.family import PEAK_OF_1F1B, Family, Formula
 
 # What a device computes for one microbatch, in slots: two chunks of F, I and W.
 INTERVAL = 6
@@ -67,7 +67,7 @@ ZBV = Family(
     name="zbv",
     build=zbv,
     summary="1F1B's memory and no bubble between a device's first and last pass in unit costs.",
-    peak=Formula("1", lambda p, m, **_: min(p, m) / p),
+    peak=PEAK_OF_1F1B,
     bubble=Formula("0 per device, (p-1)F/2 over all", lambda p, f, **_: (p - 1) * f / 2),
     source="arXiv 2405.15362, section 3; arXiv 2401.10241, section 6",
 )

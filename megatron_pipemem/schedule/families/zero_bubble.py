@@ -6,7 +6,7 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
-from megatron_pipemem.schedule.family import Family, Formula
+from megatron_pipemem.schedule.family import PEAK_OF_1F1B, Family, Formula
 
 
 def zb_h1(num_devices: int, num_microbatches: int) -> Schedule:
@@ -39,7 +39,7 @@ ZB_H1 = Family(
     name="zb-h1",
     build=zb_h1,
     summary="1F1B's memory with a third of its bubble: weight gradients wait until nothing else can run.",
-    peak=Formula("1", lambda p, m, **_: min(p, m) / p),
+    peak=PEAK_OF_1F1B,
     bubble=Formula("(p-1)(F+I-W)", lambda p, f, i, w, **_: (p - 1) * (f + i - w)),
     source="arXiv 2401.10241, section 2.1",
 )

@@ -17,7 +17,7 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
 from megatron_pipemem.schedule.families.zero_bubble import zb_h1, zb_h2
-from megatron_pipemem.schedule.family import Family, Formula
+from megatron_pipemem.schedule.family import PEAK_OF_1F1B, Family, Formula
 
 NAME = "zb-auto"
 
@@ -175,7 +175,7 @@ ZB_AUTO = Family(
     name=NAME,
     build=zb_auto,
     summary="Zero bubble fitted to measured costs and to any memory cap (default: 1F1B's memory).",
-    peak=Formula("1", lambda p, m, **_: min(p, m) / p),
+    peak=PEAK_OF_1F1B,
     bubble=Formula("at most that of zb-h1; with a cap of 2, of zb-h2", lambda p, f, i, w, **_: (p - 1) * (f + i - w)),
     source="arXiv 2401.10241, section 3.1",
     options={
