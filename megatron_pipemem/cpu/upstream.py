@@ -42,6 +42,34 @@ def _fused_gradients() -> ModuleType:
     return module
 
 
+def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Give what Megatron's ``maybe_move_tensor_to_cpu`` gives for a tensor on a GPU: that one leaves CPU tensors as they are,
+    and an all-to-all takes no tensors for its split sizes.
+    """
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _build_attention(
+    self: torch.nn.Module,
+    *args: Any,
+    k_channels: int | None = None,
+    v_channels: int | None = None,
+    **kwargs: Any,
+) -> None:
+    """Build the local attention also for keys and values of different widths, which only Transformer Engine's knows.
+
+    Args:
+        self: the attention.
+        args: of the attention as Megatron builds it.
+        k_channels: width of a head's keys. Nothing depends on it: the scale of latent attention is given.
+        v_channels: width of a head's values, and so of its output.
+        kwargs: likewise.
+    """
+    type(self).build_for_one_width(self, *args, **kwargs)
+    if v_channels is not None:
+        self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
 def install(emulate_fused_gradients: bool) -> None:
     """Import and prepare Megatron-Core.
 
@@ -53,6 +81,8 @@ def install(emulate_fused_gradients: bool) -> None:
 
     from megatron.core.datasets import utils as dataset_utils
     from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.moe import token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     # The wheel carries the compiled helpers and no Makefile.
@@ -61,3 +91,6 @@ def install(emulate_fused_gradients: bool) -> None:
     FusedScaleMaskSoftmax.is_kernel_available = lambda *_: False
     WrappedTorchNorm.build_on_cuda = WrappedTorchNorm.__new__
     WrappedTorchNorm.__new__ = _build_norm
+    token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
+    DotProductAttention.build_for_one_width = DotProductAttention.__init__
+    DotProductAttention.__init__ = _build_attention
