@@ -1,5 +1,7 @@
 """What ``pretrain_gpt.py`` runs: plain pretraining with Megatron-Core's own training loop.
 
+It trains a GPTModel, or a HybridModel where ``--hybrid-layer-pattern`` is given.
+
 The ``megatron-core[training]`` wheel ships the loop but nothing that calls it.
 """
 
@@ -17,7 +19,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
@@ -121,5 +127,6 @@ build_datasets.is_distributed = True  # Megatron then calls it on every rank: th
 
 def main() -> None:
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
-    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    model = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
+    config = pretrain_cfg_container_from_args(args, model(args))
     pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import sys
 from types import ModuleType
 from typing import Any
@@ -81,6 +82,7 @@ def install(emulate_fused_gradients: bool) -> None:
 
     from megatron.core.datasets import utils as dataset_utils
     from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
+    from megatron.core.models.hybrid import hybrid_block
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.moe import token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -94,3 +96,6 @@ def install(emulate_fused_gradients: bool) -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
     DotProductAttention.build_for_one_width = DotProductAttention.__init__
     DotProductAttention.__init__ = _build_attention
+    if importlib.util.find_spec("transformer_engine") is None:
+        # The final norm of a HybridModel is no part of its specification.
+        hybrid_block.TENorm = WrappedTorchNorm

@@ -56,6 +56,11 @@ BUILD_STAGES = Symbol(
     "build_virtual_pipeline_stages",
     ("build_model_func", "pg_collection", "vp_size", "model_type"),
 )
+SELECT_SEGMENT = Symbol(
+    "megatron.core.models.hybrid.hybrid_layer_allocation",
+    "select_pipeline_segment",
+    ("main_pattern", "pp_group", "vp_stage"),
+)
 GET_MODEL = Symbol(_TRAINING, "get_model", ("model_provider_func",))
 
 # Splitting backwards.

@@ -27,7 +27,15 @@ from megatron_pipemem.launch.cut_flags import as_built
 from megatron_pipemem.mcore.model import replicas
 from megatron_pipemem.mcore.patching import Feature, Replacements
 from megatron_pipemem.mcore.refusals import check_sharing
-from megatron_pipemem.mcore.symbols import BUILD_STAGES, GET_MODEL, IS_FIRST, IS_LAST, RANK, TIED_GRADIENTS
+from megatron_pipemem.mcore.symbols import (
+    BUILD_STAGES,
+    GET_MODEL,
+    IS_FIRST,
+    IS_LAST,
+    RANK,
+    SELECT_SEGMENT,
+    TIED_GRADIENTS,
+)
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.model_cut import check_cut
 from megatron_pipemem.schedule.request import check_replicas
@@ -113,6 +121,7 @@ class ChunkPlacement(Feature):
             (IS_FIRST, self._wrap_predicate),
             (IS_LAST, self._wrap_predicate),
             (TIED_GRADIENTS, self._wrap_tied_gradients),
+            (SELECT_SEGMENT, _wrap_select_segment),
         ]
         building = [(BUILD_STAGES, self._wrap_build_stages), (GET_MODEL, self._wrap_get_model)]
         if self.is_round_robin:
@@ -271,6 +280,18 @@ def round_robin_rank(placement: Placement, device: int, chunk: int) -> int:
         chunk: its index among the device's chunks.
     """
     return placement.stages[device][chunk] % placement.num_devices
+
+
+def _wrap_select_segment(original: Callable) -> Callable:
+    """Megatron asks torch for the rank of a hybrid model's chunk, and torch knows nothing of our groups."""
+
+    def select_pipeline_segment(main_pattern, pp_group, vp_stage, *args, **kwargs):
+        if isinstance(pp_group, RoundRobinRank):
+            # To a pipeline of one rank, every segment is a virtual stage.
+            vp_stage, pp_group = (vp_stage or 0) * pp_group.size() + pp_group.rank(), None
+        return original(main_pattern, pp_group, vp_stage, *args, **kwargs)
+
+    return select_pipeline_segment
 
 
 def _virtual_pipeline_size() -> int:

@@ -134,6 +134,9 @@ class ChunkStage:
         self._has_run = True
         # The module would hold its input until its next forward.
         self._set_input_tensor([None])
+        if result[0] is input:
+            # A hybrid model's segment without layers. The output is given up and gets its gradient apart from the input.
+            return input.clone(), result[1]
         return result
 
     def _forward_step(self, microbatch: int) -> Callable:

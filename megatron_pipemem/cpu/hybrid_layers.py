@@ -1,0 +1,151 @@
+"""Layers of a HybridModel that need neither Transformer Engine nor a GPU: Megatron-Core's own "local" ones.
+
+Name them to a training script by ``--spec megatron_pipemem.cpu.hybrid_layers hybrid_stack_spec``. Megatron-Core ships such a
+specification for its GPTModel only. Checkpoints have the keys that those of Megatron's own ``hybrid_stack_spec`` have.
+Mamba layers need the packages ``mamba_ssm`` and ``einops``. Gated delta nets (``G``) and sparse attention (``D``) are left to
+Megatron's specification.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+from megatron_pipemem.errors import UnsupportedError
+
+_CAUSAL = {"attn_mask_type": AttnMaskType.causal}
+
+
+class _NoLocalLayer:
+    """Stand where Megatron would build an identity without a word."""
+
+    def __init__(self, *args: object, **kwargs: object):
+        raise UnsupportedError(
+            "there are no local layers for G (gated delta net) and D (sparse attention) in --hybrid-layer-pattern; pass "
+            "--spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec, which needs Transformer Engine"
+        )
+
+
+# Megatron's own specification has the norms that stand in front of a linear layer within it; hence the keys.
+hybrid_stack_spec = ModuleSpec(
+    module=HybridStack,
+    submodules=HybridStackSubmodules(
+        mamba_layer=ModuleSpec(
+            module=MambaLayer,
+            submodules=MambaLayerSubmodules(
+                norm=WrappedTorchNorm,
+                mixer=ModuleSpec(
+                    module=MambaMixer,
+                    submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+                ),
+                mamba_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+            ),
+        ),
+        attention_layer=ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=WrappedTorchNorm,
+                self_attention=ModuleSpec(
+                    module=SelfAttention,
+                    params=_CAUSAL,
+                    submodules=SelfAttentionSubmodules(
+                        linear_qkv=ColumnParallelLinear,
+                        core_attention=DotProductAttention,
+                        linear_proj=RowParallelLinear,
+                    ),
+                ),
+                self_attn_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+            ),
+        ),
+        mla_layer=ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=WrappedTorchNorm,
+                self_attention=ModuleSpec(
+                    module=MLASelfAttention,
+                    params=_CAUSAL,
+                    submodules=MLASelfAttentionSubmodules(
+                        linear_q_proj=ColumnParallelLinear,
+                        linear_q_down_proj=ColumnParallelLinear,
+                        linear_q_up_proj=ColumnParallelLinear,
+                        linear_kv_down_proj=ColumnParallelLinear,
+                        linear_kv_up_proj=ColumnParallelLinear,
+                        core_attention=DotProductAttention,
+                        linear_proj=RowParallelLinear,
+                        q_layernorm=IdentityOp,
+                        kv_layernorm=IdentityOp,
+                    ),
+                ),
+                self_attn_bda=get_bias_dropout_add,
+            ),
+        ),
+        gdn_layer=_NoLocalLayer,
+        dsa_layer=_NoLocalLayer,
+        mlp_layer=ModuleSpec(
+            module=MLPLayer,
+            submodules=TransformerLayerSubmodules(
+                pre_mlp_layernorm=WrappedTorchNorm,
+                mlp=partial(
+                    MLP.as_mlp_submodule,
+                    submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+                ),
+                mlp_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+            ),
+        ),
+        moe_layer=ModuleSpec(
+            module=MoETransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                pre_mlp_layernorm=WrappedTorchNorm,
+                # Any positive number: the configuration says how many there are.
+                mlp=get_moe_module_spec(use_te=False, num_experts=1, moe_grouped_gemm=False),
+                mlp_bda=get_bias_dropout_add,
+            ),
+        ),
+        mtp_block_spec=ModuleSpec(
+            module=MultiTokenPredictionBlock,
+            submodules=MultiTokenPredictionBlockSubmodules(
+                layer_specs=[
+                    ModuleSpec(
+                        module=MultiTokenPredictionLayer,
+                        submodules=MultiTokenPredictionLayerSubmodules(
+                            enorm=WrappedTorchNorm,
+                            hnorm=WrappedTorchNorm,
+                            eh_proj=ColumnParallelLinear,
+                            mtp_model_layer=None,  # the pattern says of which layers it is
+                            layer_norm=WrappedTorchNorm,
+                        ),
+                    )
+                ]
+            ),
+        ),
+    ),
+)
