@@ -86,6 +86,34 @@ SCHEDULES = Refusals(
         ),
     ),
 )
+LAYERWISE = Refusals(
+    " with layerwise random numbers",
+    (
+        Refusal(
+            "use_te_rng_tracker",
+            "Transformer Engine's tracker keeps generators, which cannot be set to a layer's stream; drop --te-rng-tracker",
+        ),
+        Refusal(
+            "cuda_graph_impl",
+            "a captured graph draws from the generators that it was captured with; pass --cuda-graph-impl none",
+            lambda impl: impl not in (None, "none"),
+        ),
+        Refusal("inference_rng_tracker", "the tracker for inference keeps no streams; drop --inference-rng-tracker"),
+        Refusal(
+            "overlap_moe_expert_parallel_comm",
+            "combined 1F1B runs layers in pieces of two microbatches; drop --overlap-moe-expert-parallel-comm",
+        ),
+        Refusal(
+            "init_model_with_meta_device",
+            "a model on the meta device draws its first weights after it is built; drop --init-model-with-meta-device",
+        ),
+        Refusal(
+            "gtp_weight_remat_size",
+            "shards of one weight draw from streams of their own there; leave --gtp-weight-remat-size at 1",
+            lambda size: (size or 1) > 1,
+        ),
+    ),
+)
 _UNCUT = ", or pass --pipemem-vocab-parallel off"
 VOCABULARY = Refusals(
     " with vocabulary parallelism",

@@ -19,7 +19,7 @@ from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.limits import MOST_DEVICES, check_counts
 from megatron_pipemem.config.model import Execution, Model, Recompute
 from megatron_pipemem.errors import ConfigError, PipememError
-from megatron_pipemem.schedule.options import OFFLOAD, STOCK, VOCABULARY
+from megatron_pipemem.schedule.options import OFFLOAD, RANDOM, STOCK, VOCABULARY
 from megatron_pipemem.schedule.registry import register_module
 from megatron_pipemem.schedule.request import FILE_SUFFIX
 
@@ -85,6 +85,8 @@ class ScheduleChoice:
         costs: ``unit``, ``profile`` or a JSON file.
         options: of the family.
         offload: which activations wait on the host: ``off``, ``half``, ``full`` or ``auto``.
+        random: what first weights and dropout depend on: ``stock`` for Megatron's streams of every rank, or ``layerwise`` for
+            the seed, the iteration, the microbatch and the layer alone.
         vocab_parallel: ``off``, Algorithm ``1`` or ``2`` of arXiv 2411.05288, or ``auto``.
         recompute: which forwards run again before their backward, see ``Execution``.
         recompute_modules: what ``selective`` runs again; ``BY_ACTION`` are run again by an action of the schedule, where it is
@@ -97,6 +99,7 @@ class ScheduleChoice:
     costs: str = "unit"
     options: dict[str, Any] = field(default_factory=dict)
     offload: Any = "off"
+    random: str = STOCK
     vocab_parallel: Any = "off"
     recompute: Recompute = "none"
     recompute_modules: tuple[str, ...] = ("core_attn",)
@@ -113,7 +116,7 @@ class ScheduleChoice:
                 register_module(self.module)
             except PipememError as error:
                 raise ConfigError(str(error), key="module") from error
-        for key, allowed in (("offload", OFFLOAD), ("vocab_parallel", VOCABULARY)):
+        for key, allowed in (("offload", OFFLOAD), ("random", RANDOM), ("vocab_parallel", VOCABULARY)):
             value = getattr(self, key)
             text = "off" if value is False else str(value)  # YAML reads off as false
             if text not in allowed:

@@ -225,6 +225,7 @@ def _schedule_flags(run: Run) -> Flags:
         "pipemem-memory-cap": choice.memory_cap,
         "pipemem-costs": choice.costs if choice.costs != "unit" else None,
         "pipemem-offload": choice.offload if choice.offload != "off" else None,
+        "pipemem-random": choice.random if choice.random != STOCK else None,
         "pipemem-vocab-parallel": choice.vocab_parallel if choice.vocab_parallel != "off" else None,
         **recomputes,
         # Repeated with one option each, as --name=value because a list would be several values of one flag.

@@ -6,7 +6,7 @@ import argparse
 
 from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.options import OFF, OFFLOAD, RECOMPUTE, VOCABULARY
+from megatron_pipemem.schedule.options import OFF, OFFLOAD, RANDOM, RECOMPUTE, STOCK, VOCABULARY
 
 
 class Parser(argparse.ArgumentParser):
@@ -93,6 +93,13 @@ def flag_parser() -> Parser:
         "--pipemem-single-queue",
         action="store_true",
         help="order what a rank launches for one hardware queue, as is done anyway on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1",
+    )
+    parser.add_argument(
+        "--pipemem-random",
+        metavar="|".join(RANDOM),
+        default=STOCK,
+        help="what first weights and dropout depend on: stock: Megatron's streams of every rank; layerwise: the seed, the "
+        "iteration, the microbatch and the layer alone, so that every schedule, stock included, trains the same from step 0",
     )
     parser.add_argument(
         "--pipemem-option", metavar="KEY=VALUE", action="append", default=[], help="option of the schedule"

@@ -58,6 +58,7 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         vocab_parallel=found.pipemem_vocab_parallel,
         vocab_piece_tokens=found.pipemem_vocab_piece_tokens,
         single_queue=found.pipemem_single_queue,
+        random=found.pipemem_random,
         schedule_module=found.pipemem_schedule_module,
     )
     _ = settings.request  # refuses what cannot be

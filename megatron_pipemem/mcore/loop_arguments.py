@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from megatron.core import parallel_state
+
 from megatron_pipemem.errors import UnsupportedError
 
 
@@ -30,6 +32,24 @@ def steps_left() -> int | None:
             "asynchronous schedules read data of the next batch, so none can be skipped; drop --iterations-to-skip"
         )
     return arguments.train_iters - arguments.curr_iteration - 1
+
+
+def iteration_and_seed() -> tuple[int, int]:
+    """Return the training step that runs now, 0 before the first, and the seed of this rank's share of the data.
+
+    Raises:
+        UnsupportedError: there is no such loop, and nobody knows them.
+    """
+    arguments = _arguments()
+    if arguments is None:
+        raise UnsupportedError(
+            "layerwise random numbers need the seed and the iteration of Megatron's own training loop, and this program does "
+            "not use it; leave random='layerwise' out, and begin from a checkpoint to compare schedules"
+        )
+    seed = arguments.seed
+    if arguments.data_parallel_random_init:
+        seed += 10 * parallel_state.get_data_parallel_rank()  # as Megatron
+    return getattr(arguments, "curr_iteration", None) or 0, seed
 
 
 def saves_after(iteration: int) -> bool:

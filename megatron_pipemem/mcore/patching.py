@@ -90,14 +90,18 @@ class PatchSet:
     def install(self, replacements: Replacements) -> None:
         """Replace every symbol by ``wrap(original)``, all of them or none: whatever fails leaves every symbol as it was.
 
+        Of several replacements of one symbol, each wraps the one before it.
+
         Raises:
             UpstreamError: a symbol is missing or changed.
             Exception: what a ``wrap`` raises.
         """
-        resolved = [(symbol, symbol.resolve(), wrap) for symbol, wrap in replacements]
+        for symbol, _ in replacements:
+            symbol.resolve()
         try:
-            for symbol, original, wrap in resolved:
+            for symbol, wrap in replacements:
                 owner, attribute = symbol.owner()
+                original = getattr(owner, attribute)  # which another replacement may have put there
                 replacement = wrap(original)
                 self._originals.append((owner, attribute, original))
                 setattr(owner, attribute, replacement)

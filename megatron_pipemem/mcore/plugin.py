@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.asynchronous.training import AsynchronousTraining
+from megatron_pipemem.mcore.layerwise import LayerwiseRandom
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.patching import Feature, PatchSet, is_imported
 from megatron_pipemem.mcore.replanning import Replanner
@@ -30,7 +31,7 @@ from megatron_pipemem.mcore.step.replica_steps import ReplicaSteps
 from megatron_pipemem.mcore.step.split_backward import SplitBackward
 from megatron_pipemem.mcore.symbols import USED
 from megatron_pipemem.mcore.vocabulary.step import VocabularySteps
-from megatron_pipemem.schedule.options import OFF, STOCK
+from megatron_pipemem.schedule.options import LAYERWISE, OFF, RANDOM, STOCK
 from megatron_pipemem.schedule.registry import register_module
 from megatron_pipemem.schedule.request import PROFILE, Request, check_request, check_vocab_parallel, prices_of
 
@@ -63,6 +64,8 @@ class Settings:
         vocab_piece_tokens: compute the logits of a cut head for so many tokens at a time, which bounds what they take in fp32;
             ``None`` for all tokens of a microbatch.
         single_queue: order what ranks launch for one hardware queue each, also where ``CUDA_DEVICE_MAX_CONNECTIONS`` is not 1.
+        random: what first weights and dropout depend on: ``stock`` for Megatron's streams of every rank, or ``layerwise``
+            for the seed, the iteration, the microbatch and the layer alone, so that every schedule trains the same from step 0.
         train_steps: training steps of the run, for asynchronous schedules: the last one reads no data of a next one.
             Megatron's own training loop tells it by itself.
         schedule_module: Python file (``mine.py``) or module (``package.module``) that adds the schedule to the table.
@@ -81,6 +84,7 @@ class Settings:
     vocab_parallel: str = OFF
     vocab_piece_tokens: int | None = None
     single_queue: bool = False
+    random: str = STOCK
     train_steps: int | None = None
     schedule_module: str | None = None
 
@@ -104,6 +108,8 @@ class Settings:
             register_module(self.schedule_module)
         offload = self.offload_settings
         check_vocab_parallel(self.vocab_parallel, self.vocab_piece_tokens)
+        if self.random not in RANDOM:
+            raise UnsupportedError(f"random {self.random!r} is none of {', '.join(RANDOM)}")
         asked = (self.schedule, self.memory_cap, self.costs, self.options, offload.mode, offload.recompute)
         if self.schedule != STOCK:
             prices_of(self.costs)
@@ -154,9 +160,11 @@ class _Enabled:
             record = RunRecord(*paths)
             record.check_outputs()
         recording = [] if record is None else [Recording(record)]
+        layerwise = [LayerwiseRandom()] if settings.random == LAYERWISE else []
         source, offloading = source_for(settings)
         if source is None:
-            return cls(settings, [StockObserver(record, *prices_of(settings.costs)), *recording], record=record)
+            observer = StockObserver(record, *prices_of(settings.costs))
+            return cls(settings, [observer, *recording, *layerwise], record=record)
         chunk_placement = ChunkPlacement(
             source.placement,
             settings.request.is_round_robin,
@@ -175,6 +183,7 @@ class _Enabled:
             VocabularySteps(),
             Losses(),
             *recording,
+            *layerwise,
         ]
         forward_backward = ForwardBackward(ProgramCache(source), chunk_placement, extensions, settings.single_queue)
         features = [forward_backward, chunk_placement, *extensions]

@@ -38,7 +38,16 @@ WITHOUT_INTERLEAVING = Symbol(_SCHEDULES, "forward_backward_pipelining_without_i
 FORWARD_STEP = Symbol(
     _SCHEDULES,
     "forward_step",
-    ("forward_step_func", "data_iterator", "model", "num_microbatches", "input_tensor", "forward_data_store", "config"),
+    (
+        "forward_step_func",
+        "data_iterator",
+        "model",
+        "num_microbatches",
+        "input_tensor",
+        "forward_data_store",
+        "config",
+        "current_microbatch",
+    ),
 )
 BACKWARD_STEP = Symbol(_SCHEDULES, "backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"))
 
@@ -92,6 +101,16 @@ LOAD = Symbol(_TRAINING, "load_checkpoint", ("ddp_model", "load_arg"))
 TRAIN = Symbol(_TRAINING, "train")
 TRAINING_LOG = Symbol(_TRAINING, "training_log", ("loss_dict", "iteration", "grad_norm"))
 SAVE_AND_TIME = Symbol(_TRAINING, "save_checkpoint_and_time", ("iteration",))
+
+# Where models and their layers begin to draw random numbers.
+GPT_MODEL = Symbol("megatron.core.models.gpt.gpt_model", "GPTModel.__init__", ("self", "config"))
+HYBRID_MODEL = Symbol("megatron.core.models.hybrid.hybrid_model", "HybridModel.__init__", ("self", "config"))
+EMBEDDING = Symbol(
+    "megatron.core.models.common.embeddings.language_model_embedding", "LanguageModelEmbedding.__init__", ("self",)
+)
+BUILD_LAYER = Symbol("megatron.core.transformer.transformer_block", "build_module", ("args", "kwargs"))
+BUILD_HYBRID_LAYER = Symbol("megatron.core.models.hybrid.hybrid_block", "build_module", ("args", "kwargs"))
+BUILD_MTP_LAYER = Symbol("megatron.core.transformer.multi_token_prediction", "build_module", ("args", "kwargs"))
 
 USED = (
     FORWARD_STEP,

@@ -19,6 +19,9 @@ RECOMPUTE = ("none", "selective", "full", AUTO)
 """What forwards run again: nothing, what is cheap of every stage, all of it, whatever of them a memory cap needs."""
 VOCABULARY = (OFF, *map(str, BARRIERS_OF_ALGORITHM), AUTO)
 """How the vocabulary is cut over the pipeline: not, by an algorithm of arXiv 2411.05288, by whatever suits the model."""
+LAYERWISE = "layerwise"
+RANDOM = (STOCK, LAYERWISE)
+"""What first weights and dropout depend on: as in Megatron on the rank and the order of its forwards, or on the layer."""
 
 SEARCH_SECONDS = 20.0
 """How long a search for an order takes at most, where nobody says."""

@@ -51,6 +51,14 @@ def test_takes_a_search_for_bytes_and_measured_costs():
     assert (settings.schedule, settings.memory_cap, settings.costs) == ("auto", "6GiB", "profile")
 
 
+def test_random_numbers_are_megatrons_unless_asked():
+    asked = ["--pipemem-schedule", "stock"]
+    assert take_flags(asked)[0].random == "stock"
+    assert take_flags([*asked, "--pipemem-random", "layerwise"])[0].random == "layerwise"
+    with pytest.raises(UnsupportedError, match="random 'layers' is none of stock, layerwise"):
+        take_flags([*asked, "--pipemem-random", "layers"])
+
+
 def test_takes_a_schedule_file(tmp_path):
     path = tmp_path / "own.csv"
     path.write_text(build_schedule("v-min", num_devices=4, num_microbatches=8).to_csv())

@@ -47,6 +47,19 @@ def test_replaces_functions_and_methods_and_puts_them_back(upstream):
     patches.remove()  # nothing left to put back
 
 
+def test_two_replacements_of_one_symbol_wrap_each_other(upstream):
+    step = upstream.step
+
+    def wrap(name):
+        return lambda original: lambda *args: f"{name} over {original(*args)}"
+
+    patches = PatchSet()
+    patches.install([(STEP, wrap("first")), (STEP, wrap("second"))])
+    assert upstream.step(None, 1) == "second over first over stock step"
+    patches.remove()
+    assert upstream.step is step
+
+
 @pytest.mark.parametrize(
     ("symbol", "words"),
     [

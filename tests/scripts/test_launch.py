@@ -80,6 +80,7 @@ def test_parallelism_and_schedule_become_flags():
         tiny(
             "parallelism={tp: 2, pp: 2, dp: 3, micro_batch: 2, global_batch: 24, sequence_parallel: true}",
             "schedule={name: interleaved, memory_cap: 0.9, costs: profile, offload: half, vocab_parallel: 2}",
+            "schedule.random=layerwise",
             "parallelism.chunks=2",
         )
     )
@@ -94,6 +95,7 @@ def test_parallelism_and_schedule_become_flags():
         "--pipemem-costs": ["profile"],
         "--pipemem-offload": ["half"],
         "--pipemem-vocab-parallel": ["2"],
+        "--pipemem-random": ["layerwise"],
         "--pipemem-option=chunks=2": [],
     }.items():
         assert found[flag] == values, flag
