@@ -79,6 +79,19 @@ class UnsupportedError(PipememError, ValueError):
     """A combination that this package refuses, with the reason and the way out in one sentence."""
 
 
+class MemoryCapError(UnsupportedError):
+    """Say that nothing keeps a memory cap, whatever leaves the device or is recomputed.
+
+    Args:
+        message: what is wrong and how to mend it.
+        obstacles: why activations stay that would have to leave.
+    """
+
+    def __init__(self, message: str, obstacles: tuple[str, ...] = ()):
+        self.obstacles = obstacles
+        super().__init__(message)
+
+
 class UpstreamError(PipememError, ImportError):
     """A symbol of Megatron-Core is missing or has another signature than the tested versions have."""
 

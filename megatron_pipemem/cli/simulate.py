@@ -43,7 +43,6 @@ from megatron_pipemem.report.timeline import memory_text
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.bounds import lower_bound
 from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, host_peaks, peaks
 from megatron_pipemem.schedule.core.simulator import simulate as run_simulator
@@ -52,7 +51,6 @@ from megatron_pipemem.schedule.core.validator import validate_program
 from megatron_pipemem.schedule.features.offload import recomputed_by_mode
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.search import MAX_CHUNKS, Candidate
-from megatron_pipemem.schedule.search.offload import OffloadSearchResult
 
 _USUAL = {
     "search_seconds": 0,
@@ -125,19 +123,15 @@ def simulate(
     print_facts(out, _told(facts))
     if loaded.request.searches and not {"chunks", "max_chunks", "placement"} & set(loaded.request.options):
         print_facts(out, [("searched", _AS_A_RUN.format(chunks=loaded.schedule.placement.num_chunks))])
-    if loaded.chosen.search is not None:
-        gap = loaded.chosen.search.gap
-        verdict = (
-            "0, optimal among the placements tried"
-            if loaded.chosen.search.is_optimal
-            else f"{gap:.2%} of the makespan at most"
-        )
-        print_facts(out, [("gap to the bound", verdict)])
-        out.print(_placements(loaded.chosen.search.candidates))
-    if loaded.chosen.offload_search is not None:
-        gap = f"{1 - facts['lower_bound'] / timeline.makespan:.2%} of the makespan at most; the bound knows no cap"
+    if (search := loaded.chosen.search) is not None:
+        if loaded.chosen.offload is not None:
+            gap = f"{1 - facts['lower_bound'] / timeline.makespan:.2%} of the makespan at most; the bound knows no cap"
+        elif search.is_optimal:
+            gap = "0, optimal among the placements tried"
+        else:
+            gap = f"{search.gap:.2%} of the makespan at most"
         print_facts(out, [("gap to the bound", gap)])
-        out.print(_placements(_fastest_plans(loaded.chosen.offload_search, prices)))
+        out.print(_placements(search.candidates))
     if loaded.chosen.offload is not None and loaded.chosen.offload.kept:
         reasons = Counter(loaded.chosen.offload.kept.values()).most_common()
         stays = ", ".join(f"{count} ({why})" for why, count in reasons)
@@ -171,22 +165,9 @@ def _placements(candidates: Iterable[Candidate]) -> FittingTable:
     return table
 
 
-def _fastest_plans(search: OffloadSearchResult, costs: Costs) -> Iterator[Candidate]:
-    """Return the fastest plan of every placement. What is away takes no memory, so their bounds are those without a
-    cap.
-    """
-    seen: set[Placement] = set()
-    for plan, found_by in search.candidates:
-        placement = plan.schedule.placement
-        if placement not in seen:
-            seen.add(placement)
-            bound = lower_bound(placement, plan.schedule.num_microbatches, costs, None)
-            yield Candidate(plan.schedule, plan.makespan, plan.peaks, bound, found_by)
-
-
 def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, object]:
     """Return the keys of ``--json``; peaks in activation units whatever the costs say about bytes."""
-    schedule, search = timeline.schedule, loaded.chosen.search or loaded.chosen.offload_search
+    schedule, search = timeline.schedule, loaded.chosen.search
     activations = peaks(schedule.orders, schedule.placement, Costs(), schedule.pieces)
     return {
         "schedule": schedule.name,
@@ -227,7 +208,7 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
     if schedule.offloads or schedule.recomputed:
         # What is away or dropped takes no memory: no cap on what is held bounds the makespan.
         return lower_bound(schedule.placement, schedule.num_microbatches, loaded.chosen.costs, None)
-    if loaded.chosen.search is not None:
+    if loaded.chosen.search is not None and loaded.chosen.offload is None:
         return loaded.chosen.search.lower_bound
     cap = peak if loaded.memory_cap is None else loaded.memory_cap
     return lower_bound(schedule.placement, schedule.num_microbatches, loaded.chosen.costs, cap)

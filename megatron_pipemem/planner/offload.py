@@ -9,16 +9,19 @@ from dataclasses import replace
 
 from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.config.runs import Run
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import MemoryCapError, UnsupportedError
 from megatron_pipemem.planner.activations import moved_bytes
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.step import Step, price
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Channel
-from megatron_pipemem.schedule.core.memory_cap import parse_cap
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_cap
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.features.offload import plan_offload
+from megatron_pipemem.schedule.knowledge import Knowledge, Shape
+from megatron_pipemem.schedule.options import AUTO
+from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.resolve import resolve
 
 HOST_MEMORY = "pipemem-host-memory"
 """The flag that says how much of a node's memory its ranks may use; a share of it otherwise."""
@@ -69,8 +72,10 @@ def offloaded(schedule: Schedule, step: Step, room: tuple[float, ...]) -> Schedu
     Raises:
         UnsupportedError: too much has to stay.
     """
-    transfers = plan_offload(schedule, step.costs, memory_cap=room, host_budget=step.host)
-    if not transfers.keeps_cap:
-        why = ", ".join(sorted(transfers.obstacles)) or "what runs at the time"
-        raise UnsupportedError(f"too much has to stay on a device ({why})")
-    return transfers.schedule
+    request = Request(schedule.name, MemoryCap(room, True), offload=AUTO, file=schedule)
+    shape = Shape(schedule.num_devices, None, schedule.num_microbatches)
+    try:
+        return resolve(request, shape, Knowledge(step.costs, host_budget=step.host)).schedule
+    except MemoryCapError as error:
+        why = ", ".join(error.obstacles) or "what runs at the time"
+        raise UnsupportedError(f"too much has to stay on a device ({why})") from error

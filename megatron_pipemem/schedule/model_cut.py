@@ -12,7 +12,7 @@ from megatron_pipemem.schedule.options import AUTO, searched_placements
 from megatron_pipemem.schedule.registry import build_schedule, family
 from megatron_pipemem.schedule.request import Request
 from megatron_pipemem.schedule.search import MAX_CHUNKS
-from megatron_pipemem.schedule.search.search import usual_placements
+from megatron_pipemem.schedule.search.search import fitting, usual_placements
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def searched(request: Request, shape: Shape, knowledge: Knowledge) -> tuple[Plac
     chunks = options.get("chunks") if shape.chunks is None else shape.chunks
     if kind is None and chunks is None:  # two, unless costs per stage say otherwise
         chunks = usual_placements(devices, MAX_CHUNKS, knowledge.costs)[0].num_chunks
-    return searched_placements(devices, kind, chunks)
+    return fitting(searched_placements(devices, kind, chunks), knowledge.costs)
 
 
 def _placements(schedule: str, options: Mapping[str, object], num_devices: int) -> tuple[Placement, ...]:

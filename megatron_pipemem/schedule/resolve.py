@@ -6,27 +6,23 @@ A run asks here on its rank 0, again whenever it has measured more; the command 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
 from megatron_pipemem.schedule.core.bounds import lower_bound
 from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap
 from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.progress import doing
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS
-from megatron_pipemem.schedule.features.offload import (
-    OffloadPlan,
-    fastest_within,
-    in_words,
-    plan_offload,
-    recompute_plans,
-    with_early_recompute,
-)
+from megatron_pipemem.schedule.features.offload import OffloadPlan, in_words
 from megatron_pipemem.schedule.features.vocabulary.families import families_with_passes
 from megatron_pipemem.schedule.features.vocabulary.passes import with_barriers
 from megatron_pipemem.schedule.knowledge import UNIT, Knowledge, Shape
@@ -36,13 +32,15 @@ from megatron_pipemem.schedule.options import OFF, SEARCH_SECONDS
 from megatron_pipemem.schedule.registry import build_schedule, family
 from megatron_pipemem.schedule.request import Request, check_devices_of_file, check_microbatches_of_file
 from megatron_pipemem.schedule.search import Candidate, SearchResult, search_schedule
-from megatron_pipemem.schedule.search.offload import OffloadSearchResult, search_offload
+from megatron_pipemem.schedule.search.offload import known_orders, prompt_orders
 from megatron_pipemem.schedule.search.problem import better_full
 from megatron_pipemem.schedule.search.result import fastest_first
+from megatron_pipemem.schedule.within_cap import Plans, attempts, tightened
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 4
+# Times the cap, what orders may hold that are searched for: what exceeds the cap is to leave the device.
+_HIGHER = (1.0, 2.0, 4.0)
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,6 @@ class ChosenSchedule:
         notes: what else there is to say about it.
         search: the best of all placements, where orders were searched for.
         offload: what leaves the device or is computed again, and why not more, where that was planned.
-        offload_search: the other plans, where ``offload`` was searched for with its order.
     """
 
     schedule: Schedule
@@ -72,7 +69,6 @@ class ChosenSchedule:
     notes: str = ""
     search: SearchResult | None = None
     offload: OffloadPlan | None = None
-    offload_search: OffloadSearchResult | None = None
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -81,7 +77,7 @@ class ChosenSchedule:
     @property
     def alone(self) -> ChosenSchedule:
         """Return the schedule without what else was found: what ranks tell each other."""
-        return replace(self, search=None, offload=None, offload_search=None)
+        return replace(self, search=None, offload=None)
 
 
 def resolve(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSchedule:
@@ -199,14 +195,15 @@ def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSch
     placements = searched(request, shape, knowledge)
     costs = knowledge.counted_costs(placements[0], request.in_bytes)
     caps = request.caps(devices)
-    attempts = _attempts(request, knowledge)
+    tries = attempts(request, knowledge)
+    search = _search(request, shape, knowledge, costs, placements, effort=1.0)
     best: dict[Placement, Candidate] = {}
     results: list[SearchResult] = []
 
     def consider(found: Candidate) -> Sequence[float]:
         """Keep it, if nothing is faster within the cap; by how much it exceeds that."""
         schedule = with_barriers(found.schedule, request.barriers, costs)
-        if request.barriers or attempts > 1:
+        if request.barriers or tries > 1:
             found = _candidate(schedule, costs, caps if not request.barriers else None, found.found_by)
         over = knowledge.excess(request, schedule, costs)
         if not any(over):
@@ -214,21 +211,9 @@ def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSch
             best[placement] = min(best.get(placement, found), found, key=lambda each: each.makespan)
         return over
 
-    def find(caps: Sequence[float] | None) -> Sequence[float]:
-        """Search within caps; by how much what was found exceeds those that are asked for."""
-        result = search_schedule(
-            num_devices=devices,
-            num_microbatches=microbatches,
-            costs=replace(costs, channel=None),  # of no use to it, and results kept before are found again
-            memory_cap=caps,
-            placements=placements,
-            seconds=options.get("seconds", SEARCH_SECONDS) / attempts,
-            effort=options.get("effort", 1.0),
-            seed=options.get("seed", 0),
-            cache=knowledge.cache,
-        )
-        results.append(result)
-        return [max(each) for each in zip(*map(consider, result.candidates), strict=True)]
+    def find(caps: Sequence[float] | None) -> tuple[SearchResult, Sequence[float]]:
+        results.append(result := search(caps, options.get("seconds", SEARCH_SECONDS) / tries))
+        return result, [max(each) for each in zip(*map(consider, result.candidates), strict=True)]
 
     if request.barriers:
         known = knowledge.with_passes
@@ -240,7 +225,7 @@ def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSch
                 consider(_candidate(schedule, costs, None, schedule.name))
     why = "what was found exceeds it"
     try:
-        _tightened(caps, find, lambda over: over, attempts)
+        tightened(caps, find, tries)
     except UnsupportedError as error:
         if request.memory_cap is None:
             raise
@@ -267,122 +252,97 @@ def _with_planned_offload(request: Request, shape: Shape, knowledge: Knowledge) 
     """Build another request's schedule without the cap, with what is recomputed and the round trips of its activations
     within it.
     """
-    base = resolve(without_offload(request), shape, knowledge)
-    costs, budget = knowledge.offload_costs(request, base.schedule.placement), knowledge.host_budget
-    caps = request.caps(shape.num_devices)
-
-    def over(plan: OffloadPlan) -> Sequence[float]:
-        return knowledge.excess(request, plan.schedule, costs)
-
-    def planned(schedule: Schedule, caps: Sequence[float] | None = None) -> OffloadPlan:
-        return plan_offload(schedule, costs, request.offload, caps, budget)
-
-    def within_cap(schedule: Schedule) -> OffloadPlan:
-        attempts = _attempts(request, knowledge)
-        return _tightened(caps, lambda caps: planned(schedule, caps), over, attempts, knowledge.message)
-
-    def needy(schedule: Schedule) -> Collection[int]:
-        return [device for device, more in enumerate(over(planned(schedule))) if more]
-
-    plans = recompute_plans(base.schedule, costs, request.recompute, within_cap, needy)
-    best = fastest_within(plans, lambda plan: max(over(plan)))
-    if any(over(best)):
-        raise UnsupportedError(_refusal(request, best, knowledge, costs))
-    best = with_early_recompute(best, lambda plan: not any(over(plan)))
-    validate(best.schedule, costs, host_budget=budget, microbatch_order=request.file is None)
+    base = resolve(without_offload(request), shape, knowledge).schedule
+    costs = knowledge.offload_costs(request, base.placement)
+    plans = Plans(request, knowledge, costs)
+    plans.add(base.name, base)
+    best, _ = plans.fastest()
+    validate(best.schedule, costs, host_budget=knowledge.host_budget, microbatch_order=request.file is None)
     return ChosenSchedule(best.schedule, costs, notes=in_words(best), offload=best)
 
 
 def _with_searched_offload(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSchedule:
-    """Return the fastest plan of any order that keeps the cap."""
+    """Return the fastest plan of any order that keeps the cap.
+
+    Orders are those of all families and uniform repeating. All that could win are planned for, whatever the time, unless fewer
+    seconds than the default are given: then the fastest of them are, as long as there is time. Then, as long as there is time,
+    families over a V with fewer W waiting, and those of searches under higher caps.
+    """
+    started, p, m = time.perf_counter(), shape.num_devices, shape.num_microbatches
     placements = searched(request, shape, knowledge)
-    costs, budget = knowledge.offload_costs(request, placements[0]), knowledge.host_budget
-    attempts, options = _attempts(request, knowledge), request.options
-    results: list[OffloadSearchResult] = []
-
-    def find(caps: Sequence[float]) -> OffloadSearchResult:
-        result = search_offload(
-            shape.num_devices,
-            shape.num_microbatches,
-            costs,
-            caps,
-            host_budget=budget,
-            placements=placements,
-            offload=request.offload != OFF,
-            recompute=request.recompute,
-            seconds=options.get("seconds", SEARCH_SECONDS) / attempts,
-            effort=options.get("effort", 0.3),
-        )
-        results.append(result)
-        return result
-
-    def over(result: OffloadSearchResult) -> Sequence[float]:
-        return knowledge.excess(request, result.schedule, costs)
-
-    result = _tightened(request.caps(shape.num_devices), find, over, attempts, knowledge.message)
-    seconds = sum(each.seconds for each in results)
-    if not any(over(result)):
-        validate(result.schedule, costs, host_budget=budget)
-        notes = f"{result.best.found_by}: {in_words(result.plan)}"
-        return ChosenSchedule(
-            result.schedule, costs, search_seconds=seconds, notes=notes, offload=result.plan, offload_search=result
-        )
-    for placement in placements:
-        one_by_one = serial(request, placement, shape.num_microbatches, request.name, better_full(placement, costs))
+    costs = knowledge.offload_costs(request, placements[0])
+    plans, allowed = Plans(request, knowledge, costs), request.options.get("seconds", SEARCH_SECONDS)
+    deadline = started + allowed
+    plans.add_all(known_orders(p, m, costs, placements), math.inf if allowed >= SEARCH_SECONDS else deadline)
+    higher = _under_higher_caps(request, shape, knowledge, costs, placements, deadline)
+    plans.add_all(chain(prompt_orders(p, m, costs, placements), higher), deadline)
+    seconds = time.perf_counter() - started
+    for placement in placements if not plans.kept else ():
+        one_by_one = serial(request, placement, m, request.name, better_full(placement, costs))
         if not any(knowledge.excess(request, one_by_one, costs)):
             logger.warning("memory cap of %s: %s", request.memory_cap, ONE_BY_ONE)
             return ChosenSchedule(one_by_one, costs, search_seconds=seconds, notes=ONE_BY_ONE)
-    raise UnsupportedError(_refusal(request, result.plan, knowledge, costs))
+    best, found_by = plans.fastest()
+    validate(best.schedule, costs, host_budget=knowledge.host_budget)
+    # What is away takes no memory, so bounds are those without a cap.
+    fastest = {}
+    for plan, how in sorted(plans.kept, key=lambda each: each[0].makespan):
+        placement = plan.schedule.placement
+        if placement not in fastest:
+            bound = lower_bound(placement, m, costs)
+            fastest[placement] = Candidate(plan.schedule, plan.makespan, plan.peaks, bound, how)
+    bound = min(each.lower_bound for each in fastest.values())
+    result = SearchResult(tuple(fastest.values()), bound, seconds)
+    notes = f"{found_by}: {in_words(best)}"
+    return ChosenSchedule(best.schedule, costs, search_seconds=seconds, notes=notes, search=result, offload=best)
 
 
-def _tightened[T](
-    caps: Sequence[float] | None,
-    find: Callable[[Sequence[float] | None], T],
-    over: Callable[[T], Sequence[float]],
-    attempts: int,
-    margin: float = 0.0,
-) -> T:
-    """Return what is found within the caps; as long as that exceeds them after all, within caps lowered by as much.
-
-    Args:
-        caps: one per device; ``None`` for none, with one attempt.
-        find: finds something within caps, as far as it can count.
-        over: by how much every device really exceeds the caps.
-        attempts: how often to look at most.
-        margin: by which caps are lowered besides.
-    """
-    found = find(caps)
-    for _ in range(attempts - 1):
-        more = over(found)
-        caps = tuple(cap - each - margin if each else cap for cap, each in zip(caps, more, strict=True))
-        if not any(more) or min(caps) <= 0:
-            break
+def _under_higher_caps(
+    request: Request,
+    shape: Shape,
+    knowledge: Knowledge,
+    costs: Costs,
+    placements: Sequence[Placement],
+    deadline: float,
+) -> Iterator[tuple[str, Schedule]]:
+    """Yield orders that are found in half of the time that is left, under caps that what leaves the device may exceed."""
+    search = _search(request, shape, knowledge, costs, placements, effort=0.3)
+    for number, factor in enumerate(_HIGHER):
+        left = (deadline - time.perf_counter()) / 2 / (len(_HIGHER) - number)
+        if left <= 0:
+            return
         try:
-            found = find(caps)
-        except UnsupportedError:  # nothing is within the lower caps
-            break
-    return found
+            with doing(f"orders under {factor:g} times the cap, search {number + 1} of {len(_HIGHER)}"):
+                caps = [cap * factor for cap in request.caps(shape.num_devices)]
+                found = search(caps, left)
+        except PipememError:
+            continue
+        for candidate in found.candidates:
+            yield f"search under {factor:g} times the cap", candidate.schedule
 
 
-def _attempts(request: Request, knowledge: Knowledge) -> int:
-    """Return how often to search: several times where what is searched for grows afterwards, by messages whose bytes
-    are known, or by vocabulary passes.
-    """
-    grows = request.barriers or (request.in_bytes and knowledge.changes is not None)
-    return _ATTEMPTS if grows and request.memory_cap is not None else 1
+def _search(
+    request: Request, shape: Shape, knowledge: Knowledge, costs: Costs, placements: Sequence[Placement], effort: float
+) -> Callable[[Sequence[float] | None, float], SearchResult]:
+    """Return a search for orders, to be called with the caps and the seconds that it may take."""
+
+    def search(caps: Sequence[float] | None, seconds: float) -> SearchResult:
+        return search_schedule(
+            num_devices=shape.num_devices,
+            num_microbatches=shape.num_microbatches,
+            costs=replace(costs, channel=None),  # of no use to it, and results kept before are found again
+            memory_cap=caps,
+            placements=placements,
+            seconds=seconds,
+            effort=request.options.get("effort", effort),
+            seed=request.options.get("seed", 0),
+            cache=knowledge.cache,
+        )
+
+    return search
 
 
 def _candidate(schedule: Schedule, costs: Costs, caps: Sequence[float] | None, found_by: str) -> Candidate:
     timeline = simulate(schedule, costs)
     bound = lower_bound(schedule.placement, schedule.num_microbatches, costs, caps)
     return Candidate(schedule, timeline.makespan, timeline.peaks, max(bound, timeline.ideal), found_by)
-
-
-def _refusal(request: Request, plan: OffloadPlan, knowledge: Knowledge, costs: Costs) -> str:
-    least = MemoryCap(max(knowledge.held(plan.schedule, costs)), request.in_bytes)
-    why = f"; what stays: {plan.binds}" if plan.binds else ""
-    return (
-        f"no plan of {request.name} with offload {request.offload} and recompute {request.recompute} keeps a memory cap of "
-        f"{request.memory_cap}: the least found is {least}{why}; raise the cap, or let offload, recompute or the schedule "
-        "be chosen (auto)"
-    )

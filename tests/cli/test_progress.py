@@ -24,10 +24,14 @@ from megatron_pipemem.launch.grid import local
 from megatron_pipemem.planner.planning import plan as make_plan
 from megatron_pipemem.schedule.core import progress as told
 from megatron_pipemem.schedule.core.costs import Channel
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap
+from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.pareto import choices
-from megatron_pipemem.schedule.search.offload import search_offload
+from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.resolve import resolve
 
 RUN = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
+OFFLOADING = Request("auto", MemoryCap(0.6, False), {"seconds": 3}, "auto")
 COSTS = Costs(1, 1.5, 0.5, channel=Channel(0.5))
 
 
@@ -52,7 +56,7 @@ def what_is_told(monkeypatch, work) -> str:
             ("families; 2 searches to come", "memory cap 0.5, search 1 of 2, at most 0 s for all: ", "search 2 of 2"),
         ),
         (
-            lambda: search_offload(2, 4, COSTS, 0.6, seconds=3),
+            lambda: resolve(OFFLOADING, Shape(2, None, 4), Knowledge(COSTS)),
             ("orders left; no plan", "orders left; makespan", " times the cap, search 1 of "),
         ),
         (

@@ -15,7 +15,7 @@ from random_schedules import random_schedules
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.action import COMPUTE, Kind
 from megatron_pipemem.schedule.core.costs import Channel, Costs
-from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.core.validator import validate, validate_program
@@ -23,9 +23,12 @@ from megatron_pipemem.schedule.families.offload import uniform_repeating
 from megatron_pipemem.schedule.features.offload import OffloadPlan, plan_offload, planner
 from megatron_pipemem.schedule.features.offload.transfers import plan_round_trips
 from megatron_pipemem.schedule.features.offload.weights import with_prompt_weights
+from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule, families
-from megatron_pipemem.schedule.search.offload import search_offload
+from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.resolve import ChosenSchedule, resolve
+from megatron_pipemem.schedule.search.offload import UNIFORM
 
 
 def costs_of(ratio: float, duplex: bool = False, switches: tuple[tuple[int, ...], ...] = ()) -> Costs:
@@ -281,15 +284,22 @@ def test_impossible_options_are_refused(name: str, options: dict[str, object]) -
 # -------------------------------------------------------------------------------------------------------- the search
 
 
+def search_offload(
+    p: int, m: int, costs: Costs, cap: float, recompute: str = "none", **options: object
+) -> ChosenSchedule:
+    request = Request("auto", MemoryCap(cap, False), options, "auto", recompute)
+    return resolve(request, Shape(p, None, m), Knowledge(costs))
+
+
 def test_search_keeps_the_cap_and_beats_what_keeps_it_without() -> None:
     costs = costs_of(1.0)
     found = search_offload(4, 12, costs, 3 / 8, seconds=1, effort=0.02)
     validate(found.schedule, memory_cap=3 / 8)
-    assert found.plan.keeps_cap
+    assert found.offload.keeps_cap
     v_min = build_schedule("v-min", num_devices=4, num_microbatches=12)
-    assert max(oracle.peak(v_min)) >= 3 / 8 and found.makespan < oracle.makespan(v_min, 1, 1, 1)
-    with pytest.raises(UnsupportedError, match=r"least peak found is 0\.\d+, and what is in the way is"):
-        search_offload(3, 4, costs, 0.01, seconds=0.5, effort=0.02, placements=[Placement.v_shape(3)])
+    assert max(oracle.peak(v_min)) >= 3 / 8 and found.timeline.makespan < oracle.makespan(v_min, 1, 1, 1)
+    with pytest.raises(UnsupportedError, match=r"least found is 0\.\d+ .*; what stays: "):
+        search_offload(3, 4, costs, 0.01, seconds=0.5, effort=0.02, placement="v")
 
 
 @pytest.mark.parametrize(
@@ -297,7 +307,7 @@ def test_search_keeps_the_cap_and_beats_what_keeps_it_without() -> None:
 )
 def test_search_is_never_slower_than_a_family_that_fits_the_cap(p, m, ratio, cap, switches) -> None:
     costs = costs_of(ratio, switches=switches)
-    found = search_offload(p, m, costs, cap, effort=0)
+    found = search_offload(p, m, costs, cap, effort=0, max_chunks=4)
     compared = 0
     for family in families():
         if family.simulated_only or family.asynchronous or family.replicas > 1:
@@ -309,17 +319,17 @@ def test_search_is_never_slower_than_a_family_that_fits_the_cap(p, m, ratio, cap
         plan = plan_offload(schedule, costs, memory_cap=cap)
         if plan.keeps_cap:
             compared += 1
-            assert found.makespan <= plan.makespan * (1 + 1e-9), family.name
+            assert found.timeline.makespan <= plan.makespan * (1 + 1e-9), family.name
         if simulate(schedule, costs).peak <= cap:
-            assert found.makespan <= simulate(schedule, costs).makespan * (1 + 1e-9), family.name
+            assert found.timeline.makespan <= simulate(schedule, costs).makespan * (1 + 1e-9), family.name
     assert compared > 3
 
 
 def test_a_search_of_few_seconds_ends_with_the_first_order_that_keeps_the_cap() -> None:
     hasty = search_offload(4, 8, costs_of(0.5), 0.5, seconds=0)
     patient = search_offload(4, 8, costs_of(0.5), 0.5, effort=0)
-    assert len(hasty.candidates) == 1 < len(patient.candidates)
-    assert hasty.plan.keeps_cap and patient.makespan < hasty.makespan
+    assert hasty.search.best.found_by.startswith(UNIFORM), "it comes first"
+    assert hasty.offload.keeps_cap and patient.timeline.makespan < hasty.timeline.makespan
 
 
 def test_search_takes_a_stage_per_device_unasked() -> None:
@@ -327,15 +337,15 @@ def test_search_takes_a_stage_per_device_unasked() -> None:
     each = (1.0,) * 4
     costs = Costs(each, each, each, channel=Channel((0.5,) * 4))
     found = search_offload(4, 6, costs, 0.6, seconds=0.2, effort=0.02)
-    assert {candidate.plan.base.placement.name for candidate in found.candidates} == {"linear"}
-    assert found.plan.offloaded and found.plan.keeps_cap
+    assert {candidate.schedule.placement.name for candidate in found.search.candidates} == {"linear"}
+    assert found.offload.offloaded and found.offload.keeps_cap
 
 
 def test_search_recomputes_where_the_channel_is_too_slow() -> None:
     """Recomputing everything holds next to nothing in activation units; a free channel makes it superfluous."""
-    placements = [Placement.linear(4)]
-    slow = search_offload(4, 8, costs_of(50.0), 0.5, placements=placements, recompute="auto", seconds=1, effort=0.02)
+    options = {"placement": "linear", "recompute": "auto", "seconds": 1, "effort": 0.02}
+    slow = search_offload(4, 8, costs_of(50.0), 0.5, **options)
     validate(slow.schedule, memory_cap=0.5)
-    assert slow.best.recomputed and slow.best.recomputed.get(3) is not Kind.R
-    free = search_offload(4, 8, costs_of(0.0), 0.5, placements=placements, recompute="auto", seconds=1, effort=0.02)
-    assert not free.best.recomputed and free.makespan < slow.makespan
+    assert slow.schedule.recomputed and slow.schedule.recomputed.get(3) is not Kind.R
+    free = search_offload(4, 8, costs_of(0.0), 0.5, **options)
+    assert not free.schedule.recomputed and free.timeline.makespan < slow.timeline.makespan

@@ -9,16 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import random_schedules
 
-from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.action import RECOMPUTE, Kind
 from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, Channel, Costs
-from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.features.offload import (
     OffloadPlan,
-    fastest_within,
-    over_cap,
     plan_offload,
     recompute_plans,
     recomputed_by_mode,
@@ -26,12 +23,22 @@ from megatron_pipemem.schedule.features.offload import (
     with_recompute,
 )
 from megatron_pipemem.schedule.features.offload.recompute import recompute_steps
+from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.registry import build_schedule
-from megatron_pipemem.schedule.search.offload import search_offload
+from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.resolve import resolve
 
 
 def planned(schedule: Schedule, costs: Costs, cap: float | None = None) -> OffloadPlan:
     return plan_offload(schedule, costs, "off", cap)
+
+
+def chosen(name: str, costs: Costs, cap: float, **settings: object) -> OffloadPlan:
+    return resolve(Request(name, MemoryCap(cap, False), **settings), Shape(4, None, 8), Knowledge(costs)).offload
+
+
+def early_recompute(plan: OffloadPlan) -> OffloadPlan:
+    return with_early_recompute(plan, lambda tried: tried.keeps_cap)
 
 
 def test_selectively_recomputed_stages_hold_less_and_take_longer() -> None:
@@ -62,14 +69,9 @@ def test_what_is_cheap_for_its_memory_runs_again_first() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "v-half"])
 def test_a_lower_cap_takes_no_less_recomputation(name: str) -> None:
-    base, costs = build_schedule(name, num_devices=4, num_microbatches=8), Costs()
-    before = -1.0
+    costs, before = Costs(), -1.0
     for cap in (1.5, 0.8, 0.65, 0.6, 0.5):
-        plans = recompute_plans(
-            base, costs, "auto", lambda s, cap=cap: planned(s, costs, cap),
-            lambda s, cap=cap: over_cap(planned(s, costs).peaks, cap),
-        )  # fmt: skip
-        plan = fastest_within(plans, lambda plan, cap=cap: max(0.0, max(plan.peaks) - cap))
+        plan = chosen(name, costs, cap, recompute="auto")
         assert plan.keeps_cap
         validate(plan.schedule, costs, cap)
         work = sum(plan.timeline.work)
@@ -78,43 +80,30 @@ def test_a_lower_cap_takes_no_less_recomputation(name: str) -> None:
 
 
 def test_computing_again_is_preferred_to_waiting_for_the_channel() -> None:
-    base = build_schedule("1f1b", num_devices=4, num_microbatches=8)
     costs = Costs(channel=Channel(6.0))
-
-    def choose(mode: str) -> OffloadPlan:
-        plans = recompute_plans(
-            base, costs, mode, lambda s: plan_offload(s, costs, "auto", 0.65),
-            lambda s: over_cap(plan_offload(s, costs, "auto").peaks, 0.65),
-        )  # fmt: skip
-        return fastest_within(plans, lambda plan: float(not plan.keeps_cap))
-
-    waiting, mixed = choose("none"), choose("auto")
+    waiting, mixed = (chosen("1f1b", costs, 0.65, offload="auto", recompute=mode) for mode in ("none", "auto"))
     assert waiting.keeps_cap and waiting.delay > 0 and mixed.keeps_cap
     assert mixed.makespan < waiting.makespan and Kind.RS in mixed.schedule.recomputed.values()
 
 
 def test_a_search_recomputes_in_part_where_that_is_enough() -> None:
-    placements = [Placement.linear(4)]
-    found = search_offload(
-        4, 8, Costs(), 0.7, placements=placements, offload=False, recompute="auto", seconds=1, effort=0.02
-    )
-    validate(found.schedule, memory_cap=0.7)
-    assert found.plan.keeps_cap and set(found.best.recomputed.values()) <= {Kind.RS}
-    with pytest.raises(UnsupportedError, match="recompute 'some' is none of none, selective, full, auto"):
-        search_offload(4, 8, Costs(), 0.7, recompute="some")
+    options = {"placement": "linear", "seconds": 1, "effort": 0.02}
+    plan = chosen("auto", Costs(), 0.7, options=options, recompute="auto")
+    validate(plan.schedule, memory_cap=0.7)
+    assert plan.keeps_cap and set(plan.schedule.recomputed.values()) <= {Kind.RS}
 
 
 def test_what_runs_again_fills_a_wait() -> None:
     """Device 1 waits for 1F1 before it can go on to 1B0, and 1B0 for nobody: 1R0 may as well run in that wait."""
     text = "0F0,0F1,0B0,0B1\n1F0,1F1,1R0,1B0,1R1,1B1\n"
     plan = planned(Schedule.from_csv(text), Costs((4, 2), 1, 1), 2.0)
-    early = with_early_recompute(plan)
+    early = early_recompute(plan)
     validate(early.schedule)
     assert [str(action) for action in early.schedule.orders[1]][:4] == ["1F0", "1R0", "1F1", "1B0"]
     assert early.makespan < plan.makespan
     # It holds its input and a whole microbatch while 1F1 runs; afterwards two inputs and a whole microbatch in any case.
     costs = Costs((4, 2), 1, 1, memory={Kind.F: (0, 0.1), Kind.R: 1, Kind.B: (0, -1.1)})
-    assert with_early_recompute(planned(Schedule.from_csv(text), costs)).schedule == early.schedule
+    assert early_recompute(planned(Schedule.from_csv(text), costs)).schedule == early.schedule
     assert with_early_recompute(plan, lambda tried: False) is plan
 
 
@@ -123,7 +112,7 @@ def test_running_again_early_keeps_the_cap_or_without_one_the_peak() -> None:
     full = with_recompute(base, dict.fromkeys(range(16), Kind.R))
     costs = Costs(p2p=0.1)
     roomy, tight, free = (planned(full, costs, cap) for cap in (1.0, 0.25, None))
-    early = [with_early_recompute(plan) for plan in (roomy, tight, free)]
+    early = [early_recompute(plan) for plan in (roomy, tight, free)]
     assert [plan.timeline.peak for plan in early] == [0.3125, 0.25, 0.25]
     assert early[0].makespan < early[1].makespan == early[2].makespan < free.makespan
 
@@ -140,7 +129,7 @@ def test_running_again_early_is_valid_never_slower_and_within_the_cap(data: st.D
     plan = planned(with_recompute(base, again), costs)
     if data.draw(st.booleans()):
         plan = planned(plan.schedule, costs, max(plan.peaks))
-    early = with_early_recompute(plan)
+    early = early_recompute(plan)
     validate(early.schedule, costs, plan.memory_cap)
     assert early.makespan <= plan.makespan and max(early.peaks) <= max(plan.peaks)
     moved = [(sorted(a), sorted(b)) for a, b in zip(plan.schedule.orders, early.schedule.orders, strict=True)]

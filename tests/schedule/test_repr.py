@@ -20,7 +20,6 @@ from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.pareto import choices, trades
 from megatron_pipemem.schedule.registry import families
 from megatron_pipemem.schedule.search.cache import ResultCache
-from megatron_pipemem.schedule.search.offload import search_offload
 
 RUN = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
 PER_STAGE = Costs(
@@ -41,7 +40,6 @@ def public_objects() -> dict[str, object]:
     compared = choices(4, 8, caps=[0.75], seconds=0.2)
     limits = Limits({"schedule": ["1f1b"], "tp": [1], "recompute": ["none"], "variant": ["plain"]})
     planned = plan(load(RUN, Run), limits=limits, top=2, search_seconds=0)
-    away = search_offload(4, 8, Costs(channel=Channel(0.5)), 0.5, seconds=0.2)
     return {
         "schedule": schedule,
         "schedule with a long name": replace(schedule, name="a very long name\n" * 50),
@@ -52,8 +50,6 @@ def public_objects() -> dict[str, object]:
         "choice": compared[0],
         "trade": trades([choice for choice in compared if not choice.dominated])[0],
         "offload plan": plan_offload(schedule, Costs(channel=Channel(0.5)), "half"),
-        "offload search": away,
-        "offload candidate": away.best,
         "plan": planned.plans[0],
         "plans": planned,
         "placement": Placement.wave(128, 8),

@@ -58,7 +58,8 @@ def lower_bound(
     """
     costs = costs or Costs()
     chain, unit = _Chain(placement, costs), costs.memory_unit(placement)
-    caps = per_device(math.inf if memory_cap is None else memory_cap, placement.num_devices)
+    p = placement.num_devices
+    caps = (math.inf,) * p if memory_cap is None else per_device(memory_cap, p)
     bounds = []
     for device, cap in enumerate(caps):
         need = chain.least_held(device, num_microbatches) * unit

@@ -52,13 +52,13 @@ def per_device(limit: float | Sequence[float], num_devices: int, what: str = "me
         what: they are, for the message.
 
     Raises:
-        UnsupportedError: there are not as many as devices, or some are no numbers of at least 0.
+        UnsupportedError: there are not as many as devices, or some are no finite numbers of at least 0.
     """
     limits = tuple(map(float, limit)) if hasattr(limit, "__len__") else (float(limit),) * num_devices
     if len(limits) != num_devices:
         raise UnsupportedError(f"{len(limits)} {what} for {num_devices} devices; give one number, or one per device")
-    if not all(each >= 0 for each in limits):
-        raise UnsupportedError(f"{what} must be numbers of at least 0, not {limit!r}")
+    if not all(0 <= each < math.inf for each in limits):
+        raise UnsupportedError(f"{what} must be finite numbers of at least 0, not {limit!r}")
     return limits
 
 

@@ -90,7 +90,7 @@ def search_schedule(
             f"{num_devices} devices and {num_microbatches} microbatches are no step; give at least 1 of each"
         )
     check_effort(seconds, effort, seed)
-    caps = _checked_caps(memory_cap, num_devices)
+    caps = None if memory_cap is None else per_device(memory_cap, num_devices)
     if not isinstance(max_chunks, int) or max_chunks < 1:
         raise UnsupportedError(f"max_chunks must be a whole number of at least 1, not {max_chunks!r}")
     if placements is None:
@@ -195,33 +195,30 @@ def usual_placements(num_devices: int, max_chunks: int, costs: Costs) -> tuple[P
         if chunks % 2 == 0:
             usual.append(Placement.wave(p, chunks))
         usual.append(Placement.interleaved(p, chunks))
-    fitting = []
-    for placement in usual:
+    return fitting(usual, costs)
+
+
+def fitting(placements: Sequence[Placement], costs: Costs) -> tuple[Placement, ...]:
+    """Return those of some placements that costs per stage are for.
+
+    Raises:
+        CostsError: they are for none.
+    """
+    found = []
+    for placement in placements:
         try:
             costs.seconds(placement)
             costs.memory_changes(placement)
+            costs.transfer_seconds(placement)
             for source, destination in pairwise(placement.devices):
                 costs.link_seconds(source, destination)
-            fitting.append(placement)
+            found.append(placement)
         except CostsError as error:
             problem = error
-    if not fitting:
-        raise CostsError(f"the costs fit no multiple of {p} stages up to {max_chunks * p}: {problem}")
-    return tuple(fitting)
-
-
-def _checked_caps(memory_cap: float | Sequence[float] | None, num_devices: int) -> tuple[float, ...] | None:
-    """Return one cap per device.
-
-    Raises:
-        UnsupportedError: a cap is no positive number, or there are not as many as devices.
-    """
-    if memory_cap is None:
-        return None
-    caps = per_device(memory_cap, num_devices)
-    if not all(0 < cap < math.inf for cap in caps):
-        raise UnsupportedError(f"memory cap {memory_cap} is no positive number; give one, or leave it out for no limit")
-    return caps
+    if not found:
+        stages = ", ".join(str(each.num_stages) for each in placements)
+        raise CostsError(f"the costs fit no placement of {stages} stages: {problem}")
+    return tuple(found)
 
 
 def _nothing_fits(

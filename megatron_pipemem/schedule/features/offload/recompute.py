@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
 
 from megatron_pipemem.schedule.core.action import MEMORY, RECOMPUTE, Action, Kind
 from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.memory_cap import loosened
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
 from megatron_pipemem.schedule.features.offload.plan import OffloadPlan
 from megatron_pipemem.schedule.options import AUTO
@@ -49,13 +48,9 @@ def recomputed_by_mode(schedule: Schedule) -> dict[str, list[int]]:
     }
 
 
-def recompute_plans(
-    base: Schedule,
-    costs: Costs,
-    mode: str,
-    plan: Callable[[Schedule], OffloadPlan],
-    over: Callable[[Schedule], Collection[int]],
-) -> Iterator[OffloadPlan]:
+def recompute_plans[T](
+    base: Schedule, costs: Costs, mode: str, plan: Callable[[Schedule], T], over: Callable[[Schedule], Collection[int]]
+) -> Iterator[T]:
     """Plans of one order: for ``auto``, with nothing run again, and with ever more of it on the devices that need it.
 
     Args:
@@ -76,27 +71,6 @@ def recompute_plans(
         for device in needy:
             stage, kind = steps[device].pop(0)
             again[stage] = kind
-
-
-def fastest_within(plans: Iterable[OffloadPlan], excess: Callable[[OffloadPlan], float]) -> OffloadPlan:
-    """Return the fastest plan that exceeds nothing, else the one that exceeds least.
-
-    Args:
-        plans: those of ``recompute_plans``; no more of them are made once one exceeds nothing and slows nothing.
-        excess: by how much a plan does not keep what it has to.
-    """
-    tried: list[tuple[float, float, int, OffloadPlan]] = []
-    for plan in plans:
-        tried.append((excess(plan), plan.makespan, len(tried), plan))
-        if tried[-1][0] == 0 and plan.delay == 0:
-            break
-    return min(tried)[-1]
-
-
-def over_cap(peaks: Sequence[float], memory_cap: float | Sequence[float]) -> list[int]:
-    """Return the devices that hold more than they may, one number for all or one per device."""
-    caps = memory_cap if isinstance(memory_cap, Sequence) else [memory_cap] * len(peaks)
-    return [device for device, (peak, cap) in enumerate(zip(peaks, caps, strict=True)) if peak > loosened(cap)]
 
 
 def recompute_steps(schedule: Schedule, costs: Costs, device: int) -> list[tuple[int, Kind]]:
@@ -135,9 +109,7 @@ def recompute_steps(schedule: Schedule, costs: Costs, device: int) -> list[tuple
 _IN_FLIGHT = {Kind.F: 1, Kind.I: -1, Kind.B: -1}
 
 
-def with_early_recompute(
-    plan: OffloadPlan, fits: Callable[[OffloadPlan], bool] = lambda tried: tried.keeps_cap
-) -> OffloadPlan:
+def with_early_recompute(plan: OffloadPlan, fits: Callable[[OffloadPlan], bool]) -> OffloadPlan:
     """Let what runs again do so earlier, while its device waits for something else, where the step ends sooner so.
 
     Args:
