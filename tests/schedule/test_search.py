@@ -227,7 +227,7 @@ def test_even_without_time_no_family_is_better(p2p: float) -> None:
     [
         ({"memory_cap": float("nan")}, "memory caps must be numbers of at least 0, not nan"),
         ({"memory_cap": -1.0}, "memory caps must be numbers of at least 0"),
-        ({"memory_cap": 0.0}, "no positive number"),
+        ({"memory_cap": 0.0}, "no schedule keeps the memory cap of 0"),
         ({"placements": []}, "at least one placement"),
         ({"placements": [Placement.linear(3)]}, "on 4 devices"),
         ({"num_microbatches": 0}, "no step"),

@@ -58,7 +58,7 @@ def per_device(limit: float | Sequence[float], num_devices: int, what: str = "me
     if len(limits) != num_devices:
         raise UnsupportedError(f"{len(limits)} {what} for {num_devices} devices; give one number, or one per device")
     if not all(0 <= each < math.inf for each in limits):
-        raise UnsupportedError(f"{what} must be finite numbers of at least 0, not {limit!r}")
+        raise UnsupportedError(f"{what} must be numbers of at least 0, not {limit!r}")
     return limits
 
 
