@@ -67,7 +67,8 @@ SCHEDULES = Refusals(
         ),
         Refusal(
             "cpu_offloading",
-            "offload of the last layers by Transformer Engine knows no pipeline; pass --pipemem-offload in its place",
+            "offload of the last layers by Transformer Engine knows no pipeline; pass --pipemem-offload in place of "
+            "--cpu-offloading-num-layers",
         ),
         Refusal("moe_paged_stash", "the paged stash re-runs whole steps of the stock schedule; drop --moe-paged-stash"),
         Refusal(
@@ -83,6 +84,26 @@ SCHEDULES = Refusals(
         Refusal(
             "tp_comm_overlap",
             "Transformer Engine cannot delay weight gradients with user buffers; drop --tp-comm-overlap",
+        ),
+        *(
+            Refusal(
+                f"{which}gtp_weight_remat_size",
+                "weights that are cut over more ranks than tensor parallelism are gathered ahead in the order of the stock "
+                f"schedule; drop --{flag}tensor-parallel-num-weight-shards",
+                lambda number: (number or 1) > 1,
+            )
+            for which, flag in (("", ""), ("expert_", "expert-"))
+        ),
+        # Of Megatron versions to come.
+        Refusal(
+            "sequence_packing_scheduler",
+            "packed batches have another number of microbatches than the step was planned for; drop "
+            "--sequence-packing-scheduler",
+        ),
+        Refusal(
+            "enable_mhc_connections",
+            "stages would exchange several residual streams per token, and messages here have one; drop "
+            "--enable-mhc-connections",
         ),
     ),
 )
@@ -152,6 +173,11 @@ REPLICAS = Refusals(
             for kind in ("global_aux_loss", "quantile_balancing")
         ),
         Refusal(
+            "qk_clip",
+            "--qk-clip scales weights by the largest attention score that a layer has seen in a step, and two replicas of the "
+            "layer see different ones; drop it, or take a schedule with one replica of the model",
+        ),
+        Refusal(
             "init_model_with_meta_device",
             "the second replica gets its values when it is built, and a model on the meta device has none; drop "
             "--init-model-with-meta-device",
@@ -173,6 +199,13 @@ ASYNCHRONOUS = Refusals(
         Refusal(
             "moe_router_enable_expert_bias",
             "the bias is no weight and has no versions; drop --moe-router-enable-expert-bias",
+        ),
+        Refusal(
+            "qk_clip", "it scales weights behind the optimizer's back, and older versions keep theirs; drop --qk-clip"
+        ),
+        Refusal(
+            "optimizer_cuda_graph",
+            "the graph would update one version of the weights for ever; drop --optimizer-cuda-graph",
         ),
     ),
 )

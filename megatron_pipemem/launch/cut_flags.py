@@ -12,6 +12,7 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.model_cut import Cut, check_cut, known_chunks, placements_of
+from megatron_pipemem.schedule.registry import families
 
 Flags = Mapping[str, object]
 """Name without dashes in front -> value, as text or as it is in a run's file; ``True`` for a bare flag."""
@@ -197,13 +198,31 @@ def check_placements(flags: Flags, schedule: str, placements: Sequence[Placement
             )
 
 
-def remarks(flags: Flags) -> list[str]:
-    """Return what the user should know of flags that go with every schedule but do less than with Megatron's own."""
+def remarks(flags: Flags, schedule: str) -> list[str]:
+    """Return what the user should know of flags that go with every schedule but do less than with Megatron's own.
+
+    Args:
+        flags: of the training script, without dashes.
+        schedule: its name.
+    """
     found = [
         f"--{name} has no effect: the schedule's messages go over channels of its own, in the order of its plan"
         for name in _WITHOUT_EFFECT
         if given(flags, name)
     ]
+    if given(flags, _GROUP_SIZE) and not any(
+        "group_size" in each.options for each in families() if each.name == schedule
+    ):
+        found.append(f"--{_GROUP_SIZE} has no effect: schedule {schedule} has no groups of microbatches")
+    if (
+        given(flags, "save")
+        and given(flags, "use-distributed-optimizer")
+        and not any(given(flags, name) for name in (_RESHARDABLE, "no-save-optim", "use-megatron-fsdp"))
+    ):
+        found.append(
+            "the distributed optimizer's state is saved in the form of this placement, which only a run of the same placement, "
+            f"layout and sizes can load; pass --{_RESHARDABLE} to resume under other schedules"
+        )
     if flags.get("ckpt-format") == "torch":
         found.append(
             "--ckpt-format torch writes a file for every rank with the chunks that it holds, which only a run of the same "
@@ -236,12 +255,31 @@ _REFUSED: tuple[tuple[tuple[str, ...], Callable[[Placement], bool], str], ...] =
         "or take a schedule with one model chunk per rank, such as zb-h1",
     ),
     (
+        ("multiple-validation-sets",),
+        lambda placement: known_chunks(placement) > 1,
+        "Megatron takes the iterators of the model chunks for those of the validation sets; drop it, or take a schedule with "
+        "one model chunk per rank, such as zb-h1",
+    ),
+    (
+        ("logits-save-dir", "logits-load-dir"),
+        lambda placement: True,
+        "Megatron looks for logits on every pipeline rank, and the last stage alone has them; train without a pipeline",
+    ),
+    (
+        ("inprocess-restart",),
+        lambda placement: True,
+        "what the schedule set up for the failed attempt, channels above all, would outlive it; drop it, and let the launcher "
+        "start ranks anew (torchrun --max-restarts)",
+    ),
+    (
         ("perform-rl-step",),
         lambda placement: is_folded(placement) or placement.replicas > 1,
         "generation looks for the model's last stage on the last pipeline rank, and here it is elsewhere; take a schedule of "
         "linear or interleaved placement",
     ),
 )
+_GROUP_SIZE = "microbatch-group-size-per-virtual-pipeline-stage"
+_RESHARDABLE = "dist-ckpt-optim-fully-reshardable"
 _WITHOUT_EFFECT = (
     "use-ring-exchange-p2p",
     "pipeline-model-parallel-comm-backend",

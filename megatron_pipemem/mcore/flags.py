@@ -94,7 +94,7 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
         check_devices_of_file(file, p)
     placements = cut_flags.checked_placements(flags, settings.schedule, settings.options, p, layers, file)
     if os.environ.get("RANK", "0") == "0":
-        for remark in cut_flags.remarks(flags):
+        for remark in cut_flags.remarks(flags, settings.schedule):
             logger.warning(remark)
     chunks = known_chunks(placements[0])
     if chunks == 1 or any(cut_flags.given(flags, name) for name in cut_flags.CUTS):

@@ -185,3 +185,17 @@ def test_the_queue_in_force_is_restored_after_an_error():
             raise RuntimeError
         assert current_queue() is outer
     assert current_queue() is None
+
+
+def test_a_layer_that_asks_for_something_new_is_left_to_stock_and_told_once(caplog):
+    def newer(*args, output_dtype=None, **kwargs):
+        return STOCK(*args, **kwargs)
+
+    queue = WeightGradientQueue()
+    for _ in range(2):
+        output, *_, weight = run(
+            lambda *args, **kw: split_linear(newer)(*args, output_dtype=torch.float32, **kw), queue
+        )
+    assert torch.equal(output, run(STOCK)[0])
+    assert weight.grad is not None and len(caplog.records) == 1
+    assert "output_dtype keep their weight gradients in the input's backward" in caplog.text

@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core")
 from asked_source import source_of  # noqa: E402
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.launch.cut_flags import remarks  # noqa: E402
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags  # noqa: E402
 from megatron_pipemem.mcore.model import whole_model  # noqa: E402
 from megatron_pipemem.mcore.model.whole_model import check_whole_model, look_into  # noqa: E402
@@ -116,6 +117,10 @@ def test_auto_is_held_to_the_chunks_that_it_was_asked_for():
         (["--decoder-last-pipeline-num-layers", "6"], ["zbv"], ["1f1b", "interleaved"], "-layout"),
         (["--iterations-to-skip", "3", "4"], ["v-half", "interleaved", "auto"], ["zb-h1", "gems"], "zb-h1"),
         (["--full-validation"], ["v-min", "interleaved"], ["1f1b", "dualpipe"], "--eval-iters"),
+        (["--multiple-validation-sets"], ["v-half", "interleaved"], ["1f1b", "gems"], "zb-h1"),
+        (["--inprocess-restart"], ["1f1b", "v-half"], [], "torchrun --max-restarts"),
+        (["--logits-save-dir", "x"], ["1f1b"], [], "without a pipeline"),
+        (["--logits-load-dir", "x"], ["v-half"], [], "without a pipeline"),
         (["--perform-rl-step"], ["v-half", "chimera", "auto"], ["zb-h1", "interleaved"], "linear or interleaved"),
     ],
 )
@@ -145,14 +150,23 @@ def test_what_counts_as_a_layer_comes_with_a_layout_where_it_does_not_divide():
 
 def test_flags_without_effect_are_told_once(caplog, monkeypatch):
     flags = ["--ckpt-format", "torch", "--use-ring-exchange-p2p", "--no-overlap-p2p-communication"]
-    settings, others = take_flags([*SIZES, *flags, "--pipemem-schedule", "1f1b"])
+    flags += ["--microbatch-group-size-per-virtual-pipeline-stage", "4"]
+    settings, others = take_flags([*SIZES, *flags, "--pipemem-schedule", "v-half"])
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         add_virtual_stages(settings, others)
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 3
+    assert len(told) == 4
     assert any("--ckpt-format torch_dist" in line for line in told)
-    assert sum("has no effect" in line for line in told) == 2
+    assert sum("has no effect" in line for line in told) == 3
+    assert not remarks({"microbatch-group-size-per-virtual-pipeline-stage": "4"}, "interleaved")
+
+
+def test_a_state_that_only_this_placement_can_load_is_told():
+    flags = {"save": "x", "use-distributed-optimizer": True}
+    assert "pass --dist-ckpt-optim-fully-reshardable" in remarks(flags, "zb-h1")[0]
+    for enough in ({"save": None}, {"dist-ckpt-optim-fully-reshardable": True}, {"no-save-optim": True}):
+        assert not remarks(flags | enough, "zb-h1")
 
 
 def chunk(layers, embeds: bool, has_head: bool, of: int = 8, **more) -> torch.nn.Module:

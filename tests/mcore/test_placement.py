@@ -11,12 +11,16 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.transformer.transformer_block import get_num_layers_to_build  # noqa: E402
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.mcore.model import replicas as model_replicas  # noqa: E402
 from megatron_pipemem.mcore.model.placement import ChunkPlacement, RoundRobinRank, round_robin_rank  # noqa: E402
 from megatron_pipemem.mcore.patching import PatchSet  # noqa: E402
 from megatron_pipemem.mcore.source import Source  # noqa: E402
 from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
+from megatron_pipemem.schedule.registry import families  # noqa: E402
 from megatron_pipemem.schedule.request import Request  # noqa: E402
 
 
@@ -128,10 +132,62 @@ def test_a_model_is_built_with_as_many_chunks_as_megatron_counts_with(as_rank, m
         placement.build_chunks(Chunk, GROUPS, 3)
 
 
+P, LAYERS = 4, 48
+RUN = [family.name for family in families() if not family.simulated_only]
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2, 3, 4])
+def test_the_layers_of_all_ranks_are_those_of_the_model(as_rank, monkeypatch, virtual_stages):
+    """Under every family, as Megatron itself counts the layers of a chunk whose rank we tell it."""
+    vp_size = None if virtual_stages == 1 else virtual_stages
+    monkeypatch.setattr(model_replicas, "make_replicas", lambda *_: None)  # sends weights
+    config = {
+        **{"num_layers": LAYERS, "pipeline_model_parallel_size": P, "virtual_pipeline_model_parallel_size": vp_size},
+        **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), False),
+        **dict.fromkeys(
+            (
+                "pipeline_model_parallel_layout",
+                "num_layers_in_first_pipeline_stage",
+                "num_layers_in_last_pipeline_stage",
+            )
+        ),
+    }
+    accepted = 0
+    for family in RUN:
+        source = Source(Request.of(family))
+        held: dict[int, list[int]] = {}
+        for rank in range(P):
+            as_rank(rank)
+            monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: vp_size)
+            chunks = ChunkPlacement(source.placement, source.request.is_round_robin, name=family)
+            groups = SimpleNamespace(pp=Group(rank, P), embd=None)
+            try:
+                built = chunks.build_chunks(partial(Chunk, **config), groups, vp_size)
+            except UnsupportedError:
+                continue
+            for stage, chunk in zip(chunks.placement(P).stages[rank], built, strict=True):
+                first = get_transformer_layer_offset(chunk.config, chunk.vp_stage, chunk.pg_collection.pp.rank())
+                number = get_num_layers_to_build(chunk.config, chunk.vp_stage, chunk.pg_collection.pp.rank())
+                held[stage] = [*range(first, first + number)]
+        layers = [layer for _, layers in sorted(held.items()) for layer in layers]
+        replicas = len(held) // (P * virtual_stages)
+        assert layers == [*range(LAYERS)] * replicas, family
+        accepted += bool(held)
+    assert accepted > 3
+
+
 def test_layers_of_a_first_rank_are_refused_where_it_holds_late_stages(as_rank):
     chunks = as_rank(1)
     with pytest.raises(UnsupportedError, match="v-half .placement v.*--pipeline-model-parallel-layout"):
         chunks.build_chunks(partial(Chunk, num_layers_in_first_pipeline_stage=2), GROUPS, 2)
+
+
+def test_a_model_that_is_trained_elsewhere_does_not_generate_there(as_rank):
+    chunk, _ = as_rank(1).build_chunks(Chunk, GROUPS, 2)
+    assert chunk(1, inference_context=None) == 1
+    for argument in ("inference_context", "inference_params"):
+        with pytest.raises(UnsupportedError, match="cannot generate .* checkpoint"):
+            chunk(1, **{argument: object()})
 
 
 class Chunk(torch.nn.Module):
@@ -146,6 +202,9 @@ class Chunk(torch.nn.Module):
             pg_collection,
         )
         self.config = SimpleNamespace(**config)
+
+    def forward(self, tokens, **_):
+        return tokens
 
     def sharded_state_dict(self):
         return {}

@@ -7,6 +7,7 @@ same forward and the same input gradient, and leaves the weight-gradient GEMM in
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ from megatron_pipemem.runtime.weight_gradients import (
     WeightGradientQueue,
     current_queue,
 )
+
+logger = logging.getLogger(__name__)
 
 # Set on every weight of a model under Megatron's DDP, so that its W can report the gradient as AccumulateGrad would.
 GRADIENT_READY = "_pipemem_gradient_ready"
@@ -57,14 +60,24 @@ def _split(
     """Return the layer's output, ``None`` where stock has to compute it. Behind ``queue`` come the stock function's
     arguments.
     """
-    known = all(value is None or (name == "gtp_remat_size" and value == 1) for name, value in newer.items())
+    unknown = [name for name, value in newer.items() if value is not None and (name, value) != ("gtp_remat_size", 1)]
+    if unknown:
+        _tell_unsplit(unknown[0])
     # Without a differentiable input autograd never reaches our node, and stock has to find the weight gradient.
     differentiable = torch.is_grad_enabled() and input.requires_grad and weight.requires_grad
-    if not (known and differentiable and grad_output_buffer is None):
+    if unknown or not differentiable or grad_output_buffer is not None:
         return None
     fused = gradient_accumulation_fusion and hasattr(weight, "main_grad")
     group = get_tensor_model_parallel_group_if_none(tp_group)
     return _SplitLinear.apply(input, bias, _Call(queue, weight, fused, allreduce_dgrad, sequence_parallel, group))
+
+
+@functools.cache
+def _tell_unsplit(argument: str) -> None:
+    logger.warning(
+        "linear layers that Megatron calls with %s keep their weight gradients in the input's backward, and W is empty",
+        argument,
+    )
 
 
 def countable_linear(original: Callable) -> Callable:

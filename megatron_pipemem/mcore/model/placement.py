@@ -14,7 +14,7 @@ values and their place in checkpoints and norms, is in ``replicas``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -175,6 +175,7 @@ class ChunkPlacement(Feature):
                 )
             if not placement.is_round_robin:
                 _keep_rank_for_checkpoints(chunks[-1], self, chunk)
+                chunks[-1].register_forward_pre_hook(_refuse_generation, with_kwargs=True)
         check_sharing(get_model_config(chunks[0]), self._name, placement)
         if placement.replicas > 1:
             replicas.make_replicas(chunks, placement, pg_collection.pp)
@@ -307,6 +308,14 @@ def _keep_rank_for_checkpoints(module: torch.nn.Module, placement: ChunkPlacemen
             return original(*args, **kwargs)
 
     module.sharded_state_dict = sharded_state_dict
+
+
+def _refuse_generation(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, object]) -> None:
+    if any(kwargs.get(name) is not None for name in ("inference_context", "inference_params")):
+        raise UnsupportedError(
+            "this model cannot generate text where it is trained: generation looks for the last stage on the last pipeline "
+            "rank, and the schedule has it elsewhere; save a checkpoint and load it for generation without the plugin"
+        )
 
 
 def _tied_weights(chunks: list[torch.nn.Module]) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:

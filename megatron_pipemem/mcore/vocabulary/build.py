@@ -179,6 +179,11 @@ def _check_ends(model: torch.nn.Module, first: torch.nn.Module | None, last: tor
             f"the output layer of {type(last).__name__} is a {type(head).__name__}; only Megatron's ColumnParallelLinear can "
             "be cut over the pipeline: use it (no fp8 output projection), or pass --pipemem-vocab-parallel off"
         )
+    if getattr(head, "output_dtype", None) is not None:
+        raise UnsupportedError(
+            "logits of a number format of their own cannot be cut over the pipeline; drop --output-logit-dtype, or pass "
+            "--pipemem-vocab-parallel off"
+        )
     if head.bias is not None:
         raise UnsupportedError(
             "an output layer with a bias cannot be cut over the pipeline; drop the bias, or pass "
