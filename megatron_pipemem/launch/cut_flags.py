@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from megatron_pipemem.config import layout
+from megatron_pipemem.config import hybrid, layout
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.planner.partition import Loads, partition
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.model_cut import Cut, check_cut, known_chunks, placements_of
@@ -19,8 +20,7 @@ Flags = Mapping[str, object]
 
 VIRTUAL_STAGES = "num-virtual-stages-per-pipeline-rank"
 LAYERS_PER_STAGE = "num-layers-per-virtual-pipeline-stage"
-HYBRID = ("hybrid-layer-pattern", "hybrid-override-pattern")
-CUTS = (VIRTUAL_STAGES, LAYERS_PER_STAGE, layout.FLAG, *HYBRID)
+CUTS = (VIRTUAL_STAGES, LAYERS_PER_STAGE, layout.FLAG, *hybrid.FLAGS)
 _ACCOUNTED = ("account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split")
 
 
@@ -41,15 +41,17 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
     Raises:
         UnsupportedError: more virtual stages are asked for than the model has layers.
     """
-    hybrid = next((name for name in HYBRID if given(flags, name)), None)
-    if hybrid is not None:
-        segments = str(flags[hybrid]).split("/")[0].count("|") + 1
-        words = f"the {segments} segments of --{hybrid} on {num_devices} pipeline ranks"
-        whole = segments == 1  # and Megatron cuts the pattern itself, once per rank
+    name, pattern = pattern_of(flags)
+    if name is not None:
+        if not hybrid.is_cut(pattern):
+            return None
+        segments = pattern.split(hybrid.FURTHER)[0].count(hybrid.SEGMENTS) + 1
         return Cut(
-            1 if whole else segments / num_devices,
-            f"--{hybrid} without |" if whole else words,
-            lambda chunks: f"write {num_devices * chunks} segments with | between them",
+            segments / num_devices,
+            f"the {segments} segments of --{name} on {num_devices} pipeline ranks",
+            lambda chunks: (
+                f"write {num_devices * chunks} segments with | between them, or none: where they end is then worked out"
+            ),
         )
     if given(flags, layout.FLAG):
         stages = layout.stages_of(str(flags[layout.FLAG]))
@@ -77,6 +79,37 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
     return None
 
 
+def pattern_of(flags: Flags) -> tuple[str, str] | tuple[None, None]:
+    """Return the flag that says the layers of a hybrid model, and the layers; ``None`` twice for other models."""
+    name = next((name for name in hybrid.FLAGS if given(flags, name)), None)
+    return (None, None) if name is None else (name, str(flags[name]))
+
+
+def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | None:
+    """Return the flag with a hybrid model's layers cut so that the slowest device is as fast as whole layers allow.
+
+    It is ``None`` for other models, and where flags say already how the layers are shared out.
+
+    Args:
+        flags: of the training script, without dashes.
+        placement: of the stages.
+        with_head: whether the last stage has the output layer.
+    """
+    name, pattern = pattern_of(flags)
+    first_or_last = known_chunks(placement) == 1 and any(given(flags, each) for each in layout.FIRST_OR_LAST)
+    if name is None or hybrid.is_cut(pattern) or first_or_last:
+        return None
+    sizes, sequence = hybrid.sizes_of(flags), _whole(flags.get("seq-length")) or 0
+    weights = [hybrid.layer_weight(symbol, sizes, sequence) for symbol in hybrid.layers_of(pattern)]
+    if not weights or not any(weights):
+        return None  # and Megatron says what is wrong
+    rows = _whole(flags.get("padded-vocab-size")) or _whole(flags.get("vocab-size")) or 0
+    head = hybrid.head_weight(sizes, rows) if with_head else 0.0
+    # Two replicas go over the devices in opposite directions, so each is cut for itself.
+    alone = Placement.linear(placement.num_devices) if placement.replicas > 1 else placement
+    return f"--{name}={hybrid.cut(pattern, partition(Loads(weights, last=head), alone))}"
+
+
 def as_built(chunks: int) -> Cut:
     """Return how Megatron is about to build a model, or has built it, whatever asked for that."""
 
@@ -84,7 +117,8 @@ def as_built(chunks: int) -> Cut:
         if needed == 1:
             return f"drop --{VIRTUAL_STAGES} or whatever else asks for virtual stages"
         return (
-            f"pass --{VIRTUAL_STAGES} {needed} or a --{layout.FLAG} with that many stages per rank, or, without "
+            f"pass --{VIRTUAL_STAGES} {needed} or a --{layout.FLAG} (for a hybrid model, a --{hybrid.FLAGS[0]} with |) with "
+            "that many stages per rank, or, without "
             f"megatron.training, virtual_pipeline_model_parallel_size={needed} to initialize_model_parallel() and in the "
             "model's configuration"
         )

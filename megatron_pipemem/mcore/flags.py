@@ -13,7 +13,7 @@ from megatron_pipemem.launch.flags import Parser, flag_parser, plan_parser
 from megatron_pipemem.mcore.plan_file import add_planned_flags
 from megatron_pipemem.mcore.plugin import Settings
 from megatron_pipemem.schedule.model_cut import known_chunks
-from megatron_pipemem.schedule.options import STOCK, parse_options
+from megatron_pipemem.schedule.options import OFF, STOCK, parse_options
 from megatron_pipemem.schedule.request import check_devices_of_file
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,8 @@ _ELSEWHERE = ("yaml-cfg", "use-checkpoint-args")
 
 
 def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
-    """Ask Megatron for the chunks the schedule needs, unless the user says how the model is cut.
+    """Ask Megatron for the chunks the schedule needs, unless the user says how the model is cut. A hybrid model's pattern is
+    cut by what its layers compute.
 
     Raises:
         UnsupportedError: there is no pipeline, the layers cannot be shared out evenly and nothing says how otherwise, the
@@ -93,9 +94,14 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
     if file is not None:
         check_devices_of_file(file, p)
     placements = cut_flags.checked_placements(flags, settings.schedule, settings.options, p, layers, file)
+    pattern = cut_flags.cut_pattern(flags, placements[0], with_head=settings.vocab_parallel == OFF)
     if os.environ.get("RANK", "0") == "0":
         for remark in cut_flags.remarks(flags, settings.schedule):
             logger.warning(remark)
+        if pattern is not None:
+            logger.info("the pattern is cut into the stages of %s: %s", placements[0].name, pattern)
+    if pattern is not None:
+        return [*arguments, pattern]
     chunks = known_chunks(placements[0])
     if chunks == 1 or any(cut_flags.given(flags, name) for name in cut_flags.CUTS):
         return arguments

@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from megatron_pipemem.config import layout
+from megatron_pipemem.config import hybrid, layout
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.launch.cut_flags import HYBRID, LAYERS_PER_STAGE, VIRTUAL_STAGES, cut_of
+from megatron_pipemem.launch.cut_flags import LAYERS_PER_STAGE, VIRTUAL_STAGES, cut_of, cut_pattern
 from megatron_pipemem.schedule.model_cut import known_chunks, placements_of
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.registry import families
@@ -18,7 +18,7 @@ WAYS = {
     VIRTUAL_STAGES: str,
     LAYERS_PER_STAGE: lambda chunks: str(LAYERS // (P * chunks)) if chunks else "0",
     layout.FLAG: lambda chunks: layout.written(layout.spread(LAYERS, P * chunks or 1)),
-    HYBRID[0]: lambda chunks: "|".join(["M*"] * (P * chunks or 1)),
+    hybrid.FLAGS[0]: lambda chunks: "|".join(["M*"] * (P * chunks or P - 1)),
 }
 
 
@@ -57,3 +57,66 @@ def test_more_stages_than_layers_are_refused_before_any_schedule_is_built():
     ):
         cut_of({VIRTUAL_STAGES: "1000000000"}, P, LAYERS)
     assert cut_of({VIRTUAL_STAGES: "1", "account-for-loss-in-pipeline-split": True}, P, 3).chunks == 1
+
+
+SIZES = {"hidden-size": 64, "num-attention-heads": 4, "seq-length": 128, "num-experts": 8, "moe-router-topk": 2}
+
+
+@pytest.mark.parametrize("schedule", [family.name for family in families()])
+def test_a_pattern_without_cuts_is_cut_by_what_its_layers_compute(schedule):
+    pattern = "MM*-MM*-MM*EMM*EMM*-MMM*"
+    flags = SIZES | {"hybrid-layer-pattern": f"{pattern}/M*/M*", "vocab-size": "1000"}
+    placement = placements_of(schedule, {}, P, cut_of(flags, P, None))[0]
+    flag = cut_pattern(flags, placement, with_head=True)
+    name, written = flag.removeprefix("--").split("=")
+    assert hybrid.layers_of(written) == pattern and written.endswith("/M*/M*")
+    assert placements_of(schedule, {}, P, cut_of({name: written}, P, None))[0] == placement
+    of, segments = hybrid.sizes_of(flags), written.split("/")[0].split("|")
+    each = {symbol: hybrid.layer_weight(symbol, of, 128) for symbol in "M*-E"}
+    loads = [sum(each[symbol] for symbol in segment) for segment in segments]
+    loads[-1] += hybrid.head_weight(of, 1000)
+    devices = placement.devices[: len(loads)]
+    per_device = [sum(load for load, own in zip(loads, devices, strict=True) if own == device) for device in range(P)]
+    assert max(per_device) <= sum(per_device) / P + max(each.values())
+    # Equal numbers of layers would not do.
+    assert len({len(segment) for segment in segments}) > 1
+
+
+def test_layers_weigh_what_their_matrices_have_and_attention_and_scans_compute():
+    def of(**flags):
+        return hybrid.sizes_of({"hidden-size": 64, "num-attention-heads": 4, "ffn-hidden-size": 96} | flags)
+
+    weights = {symbol: hybrid.layer_weight(symbol, of(), 10) for symbol in "*-M"}
+    assert weights["*"] == 4 * 64 * 64 + 2 * 10 * 64
+    assert weights["-"] == 2 * 64 * 96
+    # 2 heads of 64 channels, 8 groups of 128 states each.
+    assert weights["M"] == 64 * (2 * 128 + 2 * 8 * 128 + 2) + 128 * 64 + 3.5 * 128 * 128
+    grouped = of(**{"num-query-groups": "2", "kv-channels": "8"})
+    assert hybrid.layer_weight("*", grouped, 0) == 64 * (32 + 16 + 16) + 32 * 64
+    experts = of(**{"num-experts": 8, "moe-ffn-hidden-size": 32, "swiglu": True, "moe-router-topk": 3})
+    assert hybrid.layer_weight("E", experts, 10) == 64 * 8 + 3 * 3 * 64 * 32
+    shared = hybrid.sizes_of({"hidden-size": 64, "num-experts": 8, "moe-shared-expert-intermediate-size": 48})
+    assert hybrid.layer_weight("E", shared, 10) == 64 * 8 + 2 * 64 * (2 * 256 + 48)
+    latent = of(**{"q-lora-rank": 16, "kv-lora-rank": 8, "qk-head-dim": 4, "qk-pos-emb-head-dim": 2, "v-head-dim": 3})
+    projections = 64 * 16 + 16 * 4 * 6 + 64 * (8 + 2) + 8 * 4 * (4 + 3) + 4 * 3 * 64
+    assert hybrid.layer_weight("+", latent, 10) == projections + 10 * 4 * (6 + 3)
+
+
+def test_the_head_takes_layers_away_from_its_device_unless_the_vocabulary_is_cut():
+    flags = SIZES | {"hybrid-layer-pattern": "*-" * 8, "vocab-size": 2000}
+    placement = placements_of("1f1b", {}, P)[0]
+    last = [len(cut_pattern(flags, placement, with_head=whole).split("|")[-1]) for whole in (True, False)]
+    assert last[0] < last[1] == 4
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"hybrid-layer-pattern": "*-|*-|*-|*-"},
+        {"hybrid-layer-pattern": "*-*-*-*-", "decoder-first-pipeline-num-layers": "1"},
+        {"hybrid-layer-pattern": ""},
+    ],
+)
+def test_what_is_cut_already_or_is_no_pattern_stays(flags):
+    assert cut_pattern(SIZES | flags, placements_of("1f1b", {}, P)[0], with_head=True) is None

@@ -88,7 +88,6 @@ def test_the_way_out_is_one(tmp_path):
         (["--pipeline-model-parallel-layout", "Et*8|t*8|t*4|t*2|t*2L"], "not 1.25 as by the 5 stages"),
         (["--num-layers-per-virtual-pipeline-stage", "5"], "not 1.2 as by"),
         (["--hybrid-layer-pattern", "M|M|M"], "not 0.75 as by the 3 segments"),
-        (["--hybrid-layer-pattern", "M*M*"], "without |"),
     ],
 )
 def test_what_cannot_be_shared_out_evenly_is_refused_too(cut, words):
@@ -96,6 +95,17 @@ def test_what_cannot_be_shared_out_evenly_is_refused_too(cut, words):
     with pytest.raises(UnsupportedError) as error:
         add_virtual_stages(settings, others)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize("flag", ["--hybrid-layer-pattern", "--hybrid-override-pattern"])
+@pytest.mark.parametrize(("schedule", "segments"), [("1f1b", 4), ("v-half", 8), ("chimera", 4), ("auto", 8)])
+def test_a_pattern_without_cuts_gets_those_of_the_schedule(flag, schedule, segments):
+    flags = ["--pipeline-model-parallel-size", "4", "--hidden-size", "64", "--num-attention-heads", "4", flag, "*-" * 8]
+    settings, others = take_flags([*flags, "--pipemem-schedule", schedule])
+    found = add_virtual_stages(settings, others)
+    assert found[:-1] == flags
+    name, pattern = found[-1].split("=")
+    assert name == flag and len(pattern.split("|")) == segments and pattern.replace("|", "") == "*-" * 8
 
 
 def test_auto_is_held_to_the_chunks_that_it_was_asked_for():

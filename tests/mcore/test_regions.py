@@ -43,11 +43,13 @@ class Layer(torch.nn.Module):
     def __init__(self, biases: bool):
         super().__init__()
         self.input_layernorm, self.pre_mlp_layernorm, self.mlp = torch.nn.LayerNorm(HIDDEN), IdentityOp(), mlp(biases)
+        # Names of a hybrid model's.
+        self.norm, self.final_norm = torch.nn.LayerNorm(HIDDEN), torch.nn.LayerNorm(HIDDEN)
 
     def forward(self, x, scale):
-        x = self.input_layernorm(x * 1)
+        x = self.norm(self.input_layernorm(x * 1))
         output, bias = self.mlp(self.pre_mlp_layernorm(x), scale)
-        return output if bias is None else output + bias
+        return self.final_norm(output if bias is None else output + bias)
 
 
 def train(biases: bool, scaled: bool, selective: bool):
@@ -85,6 +87,8 @@ def test_modules_are_as_before_even_after_a_failure():
     with pytest.raises(ZeroDivisionError), regions_of(layer):
         assert {name for name, module in layer.named_modules() if "forward" in module.__dict__} == {
             "input_layernorm",
+            "norm",
+            "final_norm",
             "mlp",
         }
         raise ZeroDivisionError

@@ -19,7 +19,7 @@ from megatron_pipemem.mcore.flags import take_flags  # noqa: E402
 from megatron_pipemem.mcore.plugin import source_for  # noqa: E402
 from megatron_pipemem.mcore.refusals import check_config  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.batches import calls_of  # noqa: E402
-from megatron_pipemem.mcore.vocabulary.choice import choose_barriers, head_in_layers  # noqa: E402
+from megatron_pipemem.mcore.vocabulary.choice import choose_barriers, head_in_layers, layers_in  # noqa: E402
 from megatron_pipemem.schedule.core.costs import Costs  # noqa: E402
 from megatron_pipemem.schedule.core.simulator import simulate  # noqa: E402
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts  # noqa: E402
@@ -151,6 +151,26 @@ def model(vocab_size: int, hidden_size: int = 4096, gated: bool = True) -> Simpl
 def test_a_head_counts_in_layers():
     # The paper's formula for a 4h feed-forward network: V / (12h + 2s).
     assert head_in_layers(model(256_000, 3072, gated=False)) == pytest.approx(256_000 / (12 * 3072 + 2 * 2048))
+
+
+def test_layers_of_a_hybrid_model_count_by_what_they_compute():
+    whole = model(10_000, 64, gated=False)
+    whole.hybrid_layer_pattern = "*--|*/*"
+    attention, ffn = 4 * 64 * 64 + 2 * 2048 * 64, 8 * 64 * 64
+    mean = (2 * attention + 2 * ffn) / 4
+    assert head_in_layers(whole) == pytest.approx(64 * 10_000 / mean)
+    for segment, weight in (("*--", attention + 2 * ffn), ("*", attention), ("", 0)):
+        whole.decoder = SimpleNamespace(layer_type_list=list(segment))
+        assert layers_in(whole) == pytest.approx(weight / mean)
+
+
+def test_a_hybrid_model_gets_no_layout_of_a_gpt_proposed(caplog):
+    caplog.set_level("INFO")
+    whole = model(vocabulary_of(0.4, 64, 4))
+    whole.hybrid_layer_pattern = "*-" * 32
+    base = build_schedule("v-half", num_devices=4, num_microbatches=8)
+    choose_barriers(whole, (8.0,) * 8, Costs(), {0: base})
+    assert "vocabulary: " in caplog.text and "layout" not in caplog.text
 
 
 def vocabulary_of(head: float, layers: int, num_devices: int) -> int:

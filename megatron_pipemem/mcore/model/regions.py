@@ -40,7 +40,7 @@ def regions_of(model: torch.nn.Module) -> Iterator[None]:
         child
         for parent in model.modules()
         for name, child in parent.named_children()
-        if name.endswith("layernorm") and not isinstance(child, IdentityOp)
+        if name.endswith("norm") and not isinstance(child, IdentityOp)
     }
     with ExitStack() as stack:
         for module in model.modules():

@@ -20,6 +20,7 @@ from megatron_pipemem.config.refusals import VOCABULARY
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import gather
 from megatron_pipemem.mcore.refusals import check_config
+from megatron_pipemem.mcore.vocabulary.choice import layers_in
 from megatron_pipemem.mcore.vocabulary.layers import NAME, ArrivingEmbedding, DepartingHead, VocabularyShards
 from megatron_pipemem.runtime.vocabulary.options import HeadOptions
 from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition
@@ -111,8 +112,8 @@ def cut_vocabulary(
     models[0].add_module(NAME, VocabularyShards(partition, index, embedding, head, options))
 
 
-def layout_of(chunks: list[torch.nn.Module], placement: Placement, pipeline: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return the number of layers of every stage as they were built. Every rank calls this.
+def layout_of(chunks: list[torch.nn.Module], placement: Placement, pipeline: dist.ProcessGroup) -> tuple[float, ...]:
+    """Return the number of layers of every stage as they were built (``choice.layers_in``). Every rank calls this.
 
     Args:
         chunks: of this rank.
@@ -120,8 +121,8 @@ def layout_of(chunks: list[torch.nn.Module], placement: Placement, pipeline: dis
         pipeline: its process group.
     """
     models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
-    everyones = gather([len(model.decoder.layers) for model in models], pipeline)
-    layout = [0] * placement.num_stages
+    everyones = gather([layers_in(model) for model in models], pipeline)
+    layout = [0.0] * placement.num_stages
     for stages, layers in zip(placement.stages, everyones, strict=True):
         for stage, held in zip(stages, layers, strict=True):
             layout[stage] = held

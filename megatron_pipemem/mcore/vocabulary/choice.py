@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from megatron_pipemem.config import hybrid
 from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
@@ -18,26 +19,41 @@ from megatron_pipemem.schedule.options import OFF
 logger = logging.getLogger(__name__)
 
 
+def layers_in(model: torch.nn.Module) -> float:
+    """Return how many layers a chunk of a model holds; of a hybrid model, how many mean ones would compute as much."""
+    pattern = getattr(model, "hybrid_layer_pattern", None)
+    if pattern is None:
+        return len(model.decoder.layers)
+    return sum(_weights(model, model.decoder.layer_type_list)) / _mean_weight(model)
+
+
 def head_in_layers(model: torch.nn.Module) -> float:
     """Return how many transformer layers take as long as the whole head, by the FLOPs of their matrix products.
 
-    A mixture of experts counts with the experts that a token visits, in every layer.
+    A mixture of experts counts with the experts that a token visits, in every layer; layers of a hybrid model count on average.
 
     Args:
         model: a Megatron language model, or a chunk of one.
     """
-    config = model.config
-    heads = config.num_attention_heads * config.kv_channels
-    keys = (config.num_query_groups or config.num_attention_heads) * config.kv_channels
-    width = config.ffn_hidden_size
-    if config.num_moe_experts:
-        width = config.moe_router_topk * (config.moe_ffn_hidden_size or width)
-    projections = config.hidden_size * (2 * heads + 2 * keys) + 2 * model.max_sequence_length * heads
-    return (
-        config.hidden_size
-        * model.vocab_size
-        / (projections + (3 if config.gated_linear_unit else 2) * config.hidden_size * width)
-    )
+    return hybrid.head_weight(_sizes(model), model.vocab_size) / _mean_weight(model)
+
+
+def _mean_weight(model: torch.nn.Module) -> float:
+    pattern = getattr(model, "hybrid_layer_pattern", None)
+    if pattern is not None:
+        weights = _weights(model, hybrid.layers_of(pattern))
+        return sum(weights) / len(weights)
+    of = _sizes(model)
+    attention = "+" if of("multi_latent_attention") else "*"
+    return sum(_weights(model, attention + ("E" if of("num_moe_experts") else "-")))
+
+
+def _weights(model: torch.nn.Module, symbols: Iterable[str]) -> list[float]:
+    return [hybrid.layer_weight(symbol, _sizes(model), model.max_sequence_length) for symbol in symbols]
+
+
+def _sizes(model: torch.nn.Module) -> hybrid.Sizes:
+    return lambda attribute: getattr(model.config, attribute, None) or 0
 
 
 def choose_barriers(
@@ -47,7 +63,7 @@ def choose_barriers(
 
     Args:
         model: a chunk, built and not yet cut.
-        layout: layers of every stage.
+        layout: layers of every stage, see ``layers_in``.
         costs: of the layers alone. If they price passes, the head takes as long as these on all devices; else it takes so
             many layers' time as it has FLOPs. In single numbers, every layer takes the same.
         schedules: what would run, per number of barriers; what is not allowed is missing, but 0 is not.
@@ -63,7 +79,9 @@ def choose_barriers(
     per_stage = any(
         isinstance(price, Sequence) for price in (costs.forward, costs.backward_input, costs.backward_weight)
     )
-    moving = {} if per_stage else {"layers": sum(layout), "layout": layout}
+    moving = {} if per_stage else {"layout": layout}
+    if moving and getattr(model, "hybrid_layer_pattern", None) is None:  # of which all layers are alike
+        moving["layers"] = sum(layout)
     choice = choose_vocabulary(schedules[0], costs, head, **moving, with_passes=schedules)
     if choice.best.name == REDISTRIBUTE:
         layers = choice.best.layers
