@@ -98,7 +98,7 @@ def command_page(name: str, command: typer.core.TyperCommand) -> str:
         name: of the command, without ``pipemem``.
         command: as the Typer app holds it.
     """
-    from megatron_pipemem.cli.examples import EXAMPLES, RunCommand
+    from megatron_pipemem.cli.examples import RunCommand
     from megatron_pipemem.launch.flags import flag_parser
 
     context = command.make_context(name, [], resilient_parsing=True, help_option_names=["-h", "--help"])
@@ -113,7 +113,7 @@ def command_page(name: str, command: typer.core.TyperCommand) -> str:
         flags = [each for each in flag_parser()._actions if each.help]
         lines += _table("Flags after the script", [(_flag(each), each.help) for each in flags])
     lines += ["", "## Examples", "", "```bash"]
-    for line, purpose in EXAMPLES[name]:
+    for line, purpose in command.examples:
         lines += [f"# {purpose}", line]
     return "\n".join([*lines, "```", ""])
 

@@ -17,9 +17,9 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from megatron_pipemem.cli.checks import Yes
-from megatron_pipemem.cli.common import INTERRUPTED, Json, print_json, report_error, report_note
+from megatron_pipemem.cli.common import INTERRUPTED, print_json, report_error, report_note
 from megatron_pipemem.cli.launch import Set, check_script_flags
+from megatron_pipemem.cli.options import Json, Yes
 from megatron_pipemem.cli.progress import duration, showing
 from megatron_pipemem.cli.report import show
 from megatron_pipemem.errors import UnsupportedError
@@ -59,6 +59,14 @@ def grid(
     Points that cannot work are left out before anything starts, with the reason. Every point has a folder with its run,
     its log and its result; one that fails does not stop the others. The comparison is that of `pipemem report`. The exit
     code is 1 when some point failed, or none could run.
+
+    Examples:
+        # every point, here
+        pipemem grid configs/grids/tiny-cpu.yaml
+        # as array jobs
+        pipemem grid grid.yaml --launcher slurm --max-parallel 4 --sbatch=--partition=gpu
+        # what has no result, or failed
+        pipemem grid grid.yaml --resume
     """
     if sbatch and launcher != "slurm":
         raise UnsupportedError(f"--sbatch={sbatch[0]} is for --launcher slurm, not {launcher}; give both or neither")

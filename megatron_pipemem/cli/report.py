@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from megatron_pipemem.cli.checks import check_output
-from megatron_pipemem.cli.common import Json, console, print_json
+from megatron_pipemem.cli.common import console, print_json
+from megatron_pipemem.cli.options import Json
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.config.runs import REPORT
 from megatron_pipemem.errors import ConfigError, UnsupportedError
@@ -40,6 +41,12 @@ def report(
     """Compare the runs of a grid: throughput against peak memory, and those that are worth choosing.
 
     Of one run: what it did against what was planned.
+
+    Examples:
+        # also while it runs
+        pipemem report out/grids/tiny-cpu
+        # the picture elsewhere
+        pipemem report out/grids/tiny-cpu --output report.svg
     """
     check_output(output, SUFFIXES, "a comparison of runs")
     one = folder if folder.is_file() else folder / REPORT

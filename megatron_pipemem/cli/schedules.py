@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from megatron_pipemem.cli.common import Devices, Json, Microbatches, ScheduleModules, console, print_facts, print_json
+from megatron_pipemem.cli.common import console, print_facts, print_json
 from megatron_pipemem.cli.completion import complete_families
 from megatron_pipemem.cli.loading import with_channel
+from megatron_pipemem.cli.options import Devices, Json, Microbatches, ScheduleModules
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report import terminal_timeline
 from megatron_pipemem.report.tables import FittingTable
@@ -41,6 +42,12 @@ def schedules(
     B the seconds of one device's share of the model, p devices, m microbatches and v chunks. Asynchronous schedules
     update weights in the middle of a step, so they train differently from all others. What is simulated only can be
     built, simulated, drawn and converted, but not run.
+
+    Examples:
+        # all, with formulas
+        pipemem schedules
+        # one, with a picture
+        pipemem schedules v-half
     """
     if name is not None:
         _explain(family(name), devices, microbatches, as_json)
