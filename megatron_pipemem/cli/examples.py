@@ -22,8 +22,10 @@ def markup() -> str | None:
 class CommandWithExamples(TyperCommand):
     """End a command's help with the examples of its docstring, each in a line that can be copied whole.
 
-    Attributes:
-        examples: command lines, and what they are for.
+    Args:
+        arguments: of ``TyperCommand``.
+        help: the docstring. Behind ``Examples:`` stand command lines, each below a comment that says what it is for.
+        settings: of ``TyperCommand``.
     """
 
     def __init__(self, *arguments: Any, help: str | None = None, **settings: Any) -> None:
@@ -31,6 +33,10 @@ class CommandWithExamples(TyperCommand):
         super().__init__(*arguments, help=told, **settings)
         pairs = batched(map(str.strip, examples.splitlines()), 2)
         self.examples = [(line, purpose.removeprefix("# ")) for purpose, line in pairs]
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        ctx.obj = list(args)  # as typed
+        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:
         self.rich_markup_mode = markup()

@@ -35,6 +35,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def grid(
+    context: typer.Context,
     grid_file: Annotated[
         Path, typer.Argument(metavar="GRID.yaml", help="What to vary of which run; see configs/grids.")
     ],
@@ -95,7 +96,8 @@ def grid(
         for result in store.results():
             if result is not None and result.status == "infeasible":
                 progress.print(f"{label(result.settings)}: not started, {result.reason}", soft_wrap=True, markup=False)
-        again = _resume_command(grid_file, launcher, max_parallel, output, overrides or (), sbatch or (), yes, as_json)
+        typed = [word for word in context.obj if word != "--resume"]
+        again = shlex.join(["pipemem", "grid", *typed, "--resume"])
         try:
             missing = _train(store, launcher, max_parallel, sbatch or (), progress)
         except (KeyboardInterrupt, SystemExit) as stop:
@@ -199,26 +201,6 @@ class _Standing:
         pace = (time.monotonic() - self._started) / ended if ended else 0.0
         rest = f"about {duration(pace * left)} left" if ended and left else ""
         return ", ".join(filter(None, (f"{self._done} of {len(self._labels)} points have ended", now, rest)))
-
-
-def _resume_command(
-    grid_file: Path,
-    launcher: Launcher,
-    max_parallel: int,
-    output: Path | None,
-    overrides: Sequence[str],
-    sbatch: Sequence[str],
-    yes: bool,
-    as_json: bool,
-) -> str:
-    """Return the command that goes on with a grid that was started with these arguments."""
-    words = ["pipemem", "grid", str(grid_file), "--resume"]
-    words += [] if launcher == "local" else ["--launcher", launcher]
-    words += [] if max_parallel == 1 else ["--max-parallel", str(max_parallel)]
-    words += [] if output is None else ["--output", str(output)]
-    words += [word for each in overrides for word in ("--set", each)]
-    words += [f"--sbatch={each}" for each in sbatch]
-    return shlex.join([*words, *(["--yes"] if yes else []), *(["--json"] if as_json else [])])
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.cli.vocabulary import priced_head
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report import pareto as picture
+from megatron_pipemem.report.picture import SUFFIXES
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import loosened
 from megatron_pipemem.schedule.core.schedule import Schedule
@@ -54,7 +55,7 @@ def pareto(
         pipemem pareto -p 8 -m 24 --caps .5,.75 --seconds 2
     """
     check_size(devices, microbatches, MAX_CHUNKS, yes)
-    check_output(output, picture.SUFFIXES, "bubble against peak")
+    check_output(output, SUFFIXES, "bubble against peak")
     check_seconds("--seconds", seconds)
     check_layers(asked.layers, devices)
     prices = replace(parse_costs(asked.costs, asked.p2p), memory=None)

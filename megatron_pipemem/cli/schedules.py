@@ -12,7 +12,7 @@ from megatron_pipemem.cli.completion import complete_families
 from megatron_pipemem.cli.loading import with_channel
 from megatron_pipemem.cli.options import Devices, Json, Microbatches, ScheduleModules
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.report import terminal_timeline
+from megatron_pipemem.report import TerminalTimeline
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.simulator import simulate
@@ -86,7 +86,7 @@ def _explain(chosen: Family, devices: int | None, microbatches: int | None, as_j
     out.print(f"{chosen.name}: {chosen.summary}", style="bold", soft_wrap=True, markup=False)
     print_facts(out, _facts(chosen))
     out.print()
-    out.print(terminal_timeline(timeline))
+    out.print(TerminalTimeline(timeline))
 
 
 def _usual(chosen: Family) -> dict[str, object]:

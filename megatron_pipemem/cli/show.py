@@ -14,8 +14,8 @@ from megatron_pipemem.cli.loading import price_layers
 from megatron_pipemem.cli.options import NAME_HELP, Json, Question, takes_group
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.cli.vocabulary import load_and_simulate
-from megatron_pipemem.report import SUFFIXES, save_comparison, terminal_timeline
-from megatron_pipemem.report.timeline import boxes
+from megatron_pipemem.report import SUFFIXES, TerminalTimeline, save_comparison
+from megatron_pipemem.report.timeline import DrawnRun
 from megatron_pipemem.schedule.core.simulator import Timeline
 
 
@@ -55,7 +55,7 @@ def show(
         print_json([_data(timeline, output) for timeline in timelines])
     elif output is None:
         for timeline in timelines:
-            console().print(terminal_timeline(timeline, timelines))
+            console().print(TerminalTimeline(timeline, timelines))
     if output is not None:
         with showing(f"drawing {output}"):
             save_comparison(timelines, output)
@@ -73,5 +73,7 @@ def _data(timeline: Timeline, output: Path | None) -> dict[str, object]:
         "bubble_rate": timeline.bubble_rate,
         "peak": timeline.peak,
         "output": None if output is None else str(output),
-        "timeline": [[[str(box.action), box.start, box.end, box.held] for box in row] for row in boxes(timeline)],
+        "timeline": [
+            [[str(box.action), box.start, box.end, box.held] for box in row] for row in DrawnRun(timeline).rows
+        ],
     }

@@ -15,7 +15,7 @@ from megatron_pipemem.cli.options import NAME_HELP, Json, Question, takes_group
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.cli.vocabulary import load_and_simulate
 from megatron_pipemem.report.tables import FittingTable
-from megatron_pipemem.report.timeline import memory_text
+from megatron_pipemem.report.timeline import DrawnRun
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.bounds import lower_bound
 from megatron_pipemem.schedule.core.costs import Costs
@@ -102,7 +102,8 @@ def simulate(
         reasons = Counter(chosen.offload.kept.values()).most_common()
         print_facts(out, [("activations kept", ", ".join(f"{count} ({why})" for why, count in reasons))])
     if costs.memory is not None:
-        held = ", ".join(memory_text(peak, timeline) for peak in timeline.peaks)
+        drawn = DrawnRun(timeline)
+        held = ", ".join(drawn.memory_text(peak) for peak in timeline.peaks)
         print_facts(out, [("peak memory", held)])
 
 
