@@ -35,7 +35,9 @@ _REFUSED: Mapping[str, Callable[[object], bool]] = {
 }
 """Which values cannot be; of every other attribute all true ones."""
 
-_SHARDED = "weights that are cut over more ranks than tensor parallelism are gathered ahead in the order of the stock schedule; drop "
+_SHARDED = (
+    "weights cut over more ranks than tensor parallelism are gathered ahead in the order of the stock schedule; drop "
+)
 SCHEDULES = Refusals(
     "",
     {
