@@ -39,9 +39,7 @@ def check_reductions(program: Program, places: Mapping[Action, tuple[int, int]])
             action.stage not in trained or action.kind is Kind.REDUCE_REPLICAS and placement.replicas == 1
         ):
             what = "copies to sum" if action.stage in trained else "weight gradients to reduce"
-            raise ScheduleError(
-                f"stage {action.stage} has no {what}; remove it", device=device, position=position, action=action
-            )
+            raise ScheduleError(f"stage {action.stage} has no {what}; remove it", at=(device, position, action))
 
 
 def _check_there(action: Action, program: Program, places: Mapping[Action, tuple[int, int]]) -> None:
@@ -50,17 +48,13 @@ def _check_there(action: Action, program: Program, places: Mapping[Action, tuple
     if action not in places:
         raise ScheduleError(
             f"is missing, and {_others(action, program)} of its copies waits for it; add it",
-            device=home,
-            position=len(program.actions[home]),
-            action=action,
+            at=(home, len(program.actions[home]), action),
         )
     device, position = places[action]
     if device != home:
         raise ScheduleError(
             f"has no stage {action.stage} to add to {_others(action, program)}, device {home} has; move it there",
-            device=device,
-            position=position,
-            action=action,
+            at=(device, position, action),
         )
 
 
@@ -76,17 +70,13 @@ def _check_after(
     if action not in places:
         raise ScheduleError(
             f"completes the gradients of its stage, but {action} is missing; add it after {before}",
-            device=device,
-            position=position,
-            action=before,
+            at=(device, position, before),
         )
     found, at = places[action]
     if found != device or at < position:
         raise ScheduleError(
             f"must come after {before} at position {position} of device {device}, {what}; move it there",
-            device=found,
-            position=at,
-            action=action,
+            at=(found, at, action),
         )
 
 
@@ -115,8 +105,6 @@ def check_sums(program: Program, places: Mapping[Action, tuple[int, int]]) -> Ma
                     raise ScheduleError(
                         f"meets {action}, which device {first} posts at position {position}; sums over the same devices "
                         "are posted in one order everywhere, so move it",
-                        device=device,
-                        position=other_position,
-                        action=other,
+                        at=(device, other_position, other),
                     )
     return needs

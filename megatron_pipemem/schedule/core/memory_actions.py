@@ -54,4 +54,4 @@ def check_memory_actions(schedule: Schedule, places: Mapping[Action, tuple[int, 
             problem = f"has no {following} after it, so its activations do not come back; add it"
         else:
             continue
-        raise ScheduleError(problem, device=device, position=position, action=action)
+        raise ScheduleError(problem, at=(device, position, action))

@@ -30,9 +30,7 @@ def check_compute_actions(program: Program) -> None:
                 raise ScheduleError(
                     f"the schedule has {wanted or 'nothing more'} here and the program "
                     f"{found[1] if found else 'nothing more'}; lower the schedule again",
-                    device=device,
-                    position=position,
-                    action=action,
+                    at=(device, position, action),
                 )
 
 
@@ -53,7 +51,7 @@ def check_posts(places: Places, messages: Mapping[Action, Message], receives: Ma
     for action, (device, position) in places.items():
         if action.kind in MESSAGES and action not in known:
             use = "needs it" if action.kind in RECEIVES else "produces it for another device"
-            raise ScheduleError(f"no action here {use}; remove it", device=device, position=position, action=action)
+            raise ScheduleError(f"no action here {use}; remove it", at=(device, position, action))
 
 
 def _check_post(post: Action, compute: Action, places: Places, *, after: bool) -> None:
@@ -61,9 +59,7 @@ def _check_post(post: Action, compute: Action, places: Places, *, after: bool) -
     side = "after" if after else "before"
     purpose = "its result does not reach the next device" if after else "its input does not reach this device"
     if post not in places:
-        raise ScheduleError(
-            f"{purpose} without {post}; add {post} {side} it", device=device, position=position, action=compute
-        )
+        raise ScheduleError(f"{purpose} without {post}; add {post} {side} it", at=(device, position, compute))
     post_device, post_position = places[post]
     if post_device != device:
         problem = f"belongs to {compute}, which device {device} runs at position {position}; move it there"
@@ -71,7 +67,7 @@ def _check_post(post: Action, compute: Action, places: Places, *, after: bool) -
         problem = f"must come {side} {compute} at position {position}; move it"
     else:
         return
-    raise ScheduleError(problem, device=post_device, position=post_position, action=post)
+    raise ScheduleError(problem, at=(post_device, post_position, post))
 
 
 def check_edges(places: Places, messages: Iterable[Message]) -> None:
@@ -88,7 +84,5 @@ def check_edges(places: Places, messages: Iterable[Message]) -> None:
                     f"device {source} sends {message.send} at position {position} when device {destination} receives "
                     f"{other.receive} at position {other_position}; messages from device {source} to device "
                     f"{destination} arrive in sending order, so receive {message.receive} first",
-                    device=destination,
-                    position=other_position,
-                    action=other.receive,
+                    at=(destination, other_position, other.receive),
                 )

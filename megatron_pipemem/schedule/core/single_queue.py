@@ -145,7 +145,5 @@ def check_queues(program: Program, found: Dependencies) -> None:
                 raise ScheduleError(
                     "never gets through where a device serves its messages and collectives strictly in posting order; post "
                     "them in one order on all devices that take part, as lower() does",
-                    device=device,
-                    position=position,
-                    action=found.actions[node],
+                    at=(device, position, found.actions[node]),
                 )

@@ -137,7 +137,7 @@ def _place_all(schedule: Schedule) -> Places:
         for position, action in enumerate(order):
             problem = _problem_of(action, device, schedule)
             if problem is not None:
-                raise ScheduleError(problem, device=device, position=position, action=action)
+                raise ScheduleError(problem, at=(device, position, action))
             _check_unique(places, action, device, position)
     return places
 
@@ -186,9 +186,7 @@ def _check_replicas(schedule: Schedule, places: Places) -> Mapping[int, int]:
                 f"runs microbatch {microbatch} on replica {ours}, but {other} at position {other_position} of device "
                 f"{other_device} runs it on replica {theirs}; a microbatch runs through all stages of one replica, so "
                 "remove or renumber one of the two",
-                device=device,
-                position=position,
-                action=action,
+                at=(device, position, action),
             )
     return {microbatch: placement.replica_of(action.stage) for microbatch, action in first.items()}
 
@@ -200,9 +198,7 @@ def _check_unique(places: Places, action: Action, device: int, position: int) ->
         raise ScheduleError(
             f"stands already at position {other_position} of device {other_device}; remove one of the two, or renumber "
             "the one that was meant to be another action",
-            device=device,
-            position=position,
-            action=action,
+            at=(device, position, action),
         )
     places[action] = (device, position)
 
@@ -224,7 +220,7 @@ def _check_local_order(schedule: Schedule, places: Places, found: Dependencies) 
                 problem = f"needs {needed}, which comes later, at position {places[needed][1]}; move {needed} before it"
             else:
                 continue
-            raise ScheduleError(problem, device=device, position=position, action=action)
+            raise ScheduleError(problem, at=(device, position, action))
 
 
 def _or_fused(needed: Action) -> str:
@@ -248,9 +244,7 @@ def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[
                 device = schedule.placement.devices[stage]
                 raise ScheduleError(
                     "is missing; every stage runs every microbatch forward once, add it",
-                    device=device,
-                    position=len(schedule.orders[device]),
-                    action=forward,
+                    at=(device, len(schedule.orders[device]), forward),
                 )
             if not backwards:
                 continue
@@ -267,7 +261,7 @@ def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[
             else:
                 device, position = places[forward]
                 half, problem = forward, f"has no backward; add {full}, or {inputs} and {weights}"
-            raise ScheduleError(problem, device=device, position=position, action=half)
+            raise ScheduleError(problem, at=(device, position, half))
 
 
 def check_microbatch_order(schedule: Schedule) -> None:
@@ -297,9 +291,7 @@ def check_microbatch_order(schedule: Schedule) -> None:
                     raise ScheduleError(
                         f"comes after {before} at position {earlier}, but the {names[part]} of a stage run in "
                         f"microbatch order{reversed_pieces}; move it before {before}",
-                        device=device,
-                        position=position,
-                        action=action,
+                        at=(device, position, action),
                     )
                 last[part, stage] = (position, action)
 
@@ -324,7 +316,7 @@ def _check_weight_versions(schedule: Schedule) -> None:
             )
         else:
             continue
-        raise ScheduleError(problem, device=device, position=position, action=action)
+        raise ScheduleError(problem, at=(device, position, action))
 
 
 def _check_memory(
@@ -353,9 +345,7 @@ def _check_memory(
                 if held > allowed:
                     raise ScheduleError(
                         f"the device holds {held * unit:.12g} {what} after it, {over} {limit:.12g}; {mend}",
-                        device=device,
-                        position=position,
-                        action=order[position],
+                        at=(device, position, order[position]),
                     )
 
 

@@ -38,9 +38,7 @@ def check_switch(schedule: Schedule) -> None:
                 raise ScheduleError(
                     "is not a compute action of this schedule: it is of vocabulary parallelism, and the schedule does not "
                     "say how many barriers it has; set vocabulary to 1 or 2, or remove it",
-                    device=device,
-                    position=position,
-                    action=action,
+                    at=(device, position, action),
                 )
 
 
@@ -60,14 +58,12 @@ def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> N
         if action not in places:
             raise ScheduleError(
                 "is missing; with_vocabulary() derives all passes and collectives from a schedule without",
-                device=device,
-                position=len(schedule.orders[device]),
-                action=action,
+                at=(device, len(schedule.orders[device]), action),
             )
     for action, (device, position) in places.items():
         if action.kind in VOCABULARY and action not in wanted:
             where = "forwards alone have none" if not backwards else "only the last stage's device has one"
-            raise ScheduleError(f"has no use: {where}; remove it", device=device, position=position, action=action)
+            raise ScheduleError(f"has no use: {where}; remove it", at=(device, position, action))
     for device, order in enumerate(schedule.orders):
         last: dict[Kind, Action] = {}
         for position, action in enumerate(order):
@@ -77,9 +73,7 @@ def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> N
             if before.microbatch > action.microbatch:
                 raise ScheduleError(
                     f"comes after {before}, but passes of a kind run in microbatch order; move it before {before}",
-                    device=device,
-                    position=position,
-                    action=action,
+                    at=(device, position, action),
                 )
             last[action.kind] = action
     _check_one_sequence(schedule)
@@ -97,7 +91,5 @@ def _check_one_sequence(schedule: Schedule) -> None:
                 raise ScheduleError(
                     f"is posted where device 0 posts {first}; collectives run in the order in which they are posted, so "
                     "all devices post them in one order",
-                    device=device,
-                    position=position,
-                    action=action,
+                    at=(device, position, action),
                 )

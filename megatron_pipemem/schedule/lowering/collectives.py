@@ -74,7 +74,5 @@ def sequence(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                 raise ScheduleError(
                     "stands in no sequence of all devices' actions: the devices would wait for one another in a circle; take "
                     "the passes and collectives that with_vocabulary() places",
-                    device=device,
-                    position=position,
-                    action=found.actions[node],
+                    at=(device, position, found.actions[node]),
                 )

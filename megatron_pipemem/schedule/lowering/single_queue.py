@@ -76,9 +76,7 @@ class _Run:
             if self._at[device] < len(order):
                 raise ScheduleError(
                     "waits for ever for its message, or for a collective; validate() says why",
-                    device=device,
-                    position=self._at[device],
-                    action=order[self._at[device]],
+                    at=(device, self._at[device], order[self._at[device]]),
                 )
         return tuple(map(tuple, self._lists))
 
