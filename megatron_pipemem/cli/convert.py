@@ -18,7 +18,7 @@ from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
 from megatron_pipemem.schedule.core.validator import validate_program
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.lowering.paired import lower_paired
+from megatron_pipemem.schedule.lowering.collectives import lower_paired
 from megatron_pipemem.schedule.text.csv_format import LETTERS, write_table
 from megatron_pipemem.schedule.text.csv_header import write_header
 

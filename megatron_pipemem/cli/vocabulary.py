@@ -9,8 +9,8 @@ from megatron_pipemem.cli.loading import Loaded, load_schedule
 from megatron_pipemem.cli.options import Prices, Question
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.brief import LARGEST
 from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.magnitudes import LARGEST
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM

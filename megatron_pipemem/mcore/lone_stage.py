@@ -43,8 +43,8 @@ from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.families.serial_orders import serial_schedule
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.one_by_one import serial_schedule
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # A pipeline of three: the stage that reads the data, one in the middle, and the one with the loss.

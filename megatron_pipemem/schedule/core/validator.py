@@ -18,16 +18,22 @@ from megatron_pipemem.schedule.core.action import (
 )
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
-from megatron_pipemem.schedule.core.gradient_checks import check_reductions, check_sums
-from megatron_pipemem.schedule.core.memory_actions import backward_needs, check_memory_actions
 from megatron_pipemem.schedule.core.memory_cap import loosened, per_device
-from megatron_pipemem.schedule.core.message_checks import Places, check_compute_actions, check_edges, check_posts
+from megatron_pipemem.schedule.core.message_checks import (
+    Places,
+    backward_needs,
+    check_compute_actions,
+    check_edges,
+    check_memory_actions,
+    check_posts,
+    check_reductions,
+    check_sums,
+)
 from megatron_pipemem.schedule.core.messages import Router
 from megatron_pipemem.schedule.core.schedule import Program, Schedule
 from megatron_pipemem.schedule.core.simulator import held_after
 from megatron_pipemem.schedule.core.single_queue import check_queues, run_single_queues
-from megatron_pipemem.schedule.core.vocabulary import vocabulary_needs
-from megatron_pipemem.schedule.core.vocabulary_checks import check_passes, check_switch
+from megatron_pipemem.schedule.core.vocabulary import check_passes, check_switch, vocabulary_needs
 from megatron_pipemem.schedule.core.walk import deadlock
 from megatron_pipemem.schedule.core.weights import weight_uses
 
