@@ -219,7 +219,6 @@ EXECUTIONS = {
     "tp4": Execution(tp=4),
     "tp4-scores": Execution(tp=4, attention="unfused"),
     "cp2": Execution(cp=2),
-    "ep2": Execution(ep=2),
     "unfused": Execution(fused=False),
     "scores": Execution(attention="unfused"),
     "core": Execution(attention="unfused", recompute="selective"),
@@ -253,7 +252,7 @@ CROSSED = {
         for name, heads in (("tp4", 2), ("tp4-scores", 2), ("tp2", 1), ("scores", 1))
     },
     "latent tp2": (LATENT, EXECUTIONS["tp2"]),
-    "experts ep2": (EXPERTS, EXECUTIONS["ep2"]),
+    "experts ep2": (EXPERTS, Execution(ep=2)),
     **{f"fine {name}": (FINE, EXECUTIONS[name]) for name in ("plain", "tp2-sp", "full")},
 }
 
