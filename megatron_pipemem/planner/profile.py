@@ -26,9 +26,9 @@ from megatron_pipemem.planner.activations import message_bytes
 from megatron_pipemem.planner.prices import MeasuredSlowdown, Price
 from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.brief import shortened
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.search.portfolio import shortened
 
 Source = Literal["formulas", "fake tensors", "measured"]
 
