@@ -39,7 +39,7 @@ def emulated(rule: str, num_stages: int, replicas: int = 1) -> Iterator[None]:
 
     if rule not in RULES:
         raise UnsupportedError(f"there is no rule {rule!r}; take one of {', '.join(RULES)}")
-    emulator = _Emulator(rule, num_stages, replicas, schedules.forward_backward_no_pipelining)
+    emulator = _Emulator(rule, num_stages, replicas, schedules.forward_backward_no_pipelining, schedules.forward_step)
     get_optimizer = training.get_megatron_optimizer
 
     def get_megatron_optimizer(*args, **kwargs):
@@ -50,19 +50,23 @@ def emulated(rule: str, num_stages: int, replicas: int = 1) -> Iterator[None]:
 
     with (
         mock.patch.object(schedules, "forward_backward_no_pipelining", emulator.step),
+        mock.patch.object(schedules, "forward_step", emulator.forward_step),
         mock.patch.object(training, "get_megatron_optimizer", get_megatron_optimizer),
     ):
         yield
 
 
 class _Emulator:
-    def __init__(self, rule: str, num_stages: int, replicas: int, original):
+    def __init__(self, rule: str, num_stages: int, replicas: int, original, forward_step):
         self.per_microbatch = rule != "pipedream-2bw"
         self.optimizer = None
         self._vertical = rule == "pipedream-vertical-sync"
         self._stages = num_stages
         self._replicas = replicas
         self._original = original
+        self._forward_step = forward_step
+        self._microbatch: int | None = None
+        """Its number within the batch, while the weights are updated after every one."""
         self._updates = 0
         self._history: dict[int, list] = {}
         """Copies of all weights, after how many updates."""
@@ -80,7 +84,8 @@ class _Emulator:
             self._updates += 1
             return data
         data, last = [], self._stages - 1
-        for _ in range(num_microbatches // self._replicas):
+        for number in range(num_microbatches // self._replicas):
+            self._microbatch = number
             self._remember(chunk, self._stages)
             k = self._updates
             self._show(chunk, lambda stage, k=k: max(0, k - (last if self._vertical else last - stage)))
@@ -91,7 +96,13 @@ class _Emulator:
             chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             self._updates += 1
+        self._microbatch = None
         return data
+
+    def forward_step(self, *args, current_microbatch=None, **kwargs):
+        """Run a microbatch's forward under the number that it has in the pipeline: random numbers may depend on it."""
+        number = current_microbatch if self._microbatch is None else self._microbatch
+        return self._forward_step(*args, current_microbatch=number, **kwargs)
 
     def _remember(self, chunk, most: int) -> None:
         self._history[self._updates] = [parameter.detach().clone() for parameter in chunk.parameters()]

@@ -13,6 +13,7 @@ brings the key back too.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from hashlib import blake2b
@@ -24,20 +25,21 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import unwrap_model
 
-from megatron_pipemem.config.refusals import LAYERWISE
+from megatron_pipemem.config.refusals import LAYERWISE, refuse
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.loop_arguments import iteration_and_seed
 from megatron_pipemem.mcore.patching import Replacements
-from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import (
     BUILD_HYBRID_LAYER,
     BUILD_LAYER,
     BUILD_MTP_LAYER,
     EMBEDDING,
+    EXPERTS,
     FORWARD_STEP,
     GPT_MODEL,
     HYBRID_MODEL,
+    MLP,
 )
 from megatron_pipemem.runtime.executor import Executor, Handler, Handlers, StepFeature
 from megatron_pipemem.runtime.instructions import Instruction
@@ -67,27 +69,29 @@ def _within(key: int) -> Iterator[None]:
     finally:
         # The streams may have moved on: nothing but the key is put back.
         states = tracker.get_states()
-        del states[_KEY]
+        states.pop(_KEY, None)
         tracker.set_states(states | ({_KEY: outer[_KEY]} if _KEY in outer else {}))
 
 
 @contextmanager
-def _drawing(key: int, by_shard: bool = False) -> Iterator[None]:
+def _drawing(key: int, by_shard: bool = False, is_expert: bool = False) -> Iterator[None]:
     """Let random numbers, within this block, be those of the key, and afterwards go on where they were before.
 
     Args:
         key: of what draws.
         by_shard: whether tensor-parallel ranks draw differently outside of the tracker's forks too, as they do where
             activations are sharded along the sequence.
+        is_expert: whether the key is of one expert, so that it makes no difference which expert-parallel rank has it.
     """
     tracker = random.get_cuda_rng_tracker()
     outer = random._get_all_rng_states()
     shard = derived(key, "tensor", parallel_state.get_tensor_model_parallel_rank())
-    expert = (parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank())
+    rank = None if is_expert else parallel_state.get_expert_model_parallel_rank()
+    expert = derived(key, "expert", rank, parallel_state.get_expert_tensor_parallel_rank())
     seeds = {
         random._DATA_PARALLEL_RNG_TRACKER_NAME: key,
         random._MODEL_PARALLEL_RNG_TRACKER_NAME: shard,
-        random._EXPERT_PARALLEL_RNG_TRACKER_NAME: derived(key, "expert", *expert),
+        random._EXPERT_PARALLEL_RNG_TRACKER_NAME: expert,
     }
     try:
         states = tracker.get_states() | {_KEY: key}
@@ -132,6 +136,8 @@ class LayerwiseRandom(Extension):
 
     def __init__(self) -> None:
         self._models: WeakSet[torch.nn.Module] = WeakSet()
+        self._experts: Iterator[int] | None = None
+        """Numbers of those that are being built."""
         self._number: int | None = None
         self._batch = 1
 
@@ -142,6 +148,8 @@ class LayerwiseRandom(Extension):
             (BUILD_LAYER, functools.partial(_wrap_build, "layer", _number_in_model)),
             (BUILD_HYBRID_LAYER, functools.partial(_wrap_build, "layer", lambda named: named["layer_number"])),
             (BUILD_MTP_LAYER, functools.partial(_wrap_build, "mtp", lambda named: named["layer_number"])),
+            (EXPERTS, self._wrap_experts),
+            (MLP, self._wrap_mlp),
             (FORWARD_STEP, self._wrap_forward_step),
         ]
 
@@ -167,10 +175,32 @@ class LayerwiseRandom(Extension):
     def _wrap_model(self, original: Callable) -> Callable:
         @functools.wraps(original)
         def __init__(model, config, *args, **kwargs) -> None:
-            check_config(config, LAYERWISE)
+            _check(config)
             with _drawing(derived(_seed(), "build")):
                 original(model, config, *args, **kwargs)
             self._models.add(model)
+
+        return __init__
+
+    def _wrap_experts(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def __init__(experts, num_local_experts, *args, **kwargs) -> None:
+            self._experts = itertools.count(parallel_state.get_expert_model_parallel_rank() * num_local_experts)
+            try:
+                original(experts, num_local_experts, *args, **kwargs)
+            finally:
+                self._experts = None
+
+        return __init__
+
+    def _wrap_mlp(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def __init__(mlp, *args, **kwargs) -> None:
+            key = _enclosing()
+            if key is None or self._experts is None:
+                return original(mlp, *args, **kwargs)
+            with _drawing(derived(key, "expert", next(self._experts)), is_expert=True):
+                return original(mlp, *args, **kwargs)
 
         return __init__
 
@@ -194,6 +224,20 @@ class LayerwiseRandom(Extension):
                 return original(*call, **kwargs)
 
         return forward_step
+
+
+def _check(config) -> None:
+    """Raises:
+    UnsupportedError: layers of a model with this configuration cannot draw from streams of their own.
+    """
+    tracker = random.get_cuda_rng_tracker()
+    of_tracker = {
+        "use_te_rng_tracker": not isinstance(
+            tracker, random.CudaRNGStatesTracker
+        ),  # flags do not reach the configuration
+        "is_inference_rng_tracker": tracker.is_inference_rng_tracker,
+    }
+    refuse(lambda attribute: of_tracker.get(attribute, getattr(config, attribute, None)), LAYERWISE)
 
 
 def _seed() -> int:

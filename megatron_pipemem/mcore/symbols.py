@@ -51,11 +51,6 @@ FORWARD_STEP = Symbol(
 )
 BACKWARD_STEP = Symbol(_SCHEDULES, "backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"))
 
-# Profiling with fake tensors tells how many tokens every expert gets.
-DISPATCH = Symbol(
-    "megatron.core.transformer.moe.token_dispatcher", "MoEAlltoAllTokenDispatcher.preprocess", ("routing_map",)
-)
-
 # Which rank a chunk belongs to, and building the chunks.
 RANK = Symbol(_PARALLEL_STATE, "get_pipeline_model_parallel_rank")
 IS_FIRST = Symbol(_PARALLEL_STATE, "is_pipeline_first_stage", ("ignore_virtual", "vp_stage"))
@@ -116,6 +111,12 @@ EMBEDDING = Symbol(
 BUILD_LAYER = Symbol("megatron.core.transformer.transformer_block", "build_module", ("args", "kwargs"))
 BUILD_HYBRID_LAYER = Symbol("megatron.core.models.hybrid.hybrid_block", "build_module", ("args", "kwargs"))
 BUILD_MTP_LAYER = Symbol("megatron.core.transformer.multi_token_prediction", "build_module", ("args", "kwargs"))
+EXPERTS = Symbol(
+    "megatron.core.transformer.moe.experts",
+    "SequentialMLP.__init__",
+    ("self", "num_local_experts", "config", "submodules"),
+)
+MLP = Symbol("megatron.core.transformer.mlp", "MLP.__init__", ("self", "config", "is_expert"))
 
 USED = (
     FORWARD_STEP,

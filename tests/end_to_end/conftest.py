@@ -237,8 +237,8 @@ def emulate(tmp_path_factory, text) -> Iterator[Callable[..., Run]]:
     ranks = Ranks("training", folder, size=1)
     trainer = Trainer(ranks, folder, text)
 
-    def run(rule: str, *flags: str, stages: int = 4, replicas: int = 1) -> Run:
-        return trainer("stock", *flags, "--pipeline-model-parallel-size", "1", emulate=(rule, stages, replicas))
+    def run(rule: str, *flags: str, stages: int = 4, replicas: int = 1, **how) -> Run:
+        return trainer("stock", *flags, "--pipeline-model-parallel-size", "1", emulate=(rule, stages, replicas), **how)
 
     yield run
     ranks.stop()

@@ -9,6 +9,7 @@ LATE = ("--train-iters", "3")  # the second step of 2BW has still the first weig
 PER_MICROBATCH = (UNTIED, *LATE, "--clip-grad", "0")
 FLAGS = {"pipedream-2bw": (UNTIED, *LATE), "pipedream": PER_MICROBATCH}
 VERTICAL = ("--pipemem-option", "vertical_sync=true")
+DROPOUT = ("--pipemem-random", "layerwise", "--hidden-dropout", "0.1", "--attention-dropout", "0.1")
 CHECKPOINTS = ("--train-iters", "6", "--save-interval", "3")
 
 
@@ -55,8 +56,8 @@ def test_with_data_parallel_replicas(train, emulate, name, flags):
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_a_resumed_run_is_the_uninterrupted_one(train, tmp_path, name):
-    whole = train(name, *FLAGS[name], *CHECKPOINTS, "--save", str(tmp_path))
-    load = ("--load", str(tmp_path), "--ckpt-step", "3", "--override-opt_param-scheduler")
+    whole = train(name, *FLAGS[name], *DROPOUT, *CHECKPOINTS, "--save", str(tmp_path))
+    load = (*DROPOUT, "--load", str(tmp_path), "--ckpt-step", "3", "--override-opt_param-scheduler")
     resumed = train(name, *FLAGS[name], "--train-iters", "6", *load, initialise=False)
     assert bits(resumed.losses) == bits(whole.losses[3:])
     for file in tmp_path.glob("iter_0000003/pipemem_weights_*"):

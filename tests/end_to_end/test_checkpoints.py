@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-EMBEDDINGS = {"tied": (), "untied": ("--untie-embeddings-and-output-weights",)}
+# With dropout, resumed iterations must draw the numbers that they would have drawn.
+DROPOUT = ("--pipemem-random", "layerwise", "--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+EMBEDDINGS = {"tied": DROPOUT, "untied": ("--untie-embeddings-and-output-weights",)}
 INTERCHANGES = [
     *(("stock", after) for after in ("stock", "v-half", "interleaved")),
     *(("v-half", after) for after in ("stock", "v-half", "interleaved")),

@@ -10,6 +10,14 @@ TP_AND_SP = (
     *("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
     *("--global-batch-size", "4"),
 )
+HYBRID = ("--spec", "megatron_pipemem.cpu.hybrid_layers", "hybrid_stack_spec")
+CUT = ("--pipemem-vocab-parallel", "2")
+EVALUATION = ("--eval-interval", "1", "--eval-iters", "1")
+EXPERT_RANKS = ("--expert-model-parallel-size", "2")
+EXPERTS = (
+    *("--disable-bias-linear", "--num-experts", "4", "--moe-router-topk", "2", "--num-layers", "4"),
+    *("--pipeline-model-parallel-size", "2", "--global-batch-size", "4"),
+)
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "v-half", "zbv", "gis", "looped-bfs", "chimera", "hanayo"])
@@ -40,6 +48,40 @@ def test_stocks_own_schedules_train_alike(train, assert_same_training):
 def test_shards_and_second_forwards_draw_the_same(train, assert_same_training, flags):
     run = train("v-half", *FLAGS, *TP_AND_SP, *flags, initialise=False)
     assert_same_training(run, train("stock", *FLAGS, *TP_AND_SP, initialise=False))
+
+
+def test_forwards_of_a_later_batch_draw_that_batch_s_numbers(train, emulate):
+    """In the emulator, every step runs its own microbatches."""
+    flags = (*FLAGS, "--untie-embeddings-and-output-weights", "--clip-grad", "0", "--train-iters", "3")
+    for rule in ("pipedream-2bw", "pipedream"):
+        run = train(rule, *flags, initialise=False)
+        assert run.losses == emulate(rule, *flags, initialise=False).losses, rule
+
+
+def test_a_hybrid_model_s_layers_have_their_numbers_in_every_cut(train, assert_same_training):
+    pattern = ("--hybrid-layer-pattern", "*-|*-|*-|*-"), ("--hybrid-layer-pattern", "*|-|*|-|*|-|*|-")
+    stock, run = (
+        train(name, *FLAGS, *HYBRID, *cut, initialise=False)
+        for name, cut in zip(("stock", "v-half"), pattern, strict=True)
+    )
+    assert_same_training(run, stock)
+
+
+def test_a_cut_vocabulary_begins_as_the_whole_one(train):
+    """Its head sums in another order."""
+    stock, cut = (train(name, *FLAGS, *more, initialise=False) for name, *more in (("stock",), ("v-half", *CUT)))
+    assert cut.losses == pytest.approx(stock.losses, rel=1e-6)
+
+
+def test_evaluation_does_not_disturb_training(train):
+    plain, evaluated = (train("v-half", *FLAGS, *more, initialise=False) for more in ((), EVALUATION))
+    assert evaluated.losses == plain.losses and len(evaluated.validation) > 1
+
+
+def test_experts_begin_alike_whoever_has_them(train):
+    """Their ranks sum tokens in another order."""
+    alone, shared = (train("stock", *FLAGS, *EXPERTS, *more, initialise=False) for more in ((), EXPERT_RANKS))
+    assert shared.losses == pytest.approx(alone.losses, rel=1e-6)
 
 
 def test_streams_of_ranks_differ_without_it(train):

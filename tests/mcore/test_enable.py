@@ -7,8 +7,13 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid import hybrid_block
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer import multi_token_prediction, transformer_block
 
 import megatron_pipemem
 from megatron_pipemem.errors import UnknownScheduleError, UnsupportedError, UpstreamError
@@ -25,7 +30,12 @@ WATCHED = (
     (parallel_state, "get_pipeline_model_parallel_rank"),
     (parallel_state, "is_pipeline_first_stage"),
     (parallel_state, "is_pipeline_last_stage"),
+    (GPTModel, "__init__"),
+    (HybridModel, "__init__"),
+    (LanguageModelEmbedding, "__init__"),
+    *((module, "build_module") for module in (transformer_block, hybrid_block, multi_token_prediction)),
 )
+LAYERWISE = slice(8, None)
 
 
 def bindings():
@@ -62,7 +72,15 @@ def test_touches_no_more_than_the_schedule_needs(stock):
     megatron_pipemem.disable()
     megatron_pipemem.enable("1f1b-v")
     assert bindings()[4] is stock[4], "a fused backward needs no split linear layers"
-    assert all(now is not before for now, before in zip(bindings()[5:], stock[5:], strict=True))
+    assert all(now is not before for now, before in zip(bindings()[5:8], stock[5:8], strict=True))
+    assert bindings()[LAYERWISE] == stock[LAYERWISE]
+
+
+@pytest.mark.parametrize("name", ["stock", "v-half"])
+def test_layers_draw_for_themselves_where_that_is_asked(name, stock):
+    megatron_pipemem.enable(name, random="layerwise")
+    assert all(now is not before for now, before in zip(bindings()[LAYERWISE], stock[LAYERWISE], strict=True))
+    assert schedules.forward_step is not stock[2]
 
 
 def test_is_idempotent_and_refuses_to_mix_settings():

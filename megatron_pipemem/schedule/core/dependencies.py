@@ -242,7 +242,9 @@ class Dependencies:
                 ]
                 return ScheduleError(
                     f"waits for ever for {', '.join(unmet)}; validate() shows why",
-                    at=(device, reached, order[reached]),
+                    device=device,
+                    position=reached,
+                    action=order[reached],
                     cycle=self.cycle(),
                 )
         return None

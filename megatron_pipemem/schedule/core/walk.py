@@ -243,6 +243,8 @@ def deadlock(cycle: Sequence[Wait], where: str, mend: str) -> ScheduleError:
     first = cycle[0]
     return ScheduleError(
         f"deadlock{where}: {steps}; {mend}",
-        at=(first.device, first.position, first.action),
+        device=first.device,
+        position=first.position,
+        action=first.action,
         cycle=tuple(cycle),
     )

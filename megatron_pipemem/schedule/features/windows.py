@@ -280,7 +280,9 @@ def _check_messages(program: Program, number: Mapping[tuple[int, int], int], las
                 raise ScheduleError(
                     f"is posted in window {received}, but device {message.edge[0]} sends in window {sent}; post it before "
                     "the window ends",
-                    at=(device, position, message.receive),
+                    device=device,
+                    position=position,
+                    action=message.receive,
                 )
 
 

@@ -46,7 +46,9 @@ def add_messages(orders: tuple[Order, ...], placement: Placement) -> tuple[Order
             if message.receive not in consumers:
                 raise ScheduleError(
                     "no device runs the action that needs its result; validate() says what to add",
-                    at=(device, position, order[position]),
+                    device=device,
+                    position=position,
+                    action=order[position],
                 )
             edges.setdefault(message.edge, []).append(message.receive)
     posted: list[list[list[Action]]] = [[[] for _ in order] for order in orders]

@@ -76,7 +76,9 @@ class Run:
         for device, order in enumerate(self._orders):
             if self._at[device] < len(order):
                 action = order[self._at[device]]
-                raise ScheduleError("waits for ever; validate() shows why", at=(device, self._at[device], action))
+                raise ScheduleError(
+                    "waits for ever; validate() shows why", device=device, position=self._at[device], action=action
+                )
         return tuple(map(tuple, self._lists))
 
     def _push(self, time: int, device: int = -1, collective: Collective | None = None) -> None:
