@@ -39,9 +39,20 @@ class Refusals(NamedTuple):
     table: tuple[Refusal, ...]
 
 
+FSDP = (
+    "FSDP gathers weights around every forward and backward, which a split backward breaks; use Megatron's "
+    "DistributedDataParallel (drop --use-megatron-fsdp / --use-torch-fsdp2)"
+)
 SCHEDULES = Refusals(
     "",
     (
+        *(Refusal(name, FSDP) for name in ("use_megatron_fsdp", "use_torch_fsdp2")),
+        Refusal(
+            "num_distributed_optimizer_instances",
+            "the reductions of several distributed optimizers cannot be started per chunk; pass "
+            "--num-distributed-optimizer-instances 1",
+            lambda number: int(number or 1) > 1,
+        ),
         Refusal(
             "mtp_num_layers",
             "multi-token prediction puts a second head on the last stage, which no schedule here knows; drop "
@@ -262,7 +273,7 @@ _DELAYED_SCALING = (
 )
 
 # Flags that are not called like their attribute, and what Megatron's flags are when they are not given.
-_FLAGS = {"fp8": "fp8-format", "fp4": "fp4-format"}
+_FLAGS = {"fp8": "fp8-format", "fp4": "fp4-format", "cpu_offloading": "cpu-offloading-num-layers"}
 _DEFAULTS = {"clip_grad": 1.0, "fp8_recipe": "delayed"}
 
 
@@ -323,6 +334,6 @@ def flag_values(flags: Mapping[str, object]) -> Callable[[str], object]:
 
     def value_of(attribute: str) -> object:
         given = flags.get(_FLAGS.get(attribute, attribute.replace("_", "-")))
-        return _DEFAULTS.get(attribute) if given is None or given is False else given
+        return _DEFAULTS.get(attribute) if given is None or given is False else 0 if given == "0" else given
 
     return value_of

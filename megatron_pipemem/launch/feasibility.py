@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_pipemem.config.cluster import GIB
-from megatron_pipemem.config.refusals import flag_values, refuse_asynchronous, refuse_transformer_engine
+from megatron_pipemem.config.refusals import (
+    SCHEDULES,
+    flag_values,
+    refuse,
+    refuse_asynchronous,
+    refuse_transformer_engine,
+)
 from megatron_pipemem.config.runs import Run, resolve_script
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.launch import cut_flags
@@ -86,6 +92,7 @@ def _schedules(run: Run) -> None:
     if choice.name == STOCK:
         cut_flags.check_layers(run.flags, run.model.layers, cut.pp, known_chunks(schedule.placement))
     else:
+        refuse(flag_values(run.flags), SCHEDULES)
         if file is None and schedule is not None and family(choice.name).asynchronous:
             refuse_asynchronous(run, choice.name)
         cut_flags.checked_placements(run.flags, choice.name, options, cut.pp, run.model.layers, file)

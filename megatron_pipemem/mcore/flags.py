@@ -7,6 +7,7 @@ import logging
 import os
 from itertools import pairwise
 
+from megatron_pipemem.config.refusals import SCHEDULES, flag_values, refuse
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.flags import Parser, flag_parser, plan_parser
@@ -93,6 +94,7 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
     file = settings.request.file
     if file is not None:
         check_devices_of_file(file, p)
+    refuse(flag_values(flags), SCHEDULES)
     placements = cut_flags.checked_placements(flags, settings.schedule, settings.options, p, layers, file)
     pattern = cut_flags.cut_pattern(flags, placements[0], with_head=settings.vocab_parallel == OFF)
     if os.environ.get("RANK", "0") == "0":

@@ -8,7 +8,15 @@ import torch
 from megatron.core.tensor_parallel import layers
 from megatron.core.utils import get_attr_wrapped_model, get_te_version, is_te_min_version
 
-from megatron_pipemem.config.refusals import TIED, Refusals, asynchronous, refuse, refuse_transformer_engine
+from megatron_pipemem.config.refusals import (
+    FSDP,
+    SCHEDULES,
+    TIED,
+    Refusals,
+    asynchronous,
+    refuse,
+    refuse_transformer_engine,
+)
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.cut_flags import FIRST_OR_LAST, is_folded
 from megatron_pipemem.schedule.core.placement import Placement
@@ -87,16 +95,8 @@ def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str, 
     """
     for chunk in chunks:
         if "FullyShardedDataParallel" in type(chunk).__name__:
-            raise UnsupportedError(
-                "FSDP gathers weights around every forward and backward, which a split backward breaks; use Megatron's "
-                "DistributedDataParallel (drop --use-megatron-fsdp / --use-torch-fsdp2)"
-            )
-        instances = getattr(getattr(chunk, "ddp_config", None), "num_distributed_optimizer_instances", 1)
-        if instances > 1:
-            raise UnsupportedError(
-                "several distributed-optimizer instances are not supported: their reductions cannot be started per chunk; "
-                "pass --num-distributed-optimizer-instances 1"
-            )
+            raise UnsupportedError(FSDP)
+        check_config(getattr(chunk, "ddp_config", None), SCHEDULES)
     if len(chunks) != num_chunks and replicas > 1:
         raise UnsupportedError(
             f"schedule {schedule} needs {replicas} replicas of the model, a chunk of either on every rank, and here "

@@ -11,9 +11,11 @@ import yaml
 pytest.importorskip("megatron.core")
 
 from megatron_pipemem.config import layout, refusals
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.flags import flag_parser
 from megatron_pipemem.mcore import refusals as refusals_of_models
+from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.known_flags import described, known_flags
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +55,19 @@ def test_what_is_said_to_be_refused_is_in_a_list_of_refusals():
             # Tables know a flag by the attribute that it sets.
             words = (name, name.replace("-", "_"), name.removesuffix("-format").replace("-", "_"))
             assert any(mentions(text, word) for text in told for word in words), name
+
+
+def test_what_goes_with_no_schedule_is_refused_before_the_model_is_built():
+    sizes = ["--pipeline-model-parallel-size", "4", "--num-layers", "24"]
+    for name in TABLE["refused"]["with every schedule"]:
+        if name.endswith("num-weight-shards"):  # as many as tensor-parallel ranks are fine
+            continue
+        flag = known_flags()[f"--{name}"]
+        value = [] if flag["bare"] else ["local" if flag["choices"] else "2"]
+        settings, others = take_flags([*sizes, f"--{name}", *value, "--pipemem-schedule", "1f1b"])
+        with pytest.raises(UnsupportedError) as error:
+            add_virtual_stages(settings, others)
+        assert f"--{name}" in str(error.value)
 
 
 def test_flags_stand_beside_known_ones():
