@@ -14,35 +14,17 @@ class ScheduleError(PipememError, ValueError):
 
     Args:
         message: what is wrong and how to mend it.
-        device: pipeline rank whose order is at fault, if one is.
-        position: index into that device's order (or program), if known.
-        action: text form of the action at fault, for example ``2F0``.
+        at: the device whose order is at fault, the position in that order (or program), and the action there, as far as known.
         cycle: of a deadlock, the devices that wait for one another (``schedule.core.walk.Wait``): every one for the next,
             and the last for the first.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        device: int | None = None,
-        position: int | None = None,
-        action: object | None = None,
-        cycle: tuple[Any, ...] = (),
-    ):
+    def __init__(self, message: str, *, at: tuple[Any, ...] = (), cycle: tuple[Any, ...] = ()):
         self.cycle = cycle
-        self.device = device
-        self.position = position
+        self.device, self.position, action = (*at, None, None, None)[:3]
         self.action = None if action is None else str(action)
-        place = ", ".join(
-            part
-            for part, known in (
-                (f"device {device}", device is not None),
-                (f"position {position}", position is not None),
-                (f"action {action}", action is not None),
-            )
-            if known
-        )
+        known = {"device": self.device, "position": self.position, "action": self.action}
+        place = ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
         super().__init__(f"{place}: {message}" if place else message)
 
 

@@ -23,7 +23,9 @@ PACKAGE = Path(megatron_pipemem.__file__).parent
 FOREIGN = PACKAGE / "cpu" / "transformer_engine"
 """Stands in for functions of another package, which have their arguments there."""
 
-COMMANDS = {(Path(inspect.getfile(each.callback)), each.callback.__name__) for each in app.registered_commands}
+COMMANDS = {
+    (Path(inspect.getfile(inspect.unwrap(each.callback))), each.callback.__name__) for each in app.registered_commands
+}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 

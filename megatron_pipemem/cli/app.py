@@ -83,7 +83,14 @@ def _run(
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Run CUDA-only Megatron on CPU ranks over gloo.")] = False,
 ) -> None:
-    """Run a Megatron script with the plugin on, usually under torchrun."""
+    """Run a Megatron script with the plugin on, usually under torchrun.
+
+    Examples:
+        # by name
+        torchrun --nproc-per-node 8 -m megatron_pipemem run pretrain_gpt.py FLAGS --pipemem-schedule v-half
+        # the fastest that fits
+        torchrun ... run pretrain_gpt.py FLAGS --pipemem-schedule auto --pipemem-memory-cap 6GiB
+    """
     from megatron_pipemem.cli.run import run
 
     run(cpu, script, arguments or [])

@@ -7,14 +7,9 @@ from typing import Annotated
 
 import typer
 
-from megatron_pipemem.cli.checks import Yes
 from megatron_pipemem.cli.common import (
     CANNOT_RUN,
-    DIALECT_HELP,
     INVALID,
-    Dialect,
-    Json,
-    MemoryCapText,
     console,
     print_facts,
     print_json,
@@ -23,6 +18,7 @@ from megatron_pipemem.cli.common import (
     report_note,
 )
 from megatron_pipemem.cli.loading import read_schedule
+from megatron_pipemem.cli.options import DIALECT_HELP, Dialect, Json, MemoryCapText, Yes
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.action import SENDS
@@ -49,6 +45,12 @@ def check(
     A lowered file is judged by its own messages as well. A table that adds gradients up in another order than that of the
     microbatches is valid, with a note that it cannot run on Megatron. Exit code 0: valid; 1: invalid, and why; 2: the file
     cannot be read as a schedule, and where.
+
+    Examples:
+        # letters are found out
+        pipemem check schedule.csv --memory-cap 1
+        # a file of torch.distributed.pipelining
+        pipemem check torch.csv --dialect torch --json
     """
     cap = _cap(memory_cap)
     with showing(f"proving {file}"):

@@ -5,23 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_suffix, check_writable
 from megatron_pipemem.schedule.search import MAX_CHUNKS
 from megatron_pipemem.schedule.size import check_affordable
-
-Yes = Annotated[bool, typer.Option("--yes", help="Go on although it takes long, or much memory.")]
-
-
-def check_counts(devices: int, microbatches: int) -> None:
-    """Raises UnsupportedError when there is no pipeline of this size."""
-    for count, what in ((devices, "--devices"), (microbatches, "--microbatches")):
-        if count < 1:
-            raise UnsupportedError(f"{what} must be at least 1, not {count}")
 
 
 def check_size(devices: int, microbatches: int, chunks: int, yes: bool, fitted: bool = True) -> None:
@@ -37,7 +25,9 @@ def check_size(devices: int, microbatches: int, chunks: int, yes: bool, fitted: 
     Raises:
         UnsupportedError: there is no pipeline of this size, or it is too large; it says what it would take.
     """
-    check_counts(devices, microbatches)
+    for count, what in ((devices, "--devices"), (microbatches, "--microbatches")):
+        if count < 1:
+            raise UnsupportedError(f"{what} must be at least 1, not {count}")
     if not yes:
         counts = f"--devices {devices} and --microbatches {microbatches}"
         if chunks > MAX_CHUNKS:

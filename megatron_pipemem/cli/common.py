@@ -1,4 +1,4 @@
-"""Share among the commands: options, where a schedule comes from, how results and errors are printed."""
+"""Print results and errors of the commands."""
 
 from __future__ import annotations
 
@@ -6,83 +6,22 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from textwrap import wrap
-from typing import Annotated, Literal, NoReturn
+from typing import NoReturn
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from megatron_pipemem.errors import CostsError, PipememError, ScheduleError
-from megatron_pipemem.schedule.registry import register_module
 
 CANNOT_RUN = "is valid, but cannot run here, where losses are bit-identical to stock Megatron's"
 """Of a table that other programs run."""
 INVALID, UNUSABLE, INTERRUPTED = 1, 2, 130
 """Exit codes: a schedule that must not run; anything else that the user can mend; Ctrl-C."""
 
-Dialect = Literal["auto", "pipemem", "torch", "torch-new", "torch-old"]
 _WIDTH_OF_FILES = 130
 _NAMES = 20
 """Columns of what ``print_facts`` names."""
-NAME_HELP = "A schedule of `pipemem schedules`, a file of `pipemem convert` or of torch, or `auto` for a search."
-DIALECT_HELP = "Letters of the file; by default they are detected, and said."
-
-Devices = Annotated[int | None, typer.Option("--devices", "-p", help="Pipeline ranks.")]
-Microbatches = Annotated[int | None, typer.Option("--microbatches", "-m", help="Microbatches of one step.")]
-Chunks = Annotated[
-    int | None, typer.Option("--chunks", "-v", help="Stages per device, where the schedule has a choice.")
-]
-CostsText = Annotated[
-    str,
-    typer.Option(
-        "--costs",
-        metavar="F,I,W|FILE",
-        help="Seconds of one device's share: forward, input and weight gradient; or JSON.",
-    ),
-]
-P2P = Annotated[float | None, typer.Option("--p2p", help="Seconds of one message between two devices.")]
-MemoryCapText = Annotated[
-    str | None,
-    typer.Option(
-        "--memory-cap",
-        metavar="X|XGiB|X,X,...",
-        help="The most a device may hold, or one cap per device; 1 is the peak of 1F1B. Bytes need --costs FILE with memory.",
-    ),
-]
-Options = Annotated[
-    list[str] | None, typer.Option("--option", "-o", metavar="KEY=VALUE", help="An option of the schedule; repeatable.")
-]
-OffloadText = Annotated[
-    str,
-    typer.Option(
-        "--offload",
-        metavar="off|half|full|auto|N",
-        help="Send activations to host memory: half or all chunks, N of every device, or as few as keep the cap.",
-    ),
-]
-OffloadRatio = Annotated[
-    float | None,
-    typer.Option(
-        "--offload-ratio",
-        metavar="K",
-        help="Seconds of activations to the host and back over those of their F, I and W (default 1, or the costs').",
-    ),
-]
-HostMemory = Annotated[
-    str | None,
-    typer.Option("--host-memory", metavar="X|XGiB", help="The most host memory of a device, in the unit of the cap."),
-]
-ScheduleModules = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--schedule-module",
-        metavar="FILE.py|package.module",
-        callback=lambda targets: [*map(register_module, targets or ())],
-        is_eager=True,  # before a name is looked up
-        help="Add the schedules of a Python file or module; repeatable.",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
 def console() -> Console:

@@ -7,30 +7,18 @@ from typing import Annotated, Literal
 
 import typer
 
-from megatron_pipemem.cli.checks import Yes, check_output
-from megatron_pipemem.cli.common import (
-    DIALECT_HELP,
-    NAME_HELP,
-    Chunks,
-    Devices,
-    Dialect,
-    Json,
-    MemoryCapText,
-    Microbatches,
-    Options,
-    ScheduleModules,
-    console,
-    print_json,
-)
+from megatron_pipemem.cli.checks import check_output
+from megatron_pipemem.cli.common import console, print_json
 from megatron_pipemem.cli.completion import complete_schedules
 from megatron_pipemem.cli.loading import load_schedule
+from megatron_pipemem.cli.options import DIALECT_HELP, NAME_HELP, Dialect, Json, Size, takes_group
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
 from megatron_pipemem.schedule.core.validator import validate_program
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.lowering.paired import lower_paired
+from megatron_pipemem.schedule.lowering.collectives import lower_paired
 from megatron_pipemem.schedule.text.csv_format import LETTERS, write_table
 from megatron_pipemem.schedule.text.csv_header import write_header
 
@@ -38,9 +26,11 @@ _SUFFIXES = (".csv", ".txt")
 _Letters = Literal["pipemem", "torch", "torch-new", "torch-old"]
 
 
+@takes_group
 def convert(
     source: Annotated[str, typer.Argument(metavar="IN", help=NAME_HELP, autocompletion=complete_schedules)],
     target: Annotated[Path, typer.Argument(metavar="OUT", help=".csv: compute actions; .txt: the whole program.")],
+    size: Size,
     from_dialect: Annotated[Dialect, typer.Option("--from", help=DIALECT_HELP)] = "auto",
     to_dialect: Annotated[
         _Letters, typer.Option("--to", help="Letters of OUT; torch-old: from before 2.6.")
@@ -48,26 +38,25 @@ def convert(
     lowered: Annotated[
         bool | None, typer.Option("--lowered/--compute-only", help="Whether OUT has messages, whatever its suffix.")
     ] = None,
-    devices: Devices = None,
-    microbatches: Microbatches = None,
-    chunks: Chunks = None,
-    memory_cap: MemoryCapText = None,
-    options: Options = None,
-    yes: Yes = False,
     as_json: Json = False,
-    _modules: ScheduleModules = None,
 ) -> None:
     """Write a schedule as a file: one line per device, one action per comma-separated cell.
 
     A .csv holds the compute actions, which torch.distributed.pipelining loads as compute_only. A .txt holds the lowered
     program, with messages and gradient reductions, which torch loads as compute_comms. Written for torch, both ends of
     a pair of devices post its messages in one order, as torch's communicators need.
+
+    Examples:
+        # the orders of a family
+        pipemem convert v-half v-half.csv -p 4 -m 16
+        # in torch's letters
+        pipemem convert v-half.csv torch.csv --to torch
+        # with messages
+        pipemem convert v-half.csv program.txt
     """
     check_output(target, _SUFFIXES, "a schedule")
     with showing(f"building and proving {source}"):
-        schedule = load_schedule(
-            source, devices, microbatches, chunks, memory_cap, options, from_dialect, yes=yes
-        ).schedule
+        schedule = load_schedule(source, size, from_dialect).schedule
     with_messages = target.suffix == ".txt" if lowered is None else lowered
     letters = "torch-new" if to_dialect == "torch" else to_dialect
     header = write_header(schedule.header(schedule.orders))

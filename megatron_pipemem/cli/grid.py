@@ -17,9 +17,9 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from megatron_pipemem.cli.checks import Yes
-from megatron_pipemem.cli.common import INTERRUPTED, Json, print_json, report_error, report_note
+from megatron_pipemem.cli.common import INTERRUPTED, print_json, report_error, report_note
 from megatron_pipemem.cli.launch import Set, check_script_flags
+from megatron_pipemem.cli.options import Json, Yes
 from megatron_pipemem.cli.progress import duration, showing
 from megatron_pipemem.cli.report import show
 from megatron_pipemem.errors import UnsupportedError
@@ -35,6 +35,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def grid(
+    context: typer.Context,
     grid_file: Annotated[
         Path, typer.Argument(metavar="GRID.yaml", help="What to vary of which run; see configs/grids.")
     ],
@@ -59,6 +60,14 @@ def grid(
     Points that cannot work are left out before anything starts, with the reason. Every point has a folder with its run,
     its log and its result; one that fails does not stop the others. The comparison is that of `pipemem report`. The exit
     code is 1 when some point failed, or none could run.
+
+    Examples:
+        # every point, here
+        pipemem grid configs/grids/tiny-cpu.yaml
+        # as array jobs
+        pipemem grid grid.yaml --launcher slurm --max-parallel 4 --sbatch=--partition=gpu
+        # what has no result, or failed
+        pipemem grid grid.yaml --resume
     """
     if sbatch and launcher != "slurm":
         raise UnsupportedError(f"--sbatch={sbatch[0]} is for --launcher slurm, not {launcher}; give both or neither")
@@ -87,7 +96,8 @@ def grid(
         for result in store.results():
             if result is not None and result.status == "infeasible":
                 progress.print(f"{label(result.settings)}: not started, {result.reason}", soft_wrap=True, markup=False)
-        again = _resume_command(grid_file, launcher, max_parallel, output, overrides or (), sbatch or (), yes, as_json)
+        typed = [word for word in context.obj if word != "--resume"]
+        again = shlex.join(["pipemem", "grid", *typed, "--resume"])
         try:
             missing = _train(store, launcher, max_parallel, sbatch or (), progress)
         except (KeyboardInterrupt, SystemExit) as stop:
@@ -191,26 +201,6 @@ class _Standing:
         pace = (time.monotonic() - self._started) / ended if ended else 0.0
         rest = f"about {duration(pace * left)} left" if ended and left else ""
         return ", ".join(filter(None, (f"{self._done} of {len(self._labels)} points have ended", now, rest)))
-
-
-def _resume_command(
-    grid_file: Path,
-    launcher: Launcher,
-    max_parallel: int,
-    output: Path | None,
-    overrides: Sequence[str],
-    sbatch: Sequence[str],
-    yes: bool,
-    as_json: bool,
-) -> str:
-    """Return the command that goes on with a grid that was started with these arguments."""
-    words = ["pipemem", "grid", str(grid_file), "--resume"]
-    words += [] if launcher == "local" else ["--launcher", launcher]
-    words += [] if max_parallel == 1 else ["--max-parallel", str(max_parallel)]
-    words += [] if output is None else ["--output", str(output)]
-    words += [word for each in overrides for word in ("--set", each)]
-    words += [f"--sbatch={each}" for each in sbatch]
-    return shlex.join([*words, *(["--yes"] if yes else []), *(["--json"] if as_json else [])])
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
-from megatron_pipemem.cli.checks import Yes, check_port
-from megatron_pipemem.cli.common import Json, fail, print_json
+from megatron_pipemem.cli.checks import check_port
+from megatron_pipemem.cli.common import fail, print_json
+from megatron_pipemem.cli.options import Json, Yes
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import UnsupportedError
@@ -57,6 +58,14 @@ def launch(
 
     What cannot work is refused before anything starts. The run's log goes to standard output, its report, timelines and
     checkpoints to its `output` folder.
+
+    Examples:
+        # the command that it stands for
+        pipemem launch configs/runs/tiny-cpu.yaml --print
+        # with other keys
+        pipemem launch run.yaml --set parallelism.pp=8 --set schedule.name=v-half
+        # on each of two nodes
+        pipemem launch run.yaml --nodes 2 --node-rank 0 --master-addr node0
     """
     run = load(run_file, Run, overrides or ())
     if (reason := feasible(run, yes)) is not None:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
-from megatron_pipemem.cli.checks import check_size
-from megatron_pipemem.cli.common import CANNOT_RUN, Dialect, report_note
+from megatron_pipemem.cli.checks import check_layers, check_size
+from megatron_pipemem.cli.common import CANNOT_RUN, report_note
+from megatron_pipemem.cli.options import Dialect, Question, Size
 from megatron_pipemem.errors import CostsError, ScheduleFormatError, UnsupportedError
 from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_cap, parse_caps
@@ -57,27 +57,13 @@ class Loaded:
         return Loaded(request, self.shape, knowledge, resolve(request, self.shape, knowledge))
 
 
-class OffloadChoice(NamedTuple):
-    """The options about offload as typed."""
-
-    select: str = "off"
-    host_memory: str | None = None
-
-
-NO_OFFLOAD = OffloadChoice()
-
-
 def load_schedule(
     name: str,
-    devices: int | None,
-    microbatches: int | None,
-    chunks: int | None = None,
-    memory_cap: str | None = None,
-    options: Sequence[str] | None = None,
+    size: Size,
     dialect: Dialect = "auto",
     costs: Costs | None = None,
-    offload: OffloadChoice = NO_OFFLOAD,
-    yes: bool = False,
+    offload: str = OFF,
+    host_memory: str | None = None,
 ) -> Loaded:
     """Return the schedule that a user named, proved valid.
 
@@ -86,50 +72,47 @@ def load_schedule(
 
     Args:
         name: family, ``auto``, or path of a schedule file.
-        devices: pipeline ranks; a file has its own number.
-        microbatches: of one step; for a file they override what it seems to say.
-        chunks: stages per device, where the schedule leaves a choice.
-        memory_cap: as typed: activation units, bytes with a unit, or one cap per device.
-        options: ``KEY=VALUE`` of the family or of the search.
+        size: how large it is to be. A file's numbers may be repeated, not changed.
         dialect: letters of a file; ``auto`` finds them out.
         costs: what actions take and hold, in seconds and activation units or bytes; unit costs by default.
         offload: which activations make a round trip to the host. ``auto`` with ``auto`` searches for the order, too.
-        yes: go on although it takes long or much memory.
+        host_memory: the most that the host holds, as typed.
 
     Raises:
         PipememError: it cannot be built, found, read or run; the message says why.
     """
-    settings = parse_options("-o", [*(options or ()), *([] if chunks is None else [f"chunks={chunks}"])])
+    devices, microbatches = size.devices, size.microbatches
+    settings = parse_options("-o", [*(size.options or ()), *([] if size.chunks is None else [f"chunks={size.chunks}"])])
     costs = costs or Costs()
-    cap = None if memory_cap is None else parse_caps(memory_cap)
+    cap = None if size.memory_cap is None else parse_caps(size.memory_cap)
     if cap is not None and cap.in_bytes and costs.memory is None:
         raise UnsupportedError(
-            f"--memory-cap {memory_cap} is in bytes, but the costs say nothing of bytes; give --costs FILE with memory, or "
-            "the cap in activation units (1 is the peak of 1F1B)"
+            f"--memory-cap {size.memory_cap} is in bytes, but the costs say nothing of bytes; give --costs FILE with memory, "
+            "or the cap in activation units (1 is the peak of 1F1B)"
         )
     if cap is None or not cap.in_bytes:
         costs = replace(costs, memory=None)
     recompute = settings.pop("recompute", "none")
     check_recompute(recompute)
-    if offload.host_memory is not None and offload.select == OFF and recompute == "none":
-        raise UnsupportedError(f"--host-memory {offload.host_memory} bounds what --offload sends; give --offload too")
-    select = int(offload.select) if offload.select.isdecimal() else offload.select
+    if host_memory is not None and offload == OFF and recompute == "none":
+        raise UnsupportedError(f"--host-memory {host_memory} bounds what --offload sends; give --offload too")
+    select = int(offload) if offload.isdecimal() else offload
     file = None
     if is_file(name):
-        file = _proved(Path(name), dialect, costs, None if select != OFF or recompute != "none" else cap, yes)
+        file = _proved(Path(name), dialect, costs, None if select != OFF or recompute != "none" else cap, size.yes)
         _check_counts(name, file, devices, microbatches, settings)
         devices, microbatches = file.num_devices, file.num_microbatches
     elif devices is None or microbatches is None:
         raise UnsupportedError(f"how large is {name!r} to be? give --devices and --microbatches")
     else:
-        check_size(devices, microbatches, _likely_chunks(name, settings), yes, is_fitted(name))
+        check_size(devices, microbatches, _likely_chunks(name, settings), size.yes, is_fitted(name))
         if name == AUTO:
             check_search_options(settings, (*SEARCH_OPTIONS, "max_chunks"))
         else:
             check_options(name, settings)
-    request = Request(name, cap, settings, select, recompute, offload.host_memory is not None, file=file)
+    request = Request(name, cap, settings, select, recompute, host_memory is not None, file=file)
     shape = Shape(devices, None, microbatches)
-    knowledge = Knowledge(costs, host_budget=_host_budget(offload, costs), cache=ResultCache())
+    knowledge = Knowledge(costs, host_budget=_host_budget(host_memory, costs), cache=ResultCache())
     return Loaded(request, shape, knowledge, resolve(request, shape, knowledge))
 
 
@@ -144,11 +127,11 @@ def _proved(path: Path, dialect: Dialect, costs: Costs, cap: MemoryCap | None, y
     return schedule
 
 
-def _host_budget(offload: OffloadChoice, costs: Costs) -> float | None:
-    budget = None if offload.host_memory is None else parse_cap(offload.host_memory)
+def _host_budget(host_memory: str | None, costs: Costs) -> float | None:
+    budget = None if host_memory is None else parse_cap(host_memory)
     if budget is not None and budget.in_bytes != (costs.memory is not None):
         raise UnsupportedError(
-            f"--host-memory {offload.host_memory} is not in the unit of the memory cap; give both in bytes, with --costs FILE "
+            f"--host-memory {host_memory} is not in the unit of the memory cap; give both in bytes, with --costs FILE "
             "with memory, or both in activation units"
         )
     return None if budget is None else budget.amount
@@ -192,20 +175,26 @@ def is_file(name: str) -> bool:
     return name.endswith((".csv", ".txt")) or Path(name).is_file()
 
 
-def check_offload_ratio(names: Sequence[str], ratio: float | None, select: str) -> None:
-    """Raise UnsupportedError if a ratio is given and no schedule of those named sends anything to the host.
+def price_layers(names: Sequence[str], asked: Question) -> Costs:
+    """Return the costs that the user typed, with the channel to the host.
 
     Args:
         names: of the schedules.
-        ratio: seconds of activations to the host and back over those of their F, I and W; ``None`` if not given.
-        select: what ``--offload`` says.
+        asked: what else was typed.
+
+    Raises:
+        CostsError: they are no costs.
+        UnsupportedError: the ratio of an offload is given, and none of the schedules named sends anything to the host; or
+            there are fewer layers than devices.
     """
-    if ratio is None or select != OFF:
-        return
-    if not any(is_file(name) or (name != AUTO and family(name).offloads) for name in names):
+    check_layers(asked.layers, asked.devices or 1)
+    costs, ratio = with_channel(parse_costs(asked.costs, asked.p2p), asked.offload_ratio), asked.offload_ratio
+    sends = asked.offload != OFF or any(is_file(name) or (name != AUTO and family(name).offloads) for name in names)
+    if ratio is not None and not sends:
         raise UnsupportedError(
             f"--offload-ratio {ratio:g} says how fast activations go to the host, and nothing sends any; give --offload too"
         )
+    return costs
 
 
 def with_channel(costs: Costs, ratio: float | None) -> Costs:

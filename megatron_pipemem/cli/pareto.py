@@ -8,13 +8,15 @@ from typing import Annotated
 
 import typer
 
-from megatron_pipemem.cli.checks import Yes, check_layers, check_output, check_seconds, check_size
-from megatron_pipemem.cli.common import P2P, CostsText, Json, ScheduleModules, console, print_json, report_note
+from megatron_pipemem.cli.checks import check_layers, check_output, check_seconds, check_size
+from megatron_pipemem.cli.common import console, print_json, report_note
 from megatron_pipemem.cli.loading import parse_costs
+from megatron_pipemem.cli.options import Json, Prices, ScheduleModules, Yes, takes_group
 from megatron_pipemem.cli.progress import showing
-from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, priced_head
+from megatron_pipemem.cli.vocabulary import priced_head
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report import pareto as picture
+from megatron_pipemem.report.picture import SUFFIXES
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import loosened
 from megatron_pipemem.schedule.core.schedule import Schedule
@@ -24,20 +26,17 @@ from megatron_pipemem.schedule.search import MAX_CHUNKS
 from megatron_pipemem.schedule.search.cache import ResultCache
 
 
+@takes_group
 def pareto(
     devices: Annotated[int, typer.Option("--devices", "-p", help="Pipeline ranks.")],
     microbatches: Annotated[int, typer.Option("--microbatches", "-m", help="Microbatches of one step.")],
-    costs: CostsText = "1,1,1",
-    p2p: P2P = None,
+    asked: Prices,
     caps: Annotated[
         str | None,
         typer.Option("--caps", metavar="X,Y,...", help="Memory caps to search under; 1 is the peak of 1F1B."),
     ] = None,
     seconds: Annotated[float, typer.Option("--seconds", help="Time of each search at most.")] = 10.0,
     show_all: Annotated[bool, typer.Option("--all", help="List the dominated schedules too.")] = False,
-    vocab_parallel: VocabParallel = "off",
-    head_cost: HeadCost = None,
-    layers: Layers = None,
     yes: Yes = False,
     output: Annotated[Path | None, typer.Option("--output", help="Picture: .png or .svg.")] = None,
     as_json: Json = False,
@@ -48,20 +47,26 @@ def pareto(
     With ``--vocab-parallel auto`` all of them stand there three times: with the head on the last stage, and cut over all
     devices by either algorithm. Asynchronous families and those with two replicas of the weights are left out: they
     train, or hold, something else.
+
+    Examples:
+        # which schedules are worth choosing
+        pipemem pareto -p 8 -m 24 --costs 1,1.5,.5 --output pareto.png
+        # two short searches
+        pipemem pareto -p 8 -m 24 --caps .5,.75 --seconds 2
     """
     check_size(devices, microbatches, MAX_CHUNKS, yes)
-    check_output(output, picture.SUFFIXES, "bubble against peak")
+    check_output(output, SUFFIXES, "bubble against peak")
     check_seconds("--seconds", seconds)
-    check_layers(layers, devices)
-    prices = replace(parse_costs(costs, p2p), memory=None)
+    check_layers(asked.layers, devices)
+    prices = replace(parse_costs(asked.costs, asked.p2p), memory=None)
     wanted = useful_caps(devices) if caps is None else _parse_caps(caps)
-    head = Head(vocab_parallel, head_cost, layers)
-    barriers = {"off": (0,), "auto": (0, 1, 2)}.get(vocab_parallel) or (BARRIERS_OF_ALGORITHM[int(vocab_parallel)],)
+    switch = asked.vocab_parallel
+    barriers = {"off": (0,), "auto": (0, 1, 2)}.get(switch) or (BARRIERS_OF_ALGORITHM[int(switch)],)
 
     def priced(schedule: Schedule) -> Costs:
-        return priced_head(head, prices, schedule, schedule.vocabulary_barriers)
+        return priced_head(asked, prices, schedule, schedule.vocabulary_barriers)
 
-    most = MAX_CHUNKS if layers is None else max(1, min(MAX_CHUNKS, layers // devices))
+    most = MAX_CHUNKS if asked.layers is None else max(1, min(MAX_CHUNKS, asked.layers // devices))
     with showing("families"):
         found = choices(devices, microbatches, prices, wanted, seconds, ResultCache(), barriers, priced, most)
     for cap in wanted:
@@ -89,7 +94,7 @@ def pareto(
         if hidden and not show_all:
             out.print(f"{hidden} dominated schedules are not listed; --all lists them", soft_wrap=True, markup=False)
     if output is not None:
-        title = f"p = {devices}, m = {microbatches}, costs {costs}"
+        title = f"p = {devices}, m = {microbatches}, costs {asked.costs}"
         with showing(f"working out the bound, and drawing {output}"):
             picture.save_pareto(points, output, bound_line(found, prices, priced), title)
         if not as_json:

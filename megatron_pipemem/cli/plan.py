@@ -10,9 +10,10 @@ from typing import Annotated
 
 import typer
 
-from megatron_pipemem.cli.checks import Yes, check_output, check_seconds
-from megatron_pipemem.cli.common import Json, console, fail, print_json
+from megatron_pipemem.cli.checks import check_output, check_seconds
+from megatron_pipemem.cli.common import console, fail, print_json
 from megatron_pipemem.cli.launch import Set
+from megatron_pipemem.cli.options import Json, Yes
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
@@ -68,6 +69,14 @@ def plan_command(
     """Choose tensor, pipeline and data parallelism, microbatch, schedule and recompute for a run, and rank what fits.
 
     Context and expert parallelism, the global batch and all flags stay as the run has them.
+
+    Examples:
+        # ranked, with what binds
+        pipemem plan configs/runs/98b-40xa100.yaml
+        # less to choose from
+        pipemem plan run.yaml --memory 60GiB --only tp=4,8 --only schedule=v-half,1f1b
+        # by what was measured; written for launch
+        pipemem plan run.yaml --profile profile.json --output best.yaml
     """
     run = load(run_file, Run, overrides or ())
     check_output(output, (".yaml", ".yml"), "a run")

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from megatron_pipemem.cli.common import Json, console, print_json, report_note
+from megatron_pipemem.cli.common import console, print_json, report_note
+from megatron_pipemem.cli.options import Json
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load, typed
@@ -62,7 +63,14 @@ def profile(
     output: Annotated[Path | None, typer.Option("--output", help="JSON for --pipemem-costs and the planner.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure or compute what one layer, the embedding and the head take and keep, and what stages made of them cost."""
+    """Measure or compute what one layer, the embedding and the head take and keep, and what stages made of them cost.
+
+    Examples:
+        # on this device
+        pipemem profile run.yaml --output profile.json
+        # without Megatron
+        pipemem profile --model llama3-8b --tp 2 --stages 8 --formulas
+    """
     placement: Placement | None = None
     if (run is None) == (model is None):
         raise UnsupportedError("what is to be profiled? give a run configuration, or --model NAME")

@@ -10,15 +10,17 @@ from typing import Annotated
 import typer
 
 from megatron_pipemem.cli.checks import check_output
-from megatron_pipemem.cli.common import Json, console, print_json
+from megatron_pipemem.cli.common import console, print_json
+from megatron_pipemem.cli.options import Json
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.config.runs import REPORT
 from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.launch.grid.comparison import front, save_picture, table
 from megatron_pipemem.launch.grid.config import Settings, label
 from megatron_pipemem.launch.grid.results import Result
 from megatron_pipemem.launch.grid.store import Store
 from megatron_pipemem.reading import read_json
-from megatron_pipemem.report.grid import SUFFIXES, RunPoint, front, save_picture, table
+from megatron_pipemem.report.picture import SUFFIXES
 from megatron_pipemem.report.run import lines
 from megatron_pipemem.report.run import table as run_table
 
@@ -40,6 +42,12 @@ def report(
     """Compare the runs of a grid: throughput against peak memory, and those that are worth choosing.
 
     Of one run: what it did against what was planned.
+
+    Examples:
+        # also while it runs
+        pipemem report out/grids/tiny-cpu
+        # the picture elsewhere
+        pipemem report out/grids/tiny-cpu --output report.svg
     """
     check_output(output, SUFFIXES, "a comparison of runs")
     one = folder if folder.is_file() else folder / REPORT
@@ -65,14 +73,17 @@ def show(store: Store, picture: Path, as_json: bool) -> list[Result | None]:
         as_json: print JSON instead of tables.
     """
     settings, results = store.settings(), store.results()
-    points = [
-        _point(result) for result in results if result is not None and result.peak_bytes and result.seconds_per_step
-    ]
+    points = [each for each in results if each is not None and each.peak_bytes and each.seconds_per_step]
     drawn = picture if points else None
     missing = [index for index, result in enumerate(results) if result is None]
     if as_json:
-        chosen = {point.number for point in front(points)}
-        rows = [_facts(result) | {"front": result.index in chosen} for result in results if result is not None]
+        chosen = {point.index for point in front(points)}
+        rows = [
+            asdict(result)
+            | {"peak_bytes": result.peak_bytes, "peaks_agree": result.peaks_agree, "front": result.index in chosen}
+            for result in results
+            if result is not None
+        ]
         print_json({"results": rows, "missing": missing, "picture": None if drawn is None else str(drawn)})
     else:
         _print(points, results, [label(settings[index]) for index in missing])
@@ -104,42 +115,15 @@ def _show_run(path: Path, as_json: bool) -> None:
         out.print(str(page), soft_wrap=True, markup=False)
 
 
-def _print(points: Sequence[RunPoint], results: Sequence[Result | None], missing: Sequence[str]) -> None:
+def _print(points: Sequence[Result], results: Sequence[Result | None], missing: Sequence[str]) -> None:
     if points:
         console().print(table(points))
-    for status in ("failed", "infeasible"):
-        _print_reasons(status, [result for result in results if result is not None and result.status == status])
+    by_reason: dict[tuple[str, str | None], list[Settings]] = {}  # those with the same reason together
+    for result in results:
+        if result is not None and result.status != "done":
+            by_reason.setdefault((result.status, result.reason), []).append(result.settings)
+    for (status, reason), settings in sorted(by_reason.items(), key=lambda item: item[0][0]):
+        told = f"{status}: {'; '.join(map(label, settings))}\n    {reason or ''}"
+        console().print(told, soft_wrap=True, markup=False)
     if missing:
         console().print(f"without a result: {'; '.join(missing)}", soft_wrap=True, markup=False)
-
-
-def _print_reasons(status: str, results: Sequence[Result]) -> None:
-    """Print points with the same reason together."""
-    by_reason: dict[str, list[Settings]] = {}
-    for result in results:
-        by_reason.setdefault(result.reason or "", []).append(result.settings)
-    for reason, settings in by_reason.items():
-        console().print(f"{status}: {'; '.join(map(label, settings))}\n    {reason}", soft_wrap=True, markup=False)
-
-
-def _facts(result: Result) -> dict[str, object]:
-    found = {"peak_bytes": result.peak_bytes, "peaks_agree": result.peaks_agree}
-    return asdict(result) | found
-
-
-def _point(result: Result) -> RunPoint:
-    return RunPoint(
-        result.index,
-        {key: str(value) for key, value in result.settings.items()},
-        result.tokens_per_second,
-        result.seconds_per_step,
-        result.peak_bytes,
-        result.predicted_peak,
-        result.peaks_agree,
-        _least(result.predicted_bubble_rate),
-        _least(result.measured_bubble_rate),
-    )
-
-
-def _least(rates: Sequence[float | None]) -> float | None:
-    return min((rate for rate in rates if rate is not None), default=None)

@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from megatron_pipemem.cli.common import Devices, Json, Microbatches, ScheduleModules, console, print_facts, print_json
+from megatron_pipemem.cli.common import console, print_facts, print_json
 from megatron_pipemem.cli.completion import complete_families
 from megatron_pipemem.cli.loading import with_channel
+from megatron_pipemem.cli.options import Devices, Json, Microbatches, ScheduleModules
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.report import terminal_timeline
+from megatron_pipemem.report import TerminalTimeline
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.simulator import simulate
@@ -41,6 +42,12 @@ def schedules(
     B the seconds of one device's share of the model, p devices, m microbatches and v chunks. Asynchronous schedules
     update weights in the middle of a step, so they train differently from all others. What is simulated only can be
     built, simulated, drawn and converted, but not run.
+
+    Examples:
+        # all, with formulas
+        pipemem schedules
+        # one, with a picture
+        pipemem schedules v-half
     """
     if name is not None:
         _explain(family(name), devices, microbatches, as_json)
@@ -79,7 +86,7 @@ def _explain(chosen: Family, devices: int | None, microbatches: int | None, as_j
     out.print(f"{chosen.name}: {chosen.summary}", style="bold", soft_wrap=True, markup=False)
     print_facts(out, _facts(chosen))
     out.print()
-    out.print(terminal_timeline(timeline))
+    out.print(TerminalTimeline(timeline))
 
 
 def _usual(chosen: Family) -> dict[str, object]:

@@ -8,44 +8,19 @@ from typing import Annotated
 
 import typer
 
-from megatron_pipemem.cli.checks import Yes, check_layers
-from megatron_pipemem.cli.common import (
-    NAME_HELP,
-    P2P,
-    Chunks,
-    CostsText,
-    Devices,
-    HostMemory,
-    Json,
-    MemoryCapText,
-    Microbatches,
-    OffloadRatio,
-    OffloadText,
-    Options,
-    ScheduleModules,
-    console,
-    print_facts,
-    print_json,
-)
+from megatron_pipemem.cli.common import console, print_facts, print_json
 from megatron_pipemem.cli.completion import complete_schedules
-from megatron_pipemem.cli.loading import (
-    Loaded,
-    OffloadChoice,
-    check_offload_ratio,
-    load_schedule,
-    parse_costs,
-    with_channel,
-)
+from megatron_pipemem.cli.loading import Loaded, price_layers
+from megatron_pipemem.cli.options import NAME_HELP, Json, Question, takes_group
 from megatron_pipemem.cli.progress import showing
-from megatron_pipemem.cli.vocabulary import Head, HeadCost, Layers, VocabParallel, apply_head
+from megatron_pipemem.cli.vocabulary import load_and_simulate
 from megatron_pipemem.report.tables import FittingTable
-from megatron_pipemem.report.timeline import memory_text
+from megatron_pipemem.report.timeline import DrawnRun
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.bounds import lower_bound
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, host_peaks, peaks
-from megatron_pipemem.schedule.core.simulator import simulate as run_simulator
 from megatron_pipemem.schedule.core.single_queue import run_single_queues
 from megatron_pipemem.schedule.core.validator import validate_program
 from megatron_pipemem.schedule.features.offload import recomputed_by_mode
@@ -69,28 +44,15 @@ _AS_A_RUN = (
 )
 
 
+@takes_group
 def simulate(
     name: Annotated[str, typer.Argument(metavar="NAME", help=NAME_HELP, autocompletion=complete_schedules)],
-    devices: Devices = None,
-    microbatches: Microbatches = None,
-    chunks: Chunks = None,
-    costs: CostsText = "1,1,1",
-    p2p: P2P = None,
-    memory_cap: MemoryCapText = None,
-    offload: OffloadText = "off",
-    offload_ratio: OffloadRatio = None,
-    host_memory: HostMemory = None,
-    options: Options = None,
-    vocab_parallel: VocabParallel = "off",
-    head_cost: HeadCost = None,
-    layers: Layers = None,
+    asked: Question,
     single_queue: Annotated[
         bool,
         typer.Option("--single-queue", help="Also in one hardware queue per rank (one CUDA connection)."),
     ] = False,
-    yes: Yes = False,
     as_json: Json = False,
-    _modules: ScheduleModules = None,
 ) -> None:
     """Run a schedule in the simulator: makespan, bubble, peak memory, messages, and how fast any could be.
 
@@ -98,21 +60,25 @@ def simulate(
     of different placements compare. The lower bound holds for every order of the same placement (for ``auto``: of every
     placement tried) within the memory cap, or, without one, within this schedule's own peak; with several replicas or
     sequence pieces it is the busiest device's work, as it is with the vocabulary passes of ``--vocab-parallel``.
+
+    Examples:
+        # with the seconds of F, I, W and of a message
+        pipemem simulate v-half -p 8 -m 32 --costs 1,1.5,.5 --p2p .05
+        # the fastest order in so much of 1F1B's memory
+        pipemem simulate auto -p 8 -m 24 --memory-cap .625
+        # half of the activations wait on the host
+        pipemem simulate zbv -p 8 -m 32 --offload half --offload-ratio .4
+        # a large vocabulary
+        pipemem simulate 1f1b -p 8 -m 32 --vocab-parallel auto --head-cost 2.5layers --layers 32
     """
-    prices = with_channel(parse_costs(costs, p2p), offload_ratio)
-    choice = OffloadChoice(offload, host_memory)
-    check_layers(layers, devices or 1)
-    check_offload_ratio([name], offload_ratio, offload)
+    prices = price_layers([name], asked)
     with showing(f"building, proving and simulating {name}"):
-        loaded = load_schedule(
-            name, devices, microbatches, chunks, memory_cap, options, costs=prices, offload=choice, yes=yes
-        )
-        loaded, prices, reason = apply_head(loaded, prices, Head(vocab_parallel, head_cost, layers))
-        timeline = run_simulator(loaded.schedule, prices)
+        loaded, timeline, reason = load_and_simulate(name, asked, prices)
+        chosen, costs = loaded.chosen, timeline.costs
         facts = _facts(timeline, loaded)
         if single_queue:
-            facts |= _in_single_queues(loaded.schedule, prices)
-    if loaded.schedule.vocabulary_barriers or vocab_parallel != "off":
+            facts |= _in_single_queues(loaded.schedule, costs)
+    if loaded.schedule.vocabulary_barriers or asked.vocab_parallel != "off":
         facts["vocabulary_barriers"] = loaded.schedule.vocabulary_barriers
     if reason:
         facts["vocabulary_reason"] = reason
@@ -123,8 +89,8 @@ def simulate(
     print_facts(out, _told(facts))
     if loaded.request.searches and not {"chunks", "max_chunks", "placement"} & set(loaded.request.options):
         print_facts(out, [("searched", _AS_A_RUN.format(chunks=loaded.schedule.placement.num_chunks))])
-    if (search := loaded.chosen.search) is not None:
-        if loaded.chosen.offload is not None:
+    if (search := chosen.search) is not None:
+        if chosen.offload is not None:
             gap = f"{1 - facts['lower_bound'] / timeline.makespan:.2%} of the makespan at most; the bound knows no cap"
         elif search.is_optimal:
             gap = "0, optimal among the placements tried"
@@ -132,12 +98,12 @@ def simulate(
             gap = f"{search.gap:.2%} of the makespan at most"
         print_facts(out, [("gap to the bound", gap)])
         out.print(_placements(search.candidates))
-    if loaded.chosen.offload is not None and loaded.chosen.offload.kept:
-        reasons = Counter(loaded.chosen.offload.kept.values()).most_common()
-        stays = ", ".join(f"{count} ({why})" for why, count in reasons)
-        print_facts(out, [("activations kept", stays)])
-    if prices.memory is not None:
-        held = ", ".join(memory_text(peak, timeline) for peak in timeline.peaks)
+    if chosen.offload is not None and chosen.offload.kept:
+        reasons = Counter(chosen.offload.kept.values()).most_common()
+        print_facts(out, [("activations kept", ", ".join(f"{count} ({why})" for why, count in reasons))])
+    if costs.memory is not None:
+        drawn = DrawnRun(timeline)
+        held = ", ".join(drawn.memory_text(peak) for peak in timeline.peaks)
         print_facts(out, [("peak memory", held)])
 
 

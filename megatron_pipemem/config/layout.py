@@ -1,4 +1,8 @@
-"""Write layers per stage in Megatron's words: ``--pipeline-model-parallel-layout "Et*3|(t*4|)*6t*3L"``."""
+"""Write layers per stage in Megatron's words: ``--pipeline-model-parallel-layout "Et*3|(t*4|)*6t*3mL"``, or the pattern of a
+hybrid model, ``--hybrid-layer-pattern "M-|*-"``.
+
+What stages share out are a model's *pieces*: its layers and, in a GPT, multi-token prediction as one more behind them.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,12 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
+from megatron_pipemem.config import hybrid
+from megatron_pipemem.config.model import Model
 from megatron_pipemem.config.runs import Run
 
 FLAG = "pipeline-model-parallel-layout"
+PATTERN = hybrid.FLAGS[0]
 FIRST_OR_LAST = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers")
 FLAGS = (FLAG, *FIRST_OR_LAST)
 
@@ -30,9 +37,46 @@ def stages_of(text: str) -> int:
     return len(_read(text))
 
 
-def written(counts: Sequence[int]) -> str:
-    """Write a layout with the embedding before the first stage's layers and the loss behind the last one's."""
-    first, *others = (f"t*{count}" if count > 1 else "t" * count for count in counts)
+def uncut(model: Model, stages: int) -> tuple[int, ...] | None:
+    """Return the pieces of every stage where no flag says them: layers evenly, multi-token prediction on the last; ``None``
+    where the layers do not divide.
+    """
+    counts = even(model.layers, stages)
+    return counts and (*counts[:-1], counts[-1] + model.pieces - model.layers)
+
+
+def flags(model: Model, counts: Sequence[int]) -> dict[str, str]:
+    """Return the flags that cut a model so; none where it is cut so without any.
+
+    Args:
+        model: its shape.
+        counts: pieces of every stage.
+    """
+    if len(counts) == 1 or (model.pattern is None and tuple(counts) == uncut(model, len(counts))):
+        return {}
+    if model.pattern is None:
+        return {FLAG: written(counts, model.mtp_layers)}
+    return {PATTERN: hybrid.cut(pattern_of(model), counts)}
+
+
+def pattern_of(model: Model) -> str | None:
+    """Return a hybrid model's layers in Megatron's words, those of multi-token prediction behind slashes."""
+    further = [model.mtp_pattern or ""] * model.mtp_layers
+    return model.pattern and hybrid.FURTHER.join((model.pattern, *further))
+
+
+def written(counts: Sequence[int], mtp_layers: int = 0) -> str:
+    """Write a layout with the embedding before the first stage's layers and the loss behind the last one's.
+
+    Args:
+        counts: pieces of every stage.
+        mtp_layers: what the last piece stands for, where it is multi-token prediction.
+    """
+    texts = [_repeated("t", count) for count in counts]
+    if mtp_layers:
+        last = max(stage for stage, count in enumerate(counts) if count)
+        texts[last] = _repeated("t", counts[last] - 1) + _repeated("m", mtp_layers)
+    first, *others = texts
     if not others:
         return f"E{first}L"
     text = f"E{first}|"
@@ -42,21 +86,28 @@ def written(counts: Sequence[int]) -> str:
     return f"{text}{others[-1]}L"
 
 
+def _repeated(symbol: str, count: int) -> str:
+    return f"{symbol}*{count}" if count > 1 else symbol * count
+
+
 def layers_of(run: Run, stages: int) -> tuple[int, ...] | None:
-    """Return the layers of every stage: what a run says of its cut, or an even one; ``None`` where only Megatron can
+    """Return the pieces of every stage: what a run says of its cut, or an even one; ``None`` where only Megatron can
     tell.
     """
-    flags = run.flags
-    if any(flags.get(key) is not None for key in FIRST_OR_LAST):
+    given, model = run.flags, run.model
+    if any(given.get(key) is not None for key in FIRST_OR_LAST):
         return None
-    if flags.get(FLAG) is None:
-        return even(run.model.layers, stages)
-    counts = _read(str(flags[FLAG]))
-    return counts if len(counts) == stages and sum(counts) == run.model.layers else None
+    if hybrid.is_cut(str(given.get(PATTERN, ""))):
+        counts = tuple(map(len, str(given[PATTERN]).split("/")[0].split("|")))
+    elif given.get(FLAG) is not None:
+        counts = _read(str(given[FLAG]))
+    else:
+        return uncut(model, stages)
+    return counts if len(counts) == stages and sum(counts) == model.pieces else None
 
 
 def _read(text: str) -> tuple[int, ...]:
     for repeated in (r"\(([^()]*)\)\*(\d+)", r"([A-Za-z|])\*(\d+)"):
         while re.search(repeated, text):
             text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
-    return tuple(stage.count("t") for stage in re.sub(r"[(),\s]", "", text).split("|"))
+    return tuple(stage.count("t") + ("m" in stage) for stage in re.sub(r"[(),\s]", "", text).split("|"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.schedule.core.magnitudes import LARGEST, shortened
+from megatron_pipemem.schedule.core.brief import LARGEST, shortened
 
 MOST_COUNT = 10**9
 MOST_DEVICES = 10**6

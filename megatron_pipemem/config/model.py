@@ -1,25 +1,37 @@
-"""Describe the shape of a model and how a microbatch of it runs on one rank, and count parameters and FLOPs.
+"""Describe the shape of a model and how a microbatch of it runs on one rank.
 
-FLOPs of one linear layer with ``k`` inputs and ``n`` outputs are ``2 k n`` per token in each of F, I and W. Attention scores
-and their product with the values take ``4 s^2`` per sequence and query channel in F, twice that in I and nothing in W. The
-causal half is counted in full, as the papers and MFU do; norms, activations and softmax count nothing. For ``a`` heads of
-``h/a`` channels and an FFN of ``4h`` a layer thus takes ``bsh(24h + 4s)`` in F, ``bsh(24h + 8s)`` in I and ``24bsh^2`` in W,
-and the head ``2bshV`` in each (arXiv 2401.10241, arXiv 2411.05288).
+A layer is a sequence of blocks, written with Megatron's symbols of hybrid models: a GPT layer is attention and an FFN, ``*-``,
+or attention and experts, ``*E``; a layer of a hybrid model is one block. This text is the layer's *kind*, and everything that
+prices layers asks for it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
 from math import ceil
 from typing import ClassVar, Literal
 
-from megatron_pipemem.config.limits import check_counts
+from megatron_pipemem.config.limits import check_amounts, check_counts
 from megatron_pipemem.errors import ConfigError
 
 _VOCABULARY_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by
 
 
 _MOST_LAYERS = 100_000
+
+
+class Block(StrEnum):
+    """Name what a layer is made of, by Megatron's symbols of hybrid models (MERGE is ours)."""
+
+    ATTENTION = "*"
+    LATENT_ATTENTION = "+"
+    FFN = "-"
+    EXPERTS = "E"
+    MAMBA = "M"
+    MERGE = "m"
+    """Joins hidden states and the next token's embedding at the beginning of a multi-token prediction layer."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +56,28 @@ class Model:
         experts: experts of a mixture-of-experts layer; 0 for a dense model.
         experts_per_token: how many of them every token visits.
         expert_ffn: channels within one expert; default ``ffn``.
-        shared_expert_ffn: channels of an expert that all tokens visit, 0 for none.
+        shared_expert_ffn: channels of the experts together that all tokens visit, 0 for none.
         moe_every: every how many layers one has experts, counted from the first.
+        dense_layers: how many layers at the beginning have none.
+        router_score: by which function of its logits the router chooses.
+        router_bias: whether it corrects its choice by a bias per expert, which balances them.
+        router_groups: groups of experts, 0 for none, of which every token visits ``router_groups_per_token``.
+        router_groups_per_token: of them.
+        router_scale: factor of the chosen experts' weights.
+        qk_norm: whether queries and keys have norms; with latent attention, the latents.
+        kv_lora_rank: channels of the latent of keys and values (multi-head latent attention); ``None`` for plain attention.
+        q_lora_rank: channels of the queries' latent; ``None`` where they have none.
+        qk_head_dim: channels of a latent head's queries and keys, beside those with positions.
+        qk_pos_emb_head_dim: those with positions.
+        v_head_dim: channels of a latent head's values.
+        mtp_layers: layers that predict tokens further ahead (multi-token prediction), which stand before the head.
+        pattern: the layers of a hybrid model, one symbol each; ``None`` for a GPT.
+        mtp_pattern: likewise of one layer of its multi-token prediction.
+        mamba_state: channels of the state of a Mamba block.
+        mamba_heads: its heads; default as many as fill ``2 hidden``.
+        mamba_head_dim: channels per head.
+        mamba_groups: groups of heads with the same inputs to the state.
+        mamba_convolution: tokens that its convolution sees.
         source: where the shape is from.
     """
 
@@ -70,14 +102,38 @@ class Model:
     expert_ffn: int | None = None
     shared_expert_ffn: int = 0
     moe_every: int = 1
+    dense_layers: int = 0
+    router_score: Literal["softmax", "sigmoid"] = "softmax"
+    router_bias: bool = False
+    router_groups: int = 0
+    router_groups_per_token: int = 0
+    router_scale: float = 1.0
+    qk_norm: bool = False
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+    mtp_layers: int = 0
+    pattern: str | None = None
+    mtp_pattern: str | None = None
+    mamba_state: int = 128
+    mamba_heads: int | None = None
+    mamba_head_dim: int = 64
+    mamba_groups: int = 8
+    mamba_convolution: int = 4
     source: str = ""
 
     def __post_init__(self) -> None:
-        positive = ("layers", "hidden", "heads", "vocabulary", "sequence", "experts_per_token", "moe_every")
-        optional = ("kv_heads", "head_channels", "ffn", "expert_ffn")
+        positive = (
+            "layers", "hidden", "heads", "vocabulary", "sequence", "experts_per_token", "moe_every", "qk_head_dim",
+            "qk_pos_emb_head_dim", "v_head_dim", "mamba_state", "mamba_head_dim", "mamba_groups", "mamba_convolution",
+        )  # fmt: skip
+        optional = ("kv_heads", "head_channels", "ffn", "expert_ffn", "kv_lora_rank", "q_lora_rank", "mamba_heads")
         check_counts(self, (*positive, *(key for key in optional if getattr(self, key) is not None)))
         check_counts(self, ("layers",), most=_MOST_LAYERS)
-        check_counts(self, ("experts", "shared_expert_ffn"), least=0)
+        from_zero = ("experts", "shared_expert_ffn", "dense_layers", "mtp_layers", "router_groups")
+        check_counts(self, (*from_zero, "router_groups_per_token"), least=0)
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"is {self.dropout}; give a rate of at least 0 and below 1", key="dropout")
         if self.head_channels is None and self.hidden % self.heads:
@@ -86,6 +142,25 @@ class Model:
             raise ConfigError(f"{self.key_heads} kv_heads do not divide {self.heads} heads", key="kv_heads")
         if self.experts and self.experts_per_token > self.experts:
             raise ConfigError(f"is {self.experts_per_token}, of {self.experts} experts", key="experts_per_token")
+        self._check_patterns()
+
+    def _check_patterns(self) -> None:
+        allowed = [block.value for block in Block if block is not Block.MERGE]
+        for key in ("pattern", "mtp_pattern"):
+            unknown = set(getattr(self, key) or "") - set(allowed)
+            if unknown:
+                raise ConfigError(f"has {min(unknown)!r}; write one of {' '.join(allowed)} per layer", key=key)
+        if self.pattern is not None and len(self.pattern) != self.layers:
+            raise ConfigError(
+                f"has {len(self.pattern)} symbols for {self.layers} layers; write one each", key="pattern"
+            )
+        if self.pattern is not None and bool(self.mtp_pattern) != bool(self.mtp_layers):
+            raise ConfigError("goes with mtp_layers; give both or neither", key="mtp_pattern")
+        blocks = {block for kind in self.all_kinds for block in kind}
+        if Block.LATENT_ATTENTION in blocks and self.kv_lora_rank is None:
+            raise ConfigError("is needed by the pattern's latent attention, +", key="kv_lora_rank")
+        if Block.EXPERTS in blocks and not self.experts:
+            raise ConfigError("is needed by the pattern's experts, E", key="experts")
 
     @property
     def key_heads(self) -> int:
@@ -123,14 +198,48 @@ class Model:
         """Matrices of an FFN."""
         return 3 if self.gated else 2
 
-    def has_experts(self, layer: int) -> bool:
-        """Return whether layer ``layer``, counted from 0, is a mixture of experts."""
-        return self.experts > 0 and layer % self.moe_every == 0
+    @property
+    def latent_query_channels(self) -> int:
+        """Per head of latent attention."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
 
     @property
-    def expert_layers(self) -> int:
-        """Return how many layers are mixtures of experts."""
-        return sum(map(self.has_experts, range(self.layers)))
+    def mamba_width(self) -> int:
+        """Channels of all heads of a Mamba block."""
+        return self.mamba_head_dim * self.mamba_heads if self.mamba_heads else 2 * self.hidden
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The blocks of every layer, in order; without those of multi-token prediction."""
+        if self.pattern is not None:
+            return tuple(self.pattern)
+        attention = Block.ATTENTION if self.kv_lora_rank is None else Block.LATENT_ATTENTION
+        dense, expert = attention + Block.FFN, attention + Block.EXPERTS
+        return tuple(
+            expert if self.experts and layer >= self.dense_layers and layer % self.moe_every == 0 else dense
+            for layer in range(self.layers)
+        )
+
+    @cached_property
+    def all_kinds(self) -> tuple[str, ...]:
+        """The blocks of every layer, multi-token prediction's behind the others."""
+        own = self.mtp_pattern if self.pattern is not None else self.kinds[-1]
+        return self.kinds + (f"{Block.MERGE}{own}",) * self.mtp_layers
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces stages share: the layers and, in a GPT, multi-token prediction as one more behind them."""
+        return self.layers + (self.mtp_layers > 0 and self.pattern is None)
+
+    @property
+    def main_kind(self) -> str:
+        """The kind of most layers."""
+        return max(dict.fromkeys(self.kinds), key=self.kinds.count)
+
+    @property
+    def heads_of_output(self) -> int:
+        """How many predictions the output layer makes for every token."""
+        return 1 + self.mtp_layers
 
 
 Recompute = Literal["none", "selective", "full"]
@@ -153,6 +262,7 @@ class Execution:
         precision: of parameters and activations.
         fused: whether biases, activations and dropout run in Megatron's fused forms, as they do by default.
         implementation: whose linear layers and norms; they differ in what waits for W.
+        expert_load: tokens that the experts of a rank get at most, over an even share: above 1 for uneven routing.
     """
 
     micro_batch: int = 1
@@ -166,9 +276,11 @@ class Execution:
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     fused: bool = True
     implementation: Literal["local", "transformer_engine"] = "local"
+    expert_load: float = 1.0
 
     def __post_init__(self) -> None:
         check_counts(self, ("micro_batch", "tp", "cp", "ep"))
+        check_amounts(self, ("expert_load",))
         unknown = set(self.recompute_modules) - set(RECOMPUTABLE)
         if unknown:
             raise ConfigError(
@@ -210,6 +322,8 @@ class Execution:
         for key, ranks, what, count in shares:
             if count % ranks:
                 raise ConfigError(f"{ranks} does not divide {count} {what}", key=key)
+        if model.experts and self.tp > 1 and not self.sequence_parallel:
+            raise ConfigError("is needed where tensor-parallel ranks share experts", key="sequence_parallel")
         if self.ep > 1 and not model.experts:
             raise ConfigError(f"is {self.ep}, but the model has no experts", key="ep")
 
@@ -261,85 +375,6 @@ def tokens(model: Model, execution: Execution) -> float:
     return execution.micro_batch * model.sequence / execution.cp
 
 
-def layer_flops(model: Model, execution: Execution, experts: bool | None = None) -> Passes:
-    """Return the FLOPs of one layer, one microbatch and one rank. Recomputation is included: it belongs to I.
-
-    Args:
-        model: the shape.
-        execution: how it runs.
-        experts: whether the layer is a mixture of experts; by default as the model's first layer.
-    """
-    experts = model.has_experts(0) if experts is None else experts
-    attention = model.hidden * model.qkv_width + model.query_width * model.hidden
-    ffn = 2 * tokens(model, execution) * _ffn_weights_visited(model, execution, experts)
-    linear = 2 * tokens(model, execution) * attention / execution.tp + ffn
-    core = 4 * tokens(model, execution) * model.sequence * model.query_width / execution.tp
-    flops = Passes(linear + core, linear + 2 * core, linear)
-    if execution.recompute == "full":
-        again = flops.forward
-    else:
-        again = core * execution.recomputes("core_attn") + ffn * execution.recomputes("mlp")
-    return replace(flops, input=flops.input + again)
-
-
-def head_flops(model: Model, execution: Execution) -> Passes:
-    """Return the FLOPs of the output layer, one microbatch and one rank."""
-    product = 2 * tokens(model, execution) * model.hidden * padded_vocabulary(model, execution.tp) / execution.tp
-    return Passes(product, product, product)
-
-
-def model_flops(model: Model) -> float:
-    """Return the FLOPs of one whole sequence, forward and backward, nothing recomputed: what MFU counts."""
-    one = Execution()
-    dense, expert = layer_flops(model, one, False).total, layer_flops(model, one, True).total
-    head = 6 * model.sequence * model.hidden * model.vocabulary
-    return (model.layers - model.expert_layers) * dense + (model.expert_layers and model.expert_layers * expert) + head
-
-
-def layer_parameters(model: Model, execution: Execution, experts: bool | None = None) -> int:
-    """Return the number of parameters of one layer on one rank.
-
-    Args:
-        model: its shape.
-        execution: how it is cut over ranks.
-        experts: whether the layer has experts; ``None`` says as the model's layers do.
-    """
-    experts = model.has_experts(0) if experts is None else experts
-    per_norm = model.hidden * (2 if model.norm == "layernorm" else 1)
-    qkv_bias = model.qkv_width if model.bias != "none" else 0
-    all_biases = model.bias == "all"
-    split = model.hidden * model.qkv_width + qkv_bias + model.query_width * model.hidden
-    whole = 2 * per_norm + (model.hidden if all_biases else 0)
-
-    def ffn(width: int) -> tuple[int, int]:
-        into = (model.projections - 1) * width
-        return into * model.hidden + width * model.hidden + (into if all_biases else 0), model.hidden * all_biases
-
-    if not experts:
-        inner, outer = ffn(model.ffn_width)
-        return (split + inner) // execution.tp + whole + outer
-    inner, outer = ffn(model.expert_width)
-    count = (split + ffn(model.shared_expert_ffn)[0] * bool(model.shared_expert_ffn)) // execution.tp + whole
-    return count + (inner // execution.tp + outer) * model.experts // execution.ep + model.hidden * model.experts
-
-
-def embedding_parameters(model: Model, execution: Execution) -> int:
-    """Return the number of parameters of the input embedding on one rank, learned positions included."""
-    rows = padded_vocabulary(model, execution.tp) // execution.tp
-    return model.hidden * (rows + (model.sequence if model.position == "learned" else 0))
-
-
-def head_parameters(model: Model, execution: Execution) -> int:
-    """Return the number of parameters of final norm and output layer on one rank. A tied head far from its embedding
-    has a copy of it, which is counted too.
-    """
-    rows = padded_vocabulary(model, execution.tp) // execution.tp
-    return model.hidden * (rows + (2 if model.norm == "layernorm" else 1))
-
-
-def _ffn_weights_visited(model: Model, execution: Execution, experts: bool) -> float:
-    """Return the number of weights of the FFN that one token meets on one rank; experts are taken as evenly used."""
-    if not experts:
-        return model.projections * model.hidden * model.ffn_width / execution.tp
-    visited = model.experts_per_token * model.expert_width + model.shared_expert_ffn
-    return model.projections * model.hidden * visited / execution.tp + model.hidden * model.experts
+def expert_visits(model: Model, execution: Execution) -> float:
+    """Return how many experts of a rank a token of the rank meets: as many as it visits, where all are used evenly."""
+    return model.experts_per_token * execution.expert_load

@@ -13,165 +13,97 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.features.windows import check_batch, updates_per_batch
 
 
-class Refusal(NamedTuple):
-    """One option and the values of it that cannot be.
-
-    Args:
-        attribute: of Megatron's configuration.
-        sentence: why not, and what to do.
-        refused: whether a value cannot be; by default every true one.
-    """
-
-    attribute: str
-    sentence: str
-    refused: Callable[[object], bool] = bool
-
-
 class Refusals(NamedTuple):
     """All that one feature refuses.
 
     Args:
         feature: completes "... is not supported".
-        table: of the options.
+        sentences: attribute of Megatron's configuration -> why not, and what to do.
     """
 
     feature: str
-    table: tuple[Refusal, ...]
+    sentences: Mapping[str, str]
 
 
+_UNCOUNTED = ("quantile_balancing", "global_aux_loss")
+_REFUSED: Mapping[str, Callable[[object], bool]] = {
+    "cuda_graph_impl": lambda impl: impl not in (None, "none"),
+    "num_microbatches_with_partial_activation_checkpoints": lambda number: number is not None,
+    "moe_router_load_balancing_type": lambda asked: any(kind in (asked or "") for kind in _UNCOUNTED),
+    "num_distributed_optimizer_instances": lambda number: int(number or 1) > 1,
+    "gtp_weight_remat_size": lambda number: (number or 1) > 1,
+    "expert_gtp_weight_remat_size": lambda number: (number or 1) > 1,
+}
+"""Which values cannot be; of every other attribute all true ones."""
+
+_SHARDED = (
+    "weights cut over more ranks than tensor parallelism are gathered ahead in the order of the stock schedule; drop "
+)
 FSDP = (
     "FSDP gathers weights around every forward and backward, which a split backward breaks; use Megatron's "
     "DistributedDataParallel (drop --use-megatron-fsdp / --use-torch-fsdp2)"
 )
 SCHEDULES = Refusals(
     "",
-    (
-        *(Refusal(name, FSDP) for name in ("use_megatron_fsdp", "use_torch_fsdp2")),
-        Refusal(
-            "num_distributed_optimizer_instances",
-            "the reductions of several distributed optimizers cannot be started per chunk; pass "
-            "--num-distributed-optimizer-instances 1",
-            lambda number: int(number or 1) > 1,
-        ),
-        Refusal(
-            "mtp_num_layers",
-            "multi-token prediction puts a second head on the last stage, which no schedule here knows; drop "
-            "--mtp-num-layers",
-        ),
-        Refusal(
-            "cuda_graph_impl",
-            "CUDA graphs freeze the order of one step; pass --cuda-graph-impl none",
-            lambda impl: impl not in (None, "none"),
-        ),
-        Refusal(
-            "overlap_moe_expert_parallel_comm",
-            "combined 1F1B is a schedule of its own; drop --overlap-moe-expert-parallel-comm",
-        ),
-        Refusal(
-            "defer_embedding_wgrad_compute",
-            "the schedule already decides when the head's weight gradient runs; drop --defer-embedding-wgrad-compute",
-        ),
-        Refusal(
-            "fine_grained_activation_offloading",
-            "fine-grained offload assumes the stock order of forwards and backwards; pass --pipemem-offload in place of "
-            "--fine-grained-activation-offloading",
-        ),
-        Refusal(
-            "cpu_offloading",
-            "offload of the last layers by Transformer Engine knows no pipeline; pass --pipemem-offload in place of "
-            "--cpu-offloading-num-layers",
-        ),
-        Refusal("moe_paged_stash", "the paged stash re-runs whole steps of the stock schedule; drop --moe-paged-stash"),
-        Refusal(
-            "num_microbatches_with_partial_activation_checkpoints",
-            "partial checkpointing is defined by the stock warm-up; recompute fully or selectively on every microbatch "
-            "instead",
-            lambda number: number is not None,
-        ),
-        Refusal(
-            "hybrid_context_parallel",
-            "hybrid context parallelism brings its own schedule; drop --hybrid-context-parallel",
-        ),
-        Refusal(
-            "tp_comm_overlap",
-            "Transformer Engine cannot delay weight gradients with user buffers; drop --tp-comm-overlap",
-        ),
-        *(
-            Refusal(
-                f"{which}gtp_weight_remat_size",
-                "weights that are cut over more ranks than tensor parallelism are gathered ahead in the order of the stock "
-                f"schedule; drop --{flag}tensor-parallel-num-weight-shards",
-                lambda number: (number or 1) > 1,
-            )
-            for which, flag in (("", ""), ("expert_", "expert-"))
-        ),
+    {
+        "use_megatron_fsdp": FSDP,
+        "use_torch_fsdp2": FSDP,
+        "num_distributed_optimizer_instances": "the reductions of several distributed optimizers cannot be started per chunk; "
+        "pass --num-distributed-optimizer-instances 1",
+        "mtp_num_layers": "multi-token prediction puts a second head on the last stage, which no schedule here knows; drop "
+        "--mtp-num-layers",
+        "cuda_graph_impl": "CUDA graphs freeze the order of one step; pass --cuda-graph-impl none",
+        "overlap_moe_expert_parallel_comm": "combined 1F1B is a schedule of its own; drop "
+        "--overlap-moe-expert-parallel-comm",
+        "defer_embedding_wgrad_compute": "the schedule already decides when the head's weight gradient runs; drop "
+        "--defer-embedding-wgrad-compute",
+        "fine_grained_activation_offloading": "fine-grained offload assumes the stock order of forwards and backwards; pass "
+        "--pipemem-offload in place of --fine-grained-activation-offloading",
+        "cpu_offloading": "offload of the last layers by Transformer Engine knows no pipeline; pass --pipemem-offload in "
+        "place of --cpu-offloading-num-layers",
+        "moe_paged_stash": "the paged stash re-runs whole steps of the stock schedule; drop --moe-paged-stash",
+        "num_microbatches_with_partial_activation_checkpoints": "partial checkpointing is defined by the stock warm-up; "
+        "recompute fully or selectively on every microbatch instead",
+        "hybrid_context_parallel": "hybrid context parallelism brings its own schedule; drop --hybrid-context-parallel",
+        "tp_comm_overlap": "Transformer Engine cannot delay weight gradients with user buffers; drop --tp-comm-overlap",
+        "gtp_weight_remat_size": f"{_SHARDED}--tensor-parallel-num-weight-shards",
+        "expert_gtp_weight_remat_size": f"{_SHARDED}--expert-tensor-parallel-num-weight-shards",
         # Of Megatron versions to come.
-        Refusal(
-            "sequence_packing_scheduler",
-            "packed batches have another number of microbatches than the step was planned for; drop "
-            "--sequence-packing-scheduler",
-        ),
-        Refusal(
-            "enable_mhc_connections",
-            "stages would exchange several residual streams per token, and messages here have one; drop "
-            "--enable-mhc-connections",
-        ),
-    ),
+        "sequence_packing_scheduler": "packed batches have another number of microbatches than the step was planned for; drop "
+        "--sequence-packing-scheduler",
+        "enable_mhc_connections": "stages would exchange several residual streams per token, and messages here have one; drop "
+        "--enable-mhc-connections",
+    },
 )
+_STREAMS = "shards of one weight draw from streams of their own there; leave out "
 LAYERWISE = Refusals(
     " with layerwise random numbers",
-    (
-        Refusal(
-            "cuda_graph_impl",
-            "a captured graph draws from the generators that it was captured with; pass --cuda-graph-impl none",
-            lambda impl: impl not in (None, "none"),
-        ),
-        Refusal(
-            "use_te_rng_tracker",
-            "Transformer Engine's tracker keeps generators, which cannot be set to a layer's stream; drop --te-rng-tracker",
-        ),
-        Refusal("is_inference_rng_tracker", "the tracker for inference keeps no streams; drop --inference-rng-tracker"),
-        Refusal(
-            "overlap_moe_expert_parallel_comm",
-            "combined 1F1B runs layers in pieces of two microbatches; drop --overlap-moe-expert-parallel-comm",
-        ),
-        Refusal(
-            "init_model_with_meta_device",
-            "a model on the meta device draws its first weights after it is built; drop --init-model-with-meta-device",
-        ),
-        *(
-            Refusal(
-                f"{kind}gtp_weight_remat_size",
-                "shards of one weight draw from streams of their own there; leave out "
-                f"--{kind.replace('_', '-')}tensor-parallel-num-weight-shards",
-                lambda size: (size or 1) > 1,
-            )
-            for kind in ("", "expert_")
-        ),
-    ),
+    {
+        "cuda_graph_impl": "a captured graph draws from the generators that it was captured with; pass --cuda-graph-impl none",
+        "use_te_rng_tracker": "Transformer Engine's tracker keeps generators, which cannot be set to a layer's stream; drop "
+        "--te-rng-tracker",
+        "is_inference_rng_tracker": "the tracker for inference keeps no streams; drop --inference-rng-tracker",
+        "overlap_moe_expert_parallel_comm": "combined 1F1B runs layers in pieces of two microbatches; drop "
+        "--overlap-moe-expert-parallel-comm",
+        "init_model_with_meta_device": "a model on the meta device draws its first weights after it is built; drop "
+        "--init-model-with-meta-device",
+        "gtp_weight_remat_size": f"{_STREAMS}--tensor-parallel-num-weight-shards",
+        "expert_gtp_weight_remat_size": f"{_STREAMS}--expert-tensor-parallel-num-weight-shards",
+    },
 )
 _UNCUT = ", or pass --pipemem-vocab-parallel off"
 VOCABULARY = Refusals(
     " with vocabulary parallelism",
-    (
-        Refusal(
-            "variable_seq_lengths",
-            f"tokens and labels of a whole step are sent in one message; drop --variable-seq-lengths{_UNCUT}",
-        ),
-        Refusal(
-            "fp32_residual_connection",
-            f"the head is cut for inputs in the parameters' number format; drop --fp32-residual-connection{_UNCUT}",
-        ),
-        Refusal(
-            "enable_autocast",
-            "the cut head computes in the parameters' number format; build the model in the format it is to compute "
-            f"in{_UNCUT}",
-        ),
-        Refusal(
-            "init_model_with_meta_device",
-            f"the shards take their first values from the whole matrices; drop --init-model-with-meta-device{_UNCUT}",
-        ),
-    ),
+    {
+        "variable_seq_lengths": "tokens and labels of a whole step are sent in one message; drop "
+        f"--variable-seq-lengths{_UNCUT}",
+        "fp32_residual_connection": "the head is cut for inputs in the parameters' number format; drop "
+        f"--fp32-residual-connection{_UNCUT}",
+        "enable_autocast": "the cut head computes in the parameters' number format; build the model in the format it is to "
+        f"compute in{_UNCUT}",
+        "init_model_with_meta_device": "the shards take their first values from the whole matrices; drop "
+        f"--init-model-with-meta-device{_UNCUT}",
+    },
 )
 _COUNTS = (
     " counts the tokens that every expert of a layer gets in a step, and here two replicas of the layer get half of them "
@@ -179,89 +111,48 @@ _COUNTS = (
 )
 REPLICAS = Refusals(
     " with two replicas of the model",
-    (
-        Refusal("moe_router_enable_expert_bias", f"--moe-router-enable-expert-bias{_COUNTS}"),
-        *(
-            Refusal(
-                "moe_router_load_balancing_type", f"{kind}{_COUNTS}", lambda asked, kind=kind: kind in (asked or "")
-            )
-            for kind in ("global_aux_loss", "quantile_balancing")
-        ),
-        Refusal(
-            "qk_clip",
-            "--qk-clip scales weights by the largest attention score that a layer has seen in a step, and two replicas of the "
-            "layer see different ones; drop it, or take a schedule with one replica of the model",
-        ),
-        Refusal(
-            "init_model_with_meta_device",
-            "the second replica gets its values when it is built, and a model on the meta device has none; drop "
-            "--init-model-with-meta-device",
-        ),
-    ),
+    {
+        "moe_router_enable_expert_bias": f"--moe-router-enable-expert-bias{_COUNTS}",
+        "moe_router_load_balancing_type": f"{' or '.join(_UNCOUNTED)}{_COUNTS}",
+        "qk_clip": "--qk-clip scales weights by the largest attention score that a layer has seen in a step, and two replicas "
+        "of the layer see different ones; drop it, or take a schedule with one replica of the model",
+        "init_model_with_meta_device": "the second replica gets its values when it is built, and a model on the meta device "
+        "has none; drop --init-model-with-meta-device",
+    },
 )
+_QUANTISED = "quantised weights are cached once per step and know no versions; drop --"
 ASYNCHRONOUS = Refusals(
     " by asynchronous schedules",
-    (
-        Refusal(
-            "use_distributed_optimizer",
-            "its parameters are views of one buffer that it gathers into, so they cannot be pointed at another version of "
-            "the weights; drop --use-distributed-optimizer",
-        ),
-        *(
-            Refusal(name, f"quantised weights are cached once per step and know no versions; drop --{name}-format")
-            for name in ("fp8", "fp4")
-        ),
-        Refusal(
-            "moe_router_enable_expert_bias",
-            "the bias is no weight and has no versions; drop --moe-router-enable-expert-bias",
-        ),
-        Refusal(
-            "qk_clip", "it scales weights behind the optimizer's back, and older versions keep theirs; drop --qk-clip"
-        ),
-        Refusal(
-            "optimizer_cuda_graph",
-            "the graph would update one version of the weights for ever; drop --optimizer-cuda-graph",
-        ),
-    ),
+    {
+        "use_distributed_optimizer": "its parameters are views of one buffer that it gathers into, so they cannot be pointed "
+        "at another version of the weights; drop --use-distributed-optimizer",
+        "fp8": f"{_QUANTISED}fp8-format",
+        "fp4": f"{_QUANTISED}fp4-format",
+        "moe_router_enable_expert_bias": "the bias is no weight and has no versions; drop --moe-router-enable-expert-bias",
+        "qk_clip": "it scales weights behind the optimizer's back, and older versions keep theirs; drop --qk-clip",
+        "optimizer_cuda_graph": "the graph would update one version of the weights for ever; drop --optimizer-cuda-graph",
+    },
 )
 PER_MICROBATCH = Refusals(
     " by a schedule that updates after every microbatch",
-    (
-        Refusal(
-            "overlap_grad_reduce",
-            "every microbatch waits for its own reduction before it updates, so there is nothing to overlap; drop "
-            "--overlap-grad-reduce",
-        ),
-        Refusal(
-            "calculate_per_token_loss",
-            "gradients would be scaled by the tokens of a whole batch, which only the last stage has seen, and after it; "
-            "drop --calculate-per-token-loss",
-        ),
-        Refusal(
-            "clip_grad",
-            "the gradient's norm is a sum over all stages, which update at different times; pass --clip-grad 0",
-        ),
-        Refusal(
-            "fp16",
-            "loss scaling skips updates of all stages together, which update at different times; use bf16 or fp32",
-        ),
-        Refusal("log_num_zeros_in_grad", "gradients are gone when the step ends; drop --log-num-zeros-in-grad"),
-    ),
+    {
+        "overlap_grad_reduce": "every microbatch waits for its own reduction before it updates, so there is nothing to "
+        "overlap; drop --overlap-grad-reduce",
+        "calculate_per_token_loss": "gradients would be scaled by the tokens of a whole batch, which only the last stage has "
+        "seen, and after it; drop --calculate-per-token-loss",
+        "clip_grad": "the gradient's norm is a sum over all stages, which update at different times; pass --clip-grad 0",
+        "fp16": "loss scaling skips updates of all stages together, which update at different times; use bf16 or fp32",
+        "log_num_zeros_in_grad": "gradients are gone when the step ends; drop --log-num-zeros-in-grad",
+    },
 )
 SPLIT_BACKWARD = Refusals(
     " by a schedule that splits the backward",
-    (
-        Refusal(
-            "use_transformer_engine_op_fuser",
-            "its fused operations keep weight gradients for themselves, and no W would run; drop "
-            "--use-transformer-engine-op-fuser",
-        ),
-        Refusal(
-            "overlap_dispatch_backward_with_experts_wgrad",
-            "the experts' weight gradients would run within I, and not in W; drop "
-            "--overlap-dispatch-backward-with-experts-wgrad",
-        ),
-    ),
+    {
+        "use_transformer_engine_op_fuser": "its fused operations keep weight gradients for themselves, and no W would run; "
+        "drop --use-transformer-engine-op-fuser",
+        "overlap_dispatch_backward_with_experts_wgrad": "the experts' weight gradients would run within I, and not in W; drop "
+        "--overlap-dispatch-backward-with-experts-wgrad",
+    },
 )
 TIED = (
     "a schedule that updates after every microbatch cannot tie the embedding to the head: their stages update at different "
@@ -287,10 +178,10 @@ def refuse(value_of: Callable[[str], object], *wanted: Refusals) -> None:
     Raises:
         UnsupportedError: it does not.
     """
-    for feature, table in wanted:
-        for attribute, sentence, refused in table:
+    for feature, sentences in wanted:
+        for attribute, sentence in sentences.items():
             value = value_of(attribute)
-            if refused(value):
+            if _REFUSED.get(attribute, bool)(value):
                 raise UnsupportedError(f"{attribute} = {value!r} is not supported{feature}: {sentence}")
 
 

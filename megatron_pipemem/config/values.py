@@ -7,7 +7,7 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from megatron_pipemem.schedule.core.magnitudes import shortened
+from megatron_pipemem.schedule.core.brief import shortened
 
 
 def converted(value: Any, hint: Any) -> Any:

@@ -7,9 +7,11 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
-from megatron_pipemem.config.model import Model
+from megatron_pipemem.config import layout
+from megatron_pipemem.config.model import Block, Model
 from megatron_pipemem.config.runs import BY_ACTION, Run, resolve_script
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.options import STOCK
@@ -114,7 +116,7 @@ def planned_flags(run: Run) -> list[str]:
 def _planned(run: Run) -> dict[str, Flags]:
     """Return these flags by the run's key that they come from."""
     return {
-        "model": model_flags(run.model),
+        "model": _model_flags(run),
         "parallelism": _parallelism_flags(run),
         "schedule": _schedule_flags(run),
         "precision": {} if run.precision == "fp32" else {run.precision: True},
@@ -157,13 +159,16 @@ def model_flags(model: Model) -> Flags:
     else:
         biases = {"disable-bias-linear": model.bias == "none"}
     flags: Flags = {
-        "num-layers": model.layers,
+        "num-layers": model.layers if model.pattern is None else None,
+        layout.PATTERN: layout.pattern_of(model),
+        "mtp-num-layers": model.mtp_layers or None,
         "hidden-size": model.hidden,
         "num-attention-heads": model.heads,
         "group-query-attention": model.key_heads != model.heads,
         "num-query-groups": model.key_heads if model.key_heads != model.heads else None,
         "kv-channels": model.head_channels,
         "ffn-hidden-size": model.ffn_width,
+        "qk-layernorm": model.qk_norm,
         "swiglu": model.activation == "swiglu",
         "squared-relu": model.activation == "squared_relu",
         "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
@@ -176,15 +181,53 @@ def model_flags(model: Model) -> Flags:
         "hidden-dropout": model.dropout,
         **biases,
     }
+    if model.kv_lora_rank is not None:
+        flags |= {
+            "multi-latent-attention": True,
+            "q-lora-rank": model.q_lora_rank,
+            "kv-lora-rank": model.kv_lora_rank,
+            "qk-head-dim": model.qk_head_dim,
+            "qk-pos-emb-head-dim": model.qk_pos_emb_head_dim,
+            "v-head-dim": model.v_head_dim,
+        }
+    if Block.MAMBA in "".join(model.all_kinds):
+        flags |= {
+            "mamba-state-dim": model.mamba_state,
+            "mamba-num-heads": model.mamba_heads,
+            "mamba-head-dim": model.mamba_head_dim,
+            "mamba-num-groups": model.mamba_groups,
+        }
     if model.experts:
         flags |= {
             "num-experts": model.experts,
             "moe-router-topk": model.experts_per_token,
             "moe-ffn-hidden-size": model.expert_width,
             "moe-shared-expert-intermediate-size": model.shared_expert_ffn or None,
-            "moe-layer-freq": model.moe_every if model.moe_every > 1 else None,
+            "moe-layer-freq": _expert_layers(model),
+            "moe-router-score-function": model.router_score,
+            "moe-router-enable-expert-bias": model.router_bias,
+            "moe-router-num-groups": model.router_groups or None,
+            "moe-router-group-topk": model.router_groups_per_token or None,
+            "moe-router-topk-scaling-factor": model.router_scale if model.router_scale != 1 else None,
         }
     return flags
+
+
+def _model_flags(run: Run) -> Flags:
+    """Return the flags of a run's shape. A run may say a hybrid model's pattern again, with cuts into stages."""
+    flags = model_flags(run.model)
+    cut = str(run.flags.get(layout.PATTERN, ""))
+    return {key: value for key, value in flags.items() if key != layout.PATTERN or cut.replace("|", "") != value}
+
+
+def _expert_layers(model: Model) -> int | str | None:
+    """Return which layers have experts, as Megatron reads it: every so many, or a list of ones and zeros."""
+    if model.pattern is not None:
+        return None
+    if not model.dense_layers:
+        return model.moe_every if model.moe_every > 1 else None
+    groups = groupby(int(Block.EXPERTS in kind) for kind in model.kinds)
+    return f"({'+'.join(f'[{has}]*{len(list(same))}' for has, same in groups)})"
 
 
 def _parallelism_flags(run: Run) -> Flags:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megatron_pipemem.config import hybrid, layout
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.planner.partition import Loads, partition
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.model_cut import Cut, check_cut, known_chunks, placements_of
@@ -95,6 +94,8 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
         placement: of the stages.
         with_head: whether the last stage has the output layer.
     """
+    from megatron_pipemem.planner.partition import Loads, partition  # numpy takes a while to load
+
     name, pattern = pattern_of(flags)
     first_or_last = known_chunks(placement) == 1 and any(given(flags, each) for each in layout.FIRST_OR_LAST)
     if name is None or hybrid.is_cut(pattern) or first_or_last:

@@ -9,12 +9,13 @@ Within ``FakeTensorMode`` nothing is computed or allocated, and the bytes are th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
@@ -23,12 +24,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_pipemem.config.model import Execution, Model, padded_vocabulary
+from megatron_pipemem.config.model import Block, Execution, Model, padded_vocabulary
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.model import linear
 from megatron_pipemem.mcore.model.fused_kernels import FlashAttention, fused_rms_norm
@@ -37,13 +40,13 @@ from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext, watch_b
 from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.patching import PatchSet
 from megatron_pipemem.mcore.step.observation import observe
-from megatron_pipemem.mcore.symbols import LINEAR
+from megatron_pipemem.mcore.symbols import DISPATCH, LINEAR
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.trace import TracedAction
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.families.serial_orders import serial_schedule
+from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.lowering import lower
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -98,11 +101,14 @@ def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         patches.install([(LINEAR, linear.split_linear)])
         if fake:
+            patches.install([(DISPATCH, _evenly)])
             # It compares and sets the states of random generators, which are never fake.
             tensor_parallel.get_cuda_rng_tracker().fork = nullcontext
         with FakeTensorMode() if fake else nullcontext():
             yield
     finally:
+        for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):  # they keep a tensor for good, perhaps a fake one
+            scaler.main_loss_backward_scale = None
         log.setLevel(level)
         patches.remove()
         parallel_state.destroy_model_parallel()
@@ -110,7 +116,7 @@ def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
 
 
 def build_stage(
-    model: Model, execution: Execution, position: int, layers: int, gpu_norms: bool = False
+    model: Model, execution: Execution, position: int, kinds: Sequence[str], gpu_norms: bool = False
 ) -> torch.nn.Module:
     """Return a stage of the pipeline as Megatron's training loop would build it, within ``lone_rank``.
 
@@ -118,14 +124,14 @@ def build_stage(
         model: the shape.
         execution: how it runs.
         position: ``FIRST`` with the embedding, ``MIDDLE``, or ``LAST`` with the head.
-        layers: layers of the stage.
+        kinds: of the stage's layers.
         gpu_norms: on CPU too, let RMS norms keep what their fused GPU kernel keeps.
 
     Raises:
         UnsupportedError: Megatron's modules cannot do it here.
     """
-    config = _config(model, execution, layers)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    config = _config(model, execution, kinds)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
     if execution.attention == "flash":
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = FlashAttention
@@ -155,7 +161,7 @@ def build_stage(
 
 
 def run_stage(stage: torch.nn.Module, model: Model, execution: Execution, position: int, microbatches: int) -> Observed:
-    """Run one microbatch after another through F, I and W of a stage from ``build_stage``.
+    """Run microbatches through F, I and W of a stage from ``build_stage``, every F while the one before is still kept.
 
     Args:
         stage: the stage.
@@ -182,11 +188,59 @@ def run_stage(stage: torch.nn.Module, model: Model, execution: Execution, positi
     batch = watch_batches(repeat(_batch(model, execution, position)), observed.ledger)
     placement = ChunkPlacement(lambda devices, chunks: _PIPELINE, is_round_robin=True)
     runner = ChunkStage(step, stage, batch, 0, 1, position == LAST, placement, delayed_modules(stage))
-    program = lower(serial_schedule(_PIPELINE, microbatches))
+    program = lower(_schedule(microbatches))
     transport = _MadeUpMessages(tuple(shape), config.pipeline_dtype)
     Executor(program, position, {position: runner}, transport, (), observed.ledger, observed.trace).run()
     count = sum(parameter.numel() for parameter in stage.parameters())
     return Observed(observed.ledger.entries, observed.trace.actions(), count)
+
+
+def _evenly(preprocess: Callable) -> Callable:
+    """Route as many tokens to every expert: fake tensors have no values, and shapes follow from these numbers."""
+
+    def even(dispatcher, routing_map: torch.Tensor) -> np.ndarray:
+        preprocess(dispatcher, routing_map)
+        visits = dispatcher.num_out_tokens
+        sources = dispatcher.ep_size * dispatcher.tp_size
+        from_each = np.full((sources, dispatcher.num_local_experts), visits // dispatcher.num_experts)
+        dispatcher.num_global_tokens_per_local_expert = from_each
+        if sources > 1:
+            to_each = np.full(dispatcher.ep_size, visits // dispatcher.ep_size)
+            dispatcher.input_splits = dispatcher.output_splits = to_each
+            dispatcher.output_splits_tp = np.full(dispatcher.tp_size, visits)
+        for order in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
+            shape = (
+                (-1, dispatcher.num_local_experts) if order.startswith("sort") else (dispatcher.num_local_experts, -1)
+            )
+            chunks = np.arange(dispatcher.num_experts * dispatcher.tp_size)
+            setattr(dispatcher, order, chunks.reshape(shape).T.ravel())
+        return from_each.sum(axis=0)
+
+    return even
+
+
+def _schedule(microbatches: int) -> Schedule:
+    def order(stage: int) -> tuple[Action, ...]:
+        actions = [Action(Kind.F, stage, 0)]
+        for microbatch in range(microbatches):
+            following = [Action(Kind.F, stage, microbatch + 1)] if microbatch + 1 < microbatches else []
+            actions += [*following, Action(Kind.I, stage, microbatch), Action(Kind.W, stage, microbatch)]
+        return tuple(actions)
+
+    return Schedule("lone stage", _PIPELINE, microbatches, tuple(map(order, range(_PIPELINE.num_stages))))
+
+
+def changes(entries: Sequence[LedgerEntry]) -> dict[Kind, int]:
+    """Return by how many bytes every action changes what a stage holds, as in the midst of a step: F while the microbatch
+    before is kept, the others while the one behind is, so that what microbatches share or leave behind counts for none.
+    """
+    befores = (0, *(entry.bytes for entry in entries))
+    forward = (Kind.RECV_F, Kind.F, Kind.SEND_F)
+    return {
+        entry.action.kind: entry.bytes - before
+        for before, entry in zip(befores, entries, strict=False)
+        if entry.action.microbatch == int(entry.action.kind in forward)
+    }
 
 
 class _MadeUpMessages:
@@ -262,7 +316,7 @@ def _check_recompute(model: Model, execution: Execution) -> None:
             raise UnsupportedError(f"recompute_modules has {module}: {reason}; the formulas of the planner have it")
 
 
-def _config(model: Model, execution: Execution, layers: int) -> TransformerConfig:
+def _config(model: Model, execution: Execution, kinds: Sequence[str]) -> TransformerConfig:
     dtype = _DTYPES[execution.precision]
     _check_recompute(model, execution)
     recompute: dict[str, object] = {}
@@ -270,20 +324,29 @@ def _config(model: Model, execution: Execution, layers: int) -> TransformerConfi
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif execution.recompute == "selective":
         recompute = {"recompute_granularity": "selective", "recompute_modules": list(execution.recompute_modules)}
-    experts: dict[str, object] = {}
+    of_kinds: dict[str, object] = {}
     if model.experts:
-        experts = {
+        of_kinds = {
             "num_moe_experts": model.experts,
             "moe_router_topk": model.experts_per_token,
+            "moe_router_score_function": model.router_score,
+            "moe_router_enable_expert_bias": model.router_bias,
+            "moe_router_num_groups": model.router_groups or None,
+            "moe_router_group_topk": model.router_groups_per_token or None,
+            "moe_router_topk_scaling_factor": model.router_scale,
+            "moe_router_load_balancing_type": "none",
             "moe_ffn_hidden_size": model.expert_width,
             "moe_shared_expert_intermediate_size": model.shared_expert_ffn or None,
-            "moe_layer_freq": model.moe_every,
+            "moe_layer_freq": [int(Block.EXPERTS in kind) for kind in kinds],
             "moe_token_dispatcher_type": "alltoall",
-            "add_bias_linear": False,
         }
-    return TransformerConfig(
+    if model.kv_lora_rank is not None:
+        ranks = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        of_kinds |= {"multi_latent_attention": True, "rope_type": "rope", **{key: getattr(model, key) for key in ranks}}
+    kind_of_config = TransformerConfig if model.kv_lora_rank is None else MLATransformerConfig
+    return kind_of_config(
         **{
-            "num_layers": layers,
+            "num_layers": len(kinds),
             "hidden_size": model.hidden,
             "num_attention_heads": model.heads,
             "num_query_groups": model.key_heads,
@@ -294,6 +357,7 @@ def _config(model: Model, execution: Execution, layers: int) -> TransformerConfi
             "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
             "add_bias_linear": model.bias == "all",
             "add_qkv_bias": model.bias != "none",
+            "qk_layernorm": model.qk_norm,
             "hidden_dropout": model.dropout,
             "attention_dropout": model.dropout,
             "tensor_model_parallel_size": execution.tp,
@@ -312,6 +376,6 @@ def _config(model: Model, execution: Execution, layers: int) -> TransformerConfi
             "bias_dropout_fusion": execution.fused,
             "bias_activation_fusion": execution.fused and model.activation != "squared_relu",
             **recompute,
-            **experts,
+            **of_kinds,
         }
     )

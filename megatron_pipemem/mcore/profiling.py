@@ -12,16 +12,16 @@ import torch
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.model import Execution, Model, Passes
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.mcore.lone_stage import FIRST, LAST, MIDDLE, build_stage, lone_rank, run_stage
+from megatron_pipemem.mcore.lone_stage import FIRST, LAST, MIDDLE, build_stage, changes, lone_rank, run_stage
 from megatron_pipemem.planner.activations import gathered_bytes, message_bytes
 from megatron_pipemem.planner.profile import Part, Profile, from_formulas, speed
-from megatron_pipemem.runtime.activation_ledger import LedgerEntry
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.progress import doing
 
 
 def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats: int = 5) -> Profile:
-    """Run stages of one and two layers, with the embedding, with the head and without either, and take them apart.
+    """Run stages of one and two layers of every kind, with the embedding, with the head and without either, and take them
+    apart.
 
     Args:
         model: the shape.
@@ -39,41 +39,47 @@ def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats
         microbatches = 2 if fake else 1 + repeats
         gpu_norms = fake and cluster.backend == "nccl"
 
-        def part(role: int, layers: int) -> Part:
+        def part(role: int, *kinds: str) -> Part:
             name = ("the first", "a middle", "the last")[role]
-            with doing(
-                f"running {name} stage with {layers} layer{'s' if layers > 1 else ''}, {microbatches} microbatches"
-            ):
-                return _stage_part(model, execution, role, layers, microbatches=microbatches, gpu_norms=gpu_norms)
+            count = f"{len(kinds)} layer{'s' if len(kinds) > 1 else ''} {kinds[0]}"
+            with doing(f"running {name} stage with {count}, {microbatches} microbatches"):
+                return _stage_part(model, execution, role, kinds, microbatches=microbatches, gpu_norms=gpu_norms)
 
-        one, two, first, last = part(MIDDLE, 1), part(MIDDLE, 2), part(FIRST, 1), part(LAST, 1)
-        layer = end_layer = two - one
+        main = model.main_kind
+        twos = {kind: part(MIDDLE, kind, kind) for kind in dict.fromkeys(model.kinds)}
+        layers = {kind: two - part(MIDDLE, kind) for kind, two in twos.items()}
+        first, last = part(FIRST, main), part(LAST, main)
+        ends = layers
         if execution.attention == "unfused":
-            end_layer = part(FIRST, 2) - first
+            ends = {kind: part(FIRST, kind, kind) - part(FIRST, kind) for kind in twos}
     if fake:
         priced = from_formulas(model, execution, cluster)
-        optimizer, layer_seconds = priced.optimizer_seconds, priced.layer.seconds
+        optimizer, seconds = priced.optimizer_seconds, {kind: each.seconds for kind, each in priced.layers.items()}
         frames = {FIRST: priced.first.seconds, MIDDLE: priced.middle.seconds, LAST: priced.last.seconds}
     else:
-        optimizer = _optimizer_seconds(two.parameters, repeats)
+        optimizer = _optimizer_seconds(twos[main].parameters, repeats)
         # Half of two layers: a difference of two times would be noise where layers are small.
-        layer_seconds = two.seconds * 0.5
-        frames = {FIRST: _excess(first, layer_seconds), MIDDLE: Passes(), LAST: _excess(last, layer_seconds)}
-    # The modules that ran are Megatron's own.
-    grown = round(gathered_bytes(model, execution))
-    gathered = Part(memory={Kind.I: grown, Kind.W: -grown} if grown else {})
+        seconds = {kind: two.seconds * 0.5 for kind, two in twos.items()}
+        frames = {FIRST: _excess(first, seconds[main]), MIDDLE: Passes(), LAST: _excess(last, seconds[main])}
+
+    def timed(kind: str, layer: Part) -> Part:
+        # The modules that ran are Megatron's own.
+        grown = round(gathered_bytes(model, execution, kind))
+        gathered = Part(memory={Kind.I: grown, Kind.W: -grown} if grown else {})
+        return replace(layer, seconds=seconds[kind]) + gathered
+
     return Profile(
         model=model,
         execution=execution,
         source="fake tensors" if fake else "measured",
         device=speed(cluster) if fake else device_name(),
-        layer=replace(layer, seconds=layer_seconds) + gathered,
-        first=replace(first - end_layer, seconds=frames[FIRST]),
-        middle=replace(one - layer, seconds=frames[MIDDLE]),
-        last=replace(last - end_layer, seconds=frames[LAST]),
+        layers={kind: timed(kind, layer) for kind, layer in layers.items()},
+        first=replace(first - ends[main], seconds=frames[FIRST]),
+        middle=replace(twos[main] - layers[main] * 2, seconds=frames[MIDDLE]),
+        last=replace(last - ends[main], seconds=frames[LAST]),
         message_bytes=int(message_bytes(model, execution)),
         optimizer_seconds=optimizer,
-        end_layer=replace(end_layer, seconds=layer_seconds) + gathered if end_layer is not layer else None,
+        end_layers={kind: timed(kind, layer) for kind, layer in ends.items()} if ends is not layers else None,
     )
 
 
@@ -89,38 +95,20 @@ def _check(model: Model, execution: Execution, fake: bool) -> None:
             "attention over a sequence shared by context-parallel ranks needs those ranks: profile with cp 1, or count bytes "
             "of fused attention with --fake"
         )
-    if model.experts and model.moe_every > 1:
-        raise UnsupportedError("a model with dense and expert layers has no one layer to measure; use --formulas")
-    if model.experts and fake:
-        raise UnsupportedError(
-            "experts' shares of tokens depend on their values, and fake tensors have none; use --formulas"
-        )
 
 
 def _stage_part(
-    model: Model, execution: Execution, position: int, layers: int, microbatches: int, gpu_norms: bool
+    model: Model, execution: Execution, position: int, kinds: Sequence[str], microbatches: int, gpu_norms: bool
 ) -> Part:
-    stage = build_stage(model, execution, position, layers, gpu_norms)
+    stage = build_stage(model, execution, position, kinds, gpu_norms)
     seen = run_stage(stage, model, execution, position, microbatches)
-    # Of the second microbatch: the first one's may include what later ones share, like tables of rotations.
-    changes = _changes(seen.entries)
-    memory = {kind: change for kind, change in changes.items() if change}
+    memory = {kind: change for kind, change in changes(seen.entries).items() if change}
     seconds: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
     for traced in seen.actions:
         if traced.action.microbatch > 0:
             seconds[traced.action.kind].append(traced.end - traced.start)
     times = Passes(*(median(each) if each else 0.0 for each in seconds.values()))
     return Part(times, memory, seen.parameters)
-
-
-def _changes(entries: Sequence[LedgerEntry]) -> dict[Kind, int]:
-    """Return by how many bytes the actions of microbatch 1 changed what the stage holds."""
-    befores = (0, *(entry.bytes for entry in entries))
-    return {
-        entry.action.kind: entry.bytes - before
-        for before, entry in zip(befores, entries, strict=False)
-        if entry.action.microbatch == 1
-    }
 
 
 def _excess(part: Part, layer: Passes) -> Passes:

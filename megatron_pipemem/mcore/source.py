@@ -22,10 +22,10 @@ from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.vocabulary import check_placement
-from megatron_pipemem.schedule.families.serial_orders import forward_schedule
 from megatron_pipemem.schedule.features.vocabulary.passes import with_barriers
 from megatron_pipemem.schedule.knowledge import MEASURED, HostLink, Knowledge, MemoryDeltas, Shape
 from megatron_pipemem.schedule.model_cut import placements_of, searched
+from megatron_pipemem.schedule.one_by_one import forward_schedule
 from megatron_pipemem.schedule.options import AUTO, OFF
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.request import Request, check_devices_of_file

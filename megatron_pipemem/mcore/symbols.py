@@ -51,6 +51,11 @@ FORWARD_STEP = Symbol(
 )
 BACKWARD_STEP = Symbol(_SCHEDULES, "backward_step", ("input_tensor", "output_tensor", "output_tensor_grad", "config"))
 
+# Profiling with fake tensors tells how many tokens every expert gets.
+DISPATCH = Symbol(
+    "megatron.core.transformer.moe.token_dispatcher", "MoEAlltoAllTokenDispatcher.preprocess", ("routing_map",)
+)
+
 # Which rank a chunk belongs to, and building the chunks.
 RANK = Symbol(_PARALLEL_STATE, "get_pipeline_model_parallel_rank")
 IS_FIRST = Symbol(_PARALLEL_STATE, "is_pipeline_first_stage", ("ignore_virtual", "vp_stage"))

@@ -13,7 +13,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_pipemem.config.model import Execution, Model, groups_per_rank, padded_vocabulary, tokens
+from megatron_pipemem.config.model import (
+    Block,
+    Execution,
+    Model,
+    expert_visits,
+    groups_per_rank,
+    padded_vocabulary,
+    tokens,
+)
+from megatron_pipemem.planner.counts import matrices
 
 _SUM = 4  # bytes of a statistic, a softmax's sum, or a logit's exponential: always fp32
 
@@ -56,40 +65,39 @@ class Kept:
         return Kept(self.saved * factor, self.after_input * factor)
 
 
-def layer_tensors(model: Model, execution: Execution, experts: bool | None = None) -> tuple[Saved, ...]:
-    """Return what one layer would keep if nothing were recomputed.
+def layer_tensors(model: Model, execution: Execution, kind: str | None = None) -> tuple[Saved, ...]:
+    """Return what one layer would keep if nothing were recomputed, its input first.
 
     Args:
         model: its shape.
         execution: how a microbatch of it runs on one rank.
-        experts: whether the layer has experts; ``None`` says as the model's layers do.
+        kind: the blocks of the layer; by default as the model's first layer.
     """
-    experts = model.has_experts(0) if experts is None else experts
-    n, e, tp = tokens(model, execution), execution.element, execution.tp
-    between = n * model.hidden / execution.sequence_ranks  # what lies between tensor-parallel parts
-    statistics = n / execution.sequence_ranks * _SUM * (2 if model.norm == "layernorm" else 1)
-    heads = n * model.query_width / tp * e
-    found = [
-        Saved("input", between * e, "I"),
-        Saved("input norm's statistics", statistics, "I", "layernorm", statistic=True),
-        Saved("qkv projection's input", between * e, "W", "layernorm"),
-        Saved("attention's output", heads, "W"),
-        Saved("FFN norm's input", between * e, "I"),
-        Saved("FFN norm's statistics", statistics, "I", "layernorm", statistic=True),
-        Saved("FFN's input", between * e, "W", "layernorm"),
-        *_attention_tensors(model, execution),
-    ]
+    return tuple(each for block in kind or model.kinds[0] for each in _block_tensors(model, execution, Block(block)))
+
+
+def _block_tensors(model: Model, execution: Execution, block: Block) -> Iterable[Saved]:
+    if block is Block.MERGE:
+        yield from _merge_tensors(model, execution)
+        return
+    between = message_bytes(model, execution)
+    yield Saved("input", between, "I")
+    yield _statistics("norm's statistics", model, execution, "layernorm")
+    waits = block is not Block.EXPERTS or model.shared_expert_ffn  # the router's weight gradient does not
+    yield Saved("norm's output", between, "W" if waits else "I", "layernorm")
+    yield from _WITHIN[block](model, execution)
     if model.dropout:
-        found.append(Saved("dropout's masks", 2 * between, "I", "activation"))
-    return (
-        *found,
-        *(_expert_tensors(model, execution) if experts else _ffn_tensors(model, execution, model.ffn_width)),
-    )
+        yield Saved("dropout's mask", between / execution.element, "I", "activation")
+
+
+def _statistics(name: str, model: Model, execution: Execution, recompute: str | None = None) -> Saved:
+    rows = tokens(model, execution) / execution.sequence_ranks
+    return Saved(name, rows * _SUM * (2 if model.norm == "layernorm" else 1), "I", recompute, statistic=True)
 
 
 def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """List the tensors of attention's core. Queries, keys and values are views of the projection's output, which any of
-    them keeps whole.
+    """List the tensors of attention. Queries, keys and values are views of the projection's output, which any of them
+    keeps whole.
 
     Where there are fewer key heads than tensor-parallel ranks, every rank gathers the output of all of them to find its own.
     """
@@ -98,30 +106,70 @@ def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     heads, keys = (n * count * model.channels * e for count in (model.heads / tp, groups))
     output = n * model.qkv_width * e / (1 if model.key_heads < tp else tp)
     rotated = model.position == "rope"
+    yield Saved("attention's output", heads, "W")
     if rotated:
-        tables = 4 * n / execution.micro_batch * model.channels * e
-        yield Saved("tables of rotations", tables, "I")
-    if execution.attention == "unfused":
-        scores = n * model.sequence * model.heads / tp
-        yield Saved("softmax's output", scores * _SUM, "I", "core_attn")
-        if e != _SUM:
-            yield Saved("softmax's output, rounded", scores * e, "I", "core_attn")
-        yield Saved("causal mask", model.sequence**2, "I", "core_attn")  # a layer's own, but where the batch brings one
-        if model.dropout:
-            yield Saved("attention's dropout", scores * (1 + e), "I", "core_attn")
-        if model.heads / tp > groups and not execution.recomputes("core_attn"):
-            yield Saved("repeated keys and values", 2 * heads, "I")
-            # Of a single group they are a view of the projection's output.
-            views = groups == 1 and not rotated
-            yield Saved("queries", output if views else heads, "I")
-            return
-    else:
-        yield Saved("softmax's sums", n * model.heads / tp * _SUM, "I", "core_attn", statistic=True)
+        yield _rotations(model, execution, model.channels)
+    yield from _score_tensors(model, execution)
+    if model.qk_norm:
+        if groups > 1:  # of a single group they are a view
+            yield Saved("queries before their norm", heads, "I")
+        yield Saved("query and key norms' statistics", n * (model.heads / tp + groups) * _SUM, "I", statistic=True)
+    own = rotated or model.qk_norm  # queries and keys that are no views of the projection's output
+    if execution.attention == "unfused" and model.heads / tp > groups and not execution.recomputes("core_attn"):
+        yield Saved("repeated keys and values", 2 * heads, "I")
+        # Of a single group they are a view of the projection's output.
+        views = groups == 1 and not own
+        yield Saved("queries", output if views else heads, "I")
+        if model.qk_norm:
+            yield Saved("keys before their norm", output, "I")
+        return
     yield Saved("queries, keys and values", output, "I")
-    if rotated:
-        yield Saved("rotated queries and keys", heads + keys, "I")
+    if own:
+        yield Saved("rotated or normal queries and keys", heads + keys, "I")
     elif model.heads / tp > groups > 1:  # of a single group they are a view
         yield Saved("queries of all groups", heads, "I")
+
+
+def _rotations(model: Model, execution: Execution, channels: int) -> Saved:
+    return Saved("tables of rotations", 4 * model.sequence / execution.cp * channels * execution.element, "I")
+
+
+def _score_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
+    n, e, tp = tokens(model, execution), execution.element, execution.tp
+    if execution.attention == "flash":
+        yield Saved("softmax's sums", n * model.heads / tp * _SUM, "I", "core_attn", statistic=True)
+        return
+    scores = n * model.sequence * model.heads / tp
+    yield Saved("softmax's output", scores * _SUM, "I", "core_attn")
+    if e != _SUM:
+        yield Saved("softmax's output, rounded", scores * e, "I", "core_attn")
+    yield Saved("causal mask", model.sequence**2, "I", "core_attn")  # a layer's own, but where the batch brings one
+    if model.dropout:
+        yield Saved("attention's dropout", scores * (1 + e), "I", "core_attn")
+
+
+def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
+    """List the tensors of multi-head latent attention. The latents are whole on every rank, or split by sequence."""
+    n, e, tp = tokens(model, execution), execution.element, execution.tp
+    rows = n / execution.sequence_ranks * e
+    # Megatron's own layers gather the latents, and a rank's part of the queries' is a view of all of it.
+    gathered = n * e if execution.implementation == "local" else rows
+    positions = 0 if execution.sequence_parallel else model.qk_pos_emb_head_dim  # in one tensor with the latent
+    for name, rank, before in (
+        ("queries'", model.q_lora_rank or 0, gathered * (model.q_lora_rank or 0)),
+        ("keys' and values'", model.kv_lora_rank, rows * (model.kv_lora_rank + positions)),
+    ):
+        if rank and model.qk_norm:
+            yield Saved(f"{name} latent before its norm", before, "I")
+            yield _statistics(f"{name} latent's statistics", model, execution)
+        if rank:
+            yield Saved(f"{name} latent", rows * rank if model.qk_norm else before, "W")
+    yield _rotations(model, execution, model.qk_pos_emb_head_dim)
+    yield from _score_tensors(model, execution)
+    heads = n * model.heads / tp * e
+    yield Saved("queries and keys", 2 * heads * model.latent_query_channels, "I")
+    yield Saved("values", heads * model.v_head_dim, "I")
+    yield Saved("attention's output", heads * model.v_head_dim, "W")
 
 
 def _ffn_tensors(model: Model, execution: Execution, width: int) -> Iterable[Saved]:
@@ -133,49 +181,78 @@ def _ffn_tensors(model: Model, execution: Execution, width: int) -> Iterable[Sav
 
 
 def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    """List the tensors of experts, taken as evenly used: every rank computes as many tokens as it sends away."""
+    """List the tensors of experts. Tensor-parallel ranks gather the tokens of all of them, and cut the experts."""
     n, e = tokens(model, execution), execution.element
-    visits = n * model.experts_per_token
+    visits = n * expert_visits(model, execution)
     inner = visits * model.expert_width / execution.tp * e
-    yield Saved("router's weights", 2 * n * model.experts * _SUM, "I")
-    yield Saved("experts' inputs", visits * model.hidden / execution.sequence_ranks * e, "W")
+    yield Saved("router's choice", _router_bytes(model) * n / execution.sequence_ranks, "I")
+    yield Saved("experts' shares", visits * e, "I", statistic=True)
+    yield Saved("experts' inputs", visits * model.hidden * e, "W")
     yield Saved("experts' activation's input", inner * (model.projections - 1), "I", "mlp")
     yield Saved("experts' second projection's input", inner, "W", "activation")
-    yield Saved("experts' outputs", visits * model.hidden / execution.sequence_ranks * e, "I")
+    if not execution.fused:
+        yield Saved("experts' activation's output", inner * (3 if model.gated else 1), "I", "mlp")
     if model.shared_expert_ffn:
         yield from _ffn_tensors(model, execution, model.shared_expert_ffn)
 
 
-def layer_bytes(model: Model, execution: Execution, experts: bool | None = None) -> Kept:
+def _router_bytes(model: Model) -> float:
+    """Return the bytes per token of scores, of the experts chosen, and of the order that sorts tokens by them."""
+    chosen, index = model.experts_per_token, 8
+    sorting = index * (model.experts + chosen)
+    if model.router_score == "softmax":
+        return sorting + chosen * (index + _SUM)
+    mask = model.experts * (model.router_groups > 0)
+    return sorting + model.experts * _SUM + chosen * index + _SUM + mask
+
+
+def _mamba_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
+    return ()
+
+
+def _merge_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
+    return ()
+
+
+_WITHIN = {
+    Block.ATTENTION: _attention_tensors,
+    Block.LATENT_ATTENTION: _latent_tensors,
+    Block.FFN: lambda model, execution: _ffn_tensors(model, execution, model.ffn_width),
+    Block.EXPERTS: _expert_tensors,
+    Block.MAMBA: _mamba_tensors,
+}
+
+
+def layer_bytes(model: Model, execution: Execution, kind: str | None = None) -> Kept:
     """Return the bytes that one layer keeps, recomputation considered.
 
     Args:
         model: its shape.
         execution: how a microbatch of it runs on one rank.
-        experts: whether the layer has experts; ``None`` says as the model's layers do.
+        kind: the blocks of the layer; by default as the model's first layer.
     """
-    experts = model.has_experts(0) if experts is None else experts
-    tensors = layer_tensors(model, execution, experts)
+    kind = kind or model.kinds[0]
+    tensors = layer_tensors(model, execution, kind)
     after_input = sum(each.nbytes for each in tensors if each.needed == "W")
-    after_input += _gradient_bytes(model, execution, experts) + gathered_bytes(model, execution, experts)
+    after_input += _gradient_bytes(model, execution, kind) + gathered_bytes(model, execution, kind)
     return Kept(sum(each.nbytes for each in _kept(tensors, execution)), after_input)
 
 
-def moved_bytes(model: Model, execution: Execution, experts: bool | None = None) -> float:
+def moved_bytes(model: Model, execution: Execution, kind: str | None = None) -> float:
     """Return the bytes that offloading one layer moves each way: all it keeps but statistics and sums, which are few
     and stay.
 
     Args:
         model: its shape.
         execution: how a microbatch of it runs on one rank.
-        experts: whether the layer has experts; ``None`` says as the model's layers do.
+        kind: the blocks of the layer; by default as the model's first layer.
     """
-    return sum(each.nbytes for each in _kept(layer_tensors(model, execution, experts), execution) if not each.statistic)
+    return sum(each.nbytes for each in _kept(layer_tensors(model, execution, kind), execution) if not each.statistic)
 
 
 def _kept(tensors: Sequence[Saved], execution: Execution) -> list[Saved]:
     if execution.recompute == "full":
-        return [each for each in tensors if each.name == "input"]
+        return [tensors[0]]
     modules = set(execution.recompute_modules) if execution.recompute == "selective" else set()
     if "mlp" in modules:
         modules.add("activation")
@@ -188,7 +265,8 @@ def head_bytes(model: Model, execution: Execution) -> Kept:
     between = n * model.hidden / execution.sequence_ranks * execution.element
     statistics = n / execution.sequence_ranks * _SUM * (2 if model.norm == "layernorm" else 1)
     logits = n * padded_vocabulary(model, execution.tp) / execution.tp
-    return Kept(2 * between + statistics + logits * _SUM, between + logits * execution.element)
+    once = Kept(between + statistics, 0.0)
+    return once + Kept(between + logits * _SUM, between + logits * execution.element) * model.heads_of_output
 
 
 def embedding_bytes(model: Model, execution: Execution) -> Kept:
@@ -202,18 +280,21 @@ def message_bytes(model: Model, execution: Execution) -> float:
     return tokens(model, execution) * model.hidden / execution.sequence_ranks * execution.element
 
 
-def _gradient_bytes(model: Model, execution: Execution, experts: bool) -> float:
-    """Return gradients of the outputs of all linear layers, which wait with their inputs for W."""
-    n, e, tp = tokens(model, execution), execution.element, execution.tp
-    inner = (model.projections - 1) * (
-        model.experts_per_token * model.expert_width + model.shared_expert_ffn if experts else model.ffn_width
+def _gradient_bytes(model: Model, execution: Execution, kind: str) -> float:
+    """Return gradients of the outputs of all linear layers, which wait with their inputs for W.
+
+    Sequence parallelism gathers the gradients of what it scatters, hence all channels of them.
+    """
+    widths = sum(
+        each.width(execution.tp) * each.visits
+        for block in kind
+        for each in matrices(model, execution, block)
+        if each.waits
     )
-    outputs = model.experts_per_token if experts else 1
-    # Sequence parallelism gathers the gradients of what it scatters, hence all of hidden.
-    return e * n * ((model.qkv_width + inner) / tp + model.hidden * (1 + outputs))
+    return execution.element * tokens(model, execution) * widths
 
 
-def gathered_bytes(model: Model, execution: Execution, experts: bool | None = None) -> float:
+def gathered_bytes(model: Model, execution: Execution, kind: str | None = None) -> float:
     """Return by how much the inputs of one layer's linear layers grow in I, where they wait for W.
 
     With sequence parallelism a layer whose output is cut gets a part of the sequence and computes on all of it. Transformer
@@ -222,11 +303,14 @@ def gathered_bytes(model: Model, execution: Execution, experts: bool | None = No
     Args:
         model: its shape.
         execution: how a microbatch of it runs on one rank.
-        experts: whether the layer has experts; ``None`` says as the model's layers do.
+        kind: the blocks of the layer; by default as the model's first layer.
     """
     if execution.implementation != "transformer_engine" or not execution.sequence_parallel:
         return 0.0
-    experts = model.has_experts(0) if experts is None else experts
-    layers = 1 + (model.shared_expert_ffn > 0 if experts else 1)  # experts get their tokens from a dispatcher
-    whole = tokens(model, execution) * model.hidden * execution.element
-    return layers * whole * (1 - 1 / execution.sequence_ranks)
+    inputs = sum(
+        each.inputs
+        for block in kind or model.kinds[0]
+        for each in matrices(model, execution, block)
+        if each.cut == "columns" and each.copies == 1  # experts get their tokens from a dispatcher
+    )
+    return inputs * tokens(model, execution) * execution.element * (1 - 1 / execution.sequence_ranks)

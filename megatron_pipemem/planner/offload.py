@@ -10,7 +10,6 @@ from dataclasses import replace
 from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import MemoryCapError, UnsupportedError
-from megatron_pipemem.planner.activations import moved_bytes
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.step import Step, price
 from megatron_pipemem.schedule.core.action import Kind
@@ -40,8 +39,7 @@ def offload_step(
     """
     step = price(run, placement, layers, pace)
     host, sharing = run.cluster.host, run.cluster.sharing(0)
-    per_layer = moved_bytes(run.model, run.execution)
-    moved = tuple(per_layer * count for count in step.layers)
+    moved = step.moved
     # Devices that share a switch take turns, so that one sends while another receives.
     channel = Channel(
         offload=tuple(nbytes / (host.d2h_gb_per_s * host.duplex * 1e9) for nbytes in moved),

@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_pipemem.config.cluster import Cluster, HostChannel
-from megatron_pipemem.config.model import Execution, Model, layer_flops
+from megatron_pipemem.config.model import Execution, Model
 from megatron_pipemem.planner.activations import moved_bytes
+from megatron_pipemem.planner.counts import layer_flops
 
 CHEAP = ("layernorm", "activation")
 """What is cheaper to compute again than to move."""
@@ -24,7 +25,7 @@ def offload_ratio(
     flops: float,
     channel: HostChannel,
     sharing: int = 1,
-    experts: bool | None = None,
+    kind: str | None = None,
     seconds: float | None = None,
 ) -> float:
     """Return k of one layer.
@@ -35,12 +36,13 @@ def offload_ratio(
         flops: per second that the device achieves.
         channel: between device and host.
         sharing: devices that use the channel at the same time.
-        experts: whether the layer is a mixture of experts.
+        kind: the blocks of the layer; by default those of most layers.
         seconds: of the layer's F, I and W where they were measured; otherwise they follow from ``flops``.
     """
+    kind = kind or model.main_kind
     if seconds is None:
-        seconds = layer_flops(model, execution, experts).total / flops
-    moved = moved_bytes(model, execution, experts)
+        seconds = layer_flops(model, execution, kind).total / flops
+    moved = moved_bytes(model, execution, kind)
     return channel.round_trip_seconds(moved, sharing) / seconds
 
 

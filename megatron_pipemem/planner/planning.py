@@ -387,9 +387,8 @@ def _configured(group: Group, order: Order) -> Run:
     choice = replace(group.run.schedule, name=order.name if group.run.parallelism.pp > 1 else STOCK)
     if group.variant is not None:
         choice = group.variant.choice(choice)
-    flags = {key: value for key, value in group.run.megatron.items() if key.replace("_", "-") not in layout.FLAGS}
-    stages = group.step.placement.model_stages
-    if group.step.layers != layout.even(group.run.model.layers, stages):
-        flags[layout.FLAG] = layout.written(group.step.layers)
+    cuts = (*layout.FLAGS, layout.PATTERN)
+    flags = {key: value for key, value in group.run.megatron.items() if key.replace("_", "-") not in cuts}
+    flags |= layout.flags(group.run.model, group.step.layers)
     cut = replace(group.run.parallelism, chunks=order.chunks)
     return replace(group.run, parallelism=cut, schedule=choice, megatron=flags)

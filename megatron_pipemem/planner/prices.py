@@ -23,20 +23,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import Any
 
 from megatron_pipemem.config.cluster import Cluster, Link
 from megatron_pipemem.config.model import (
+    Block,
     Execution,
     Model,
     Passes,
-    embedding_parameters,
+    expert_visits,
     groups_per_rank,
-    head_flops,
-    head_parameters,
-    layer_flops,
-    layer_parameters,
     padded_vocabulary,
     tokens,
 )
@@ -46,6 +44,17 @@ from megatron_pipemem.planner.activations import (
     head_bytes,
     layer_bytes,
     layer_tensors,
+    moved_bytes,
+)
+from megatron_pipemem.planner.counts import (
+    core_flops,
+    embedding_parameters,
+    expert_parameters,
+    head_flops,
+    head_parameters,
+    layer_flops,
+    layer_parameters,
+    matrices,
 )
 
 _HALF_WAVE = 2**20  # results: half of some 120 multiprocessors times a tile of 128 x 128
@@ -64,6 +73,7 @@ class Price:
         communication: seconds of them in tensor-, context- and expert-parallel messages.
         again: seconds of I that recompute.
         kept: bytes of activations.
+        moved: bytes of them that offload moves each way.
         parameters: on the rank.
         experts: of them, those of experts, which fewer ranks share the optimizer of.
     """
@@ -72,8 +82,18 @@ class Price:
     communication: Passes = Passes()
     again: float = 0.0
     kept: Kept = Kept()
+    moved: float = 0.0
     parameters: int = 0
     experts: int = 0
+
+    def __add__(self, other: Price) -> Price:
+        return Price(*(mine + its for mine, its in zip(self._values(), other._values(), strict=True)))
+
+    def __mul__(self, count: int) -> Price:
+        return Price(*(mine * count for mine in self._values()))
+
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, each.name) for each in fields(self))
 
 
 @dataclass(frozen=True)
@@ -91,31 +111,32 @@ def each_pass(function: Callable[..., float], *passes: Passes) -> Passes:
 
 @lru_cache(maxsize=1024)
 def layer(
-    model: Model, execution: Execution, cluster: Cluster, experts: bool = False, pace: Passes = _AS_MODELLED
+    model: Model, execution: Execution, cluster: Cluster, kind: str | None = None, pace: Passes = _AS_MODELLED
 ) -> Price:
-    """Price one transformer layer.
+    """Price one layer.
 
     Args:
         model: its shape.
         execution: how a microbatch of it runs on one rank.
         cluster: speeds and links of the machines.
-        experts: whether the layer has experts.
+        kind: the blocks of the layer; by default as the model's first layer.
         pace: how many times as long as modelled F, I and W take.
     """
-    flops = layer_flops(model, execution, experts)
-    plain = layer_flops(model, replace(execution, recompute="none"), experts)
-    touched = sum(each.nbytes for each in layer_tensors(model, execution, experts))
+    kind = kind or model.kinds[0]
+    flops = layer_flops(model, execution, kind)
+    plain = layer_flops(model, replace(execution, recompute="none"), kind)
+    touched = sum(each.nbytes for each in layer_tensors(model, execution, kind))
     moving = 2 * touched / (cluster.memory_gb_per_s * 1e9)
-    messages = _layer_messages(model, execution, cluster, experts)
+    messages = _layer_messages(model, execution, cluster, kind)
     everything_again = execution.recompute == "full"
     communication = Passes(messages, messages * (2 if everything_again else 1), 0.0)
     again = (flops.input - plain.input) / cluster.flops + everything_again * moving
     if execution.recompute == "selective":
         # What is made again is written, from about as much that is read.
-        dropped = layer_bytes(model, replace(execution, recompute="none"), experts).saved
-        dropped -= layer_bytes(model, execution, experts).saved
+        dropped = layer_bytes(model, replace(execution, recompute="none"), kind).saved
+        dropped -= layer_bytes(model, execution, kind).saved
         again += 2 * max(0.0, dropped) / (cluster.memory_gb_per_s * 1e9)
-    tails = _tails(model, execution, experts)
+    tails = _tails(model, execution, kind)
     computing = (plain + tails) * (1 / cluster.flops) + Passes(moving, 2 * moving)
     if everything_again:
         again += tails.forward / cluster.flops
@@ -125,9 +146,10 @@ def layer(
         seconds=computing + Passes(messages, messages + again),
         communication=communication,
         again=again,
-        kept=layer_bytes(model, execution, experts),
-        parameters=layer_parameters(model, execution, experts),
-        experts=_expert_parameters(model, execution) if experts else 0,
+        kept=layer_bytes(model, execution, kind),
+        moved=moved_bytes(model, execution, kind),
+        parameters=layer_parameters(model, execution, kind),
+        experts=expert_parameters(model, execution, kind),
     )
 
 
@@ -154,7 +176,8 @@ def embedding(model: Model, execution: Execution, cluster: Cluster) -> Price:
 
 @lru_cache(maxsize=1024)
 def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _AS_MODELLED) -> Price:
-    """Price final norm, output layer and loss. The logits are read and written in fp32 twice in F and once in I.
+    """Price final norm, output layer and loss, of the predictions of all depths. The logits are read and written in fp32
+    twice in F and once in I.
 
     Args:
         model: its shape.
@@ -164,10 +187,11 @@ def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _A
     """
     flops = head_flops(model, execution)
     between = tokens(model, execution) * model.hidden * execution.element
-    moving = 2 * logit_bytes(model, execution) / (cluster.memory_gb_per_s * 1e9)
-    messages = all_reduce(between, execution.tp, cluster.link(execution.tp))
+    depths = model.heads_of_output
+    moving = 2 * depths * logit_bytes(model, execution) / (cluster.memory_gb_per_s * 1e9)
+    messages = depths * all_reduce(between, execution.tp, cluster.link(execution.tp))
     computing = each_pass(operator.mul, flops * (1 / cluster.flops) + Passes(2 * moving, moving), pace)
-    sums = 3 * all_reduce(tokens(model, execution) * _LOGIT, execution.tp, cluster.link(execution.tp))
+    sums = depths * 3 * all_reduce(tokens(model, execution) * _LOGIT, execution.tp, cluster.link(execution.tp))
     gathered = messages / 2 if execution.sequence_parallel else 0.0
     communication = Passes(gathered + sums, messages / 2 if execution.sequence_parallel else messages)
     return Price(
@@ -176,6 +200,35 @@ def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _A
         kept=head_bytes(model, execution),
         parameters=head_parameters(model, execution),
     )
+
+
+def ahead(model: Model, execution: Execution, cluster: Cluster, pace: MeasuredSlowdown | None = None) -> Price:
+    """Price all layers of multi-token prediction, which stand on one stage. They look up embeddings, so that stage has a
+    copy of the embedding.
+
+    Args:
+        model: its shape.
+        execution: how a microbatch of it runs on one rank.
+        cluster: speeds and links of the machines.
+        pace: how many times as long as modelled passes take; ``None`` for as long.
+    """
+    pace = pace or MeasuredSlowdown()
+    layers = model.all_kinds[model.layers :]
+    if not layers:
+        return Price()
+    own = layer(model, execution, cluster, layers[0], pace.layer) + embedding(model, execution, cluster)
+    return own * len(layers) + Price(parameters=embedding_parameters(model, execution) * (1 - len(layers)))
+
+
+def last(model: Model, execution: Execution, cluster: Cluster) -> Price:
+    """Price what stands behind the layers where nothing else is said: multi-token prediction and the head.
+
+    Args:
+        model: its shape.
+        execution: how a microbatch of it runs on one rank.
+        cluster: speeds and links of the machines.
+    """
+    return ahead(model, execution, cluster) + head(model, execution, cluster)
 
 
 def logit_bytes(model: Model, execution: Execution) -> float:
@@ -210,38 +263,38 @@ def all_reduce(nbytes: float, ranks: int, link: Link) -> float:
     return 2 * gather(nbytes, ranks, link)
 
 
-def _tails(model: Model, execution: Execution, experts: bool) -> Passes:
+def _tails(model: Model, execution: Execution, kind: str) -> Passes:
     """Return FLOPs that the time of half-empty waves would be enough for: inner dimensions of all products of a layer,
-    summed.
+    summed. An expert's products count once: they are computed in groups.
     """
     tp, n = execution.tp, tokens(model, execution)
-    width = model.expert_width if experts else model.ffn_width
-    into = (model.projections - 1) * width / tp
-    inner = (model.hidden, model.query_width / tp, model.hidden, width / tp)
-    gradients = (model.qkv_width / tp, model.hidden, into, model.hidden)
-    return Passes(sum(inner), sum(gradients), len(inner) * n) * (2 * _HALF_WAVE)
+    products = [each for block in kind for each in matrices(model, execution, block) if each.waits]
+    forward, backward = sum(each.depth(tp) for each in products), sum(each.width(tp) for each in products)
+    return Passes(forward, backward, len(products) * n) * (2 * _HALF_WAVE)
 
 
-def _layer_messages(model: Model, execution: Execution, cluster: Cluster, experts: bool) -> float:
+def _layer_messages(model: Model, execution: Execution, cluster: Cluster, kind: str) -> float:
     """Return the seconds in F, and as many in I."""
+    return sum(_block_messages(model, execution, cluster, Block(block)) for block in kind)
+
+
+def _block_messages(model: Model, execution: Execution, cluster: Cluster, block: Block) -> float:
     n, e, tp = tokens(model, execution), execution.element, execution.tp
-    seconds = 2 * all_reduce(n * model.hidden * e, tp, cluster.link(tp))
-    if model.key_heads < tp:  # every rank gathers queries, keys and values of all heads, and scatters their gradients
-        seconds += gather(n * model.qkv_width * e, tp, cluster.link(tp))
-    if execution.cp > 1:
-        keys = 2 * n * groups_per_rank(model, execution) * model.channels * e
+    link = cluster.link(tp)
+    seconds = all_reduce(n * model.hidden * e, tp, link)
+    keys = 2 * n * groups_per_rank(model, execution) * model.channels * e
+    if block is Block.ATTENTION and model.key_heads < tp:
+        # Every rank gathers queries, keys and values of all heads, and scatters their gradients.
+        seconds += gather(n * model.qkv_width * e, tp, link)
+    if block is Block.LATENT_ATTENTION:
+        keys = n * model.heads / tp * (model.latent_query_channels + model.v_head_dim) * e
+        if execution.implementation == "local":  # the latents' ranks are cut, and gathered
+            width = (model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim
+            seconds += gather(n * width * e, tp, link)
+    if block in (Block.ATTENTION, Block.LATENT_ATTENTION) and execution.cp > 1:
         ring = cluster.link(execution.cp, tp).seconds(keys) * (execution.cp - 1)
-        core = 4 * n * model.sequence * model.query_width / tp / cluster.flops
-        seconds += max(0.0, ring - core)
-    if experts and execution.ep > 1:
-        visits = n * model.experts_per_token * model.hidden / execution.sequence_ranks * e
+        seconds += max(0.0, ring - core_flops(model, execution, block) / cluster.flops)
+    if block is Block.EXPERTS and execution.ep > 1:
+        visits = n * expert_visits(model, execution) * model.hidden / execution.sequence_ranks * e
         seconds += 2 * gather(visits, execution.ep, cluster.link(execution.ep, tp))
     return seconds
-
-
-def _expert_parameters(model: Model, execution: Execution) -> int:
-    """Return the number of parameters of one layer's experts on one rank: what more expert parallelism would take away
-    from it.
-    """
-    here, halved = (layer_parameters(model, replace(execution, ep=ep), True) for ep in (execution.ep, 2 * execution.ep))
-    return 2 * (here - halved)

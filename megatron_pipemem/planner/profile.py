@@ -9,8 +9,10 @@ every way to cut the model. Profiles come from formulas (`from_formulas`), or fr
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +26,7 @@ from megatron_pipemem.planner.activations import message_bytes
 from megatron_pipemem.planner.prices import MeasuredSlowdown, Price
 from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.brief import shortened
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 
@@ -101,45 +104,50 @@ class Profile:
         source: where bytes and parameters are from. Measured seconds are of computing alone; ``formulas`` and ``fake tensors``
             come with the seconds of ``planner.prices``, which add tensor-, context- and expert-parallel messages.
         device: what was measured, or the speed that formulas were given.
-        layer: one layer.
+        layers: one layer of every kind that the model has.
         first: the frame of the stage with the embedding.
         middle: of a stage in between.
-        last: of the stage with the head.
+        last: of the stage with the head, and with multi-token prediction.
         message_bytes: of one microbatch between two stages.
         optimizer_seconds: of one step, per parameter.
         bandwidths: to the host, where they were measured.
-        end_layer: a layer of the first and the last stage, where it is another: there unfused attention gets its mask from the
-            batch, elsewhere every layer makes and keeps one.
+        end_layers: likewise of the first and the last stage, where they differ: there unfused attention gets its mask from
+            the batch, elsewhere every layer makes and keeps one.
     """
 
     model: Model
     execution: Execution
     source: Source
     device: str
-    layer: Part
+    layers: dict[str, Part]
     first: Part
     middle: Part
     last: Part
     message_bytes: float
     optimizer_seconds: float
     bandwidths: Bandwidths | None = None
-    end_layer: Part | None = None
+    end_layers: dict[str, Part] | None = None
 
-    def stage(self, index: int, num_stages: int, layers: int) -> Part:
+    @property
+    def layer(self) -> Part:
+        """The layer that the model has most of."""
+        return self.layers[self.model.main_kind]
+
+    def stage(self, index: int, num_stages: int, kinds: Sequence[str]) -> Part:
         """Return what a stage costs.
 
         Args:
             index: of the stage in the pipeline, from 0.
             num_stages: of the pipeline.
-            layers: of the stage.
+            kinds: of the stage's layers.
         """
         if num_stages == 1:
             frame = self.first + self.last - self.middle
             frame = Part(frame.seconds, {k: v for k, v in frame.memory.items() if k in _COMPUTED}, frame.parameters)
         else:
             frame = self.first if index == 0 else self.last if index == num_stages - 1 else self.middle
-        at_end = index in (0, num_stages - 1)
-        return frame + (self.end_layer if at_end and self.end_layer else self.layer) * layers
+        layers = self.end_layers if index in (0, num_stages - 1) and self.end_layers else self.layers
+        return sum((layers[kind] * count for kind, count in Counter(kinds).items()), frame)
 
     def costs(self, layers: Sequence[int], link: Link | None = None, placement: Placement | None = None) -> Costs:
         """Return seconds and bytes of a pipeline, for its simulator, searches and ``--pipemem-costs``.
@@ -155,17 +163,18 @@ class Profile:
         """
         if sum(layers) != self.model.layers or min(layers) < 0:
             raise ConfigError(f"stages of {list(layers)} layers are not the {self.model.layers} of the model")
-        stages = [self.stage(index, len(layers), count) for index, count in enumerate(layers)]
+        kinds, ends = self.model.kinds, list(accumulate(layers))
+        stages = [self.stage(i, len(layers), kinds[ends[i] - count : ends[i]]) for i, count in enumerate(layers)]
         for index in range(1, len(stages) if placement is not None else 0):
             if placement.devices[index - 1] == placement.devices[index]:
                 stages[index - 1 : index + 1] = _handing_over(*stages[index - 1 : index + 1])
-        kinds = dict.fromkeys(kind for stage in stages for kind in stage.memory)
+        actions = dict.fromkeys(kind for stage in stages for kind in stage.memory)
         return Costs(
             tuple(stage.seconds.forward for stage in stages),
             tuple(stage.seconds.input for stage in stages),
             tuple(stage.seconds.weight for stage in stages),
             0.0 if link is None else link.seconds(self.message_bytes),
-            {kind: tuple(stage.memory.get(kind, 0.0) for stage in stages) for kind in kinds},
+            {kind: tuple(stage.memory.get(kind, 0.0) for stage in stages) for kind in actions},
         )
 
     def slowdown(self, cluster: Cluster) -> MeasuredSlowdown:
@@ -182,8 +191,8 @@ class Profile:
             return prices.each_pass(operator.truediv, part.seconds, computing)
 
         return MeasuredSlowdown(
-            layer=longer(self.layer, prices.layer(self.model, self.execution, cluster, self.model.has_experts(0))),
-            head=longer(self.last, prices.head(self.model, self.execution, cluster)),
+            layer=longer(self.layer, prices.layer(self.model, self.execution, cluster, self.model.main_kind)),
+            head=longer(self.last, prices.last(self.model, self.execution, cluster)),
         )
 
     def to_json(
@@ -218,8 +227,13 @@ class Profile:
             if not isinstance(whole, dict) or not isinstance(whole.get("profile"), dict):
                 raise ConfigError("it lacks an object under the key 'profile'")
             check_magnitudes(whole["profile"])
-            of_the_file = ("layers_per_stage", "offload_ratio")
-            return typed({key: value for key, value in whole["profile"].items() if key not in of_the_file}, cls)
+            apart = ("layers_per_stage", "offload_ratio", "layers", "end_layers")
+            own = {key: value for key, value in whole["profile"].items() if key not in apart}
+            kinds = {key: _kinds(whole["profile"], key) for key in ("layers", "end_layers")}
+            found = typed({**own, "layers": {}}, cls)
+            if missing := set(found.model.kinds) - set(kinds["layers"] or ()):
+                raise ConfigError(f"lacks the model's layers of kind {min(missing)!r}", key="layers")
+            return replace(found, **kinds)
         except ConfigError as error:
             where = "" if error.key is None else f"profile.{error.key}: "
             raise ConfigError(f"holds no profile of `pipemem profile`: {where}{error.message}", file=path) from error
@@ -232,7 +246,7 @@ def from_formulas(model: Model, execution: Execution, cluster: Cluster) -> Profi
     """Return the profile that the planner's prices make, of which nothing was run.
 
     Args:
-        model: the shape; every layer counts as its first.
+        model: the shape.
         execution: how it runs.
         cluster: its speeds and links make seconds of FLOPs and bytes.
     """
@@ -246,13 +260,29 @@ def from_formulas(model: Model, execution: Execution, cluster: Cluster) -> Profi
         execution=execution,
         source="formulas",
         device=speed(cluster),
-        layer=_priced(prices.layer(model, execution, cluster, model.has_experts(0))),
+        layers={kind: _priced(prices.layer(model, execution, cluster, kind)) for kind in dict.fromkeys(model.kinds)},
         first=_priced(prices.embedding(model, execution, cluster)) + behind,
         middle=before + behind,
-        last=_priced(prices.head(model, execution, cluster)) + before,
+        last=_priced(prices.last(model, execution, cluster)) + before,
         message_bytes=message,
         optimizer_seconds=prices.adam_seconds(cluster),
     )
+
+
+def _kinds(profile: dict[str, Any], key: str) -> dict[str, Part] | None:
+    """Return the layers of every kind, as a file says."""
+    given = profile.get(key)
+    if given is None:
+        return None
+    if not isinstance(given, dict):
+        raise ConfigError(f"is {shortened(given)}; give a mapping of kinds to their costs", key=key)
+    found = {}
+    for kind, part in given.items():
+        try:
+            found[kind] = typed(part, Part)
+        except ConfigError as error:
+            raise ConfigError(error.message, key=".".join(filter(None, (key, kind, error.key)))) from error
+    return found
 
 
 def speed(cluster: Cluster) -> str:

@@ -125,8 +125,12 @@ def _impossible(run: Run) -> str | None:
     except ConfigError as error:
         return f"{error.key} {error.message}"
     if execution.recompute == "selective":
-        everything = layer_bytes(run.model, replace(execution, recompute="none")).saved
-        if layer_bytes(run.model, execution).saved > everything * (1 - _LEAST_SAVED):
+        kinds = Counter(run.model.all_kinds).items()
+        everything, kept = (
+            sum(layer_bytes(run.model, each, kind).saved * count for kind, count in kinds)
+            for each in (replace(execution, recompute="none"), execution)
+        )
+        if kept > everything * (1 - _LEAST_SAVED):
             return f"recomputing {', '.join(execution.recompute_modules)} saves next to nothing here"
     return None
 

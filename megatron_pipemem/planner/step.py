@@ -25,13 +25,15 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.model import Execution, Model, Passes, model_flops
+from megatron_pipemem.config.model import Execution, Model, Passes
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.planner.activations import Kept, layer_bytes, message_bytes
+from megatron_pipemem.planner.counts import model_flops
 from megatron_pipemem.planner.prices import (
     MeasuredSlowdown,
     Price,
     adam_seconds,
+    ahead,
     all_reduce,
     embedding,
     gather,
@@ -56,7 +58,8 @@ class Step:
 
     Args:
         placement: of the stages.
-        layers: of every stage of one replica of the model.
+        layers: pieces of every stage of one replica of the model.
+        moved: bytes that offloading a microbatch's activations moves each way, per stage.
         costs: seconds of F, I and W, bytes, messages.
         weights: per device, bytes of one version of the parameters.
         static: per device, bytes that are there all the time.
@@ -71,6 +74,7 @@ class Step:
 
     placement: Placement
     layers: tuple[int, ...]
+    moved: tuple[float, ...]
     costs: Costs
     weights: tuple[float, ...]
     static: tuple[float, ...]
@@ -118,15 +122,20 @@ class _Cut:
         return self.dp * self.execution.cp
 
     def parts(self) -> list[Price]:
-        """Return the price of every layer, in order."""
-        return [
-            layer(self.model, self.execution, self.cluster, self.model.has_experts(index), self.pace.layer)
-            for index in range(self.model.layers)
-        ]
+        """Return the price of every piece of the model, in order."""
+        layers = [layer(self.model, self.execution, self.cluster, kind, self.pace.layer) for kind in self.model.kinds]
+        return [*layers, self.ahead()][: self.model.pieces]
+
+    def ahead(self) -> Price:
+        """Return the price of multi-token prediction."""
+        return ahead(self.model, self.execution, self.cluster, self.pace)
 
     def ends(self) -> tuple[Price, Price]:
-        """Return what stands before and behind the layers: embedding and head, unless all devices share them."""
-        return (Price(), Price()) if self.shared_ends else self.vocabulary()
+        """Return what stands before and behind the pieces: embedding and head, unless all devices share them; and a hybrid
+        model's multi-token prediction, which its pattern puts on the last stage.
+        """
+        first, last = (Price(), Price()) if self.shared_ends else self.vocabulary()
+        return first, last + self.ahead() if self.model.pattern is not None else last
 
     def share(self, devices: int) -> list[Price]:
         """Return the price of embedding and head on every device, where all share them. Their messages are the
@@ -150,7 +159,8 @@ class _Cut:
         )
 
     def everything(self) -> list[Price]:
-        return [*self.parts(), *self.vocabulary()]
+        """Return the prices of all that a model consists of."""
+        return [*self.parts(), *replace(self, shared_ends=False).ends()]
 
     def static(self, part: Price) -> float:
         """Return the bytes of parameters, gradients and optimizer on one rank."""
@@ -177,7 +187,7 @@ def price(
     Args:
         run: model, cluster, parallelism, recompute; its schedule's order does not matter here.
         placement: of the stages.
-        layers: of every stage of one replica of the model; by default the planner's own partition.
+        layers: pieces of every stage of one replica of the model; by default the planner's own partition.
         pace: what was measured; by default all is as the formulas say.
         shared_ends: every device holds an equal share of embedding and head; what they take is not in the costs then.
 
@@ -211,6 +221,11 @@ def balanced(cut: _Cut, placement: Placement) -> tuple[int, ...]:
 
     parts = cut.parts()
     first, last = cut.ends()
+    stays = (
+        cut.shared_ends and len(parts) > cut.model.layers
+    )  # where the head is cut, its stage is multi-token prediction's
+    if stays:
+        last = parts.pop()
     loads = Loads(
         seconds=[part.seconds.total for part in parts],
         first=first.seconds.total,
@@ -221,7 +236,8 @@ def balanced(cut: _Cut, placement: Placement) -> tuple[int, ...]:
         last_bytes=cut.static(last) + last.kept.saved,
     )
     # Every replica is cut alike, and both of its ways run over all devices.
-    return partition(loads, placement if placement.replicas == 1 else Placement.linear(placement.num_devices))
+    counts = partition(loads, placement if placement.replicas == 1 else Placement.linear(placement.num_devices))
+    return (*counts[:-1], counts[-1] + stays)
 
 
 @lru_cache(maxsize=1024)
@@ -253,6 +269,7 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> Step:
     return Step(
         placement=placement,
         layers=layers,
+        moved=tuple(sum(part.moved for part in stage) for stage in stages),
         costs=costs,
         weights=tuple(cut.execution.element * sum(part.parameters for part in device) for device in held),
         static=tuple(sum(cut.static(part) for part in device) for device in held),
@@ -285,7 +302,8 @@ def _buffers(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> tuple[
     model, execution = cut.model, cut.execution
     whole = 0.0
     if execution.recompute == "full":
-        whole = layer_bytes(model, replace(execution, recompute="none")).saved
+        plain = replace(execution, recompute="none")
+        whole = max(layer_bytes(model, plain, kind).saved for kind in dict.fromkeys(model.all_kinds))
     per_stage = 2 * _MESSAGES_IN_FLIGHT * message_bytes(model, execution) * (placement.num_devices > 1)
     return tuple(
         per_stage * len(owned)

@@ -12,18 +12,17 @@ from megatron_pipemem.schedule.core.simulator import Timeline
 
 SUFFIXES = (".png", ".svg", ".html", ".json")
 
-__all__ = ["SUFFIXES", "TerminalTimeline", "save_comparison", "save_timeline", "terminal_timeline"]
-
-
-def terminal_timeline(timeline: Timeline, beside: Sequence[Timeline] = ()) -> TerminalTimeline:
-    """Return a rich renderable: ``Console().print(terminal_timeline(timeline))``. Runs in ``beside`` share its time
-    axis.
-    """
-    return TerminalTimeline(timeline, beside)
+__all__ = ["SUFFIXES", "TerminalTimeline", "save_comparison", "save_timeline"]
 
 
 def save_timeline(timeline: Timeline, path: str | Path) -> Path:
-    """Draw one run with its held memory; the suffix of ``path`` chooses PNG, SVG, HTML or a Perfetto trace (``.json``).
+    """Draw one run with its held memory; otherwise as ``save_comparison``."""
+    return save_comparison([timeline], path)
+
+
+def save_comparison(timelines: Sequence[Timeline], path: str | Path) -> Path:
+    """Draw runs under one another on one time axis; the suffix of ``path`` chooses PNG, SVG, HTML or a Perfetto trace
+    (``.json``).
 
     Folders are made as needed. Returns the path.
 
@@ -31,15 +30,6 @@ def save_timeline(timeline: Timeline, path: str | Path) -> Path:
         UnsupportedError: the suffix is none of these, or matplotlib is missing.
         OutputError: the file cannot be written.
     """
-    return _save([timeline], path)
-
-
-def save_comparison(timelines: Sequence[Timeline], path: str | Path) -> Path:
-    """Draw several runs under one another on one time axis. Otherwise as ``save_timeline``."""
-    return _save(timelines, path)
-
-
-def _save(timelines: Sequence[Timeline], path: str | Path) -> Path:
     path = Path(path)
     check_suffix(path, SUFFIXES, "a picture")
     if path.suffix == ".json":
@@ -52,4 +42,4 @@ def _save(timelines: Sequence[Timeline], path: str | Path) -> Path:
         return write_whole(path, page(timelines))
     from megatron_pipemem.report import figure
 
-    return write_picture(lambda: figure.draw(timelines), path, ", or write .html instead")
+    return write_picture(lambda: figure.draw(timelines), path, "a picture", ", or write .html instead")

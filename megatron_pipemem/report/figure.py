@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING
 from megatron_pipemem.report.axis import GAP, LEFT, RIGHT, Windows, both_ends, cut_out, page, points_per_second
 from megatron_pipemem.report.figure_rows import HELD, HELD_EDGE, LIMIT, QUIET, PicturedRun, draw_run
 from megatron_pipemem.report.picture import style
-from megatron_pipemem.report.timeline import (
-    IDLE,
-    KIND_NAMES,
-    TRANSFER_COLOURS,
-    TRANSFER_NAMES,
-    colour,
-    common_end,
-    headline,
-    legend,
-)
+from megatron_pipemem.report.timeline import IDLE, KIND_NAMES, TRANSFER_COLOURS, TRANSFER_NAMES, common_end
 from megatron_pipemem.schedule.core.action import VOCABULARY, Kind
 from megatron_pipemem.schedule.core.simulator import Timeline
 
@@ -92,7 +83,7 @@ def _panels(
 
 
 def _title(run: PicturedRun, first: PicturedRun) -> str:
-    text = headline(run.timeline)
+    text = run.headline
     if run is first or not first.timeline.makespan:
         return text
     change = run.timeline.makespan / first.timeline.makespan - 1
@@ -124,11 +115,10 @@ def _add_legend(figure: Figure, runs: Sequence[PicturedRun]) -> None:
     from matplotlib.patches import Patch
 
     shades: dict[Kind, list[str]] = {}
-    for run in sorted(runs, key=lambda run: -run.timeline.schedule.placement.num_chunks):
-        num_chunks = run.timeline.schedule.placement.num_chunks
-        for kind in dict(legend(run.timeline)):
-            chunks = range(1 if kind in VOCABULARY else num_chunks)
-            shades.setdefault(kind, [colour(kind, chunk, num_chunks) for chunk in chunks])
+    for run in sorted(runs, key=lambda run: -run.num_chunks):
+        for kind in dict(run.legend):
+            chunks = range(1 if kind in VOCABULARY else run.num_chunks)
+            shades.setdefault(kind, [run.colour(kind, chunk) for chunk in chunks])
     entries: dict[str, object] = {
         f"{kind} {name}": tuple(Patch(facecolor=shade) for shade in shades[kind])
         for kind, name in KIND_NAMES.items()

@@ -16,32 +16,34 @@ from megatron_pipemem.report.timeline import (
     KIND_NAMES,
     TRANSFER_COLOURS,
     TRANSFER_NAMES,
-    awaited,
-    boxes,
-    colour,
+    DrawnRun,
     common_end,
-    headline,
-    host_transfers,
     ink,
-    legend,
-    legend_name,
-    memory_text,
 )
 from megatron_pipemem.schedule.core.simulator import Timeline
 
 
 def page(timelines: Sequence[Timeline]) -> str:
     """Return the page as text. It loads nothing from elsewhere."""
-    # "</" would end the script element that holds the data.
-    data = json.dumps(_data(timelines), separators=(",", ":"), ensure_ascii=False, allow_nan=False).replace(
-        "</", "<\\/"
-    )
-    in_units = any(timeline.costs.memory is None for timeline in timelines)
+    runs = [DrawnRun(timeline) for timeline in timelines]
+    # Runs in bytes have one scale, and those in units another, on which 1 is seen.
+    tops = {
+        kind: max((run.timeline.peak for run in runs if run.in_units is kind), default=0.0) for kind in (True, False)
+    }
+    tops = {True: max(tops[True], 1.0), False: tops[False] or 1.0}
+    data = {
+        "kinds": {kind.value: name for kind, name in KIND_NAMES.items()},
+        "idle": IDLE,
+        "shared": common_end(timelines),
+        "runs": [_data(run, 1.12 * tops[run.in_units]) for run in runs],
+    }
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    in_units = any(run.in_units for run in runs)
     parts = {
         "@TITLE@": escape(", ".join(timeline.schedule.name for timeline in timelines)),
-        "@FACTS@": escape("; ".join(map(headline, timelines))) + ".",
+        "@FACTS@": escape("; ".join(run.headline for run in runs)) + ".",
         "@UNITS@": " Memory is in activation units: 1 (dashed) is the peak of 1F1B." if in_units else "",
-        "@DATA@": data,
+        "@DATA@": text.replace("</", "<\\/"),  # "</" would end the script element that holds the data
         "@STYLE@": _part("page.css"),
         "@SCRIPT@": _part("page.js"),
     }
@@ -52,46 +54,27 @@ def _part(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _data(timelines: Sequence[Timeline]) -> dict[str, object]:
-    tops = {False: 0.0, True: 0.0}
-    for timeline in timelines:
-        in_bytes = timeline.costs.memory is not None
-        tops[in_bytes] = max(tops[in_bytes], timeline.peak)
-    tops[False] = max(tops[False], 1.0)
-    return {
-        "kinds": {kind.value: name for kind, name in KIND_NAMES.items()},
-        "idle": IDLE,
-        "shared": common_end(timelines),
-        "runs": [_run(timeline, 1.12 * (tops[timeline.costs.memory is not None] or 1.0)) for timeline in timelines],
-    }
-
-
-def _run(timeline: Timeline, top: float) -> dict[str, object]:
-    rows = boxes(timeline)
-    needed = awaited(timeline, rows)
-    num_chunks = timeline.schedule.placement.num_chunks
-    lanes = host_transfers(timeline) or ((),) * len(rows)
-    pairs = legend(timeline)
-    shades = [(colour(kind, chunk, num_chunks), ink(colour(kind, chunk, num_chunks))) for kind, chunk in pairs]
+def _data(run: DrawnRun, top: float) -> dict[str, object]:
+    timeline, rows, pairs = run.timeline, run.rows, run.legend
+    lanes = run.host_transfers or ((),) * len(rows)
+    shades = [(shade, ink(shade)) for shade in (run.colour(*pair) for pair in pairs)]
     shade_of = {pair: place for place, pair in enumerate(pairs)}
     index = {box.action: place for place, box in enumerate(box for row in rows for box in row)}
     return {
         "name": timeline.schedule.name,
-        "title": headline(timeline),
+        "title": run.headline,
         "facts": (
             f"Makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g}, messages "
-            f"{timeline.messages}, peak {memory_text(timeline.peak, timeline)}."
+            f"{timeline.messages}, peak {run.memory_text(timeline.peak)}."
         ),
         "pieces": timeline.schedule.pieces,
         "makespan": timeline.makespan,
-        "bytes": timeline.costs.memory is not None,
-        "limit": 1 if timeline.costs.memory is None else None,
+        "bytes": not run.in_units,
+        "limit": 1 if run.in_units else None,
         "top": top,
         "peaks": timeline.peaks,
         "shades": shades,
-        "legend": [
-            (legend_name(kind, chunk, num_chunks), *shade) for (kind, chunk), shade in zip(pairs, shades, strict=True)
-        ]
+        "legend": [(run.legend_name(*pair), *shade) for pair, shade in zip(pairs, shades, strict=True)]
         + [
             (name, TRANSFER_COLOURS[kind], ink(TRANSFER_COLOURS[kind]))
             for kind, name in TRANSFER_NAMES.items()
@@ -108,7 +91,7 @@ def _run(timeline: Timeline, top: float) -> dict[str, object]:
                 "start": [_short(box.start) for box in row],
                 "end": [_short(box.end) for box in row],
                 "held": [_short(box.held) for box in row],
-                "from": [index[source.action] if (source := needed.get(box.action)) else -1 for box in row],
+                "from": [index[source.action] if (source := run.awaited.get(box.action)) else -1 for box in row],
             }
             for row, lane in zip(rows, lanes, strict=True)
         ],

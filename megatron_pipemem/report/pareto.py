@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.files import check_suffix
-from megatron_pipemem.report.picture import SUFFIXES, axes_for_points, write_picture
+from megatron_pipemem.report.picture import axes_for_points, write_picture
 from megatron_pipemem.report.tables import FittingTable
 
 if TYPE_CHECKING:
@@ -81,11 +80,7 @@ def save_pareto(
         UnsupportedError: the suffix is neither, there are no points, or matplotlib is missing.
         OutputError: the file cannot be written.
     """
-    path = Path(path)
-    check_suffix(path, SUFFIXES, "bubble against peak")
-    if not points:
-        raise UnsupportedError("no schedule is left to draw; ask for fewer conditions")
-    return write_picture(lambda: draw(points, bound, title), path)
+    return write_picture(lambda: draw(points, bound, title), path, "bubble against peak")
 
 
 def draw(points: Sequence[Point], bound: Sequence[tuple[float, float]] = (), title: str = "") -> Figure:
@@ -102,6 +97,8 @@ def draw(points: Sequence[Point], bound: Sequence[tuple[float, float]] = (), tit
 
     from megatron_pipemem.report.labels import Label, add_labels
 
+    if not points:
+        raise UnsupportedError("no schedule is left to draw; ask for fewer conditions")
     axes = axes_for_points(
         (11, 6.4), title, "peak memory of the fullest device (activation units, 1F1B = 1)", "bubble rate"
     )

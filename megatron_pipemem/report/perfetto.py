@@ -10,15 +10,7 @@ import json
 from collections.abc import Sequence
 from itertools import count
 
-from megatron_pipemem.report.timeline import (
-    KIND_NAMES,
-    TRANSFER_NAMES,
-    boxes,
-    headline,
-    held_steps,
-    host_transfers,
-    messages,
-)
+from megatron_pipemem.report.timeline import KIND_NAMES, TRANSFER_NAMES, DrawnRun, held_steps
 from megatron_pipemem.schedule.core.action import MEMORY
 from megatron_pipemem.schedule.core.simulator import Timeline
 
@@ -39,67 +31,46 @@ def to_json(timelines: Sequence[Timeline]) -> str:
 
 
 def _process_events(process: int, timeline: Timeline, flow_ids: count[int]) -> list[dict[str, object]]:
-    rows = boxes(timeline)
-    unit = "units" if timeline.costs.memory is None else "bytes"
+    run = DrawnRun(timeline)
+    rows, unit = run.rows, "units" if run.in_units else "bytes"
     events: list[dict[str, object]] = [
-        {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": headline(timeline)}}
+        {"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": run.headline}}
     ]
+
+    def name_track(number: int, name: str) -> None:
+        track = {"pid": process, "tid": number}
+        events.append({"ph": "M", "name": "thread_name", **track, "args": {"name": name}})
+        events.append({"ph": "M", "name": "thread_sort_index", **track, "args": {"sort_index": number}})
+
+    def add_slice(number: int, name: str, category: str, times: tuple[float, float], **told: object) -> None:
+        start, end = times
+        track = {"pid": process, "tid": number, "ts": start * _MICROSECONDS, "dur": (end - start) * _MICROSECONDS}
+        events.append({"ph": "X", "name": name, "cat": category, **track, "args": told})
+
     for device, row in enumerate(rows):
-        track = {"pid": process, "tid": device}
-        events.append({"ph": "M", "name": "thread_name", **track, "args": {"name": f"device {device}"}})
-        events.append({"ph": "M", "name": "thread_sort_index", **track, "args": {"sort_index": device}})
+        name_track(device, f"device {device}")
         for box in row:
-            if box.action.kind in MEMORY:
-                continue
-            events.append(
-                {
-                    "ph": "X",
-                    "name": f"PP:{box.action}",
-                    "cat": KIND_NAMES[box.action.kind],
-                    **track,
-                    "ts": box.start * _MICROSECONDS,
-                    "dur": box.seconds * _MICROSECONDS,
-                    "args": {
-                        "stage": box.action.stage,
-                        "chunk": box.chunk,
-                        "microbatch": box.action.microbatch,
-                        f"held after ({unit})": box.held,
-                    },
-                }
-            )
+            if box.action.kind not in MEMORY:
+                what = {"stage": box.action.stage, "chunk": box.chunk, "microbatch": box.action.microbatch}
+                held_after = {f"held after ({unit})": box.held}
+                name, category = f"PP:{box.action}", KIND_NAMES[box.action.kind]
+                add_slice(device, name, category, (box.start, box.end), **what, **held_after)
         for time, held in held_steps(row):
-            name = f"held by device {device}"
-            events.append({"ph": "C", "name": name, **track, "ts": time * _MICROSECONDS, "args": {unit: held}})
-    for device, lane in enumerate(host_transfers(timeline)):
-        if not lane:
-            continue
-        track = {"pid": process, "tid": len(rows) + device}
-        events.append({"ph": "M", "name": "thread_name", **track, "args": {"name": f"copies of device {device}"}})
-        events.append({"ph": "M", "name": "thread_sort_index", **track, "args": {"sort_index": len(rows) + device}})
+            counter = {"ph": "C", "name": f"held by device {device}", "pid": process, "tid": device}
+            events.append({**counter, "ts": time * _MICROSECONDS, "args": {unit: held}})
+    for device, lane in enumerate(run.host_transfers):
+        if lane:
+            name_track(len(rows) + device, f"copies of device {device}")
         for copy in lane:
-            events.append(
-                {
-                    "ph": "X",
-                    "name": str(copy.action),
-                    "cat": TRANSFER_NAMES[copy.action.kind],
-                    **track,
-                    "ts": copy.start * _MICROSECONDS,
-                    "dur": (copy.end - copy.start) * _MICROSECONDS,
-                    "args": {"stage": copy.action.stage, "microbatch": copy.action.microbatch},
-                }
-            )
+            what = {"stage": copy.action.stage, "microbatch": copy.action.microbatch}
+            category = TRANSFER_NAMES[copy.action.kind]
+            add_slice(len(rows) + device, str(copy.action), category, (copy.start, copy.end), **what)
     if timeline.collectives:
-        track = {"pid": process, "tid": 2 * len(rows)}
-        events.append({"ph": "M", "name": "thread_name", **track, "args": {"name": "collectives"}})
-        events.append({"ph": "M", "name": "thread_sort_index", **track, "args": {"sort_index": 2 * len(rows)}})
-        origin = min(spans[0][0] for spans in timeline.spans if spans)
-        for kind, microbatch, start, end in timeline.collectives:
-            times = {"ts": (start - origin) * _MICROSECONDS, "dur": (end - start) * _MICROSECONDS}
-            name = f"PP:{kind}{microbatch}"
-            events.append(
-                {"ph": "X", "name": name, "cat": "collective", **track, **times, "args": {"microbatch": microbatch}}
-            )
-    for message, flow in zip(messages(timeline, rows), flow_ids, strict=False):
+        name_track(2 * len(rows), "collectives")
+    for kind, microbatch, start, end in timeline.collectives:
+        times = (start - run.origin, end - run.origin)
+        add_slice(2 * len(rows), f"PP:{kind}{microbatch}", "collective", times, microbatch=microbatch)
+    for message, flow in zip(run.messages, flow_ids, strict=False):
         for phase, box in (("s", message.producer), ("f", message.consumer)):
             # An arrow belongs to the slice that encloses its time: the middle is inside for certain.
             middle = (box.start + box.end) / 2 * _MICROSECONDS

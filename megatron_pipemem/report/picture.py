@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.files import whole_file
+from megatron_pipemem.files import check_suffix, whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,18 +28,21 @@ _STYLE = {
 _DPI = 150
 
 
-def write_picture(draw: Callable[[], Figure], path: Path, instead: str = "") -> Path:
+def write_picture(draw: Callable[[], Figure], path: str | Path, what: str, instead: str = "") -> Path:
     """Draw, and write PNG or SVG by the suffix of ``path``. The same drawing always gives the same bytes.
 
     Args:
         draw: makes the picture.
-        path: of the file.
+        path: of the file. Folders are made as needed.
+        what: is drawn, for the error's sentence.
         instead: what to do without matplotlib but to install it, for the error's sentence.
 
     Raises:
-        UnsupportedError: matplotlib, or what it needs, is missing.
+        UnsupportedError: the suffix is neither, or matplotlib, or what it needs, is missing.
         OutputError: it cannot be written.
     """
+    path = Path(path)
+    check_suffix(path, SUFFIXES, what)
     try:
         with style():
             figure = draw()

@@ -9,19 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.style import Style
 from rich.text import Text
 
-from megatron_pipemem.report.timeline import (
-    KIND_NAMES,
-    Box,
-    HostTransfer,
-    boxes,
-    colour,
-    common_end,
-    headline,
-    host_transfers,
-    ink,
-    legend,
-    memory_text,
-)
+from megatron_pipemem.report.timeline import KIND_NAMES, Box, DrawnRun, HostTransfer, common_end, ink
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.simulator import Timeline
 
@@ -47,11 +35,12 @@ class TerminalTimeline:
     beside: Sequence[Timeline] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        timeline, rows, lanes = self.timeline, boxes(self.timeline), host_transfers(self.timeline)
+        timeline, drawn = self.timeline, DrawnRun(self.timeline)
+        rows, lanes = drawn.rows, drawn.host_transfers
         runs = (timeline, *self.beside)
         margin = max(len(f"device {run.schedule.num_devices - 1} ") for run in runs)
-        peaks = [f" {memory_text(peak, timeline)}" for peak in timeline.peaks]
-        widest = max(len(f" {memory_text(peak, run)}") for run in runs for peak in run.peaks)
+        peaks = [f" {drawn.memory_text(peak)}" for peak in timeline.peaks]
+        widest = max(len(f" {DrawnRun(run).memory_text(peak)}") for run in runs for peak in run.peaks)
         header = "peak"
         room = max(10, options.max_width - margin - max(len(header) + 1, widest) - 2)
         shared = [run for run in runs if run.makespan <= common_end(runs)]
@@ -60,18 +49,18 @@ class TerminalTimeline:
         if timeline not in shared:
             scale, squeezed = _columns_per_second([timeline], room)
         width = min(room, max(1, round(timeline.makespan * scale)))
-        yield Text(headline(timeline), style="bold")
+        yield Text(drawn.headline, style="bold")
         yield Text(" " * (margin + width + 2) + f" {header}", style="dim", no_wrap=True)
         for device, (row, peak) in enumerate(zip(rows, peaks, strict=True)):
             line = Text(f"device {device}".ljust(margin) + "|", no_wrap=True, overflow="crop")
-            line.append_text(_cells(row, scale, width, timeline.schedule.placement.num_chunks, squeezed))
+            line.append_text(_cells(drawn, row, scale, width, squeezed))
             line.append("|" + peak)
             yield line
             if device < len(lanes) and lanes[device]:
                 yield _lane(lanes[device], scale, width, margin)
         end = f"{timeline.makespan:.6g}"
         yield Text(" " * (margin + 1) + "0" + end.rjust(width - 1), style="dim", no_wrap=True, overflow="crop")
-        yield _legend(timeline)
+        yield _legend(drawn)
         if scale != common:
             yield Text(
                 f"own time axis: a column is as long as {common / scale:.3g} of the others",
@@ -97,7 +86,7 @@ def _columns_per_second(timelines: Sequence[Timeline], room: int) -> tuple[float
     return (min(cell, _MAX_CELL) / shortest, False) if cell else (room / longest, True)
 
 
-def _cells(row: tuple[Box, ...], scale: float, width: int, num_chunks: int, squeezed: bool) -> Text:
+def _cells(drawn: DrawnRun, row: tuple[Box, ...], scale: float, width: int, squeezed: bool) -> Text:
     text = Text()
     owners = _owners(row, scale, width)
     column = 0
@@ -108,7 +97,7 @@ def _cells(row: tuple[Box, ...], scale: float, width: int, num_chunks: int, sque
         if box is None:
             text.append(" " * (column - first))
             continue
-        background = colour(box.action.kind, box.chunk, num_chunks)
+        background = drawn.colour(box.action.kind, box.chunk)
         text.append(_label(box, column - first, squeezed), Style(color=ink(background), bgcolor=background))
     return text
 
@@ -149,14 +138,13 @@ def _label(box: Box, width: int, squeezed: bool) -> str:
     return (full if len(full) <= width else letter[:width]).ljust(width, "-")
 
 
-def _legend(timeline: Timeline) -> Text:
-    num_chunks = timeline.schedule.placement.num_chunks
+def _legend(drawn: DrawnRun) -> Text:
     entries = []
-    for kind in dict(legend(timeline)):
-        shade = colour(kind, 0, num_chunks)
+    for kind in dict(drawn.legend):
+        shade = drawn.colour(kind, 0)
         entries.append(Text(f" {kind} {KIND_NAMES[kind]} ", Style(color=ink(shade), bgcolor=shade)))
-    if num_chunks > 1:
+    if drawn.num_chunks > 1:
         entries.append(Text("lower case: later chunk", style="dim"))
-    if any(timeline.transfers):
+    if any(drawn.timeline.transfers):
         entries.append(Text("> copy to the host, < copy back", style="dim"))
     return Text("  ").join(entries)

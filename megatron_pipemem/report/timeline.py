@@ -6,11 +6,12 @@ A measured run is a ``Timeline``, too: the same schedule with the spans of its t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from megatron_pipemem.schedule.core.action import VOCABULARY, Action, Kind
 from megatron_pipemem.schedule.core.dependencies import Dependencies
-from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, held_after
 from megatron_pipemem.schedule.core.walk import NEVER
 
@@ -104,47 +105,6 @@ def common_end(timelines: Sequence[Timeline]) -> float:
     return max(end for end in ends if end <= 2 * ends[(len(ends) - 1) // 2])
 
 
-def boxes(timeline: Timeline) -> tuple[tuple[Box, ...], ...]:
-    """Return one row of boxes per device, in order. What vocabulary parallelism does in no time has none; what it takes
-    or gives back shows in the box that follows.
-    """
-    schedule, costs = timeline.schedule, timeline.costs
-    placement = schedule.placement
-    changes = costs.memory_changes(placement, schedule.recomputed)
-    unit = costs.memory_unit(placement) / schedule.pieces
-    chunk = {stage: index for stages in placement.stages for index, stage in enumerate(stages)}
-    origin = _origin(timeline)
-
-    def chunk_of(action: Action) -> int:
-        return 0 if action.kind in VOCABULARY else chunk[action.stage]
-
-    return tuple(
-        tuple(
-            Box(action, device, chunk_of(action), start - origin, end - origin, held * unit)
-            for action, (start, end), held in zip(order, spans, held_after(order, changes), strict=True)
-            if end > start or action.kind not in VOCABULARY
-        )
-        for device, (order, spans) in enumerate(zip(schedule.orders, timeline.spans, strict=True))
-    )
-
-
-def host_transfers(timeline: Timeline) -> tuple[tuple[HostTransfer, ...], ...]:
-    """Return per device its copies that take time, in the order in which they were issued."""
-    origin = _origin(timeline)
-    return tuple(
-        tuple(
-            HostTransfer(action, device, start - origin, end - origin)
-            for action, start, end in transfers
-            if end > start
-        )
-        for device, transfers in enumerate(timeline.transfers)
-    )
-
-
-def _origin(timeline: Timeline) -> float:
-    return min((spans[0][0] for spans in timeline.spans if spans), default=0.0)
-
-
 def held_steps(row: tuple[Box, ...]) -> list[tuple[float, float]]:
     """``(time, held)`` wherever a device's held memory changes: what an action takes counts from its start, what it
     gives back from its end. Memory handed straight on from one action to the next makes no step."""
@@ -159,74 +119,6 @@ def held_steps(row: tuple[Box, ...]) -> list[tuple[float, float]]:
         elif box.held < before:
             steps.append((box.end, box.held))
     return steps
-
-
-def messages(timeline: Timeline, rows: tuple[tuple[Box, ...], ...]) -> Iterator[Message]:
-    """Yield every message between two devices, collectives left out, by its consumer's place in ``rows`` (of
-    ``boxes``).
-    """
-    found = Dependencies.of_schedule(timeline.schedule)
-    by_action = {box.action: box for row in rows for box in row}
-    for action, waits in zip(found.actions, found.graph.waits, strict=True):
-        consumer = by_action.get(action)
-        if consumer is None or action.kind in VOCABULARY:
-            continue
-        for needed, _ in waits:
-            # What a window shows may need what ran before it.
-            producer = None if needed == NEVER else by_action.get(found.actions[needed])
-            if producer is not None:
-                yield Message(producer, consumer)
-
-
-def awaited(timeline: Timeline, rows: tuple[tuple[Box, ...], ...]) -> dict[Action, Box]:
-    """Return, for every action that needs another device's result, whose it is, and of several the one that ends last."""
-    latest: dict[Action, Box] = {}
-    for producer, consumer in messages(timeline, rows):
-        known = latest.get(consumer.action)
-        if known is None or producer.end > known.end:
-            latest[consumer.action] = producer
-    return latest
-
-
-def bubbles(timeline: Timeline, rows: tuple[tuple[Box, ...], ...]) -> tuple[tuple[Bubble, ...], ...]:
-    """Return the idle times of every device from the run's start to its end, in order."""
-    producers = awaited(timeline, rows)
-    least = 1e-9 * (timeline.makespan or 1)
-    found = []
-    for device, row in enumerate(rows):
-        now, idle = 0.0, []
-        for box in row:
-            if box.start - now > least:
-                idle.append(Bubble(device, now, box.start, box, producers.get(box.action)))
-            now = max(now, box.end)
-        if timeline.makespan - now > least:
-            idle.append(Bubble(device, now, timeline.makespan, None, None))
-        found.append(tuple(idle))
-    return tuple(found)
-
-
-def legend(timeline: Timeline) -> list[tuple[Kind, int]]:
-    """Return the ``(kind, chunk)`` pairs that occur, kinds in the order of ``KIND_NAMES``."""
-    chunk_of = {stage: index for stages in timeline.schedule.placement.stages for index, stage in enumerate(stages)}
-    used = {
-        (action.kind, 0 if action.kind in VOCABULARY else chunk_of[action.stage])
-        for order, spans in zip(timeline.schedule.orders, timeline.spans, strict=True)
-        for action, (start, end) in zip(order, spans, strict=True)
-        if end > start or action.kind not in VOCABULARY
-    }
-    return [pair for kind in KIND_NAMES for pair in sorted(pair for pair in used if pair[0] is kind)]
-
-
-def legend_name(kind: Kind, chunk: int, num_chunks: int) -> str:
-    """Return what a legend calls a kind of action, for example ``F forward, chunk 1``.
-
-    Args:
-        kind: of the action.
-        chunk: of its stage on the device, from 0.
-        num_chunks: per device.
-    """
-    has_chunks = num_chunks > 1 and kind not in VOCABULARY
-    return f"{kind} {KIND_NAMES[kind]}" + (f", chunk {chunk}" if has_chunks else "")
 
 
 def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
@@ -247,22 +139,130 @@ def ink(background: str) -> str:
     return "#000000" if 0.30 * red + 0.59 * green + 0.11 * blue > 0.52 else "#ffffff"
 
 
-def headline(timeline: Timeline) -> str:
-    """Return a run in one line, for example ``v-half: p=8, m=33, bubble 7.9%, peak 0.625``."""
-    schedule = timeline.schedule
-    return (
-        f"{schedule.name}{_vocabulary(schedule)}: p={schedule.num_devices}, m={schedule.num_microbatches}, "
-        f"bubble {timeline.bubble_rate:.1%}, peak {memory_text(timeline.peak, timeline)}"
-    )
+@dataclass(frozen=True)
+class DrawnRun:
+    """A timeline with what pictures of it are made of."""
 
+    timeline: Timeline
 
-def _vocabulary(schedule: Schedule) -> str:
-    barriers = schedule.vocabulary_barriers
-    return f" with vocabulary passes ({barriers} barrier{'s' if barriers > 1 else ''})" if barriers else ""
+    @property
+    def num_chunks(self) -> int:
+        return self.timeline.schedule.placement.num_chunks
 
+    @property
+    def in_units(self) -> bool:
+        """Whether memory is in activation units, and not in bytes."""
+        return self.timeline.costs.memory is None
 
-def memory_text(held: float, timeline: Timeline) -> str:
-    """Write activation units as they are (1F1B's first device peaks at 1), bytes in GiB or MiB."""
-    if timeline.costs.memory is None:
-        return f"{held:.4g}"
-    return f"{held / 2**30:.3g} GiB" if held >= 2**30 else f"{held / 2**20:.3g} MiB"
+    @cached_property
+    def origin(self) -> float:
+        """The first start of the run."""
+        return min((spans[0][0] for spans in self.timeline.spans if spans), default=0.0)
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Box, ...], ...]:
+        """One row of boxes per device, in order. What vocabulary parallelism does in no time has none; what it takes or gives
+        back shows in the box that follows.
+        """
+        schedule, costs, origin = self.timeline.schedule, self.timeline.costs, self.origin
+        placement = schedule.placement
+        changes = costs.memory_changes(placement, schedule.recomputed)
+        unit = costs.memory_unit(placement) / schedule.pieces
+        chunk = {stage: index for stages in placement.stages for index, stage in enumerate(stages)}
+
+        def chunk_of(action: Action) -> int:
+            return 0 if action.kind in VOCABULARY else chunk[action.stage]
+
+        return tuple(
+            tuple(
+                Box(action, device, chunk_of(action), start - origin, end - origin, held * unit)
+                for action, (start, end), held in zip(order, spans, held_after(order, changes), strict=True)
+                if end > start or action.kind not in VOCABULARY
+            )
+            for device, (order, spans) in enumerate(zip(schedule.orders, self.timeline.spans, strict=True))
+        )
+
+    @cached_property
+    def host_transfers(self) -> tuple[tuple[HostTransfer, ...], ...]:
+        """Per device its copies that take time, in the order in which they were issued."""
+        return tuple(
+            tuple(
+                HostTransfer(action, device, start - self.origin, end - self.origin)
+                for action, start, end in transfers
+                if end > start
+            )
+            for device, transfers in enumerate(self.timeline.transfers)
+        )
+
+    @property
+    def messages(self) -> Iterator[Message]:
+        """Every message between two devices, collectives left out, by its consumer's place in ``rows``."""
+        found = Dependencies.of_schedule(self.timeline.schedule)
+        by_action = {box.action: box for row in self.rows for box in row}
+        for action, waits in zip(found.actions, found.graph.waits, strict=True):
+            consumer = by_action.get(action)
+            if consumer is None or action.kind in VOCABULARY:
+                continue
+            for needed, _ in waits:
+                # What a window shows may need what ran before it.
+                producer = None if needed == NEVER else by_action.get(found.actions[needed])
+                if producer is not None:
+                    yield Message(producer, consumer)
+
+    @cached_property
+    def awaited(self) -> dict[Action, Box]:
+        """For every action that needs another device's result, whose it is, and of several the one that ends last."""
+        latest: dict[Action, Box] = {}
+        for producer, consumer in self.messages:
+            known = latest.get(consumer.action)
+            if known is None or producer.end > known.end:
+                latest[consumer.action] = producer
+        return latest
+
+    @cached_property
+    def bubbles(self) -> tuple[tuple[Bubble, ...], ...]:
+        """The idle times of every device from the run's start to its end, in order."""
+        makespan = self.timeline.makespan
+        least = 1e-9 * (makespan or 1)
+        found = []
+        for device, row in enumerate(self.rows):
+            now, idle = 0.0, []
+            for box in row:
+                if box.start - now > least:
+                    idle.append(Bubble(device, now, box.start, box, self.awaited.get(box.action)))
+                now = max(now, box.end)
+            if makespan - now > least:
+                idle.append(Bubble(device, now, makespan, None, None))
+            found.append(tuple(idle))
+        return tuple(found)
+
+    @cached_property
+    def legend(self) -> list[tuple[Kind, int]]:
+        """The ``(kind, chunk)`` pairs that occur, kinds in the order of ``KIND_NAMES``."""
+        used = {(box.action.kind, box.chunk) for row in self.rows for box in row}
+        return [pair for kind in KIND_NAMES for pair in sorted(pair for pair in used if pair[0] is kind)]
+
+    def legend_name(self, kind: Kind, chunk: int) -> str:
+        """Return what a legend calls a kind of action, for example ``F forward, chunk 1``."""
+        has_chunks = self.num_chunks > 1 and kind not in VOCABULARY
+        return f"{kind} {KIND_NAMES[kind]}" + (f", chunk {chunk}" if has_chunks else "")
+
+    def colour(self, kind: Kind, chunk: int) -> str:
+        """Return ``#rrggbb`` of a chunk's action."""
+        return colour(kind, chunk, self.num_chunks)
+
+    @property
+    def headline(self) -> str:
+        """The run in one line, for example ``v-half: p=8, m=33, bubble 7.9%, peak 0.625``."""
+        schedule, barriers = self.timeline.schedule, self.timeline.schedule.vocabulary_barriers
+        passes = f" with vocabulary passes ({barriers} barrier{'s' if barriers > 1 else ''})" if barriers else ""
+        return (
+            f"{schedule.name}{passes}: p={schedule.num_devices}, m={schedule.num_microbatches}, "
+            f"bubble {self.timeline.bubble_rate:.1%}, peak {self.memory_text(self.timeline.peak)}"
+        )
+
+    def memory_text(self, held: float) -> str:
+        """Write activation units as they are (1F1B's first device peaks at 1), bytes in GiB or MiB."""
+        if self.in_units:
+            return f"{held:.4g}"
+        return f"{held / 2**30:.3g} GiB" if held >= 2**30 else f"{held / 2**20:.3g} MiB"

@@ -11,13 +11,69 @@ from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
-from megatron_pipemem.schedule.families.serial_orders import serial_schedule
 from megatron_pipemem.schedule.features.offload import with_recompute
 from megatron_pipemem.schedule.features.vocabulary.passes import with_barriers
 from megatron_pipemem.schedule.knowledge import Knowledge
 from megatron_pipemem.schedule.options import OFF
 from megatron_pipemem.schedule.request import Request
 from megatron_pipemem.schedule.search.problem import better_full
+
+
+def forward_schedule(placement: Placement, num_microbatches: int, name: str = "forward only") -> Schedule:
+    """Run nothing but forwards, for evaluation: with equal passes, a device runs the deepest stage whose input has
+    come.
+
+    Replicas of the model take the microbatches in turn.
+
+    Args:
+        placement: which device holds which stage.
+        num_microbatches: microbatches of the step.
+        name: name of the schedule.
+    """
+    replicas, shares = placement.replicas, [0] * placement.replicas
+    for microbatch in range(num_microbatches):
+        shares[microbatch % replicas] += 1
+    done = [0] * placement.num_stages
+    orders: list[list[Action]] = [[] for _ in placement.stages]
+    while sum(done) < num_microbatches * placement.model_stages:
+        before = tuple(done)
+        for device, stages in enumerate(placement.stages):
+            for stage in sorted(stages, key=lambda stage: -(stage % placement.model_stages)):
+                replica, previous = placement.replica_of(stage), placement.previous_stage(stage)
+                arrived = shares[replica] if previous is None else before[previous]
+                if before[stage] < arrived:
+                    orders[device].append(Action(Kind.F, stage, before[stage] * replicas + replica))
+                    done[stage] += 1
+                    break
+    return Schedule(name, placement, num_microbatches, tuple(map(tuple, orders)))
+
+
+def serial_schedule(
+    placement: Placement, num_microbatches: int, name: str = "serial", full: Collection[int] = ()
+) -> Schedule:
+    """Run one microbatch after another through all stages and back: the slowest order, and none holds less, if the
+    stages whose I takes memory run full backwards.
+
+    Replicas of the model take the microbatches in turn.
+
+    Args:
+        placement: which device holds which stage.
+        num_microbatches: microbatches of the step.
+        name: name of the schedule.
+        full: the stages whose backwards are full ones.
+    """
+    orders = []
+    for stages in placement.stages:
+        order: list[Action] = []
+        for microbatch in range(num_microbatches):
+            turn = [stage for stage in stages if placement.replica_of(stage) == microbatch % placement.replicas]
+            order += [Action(Kind.F, stage, microbatch) for stage in turn]
+            for stage in reversed(turn):
+                kinds = (Kind.B,) if stage in full else (Kind.I, Kind.W)
+                order += [Action(kind, stage, microbatch) for kind in kinds]
+        orders.append(tuple(order))
+    return Schedule(name, placement, num_microbatches, tuple(orders))
+
 
 ONE_BY_ONE = "one microbatch at a time, because nothing else was found to keep the cap"
 COUNTING = "one microbatch at a time, to count bytes"

@@ -14,7 +14,7 @@ from megatron_pipemem.schedule.core.memory_cap import MemoryCap
 from megatron_pipemem.schedule.core.progress import doing, tell
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.features.vocabulary.families import families_with_passes
+from megatron_pipemem.schedule.features.vocabulary.passes import families_with_passes
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.registry import synchronous_schedules

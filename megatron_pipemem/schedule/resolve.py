@@ -23,8 +23,7 @@ from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS
 from megatron_pipemem.schedule.features.offload import OffloadPlan, in_words
-from megatron_pipemem.schedule.features.vocabulary.families import families_with_passes
-from megatron_pipemem.schedule.features.vocabulary.passes import with_barriers
+from megatron_pipemem.schedule.features.vocabulary.passes import families_with_passes, with_barriers
 from megatron_pipemem.schedule.knowledge import UNIT, Knowledge, Shape
 from megatron_pipemem.schedule.model_cut import searched
 from megatron_pipemem.schedule.one_by_one import COUNTING, ONE_BY_ONE, counting, last_resort, serial
@@ -32,10 +31,9 @@ from megatron_pipemem.schedule.options import OFF, SEARCH_SECONDS
 from megatron_pipemem.schedule.registry import build_schedule, family
 from megatron_pipemem.schedule.request import Request, check_devices_of_file, check_microbatches_of_file
 from megatron_pipemem.schedule.search import Candidate, SearchResult, search_schedule
-from megatron_pipemem.schedule.search.offload import known_orders, prompt_orders
 from megatron_pipemem.schedule.search.problem import better_full
 from megatron_pipemem.schedule.search.result import fastest_first
-from megatron_pipemem.schedule.within_cap import Plans, attempts, tightened
+from megatron_pipemem.schedule.within_cap import Plans, attempts, known_orders, prompt_orders, tightened
 
 logger = logging.getLogger(__name__)
 

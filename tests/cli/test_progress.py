@@ -16,7 +16,7 @@ import yaml
 from rich.console import Console
 
 from megatron_pipemem import Costs, search_schedule
-from megatron_pipemem.cli import app, check, convert, grid, pareto, plan, profile, progress, show, simulate
+from megatron_pipemem.cli import app, check, convert, pareto, plan, profile, progress, show, simulate
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.launch.command import Command
@@ -123,8 +123,8 @@ def test_durations(seconds, text):
 @pytest.mark.parametrize(
     ("module", "function", "arguments"),
     [
-        (simulate, "load_schedule", "simulate 1f1b -p 4 -m 8"),
-        (show, "load_schedule", "show 1f1b -p 4 -m 8"),
+        (simulate, "load_and_simulate", "simulate 1f1b -p 4 -m 8"),
+        (show, "load_and_simulate", "show 1f1b -p 4 -m 8"),
         (convert, "load_schedule", "convert 1f1b x.csv -p 4 -m 8"),
         (check, "read_schedule", "check x.csv"),
         (show, "save_comparison", "show 1f1b -p 4 -m 8 --output x.svg"),
@@ -154,8 +154,8 @@ import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # where tests run in the background, it is ignored
 from megatron_pipemem.cli import simulate
 from megatron_pipemem.cli.app import app
-load = simulate.load_schedule
-simulate.load_schedule = lambda *each, **named: print("up", flush=True) or load(*each, **named)
+load = simulate.load_and_simulate
+simulate.load_and_simulate = lambda *each, **named: print("up", flush=True) or load(*each, **named)
 app({words})
 """
     command = [sys.executable, "-c", program]
@@ -198,15 +198,7 @@ def test_an_interrupted_grid_says_how_to_go_on(pipemem, monkeypatch, request, gr
     first, command = lines[-1].split("; go on with: ")
     assert first == "error: interrupted with 3 of 3 points left or failed"
     words = shlex.split(command)
-    assert words[:4] == ["pipemem", "grid", str(grid_file), "--resume"]
+    assert words == ["pipemem", "grid", str(grid_file), "--max-parallel", "1", *map(str, options), "--resume"]
     monkeypatch.setattr(local, "_on_this_node", lambda *_: Command((sys.executable, "-c", ""), {}))
     resumed = pipemem(*words[1:])
     assert "points have ended, now name=v-half" in resumed.stderr and "name=zbv: " in resumed.stderr
-
-
-def test_the_command_that_goes_on_has_all_options():
-    told = grid._resume_command(Path("a b.yaml"), "slurm", 3, Path("o"), ["x=[1, 2]"], ["--partition=gpu"], True, True)
-    assert shlex.split(told)[3:] == [
-        *("--resume", "--launcher", "slurm", "--max-parallel", "3", "--output", "o", "--set", "x=[1, 2]"),
-        *("--sbatch=--partition=gpu", "--yes", "--json"),
-    ]

@@ -24,9 +24,9 @@ from megatron_pipemem.schedule.core.action import Kind  # noqa: E402
 from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
 from megatron_pipemem.schedule.core.simulator import simulate  # noqa: E402
 from megatron_pipemem.schedule.core.validator import validate, validate_program  # noqa: E402
-from megatron_pipemem.schedule.families.serial_orders import forward_schedule, serial_schedule  # noqa: E402
 from megatron_pipemem.schedule.knowledge import Shape  # noqa: E402
 from megatron_pipemem.schedule.lowering import lower  # noqa: E402
+from megatron_pipemem.schedule.one_by_one import forward_schedule, serial_schedule  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
 from megatron_pipemem.schedule.request import Request, check_replicas  # noqa: E402
 

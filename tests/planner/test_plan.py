@@ -334,10 +334,10 @@ def test_a_measured_profile_sets_the_pace(tmp_path):
         profile.slowdown(CLUSTER)
     modelled = layer(MODEL, Execution(tp=2), CLUSTER)
     computing = modelled.seconds + modelled.communication * -1
-    thrice = replace(profile, source="measured", layer=replace(profile.layer, seconds=computing * 3))
+    thrice = replace(profile, source="measured", layers={"*-": replace(profile.layer, seconds=computing * 3)})
     pace = thrice.slowdown(CLUSTER)
     assert pace.layer == Passes(*[pytest.approx(3)] * 3)
-    slow = layer(MODEL, Execution(tp=4), CLUSTER, False, pace.layer)
+    slow = layer(MODEL, Execution(tp=4), CLUSTER, "*-", pace.layer)
     fast = layer(MODEL, Execution(tp=4), CLUSTER)
     assert slow.communication == fast.communication
     assert (slow.seconds + fast.communication * -1).total == pytest.approx(

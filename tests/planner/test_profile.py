@@ -16,16 +16,10 @@ from typer.testing import CliRunner
 from megatron_pipemem.cli.app import app
 from megatron_pipemem.config.cluster import Cluster, Link
 from megatron_pipemem.config.loading import load
-from megatron_pipemem.config.model import (
-    Execution,
-    Model,
-    embedding_parameters,
-    head_parameters,
-    layer_flops,
-    layer_parameters,
-)
+from megatron_pipemem.config.model import Execution, Model
 from megatron_pipemem.cpu import activate
 from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.planner.counts import embedding_parameters, head_parameters, layer_flops, layer_parameters
 from megatron_pipemem.planner.profile import Profile, even_layers, from_formulas
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
@@ -49,9 +43,9 @@ def pipemem(*arguments: object):
 
 def test_stages_add_up_to_the_model():
     profile = from_formulas(GPT, Execution(), A100)
-    whole = profile.stage(0, 1, GPT.layers)
+    whole = profile.stage(0, 1, GPT.kinds)
     for layers in ([6], [3, 3], [1, 2, 3], [0, 6, 0, 0]):
-        stages = [profile.stage(index, len(layers), count) for index, count in enumerate(layers)]
+        stages = [profile.stage(index, len(layers), ("*-",) * count) for index, count in enumerate(layers)]
         assert sum(stage.seconds.total for stage in stages) == pytest.approx(whole.seconds.total)
         assert sum(stage.parameters for stage in stages) == whole.parameters
         for stage in stages:
@@ -82,10 +76,12 @@ def test_the_file_is_costs_and_profile(tmp_path: Path):
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("layer", 3, "profile.layer: is 3; give a name, or a mapping of seconds"),
-        ("layer.memory", {"X": 1}, "profile.layer.memory: has a key that is 'X'; give one of F, "),
-        ("layer.memory.F", "x", "profile.layer.memory: holds under 'F' what is 'x'; give a number"),
-        ("layer.seconds.forward", "x", "profile.layer.seconds.forward"),
+        ("first", 3, "profile.first: is 3; give a name, or a mapping of seconds"),
+        ("layers", 3, "profile.layers: is 3; give a mapping of kinds"),
+        ("layers", {}, r"profile.layers: lacks the model's layers of kind '\*-'"),
+        ("layers.*-.memory", {"X": 1}, r"profile.layers.\*-.memory: has a key that is 'X'; give one of F, "),
+        ("first.memory.F", "x", "profile.first.memory: holds under 'F' what is 'x'; give a number"),
+        ("layers.*-.seconds.forward", "x", r"profile.layers.\*-.seconds.forward"),
         ("model.layers", "x", "profile.model.layers"),
         ("execution", [], "profile.execution: is \\[\\]; give a name, or a mapping"),
         ("message_bytes", 1e300, "profile.message_bytes: is 1e\\+300; give a number of at most 1e\\+30"),
@@ -169,14 +165,9 @@ def ledger_of(model: Model, execution: Execution, position: int, layers: int) ->
     from megatron_pipemem.mcore import lone_stage
 
     with lone_stage.lone_rank(execution, fake=False):
-        stage = lone_stage.build_stage(model, execution, position, layers)
+        stage = lone_stage.build_stage(model, execution, position, model.kinds[:layers])
         entries = lone_stage.run_stage(stage, model, execution, position, 2).entries
-    changes, before = {}, 0
-    for entry in entries:
-        if entry.action.microbatch == 1:
-            changes[str(entry.action.kind)] = entry.bytes - before
-        before = entry.bytes
-    return changes
+    return {str(kind): change for kind, change in lone_stage.changes(entries).items()}
 
 
 CPU = load("cpu", Cluster)
@@ -200,11 +191,11 @@ def test_it_tells_which_stage_runs(lane):
     ids=["fp32", "tp2-sp", "recompute"],
 )
 def test_fake_bytes_are_what_the_ledger_of_real_stages_counts(lane, model, execution):
-    """To the byte, for stages of other sizes than were profiled, in the second microbatch of a step."""
+    """To the byte, for stages of other sizes than were profiled."""
     profile = lane(profiled, model, execution, CPU)
     assert profile.source == "fake tensors"
     for position, layers in ((0, 2), (1, 3), (2, 2)):
-        foretold = profile.stage(position, 3, layers).memory
+        foretold = profile.stage(position, 3, model.kinds[:layers]).memory
         counted = lane(ledger_of, model, execution, position, layers)
         assert {kind: foretold.get(Kind(kind), 0) for kind in counted} | {"REDUCE_GRAD": 0} == counted | {
             "REDUCE_GRAD": 0
@@ -233,6 +224,22 @@ EXECUTIONS = {
     "core": Execution(attention="unfused", recompute="selective"),
     "full": Execution(recompute="full"),
 }
+LATENT = replace(
+    LLAMA,
+    kv_heads=None,
+    qk_norm=True,
+    kv_lora_rank=64,
+    q_lora_rank=96,
+    qk_head_dim=32,
+    qk_pos_emb_head_dim=16,
+    v_head_dim=32,
+)
+EXPERTS = replace(LLAMA, qk_norm=True, experts=8, experts_per_token=2, expert_ffn=320)
+# As DeepSeek-V3: dense layers first, then experts that are chosen in groups, and one that all tokens visit.
+FINE = replace(
+    LATENT, experts=8, experts_per_token=2, expert_ffn=320, shared_expert_ffn=320, dense_layers=1, router_score="sigmoid",
+    router_bias=True, router_groups=4, router_groups_per_token=2,
+)  # fmt: skip
 MIXED = replace(GPT, kv_heads=2, position="rope", activation="geglu")
 CROSSED = {
     **{f"gpt {name}": (GPT, execution) for name, execution in EXECUTIONS.items() if "tp4" not in name},
@@ -244,6 +251,9 @@ CROSSED = {
         for position in ("rope", "learned")
         for name, heads in (("tp4", 2), ("tp4-scores", 2), ("tp2", 1), ("scores", 1))
     },
+    "latent tp2": (LATENT, EXECUTIONS["tp2"]),
+    "experts ep2": (EXPERTS, Execution(ep=2)),
+    **{f"fine {name}": (FINE, EXECUTIONS[name]) for name in ("plain", "tp2-sp", "full")},
 }
 
 
@@ -251,14 +261,16 @@ CROSSED = {
 def test_formulas_agree_with_megatrons_modules(lane, model, execution):
     """Within what statistics of norms differ between devices, a few bytes per token."""
     seen, formulas = lane(profiled, model, execution, A100), from_formulas(model, execution, A100)
-    assert formulas.layer.parameters == seen.layer.parameters
     assert formulas.first.parameters == seen.first.parameters and formulas.last.parameters == seen.last.parameters
     assert formulas.message_bytes == seen.message_bytes
-    for part in ("layer", "last"):
-        expected, found = getattr(seen, part).memory, getattr(formulas, part).memory
-        assert found[Kind.F] == pytest.approx(expected[Kind.F], rel=0.004)
-        assert found[Kind.W] == pytest.approx(expected[Kind.W])
-    assert formulas.layer.seconds == seen.layer.seconds
+    pairs = [(seen.layers[kind], formulas.layers[kind]) for kind in seen.layers]
+    for expected, found in (*pairs, (seen.last, formulas.last)):
+        assert found.parameters == expected.parameters
+        assert found.memory[Kind.F] == pytest.approx(expected.memory[Kind.F], rel=0.004)
+        assert found.memory[Kind.W] == pytest.approx(expected.memory[Kind.W])
+    assert {kind: each.seconds for kind, each in formulas.layers.items()} == {
+        kind: each.seconds for kind, each in seen.layers.items()
+    }
 
 
 def test_what_cannot_be_profiled_is_refused(lane):
@@ -266,7 +278,6 @@ def test_what_cannot_be_profiled_is_refused(lane):
         (GPT, Execution(cp=2, attention="unfused"), "cp 1"),
         (GPT, Execution(recompute="selective", recompute_modules=("mlp",)), "never ends"),
         (GPT, Execution(recompute="selective", recompute_modules=("activation",)), "no flag"),
-        (replace(GPT, experts=4), Execution(), "--formulas"),
         (GPT, Execution(tp=8), "does not divide"),
     ):
         with pytest.raises((UnsupportedError, ConfigError), match=says):

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from megatron_pipemem.report import save_timeline, terminal_timeline
+from megatron_pipemem.report import TerminalTimeline, save_timeline
 from megatron_pipemem.report.html import page
 from megatron_pipemem.report.perfetto import trace
-from megatron_pipemem.report.timeline import boxes, held_steps, host_transfers, legend
+from megatron_pipemem.report.timeline import DrawnRun, held_steps
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.simulator import Timeline
@@ -30,16 +30,16 @@ def timeline() -> Timeline:
 
 
 def test_copies_count_from_the_start_of_the_run(timeline: Timeline) -> None:
-    lanes = host_transfers(timeline)
+    lanes = DrawnRun(timeline).host_transfers
     assert {copy.action.kind for copy in lanes[0]} == {Kind.OFFLOAD, Kind.RELOAD} and not any(lanes[1:])
     assert all(copy.end - copy.start == 0.5 for copy in lanes[0])
 
 
 def test_held_memory_shows_what_is_away(timeline: Timeline) -> None:
-    rows = boxes(timeline)
+    rows = DrawnRun(timeline).rows
     assert max(held for _, held in held_steps(rows[0])) == timeline.peaks[0] < 1
     assert max(held for _, held in held_steps(rows[1])) == timeline.peaks[1] == 0.25
-    assert legend(timeline)[-1] == (Kind.R, 0)
+    assert DrawnRun(timeline).legend[-1] == (Kind.R, 0)
 
 
 def test_a_trace_has_a_track_per_channel(timeline: Timeline) -> None:
@@ -47,7 +47,7 @@ def test_a_trace_has_a_track_per_channel(timeline: Timeline) -> None:
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert names[4] == "copies of device 0" and 5 not in names
     found = [event["name"] for event in events if event["ph"] == "X" and event["tid"] == 4]
-    assert found == [str(copy.action) for copy in host_transfers(timeline)[0]]
+    assert found == [str(copy.action) for copy in DrawnRun(timeline).host_transfers[0]]
     slices = [event for event in events if event["ph"] == "X"]
     assert not any("WAIT" in event["name"] for event in slices)
     assert any(event["cat"] == "recomputed forward" for event in slices)
@@ -55,7 +55,7 @@ def test_a_trace_has_a_track_per_channel(timeline: Timeline) -> None:
 
 def test_the_terminal_has_a_line_per_channel(timeline: Timeline) -> None:
     out = io.StringIO()
-    Console(file=out, width=140).print(terminal_timeline(timeline))
+    Console(file=out, width=140).print(TerminalTimeline(timeline))
     lines = [line for line in out.getvalue().splitlines() if line.startswith("copies")]
     assert len(lines) == 1 and ">" in lines[0] and "<" in lines[0]
 
@@ -64,7 +64,7 @@ def test_the_page_and_pictures_have_them_too(timeline: Timeline, tmp_path) -> No
     text = page([timeline])
     data = json.loads(text.split('id="data" type="application/json">')[1].split("</script>")[0])
     rows = data["runs"][0]["rows"]
-    assert len(rows[0]["copies"]) == len(host_transfers(timeline)[0]) and rows[1]["copies"] == []
+    assert len(rows[0]["copies"]) == len(DrawnRun(timeline).host_transfers[0]) and rows[1]["copies"] == []
     assert [name for name, *_ in data["runs"][0]["legend"][-2:]] == ["copy to the host", "copy back"]
     pytest.importorskip("matplotlib")
     svg = save_timeline(timeline, tmp_path / "run.svg").read_text()

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Annotation
 
-from megatron_pipemem.report import grid
+from megatron_pipemem.launch.grid import comparison
+from megatron_pipemem.launch.grid.results import Result
 from megatron_pipemem.report.pareto import Point, draw
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.simulator import simulate
@@ -84,6 +85,9 @@ def test_names_of_points_that_all_but_coincide():
 @settings(max_examples=3, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(90, 100)), min_size=1, max_size=25))
 def test_numbers_of_runs(rows):
-    points = [grid.RunPoint(i, {"name": "x"}, float(speed), 1.0, peak << 20) for i, (peak, speed) in enumerate(rows)]
-    numbers = check_names(grid.draw(points).axes[0])
+    points = [
+        Result(i, {}, "done", tokens_per_second=speed, predicted_peak_bytes=(None,), counted_peak_bytes=(peak << 20,))
+        for i, (peak, speed) in enumerate(rows)
+    ]
+    numbers = check_names(comparison.draw(points).axes[0])
     assert {number for name in numbers for number in name.split(", ")} == {str(i) for i in range(len(rows))}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_pipemem.report import save_comparison, save_timeline
-from megatron_pipemem.report.timeline import awaited, boxes, bubbles
+from megatron_pipemem.report.timeline import DrawnRun
 from megatron_pipemem.schedule.core.costs import Costs
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -119,9 +119,9 @@ def open_page(browser, tmp_path):
 def test_pointing_at_actions_tells_all_about_them(run, open_page):
     timeline = run("v-half", 4, 8, Costs(1, 1.1, 0.9, p2p=0.25))
     page = open_page(timeline)
-    rows = boxes(timeline)
-    needed = awaited(timeline, rows)
-    idle = {bubble.consumer.action: bubble for row in bubbles(timeline, rows) for bubble in row if bubble.consumer}
+    rows = DrawnRun(timeline).rows
+    needed = DrawnRun(timeline).awaited
+    idle = {bubble.consumer.action: bubble for row in DrawnRun(timeline).bubbles for bubble in row if bubble.consumer}
     for row in rows:
         for place in (0, 1, len(row) // 2, len(row) - 1):
             box, before = row[place], row[place - 1].held if place else 0.0
@@ -271,7 +271,7 @@ def test_compared_runs_share_time_and_zoom(run, open_page):
     scale = page.locate("0F0", 0)["width"]  # one second
     last = shorter.schedule.orders[0][-1]
     assert page.locate(last, 1)["left"] - page.locate("0F0", 1)["left"] == pytest.approx(
-        scale * boxes(shorter)[0][-1].start, abs=0.1
+        scale * DrawnRun(shorter).rows[0][-1].start, abs=0.1
     )
     page.driver.find_element("id", "in").click()
     page.settle()

@@ -7,13 +7,13 @@ import io
 import pytest
 from rich.console import Console
 
-from megatron_pipemem.report import terminal_timeline
+from megatron_pipemem.report import TerminalTimeline
 from megatron_pipemem.schedule.core.costs import Costs
 
 
 def lines(timeline, width: int = 80, **console) -> list[str]:
     out = io.StringIO()
-    Console(file=out, width=width, **console).print(terminal_timeline(timeline))
+    Console(file=out, width=width, **console).print(TerminalTimeline(timeline))
     return out.getvalue().splitlines()
 
 
@@ -72,7 +72,7 @@ def test_compared_runs_share_one_time_axis(run):
         out = io.StringIO()
         console = Console(file=out, width=width)
         for timeline in (longer, shorter):
-            console.print(terminal_timeline(timeline, [longer, shorter]))
+            console.print(TerminalTimeline(timeline, [longer, shorter]))
         rows = [line for line in out.getvalue().splitlines() if line.startswith("device")]
         assert len({line.index("|") for line in rows}) == 1
         lengths = [len(line.split("|")[1]) for line in (rows[0], rows[-1])]
@@ -95,10 +95,10 @@ def test_a_run_much_longer_than_the_others_has_its_own_time_axis(run):
     runs, pictures = [*others, gems], []
     for timeline in (others[0], gems):
         out = io.StringIO()
-        Console(file=out, width=100).print(terminal_timeline(timeline, runs))
+        Console(file=out, width=100).print(TerminalTimeline(timeline, runs))
         pictures.append(out.getvalue().splitlines())
     alone = io.StringIO()
-    Console(file=alone, width=100).print(terminal_timeline(others[0], others))
+    Console(file=alone, width=100).print(TerminalTimeline(others[0], others))
     assert pictures[0] == alone.getvalue().splitlines()
     columns = [len(picture[2].split("|")[1]) for picture in pictures]
     (note,) = [line for line in pictures[1] if line.startswith("own time axis")]

@@ -8,20 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_pipemem.report.timeline import (
-    KIND_NAMES,
-    awaited,
-    boxes,
-    bubbles,
-    colour,
-    headline,
-    held_steps,
-    ink,
-    legend,
-    legend_name,
-    memory_text,
-    messages,
-)
+from megatron_pipemem.report.timeline import KIND_NAMES, DrawnRun, colour, held_steps, ink
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.schedule import Schedule
@@ -35,7 +22,7 @@ NAMES = ["gpipe", "1f1b", "1f1b-eager", "interleaved", "zb-h1", "zb-h2", "zbv"]
 @pytest.mark.parametrize(("p", "m"), [(2, 1), (2, 5), (4, 8)])
 def test_every_action_has_one_box_at_its_time(run, name, p, m):
     timeline = run(name, p, m)
-    for device, row in enumerate(boxes(timeline)):
+    for device, row in enumerate(DrawnRun(timeline).rows):
         assert [box.action for box in row] == list(timeline.schedule.orders[device])
         assert [(box.start, box.end) for box in row] == list(timeline.spans[device])
         stages = timeline.schedule.placement.stages[device]
@@ -51,13 +38,13 @@ def test_a_measured_run_starts_at_zero(run):
         simulated.peaks,
         simulated.messages,
     )
-    assert boxes(measured) == boxes(simulated)
+    assert DrawnRun(measured).rows == DrawnRun(simulated).rows
 
 
 @given(name=st.sampled_from(NAMES), p=st.integers(2, 6), m=st.integers(1, 14))
 def test_memory_curves_reach_the_peak_and_end_empty(name, p, m):
     timeline = simulate(build_schedule(name, num_devices=p, num_microbatches=m))
-    for row, peak in zip(boxes(timeline), timeline.peaks, strict=True):
+    for row, peak in zip(DrawnRun(timeline).rows, timeline.peaks, strict=True):
         steps = held_steps(row)
         assert max(held for _, held in steps) == pytest.approx(peak)
         assert steps[-1][1] == 0
@@ -67,18 +54,18 @@ def test_memory_curves_reach_the_peak_and_end_empty(name, p, m):
 
 def test_memory_is_taken_at_the_start_and_given_back_at_the_end():
     timeline = simulate(Schedule.from_csv("0F0,0F1,0I0,0W0,0I1,0W1"))
-    assert held_steps(boxes(timeline)[0]) == [(0, 0), (0, 1), (1, 2), (4, 1), (6, 0)]
+    assert held_steps(DrawnRun(timeline).rows[0]) == [(0, 0), (0, 1), (1, 2), (4, 1), (6, 0)]
 
 
 def test_memory_handed_straight_on_makes_no_notch():
     timeline = simulate(Schedule.from_csv("0F0,0B0,0F1,0B1"))
-    assert held_steps(boxes(timeline)[0]) == [(0, 0), (0, 1), (6, 0)]
+    assert held_steps(DrawnRun(timeline).rows[0]) == [(0, 0), (0, 1), (6, 0)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_messages_are_those_the_simulator_counts(run, name):
     timeline = run(name, 4, 6, Costs(p2p=0.5))
-    found = list(messages(timeline, boxes(timeline)))
+    found = list(DrawnRun(timeline).messages)
     assert len(found) == timeline.messages
     assert all(m.consumer.start >= m.producer.end + 0.5 for m in found)
     assert all(m.consumer.device != m.producer.device for m in found)
@@ -91,8 +78,8 @@ def test_messages_are_those_the_simulator_counts(run, name):
 def test_bubbles_fill_the_time_between_actions(name, p, m, p2p, w):
     """With the actions they cover the makespan, and one that another device causes ends when its message arrives."""
     timeline = simulate(build_schedule(name, num_devices=p, num_microbatches=m), Costs(1, 1, w, p2p=p2p))
-    rows = boxes(timeline)
-    for row, idle in zip(rows, bubbles(timeline, rows), strict=True):
+    rows = DrawnRun(timeline).rows
+    for row, idle in zip(rows, DrawnRun(timeline).bubbles, strict=True):
         spans = sorted([(b.start, b.end) for b in row if b.seconds] + [(b.start, b.end) for b in idle])
         assert spans[0][0] == 0 and spans[-1][1] == pytest.approx(timeline.makespan)
         assert all(a[1] == pytest.approx(b[0]) for a, b in pairwise(spans))
@@ -106,19 +93,18 @@ def test_bubbles_fill_the_time_between_actions(name, p, m, p2p, w):
 
 def test_of_several_messages_the_last_is_awaited(run):
     timeline = run("zbv", 4, 8)
-    rows = boxes(timeline)
     latest = {}
-    for producer, consumer in messages(timeline, rows):
+    for producer, consumer in DrawnRun(timeline).messages:
         latest[consumer.action] = max(latest.get(consumer.action, 0), producer.end)
-    assert {action: box.end for action, box in awaited(timeline, rows).items()} == latest
+    assert {action: box.end for action, box in DrawnRun(timeline).awaited.items()} == latest
 
 
 def test_legend_names_what_occurs(run):
-    assert legend(run("1f1b", 2, 2)) == [(Kind.F, 0), (Kind.B, 0)]
+    assert DrawnRun(run("1f1b", 2, 2)).legend == [(Kind.F, 0), (Kind.B, 0)]
     kinds = [Kind.F, Kind.I, Kind.W]
-    assert legend(run("zbv", 2, 4)) == [(kind, chunk) for kind in kinds for chunk in (0, 1)]
-    assert legend_name(Kind.I, 1, 2) == "I input gradient, chunk 1"
-    assert legend_name(Kind.I, 0, 1) == "I input gradient"
+    assert DrawnRun(run("zbv", 2, 4)).legend == [(kind, chunk) for kind in kinds for chunk in (0, 1)]
+    assert DrawnRun(run("zbv", 2, 4)).legend_name(Kind.I, 1) == "I input gradient, chunk 1"
+    assert DrawnRun(run("1f1b", 2, 2)).legend_name(Kind.I, 0) == "I input gradient"
 
 
 def _linear(shade: str) -> list[float]:
@@ -169,11 +155,11 @@ def test_chunks_of_a_kind_get_paler_and_labels_stay_readable(kind, chunks):
 
 def test_words(run):
     timeline = run("zbv", 4, 8)
-    assert headline(timeline) == "zbv: p=4, m=8, bubble 5.9%, peak 1"
+    assert DrawnRun(timeline).headline == "zbv: p=4, m=8, bubble 5.9%, peak 1"
 
 
 @pytest.mark.parametrize(("held", "text"), [(3 * 2**30, "3 GiB"), (5.5 * 2**20, "5.5 MiB"), (0, "0 MiB")])
 def test_bytes_are_written_as_bytes(run, held, text):
     timeline = run("1f1b", 2, 2, Costs(memory={Kind.F: 2**20, Kind.B: -(2**20)}))
-    assert memory_text(held, timeline) == text
-    assert headline(timeline).endswith("peak 2 MiB")
+    assert DrawnRun(timeline).memory_text(held) == text
+    assert DrawnRun(timeline).headline.endswith("peak 2 MiB")

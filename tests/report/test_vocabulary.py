@@ -6,8 +6,8 @@ from io import StringIO
 
 from rich.console import Console
 
-from megatron_pipemem.report import save_timeline, terminal_timeline
-from megatron_pipemem.report.timeline import boxes, headline, legend
+from megatron_pipemem.report import TerminalTimeline, save_timeline
+from megatron_pipemem.report.timeline import DrawnRun
 from megatron_pipemem.schedule.core.action import COLLECTIVES, Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.simulator import simulate
@@ -24,19 +24,19 @@ def timeline_of(name, embed):
 def test_what_takes_no_time_has_no_box():
     for embed, kinds in ((0.0, set()), (0.25, {Kind.EMBED_F, Kind.EMBED_B})):
         timeline = timeline_of("zbv", embed)
-        drawn = {box.action.kind for row in boxes(timeline) for box in row}
+        drawn = {box.action.kind for row in DrawnRun(timeline).rows for box in row}
         assert drawn == {Kind.F, Kind.I, Kind.W, Kind.S, Kind.T} | kinds
         assert not drawn & COLLECTIVES
-        assert set(dict(legend(timeline))) == drawn
-        work = [sum(box.seconds for box in row) for row in boxes(timeline)]
+        assert set(dict(DrawnRun(timeline).legend)) == drawn
+        work = [sum(box.seconds for box in row) for row in DrawnRun(timeline).rows]
         assert work == list(timeline.work)
 
 
 def test_terminal_and_file_name_the_passes(tmp_path):
     timeline = timeline_of("1f1b", 0.25)
     console = Console(width=200, record=True, file=StringIO(), color_system=None)
-    console.print(terminal_timeline(timeline))
+    console.print(TerminalTimeline(timeline))
     text = console.export_text()
-    assert headline(timeline) in text and "2 barriers" in text and "S head scores" in text and "S2" in text
+    assert DrawnRun(timeline).headline in text and "2 barriers" in text and "S head scores" in text and "S2" in text
     picture = save_timeline(timeline, tmp_path / "run.svg").read_text()
     assert "head scores" in picture and "embedding gradient" in picture

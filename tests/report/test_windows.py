@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_pipemem.report.timeline import boxes, bubbles, messages
+from megatron_pipemem.report.timeline import DrawnRun
 from megatron_pipemem.schedule.features.windows import family_window, steady
 
 
 def test_a_window_shows_its_own_messages_and_bubbles():
     timeline = family_window("pipedream-2bw", 4, 8, steady(4, 8)).simulate()
-    rows = boxes(timeline)
-    shown = {(str(m.producer.action), str(m.consumer.action)) for m in messages(timeline, rows)}
+    shown = {(str(m.producer.action), str(m.consumer.action)) for m in DrawnRun(timeline).messages}
     assert ("0F3", "1F3") in shown and ("1B0", "0B0") in shown
     assert not any(producer == "0F0" for producer, _ in shown)
-    idle = [sum(each.end - each.start for each in row) for row in bubbles(timeline, rows)]
+    idle = [sum(each.end - each.start for each in row) for row in DrawnRun(timeline).bubbles]
     assert idle == [timeline.makespan - work for work in timeline.work]

@@ -16,7 +16,7 @@ from megatron_pipemem.schedule.core.schedule import Program, Schedule
 from megatron_pipemem.schedule.features.offload import plan_offload, with_recompute
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.lowering.paired import lower_paired
+from megatron_pipemem.schedule.lowering.collectives import lower_paired
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.text.csv_format import LETTERS, read_table, write_table
 from megatron_pipemem.schedule.text.csv_header import write_header

@@ -19,16 +19,15 @@ from megatron_pipemem.schedule.core.memory_cap import MemoryCap
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.core.validator import validate, validate_program
-from megatron_pipemem.schedule.families.offload import uniform_repeating
+from megatron_pipemem.schedule.families.offload import uniform_repeating, with_prompt_weights
 from megatron_pipemem.schedule.features.offload import OffloadPlan, plan_offload, planner
 from megatron_pipemem.schedule.features.offload.transfers import plan_round_trips
-from megatron_pipemem.schedule.features.offload.weights import with_prompt_weights
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.request import Request
 from megatron_pipemem.schedule.resolve import ChosenSchedule, resolve
-from megatron_pipemem.schedule.search.offload import UNIFORM
+from megatron_pipemem.schedule.within_cap import UNIFORM
 
 
 def costs_of(ratio: float, duplex: bool = False, switches: tuple[tuple[int, ...], ...] = ()) -> Costs:

@@ -13,7 +13,7 @@ from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.core.validator import validate
-from megatron_pipemem.schedule.families.serial_orders import forward_schedule, serial_schedule
+from megatron_pipemem.schedule.one_by_one import forward_schedule, serial_schedule
 
 
 @given(placements(), st.integers(1, 6))

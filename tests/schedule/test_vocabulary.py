@@ -19,8 +19,7 @@ from megatron_pipemem.schedule.core.validator import validate, validate_program
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 from megatron_pipemem.schedule.features.vocabulary.baselines import head_on_last_stage, interlaced, redistribute
 from megatron_pipemem.schedule.features.vocabulary.choice import choose_vocabulary
-from megatron_pipemem.schedule.features.vocabulary.families import families_with_passes
-from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.features.vocabulary.passes import families_with_passes, with_vocabulary
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule, synchronous_schedules

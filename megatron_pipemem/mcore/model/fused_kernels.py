@@ -38,11 +38,41 @@ class FlashAttention(MegatronModule):
         """
         # On CPU dropout is left out: PyTorch has it there only together with all scores.
         query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        if value.size(-1) != query.size(-1) and not query.is_cuda:
+            return _LatentAttention.apply(query, key, value, self.scale).permute(2, 0, 1, 3).flatten(2)
         output = functional.scaled_dot_product_attention(
             query, key, value, dropout_p=self.dropout if query.is_cuda else 0.0, is_causal=True, scale=self.scale,
             enable_gqa=query.size(1) != key.size(1),
         )  # fmt: skip
         return output.permute(2, 0, 1, 3).flatten(2)
+
+
+class _LatentAttention(torch.autograd.Function):
+    """Keeps what a fused kernel keeps where values have fewer channels than queries and keys: PyTorch's kernel for CPUs
+    does not know that, and would keep all scores.
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value, scale):
+        wide = functional.pad(value, (0, query.size(-1) - value.size(-1)))
+        output, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, wide, 0.0, True, scale=scale
+        )
+        # In memory as what follows flattens it, so that both keep one tensor.
+        output = output[..., : value.size(-1)].permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+        ctx.save_for_backward(query, key, value, output, sums)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, key, value, output, sums = ctx.saved_tensors
+        more = (0, query.size(-1) - value.size(-1))
+        gradient, wide, output = (functional.pad(each, more) for each in (gradient, value, output))
+        at_query, at_key, at_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, query, key, wide, output, sums, 0.0, True, scale=ctx.scale
+        )
+        return at_query, at_key, at_value[..., : value.size(-1)], None
 
 
 class _FusedRMSNorm(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Write in one line what would otherwise print as pages."""
+"""Write in one line what would otherwise print as pages, and bound how large what users give may be."""
 
 from __future__ import annotations
 
@@ -36,3 +36,15 @@ def changed_fields(instance: object) -> str:
         if getattr(instance, field.name) != field.default
     ]
     return shorten(f"{type(instance).__name__}({', '.join(told)})", _LINE, placeholder=" ...)")
+
+
+LARGEST = 1e30
+"""Of seconds, bytes and caps, either sign: sums and products of larger ones would not be finite."""
+
+
+def shortened(value: object) -> str:
+    """Return a value for a message, however long it is."""
+    if isinstance(value, int) and abs(value) > LARGEST:
+        return f"a number of {value.bit_length() * 30103 // 100000 + 1} digits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -10,8 +10,7 @@ from types import MappingProxyType
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.core.action import VOCABULARY, Kind
-from megatron_pipemem.schedule.core.brief import changed_fields
-from megatron_pipemem.schedule.core.magnitudes import LARGEST, shortened
+from megatron_pipemem.schedule.core.brief import LARGEST, changed_fields, shortened
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts, per_device
 from megatron_pipemem.schedule.text.costs_file import costs_arguments

@@ -242,9 +242,7 @@ class Dependencies:
                 ]
                 return ScheduleError(
                     f"waits for ever for {', '.join(unmet)}; validate() shows why",
-                    device=device,
-                    position=reached,
-                    action=order[reached],
+                    at=(device, reached, order[reached]),
                     cycle=self.cycle(),
                 )
         return None

@@ -9,7 +9,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_pipemem.schedule.core.action import COLLECTIVES, Action, Kind
-from megatron_pipemem.schedule.core.action_prices import ActionPrices
 from megatron_pipemem.schedule.core.brief import brief
 from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
@@ -18,6 +17,40 @@ from megatron_pipemem.schedule.core.schedule import Order, Schedule, recomputed_
 from megatron_pipemem.schedule.core.vocabulary import EVERYWHERE
 from megatron_pipemem.schedule.core.walk import Times
 from megatron_pipemem.schedule.core.weights import versions_held
+
+
+class ActionPrices:
+    """Seconds of every action of a program."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        placement, pieces = schedule.placement, schedule.pieces
+        self._costs, self._pieces = costs, pieces
+        seconds = costs.seconds(placement)
+        if schedule.offloads:
+            seconds |= costs.transfer_seconds(placement, schedule.recomputed)
+        self._seconds = {kind: tuple(each / pieces for each in prices) for kind, prices in seconds.items()}
+        self._sums = costs.replica_reduction_seconds(placement) if placement.replicas > 1 else ()
+        self._collectives: dict[Kind, float] = {}
+        if schedule.vocabulary_barriers:
+            vocabulary = costs.vocabulary_costs(placement, schedule.vocabulary_barriers)
+            self._seconds |= vocabulary.seconds(placement.num_devices)
+            self._collectives = vocabulary.collective_seconds()
+
+    def of(self, kind: Kind, stage: int) -> float:
+        """Return the seconds of an action that is no message. Waits for transfers, and reductions of gradients, take no
+        time here.
+        """
+        prices = self._seconds.get(kind)
+        return self._collectives.get(kind, 0.0) if prices is None else prices[stage]
+
+    def of_message(self, edge: tuple[int, int]) -> float:
+        """Return the seconds of a message from one device to another."""
+        return self._costs.link_seconds(*edge) / self._pieces
+
+    def of_sum(self, stage: int) -> float:
+        """Return the seconds of summing the gradients of a stage of the model over its replicas."""
+        return self._sums[stage]
+
 
 _AWAITED = {Kind.WAIT_OFFLOAD: Kind.OFFLOAD, Kind.WAIT_RELOAD: Kind.RELOAD}
 

@@ -12,11 +12,11 @@ from functools import cached_property
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import COLLECTIVES, COMPUTE, Kind
-from megatron_pipemem.schedule.core.action_prices import ActionPrices
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.messages import Router
 from megatron_pipemem.schedule.core.schedule import Program
+from megatron_pipemem.schedule.core.simulator import ActionPrices
 from megatron_pipemem.schedule.core.walk import Graph, Times, Waits, deadlock, find_cycle, numbered
 
 
@@ -145,7 +145,5 @@ def check_queues(program: Program, found: Dependencies) -> None:
                 raise ScheduleError(
                     "never gets through where a device serves its messages and collectives strictly in posting order; post "
                     "them in one order on all devices that take part, as lower() does",
-                    device=device,
-                    position=position,
-                    action=found.actions[node],
+                    at=(device, position, found.actions[node]),
                 )

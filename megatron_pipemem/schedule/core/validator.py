@@ -18,16 +18,22 @@ from megatron_pipemem.schedule.core.action import (
 )
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
-from megatron_pipemem.schedule.core.gradient_checks import check_reductions, check_sums
-from megatron_pipemem.schedule.core.memory_actions import backward_needs, check_memory_actions
 from megatron_pipemem.schedule.core.memory_cap import loosened, per_device
-from megatron_pipemem.schedule.core.message_checks import Places, check_compute_actions, check_edges, check_posts
+from megatron_pipemem.schedule.core.message_checks import (
+    Places,
+    backward_needs,
+    check_compute_actions,
+    check_edges,
+    check_memory_actions,
+    check_posts,
+    check_reductions,
+    check_sums,
+)
 from megatron_pipemem.schedule.core.messages import Router
 from megatron_pipemem.schedule.core.schedule import Program, Schedule
 from megatron_pipemem.schedule.core.simulator import held_after
 from megatron_pipemem.schedule.core.single_queue import check_queues, run_single_queues
-from megatron_pipemem.schedule.core.vocabulary import vocabulary_needs
-from megatron_pipemem.schedule.core.vocabulary_checks import check_passes, check_switch
+from megatron_pipemem.schedule.core.vocabulary import check_passes, check_switch, vocabulary_needs
 from megatron_pipemem.schedule.core.walk import deadlock
 from megatron_pipemem.schedule.core.weights import weight_uses
 
@@ -137,7 +143,7 @@ def _place_all(schedule: Schedule) -> Places:
         for position, action in enumerate(order):
             problem = _problem_of(action, device, schedule)
             if problem is not None:
-                raise ScheduleError(problem, device=device, position=position, action=action)
+                raise ScheduleError(problem, at=(device, position, action))
             _check_unique(places, action, device, position)
     return places
 
@@ -186,9 +192,7 @@ def _check_replicas(schedule: Schedule, places: Places) -> Mapping[int, int]:
                 f"runs microbatch {microbatch} on replica {ours}, but {other} at position {other_position} of device "
                 f"{other_device} runs it on replica {theirs}; a microbatch runs through all stages of one replica, so "
                 "remove or renumber one of the two",
-                device=device,
-                position=position,
-                action=action,
+                at=(device, position, action),
             )
     return {microbatch: placement.replica_of(action.stage) for microbatch, action in first.items()}
 
@@ -200,9 +204,7 @@ def _check_unique(places: Places, action: Action, device: int, position: int) ->
         raise ScheduleError(
             f"stands already at position {other_position} of device {other_device}; remove one of the two, or renumber "
             "the one that was meant to be another action",
-            device=device,
-            position=position,
-            action=action,
+            at=(device, position, action),
         )
     places[action] = (device, position)
 
@@ -224,7 +226,7 @@ def _check_local_order(schedule: Schedule, places: Places, found: Dependencies) 
                 problem = f"needs {needed}, which comes later, at position {places[needed][1]}; move {needed} before it"
             else:
                 continue
-            raise ScheduleError(problem, device=device, position=position, action=action)
+            raise ScheduleError(problem, at=(device, position, action))
 
 
 def _or_fused(needed: Action) -> str:
@@ -248,9 +250,7 @@ def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[
                 device = schedule.placement.devices[stage]
                 raise ScheduleError(
                     "is missing; every stage runs every microbatch forward once, add it",
-                    device=device,
-                    position=len(schedule.orders[device]),
-                    action=forward,
+                    at=(device, len(schedule.orders[device]), forward),
                 )
             if not backwards:
                 continue
@@ -267,7 +267,7 @@ def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[
             else:
                 device, position = places[forward]
                 half, problem = forward, f"has no backward; add {full}, or {inputs} and {weights}"
-            raise ScheduleError(problem, device=device, position=position, action=half)
+            raise ScheduleError(problem, at=(device, position, half))
 
 
 def check_microbatch_order(schedule: Schedule) -> None:
@@ -297,9 +297,7 @@ def check_microbatch_order(schedule: Schedule) -> None:
                     raise ScheduleError(
                         f"comes after {before} at position {earlier}, but the {names[part]} of a stage run in "
                         f"microbatch order{reversed_pieces}; move it before {before}",
-                        device=device,
-                        position=position,
-                        action=action,
+                        at=(device, position, action),
                     )
                 last[part, stage] = (position, action)
 
@@ -324,7 +322,7 @@ def _check_weight_versions(schedule: Schedule) -> None:
             )
         else:
             continue
-        raise ScheduleError(problem, device=device, position=position, action=action)
+        raise ScheduleError(problem, at=(device, position, action))
 
 
 def _check_memory(
@@ -353,9 +351,7 @@ def _check_memory(
                 if held > allowed:
                     raise ScheduleError(
                         f"the device holds {held * unit:.12g} {what} after it, {over} {limit:.12g}; {mend}",
-                        device=device,
-                        position=position,
-                        action=order[position],
+                        at=(device, position, order[position]),
                     )
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.core.action import COLLECTIVES, Kind
-from megatron_pipemem.schedule.core.brief import changed_fields
-from megatron_pipemem.schedule.core.magnitudes import LARGEST, shortened
+from megatron_pipemem.schedule.core.brief import LARGEST, changed_fields, shortened
 
 PerDevice = float | Sequence[float]
 

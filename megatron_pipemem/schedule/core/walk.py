@@ -243,8 +243,6 @@ def deadlock(cycle: Sequence[Wait], where: str, mend: str) -> ScheduleError:
     first = cycle[0]
     return ScheduleError(
         f"deadlock{where}: {steps}; {mend}",
-        device=first.device,
-        position=first.position,
-        action=first.action,
+        at=(first.device, first.position, first.action),
         cycle=tuple(cycle),
     )

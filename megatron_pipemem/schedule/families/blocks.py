@@ -61,7 +61,7 @@ class Block:
                     raise ScheduleError(
                         f"{each.kind} of stage {each.stage} starts in slot {start}, before {needed.kind} of stage "
                         f"{needed.stage} has ended; start it in slot {ready} or later",
-                        device=device,
+                        at=(device,),
                     )
             for slot in range(start, start + SLOTS[each.kind]):
                 other = taken.setdefault((device, slot % self.interval), each)
@@ -69,7 +69,7 @@ class Block:
                     raise ScheduleError(
                         f"{each.kind} of stage {each.stage} and {other.kind} of stage {other.stage} both take slot "
                         f"{slot % self.interval} of every {self.interval}; shift one of them or raise the interval",
-                        device=device,
+                        at=(device,),
                     )
 
     @classmethod
@@ -92,7 +92,7 @@ class Block:
             vacant = next((s for s in following if (device, s % interval) not in taken), None)
             if vacant is None:
                 raise ScheduleError(
-                    f"W of stage {stage} finds no vacant slot; raise the interval of {interval}", device=device
+                    f"W of stage {stage} finds no vacant slot; raise the interval of {interval}", at=(device,)
                 )
             taken.add((device, vacant % interval))
             starts[Pass(Kind.W, stage)] = vacant

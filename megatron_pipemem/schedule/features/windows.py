@@ -280,9 +280,7 @@ def _check_messages(program: Program, number: Mapping[tuple[int, int], int], las
                 raise ScheduleError(
                     f"is posted in window {received}, but device {message.edge[0]} sends in window {sent}; post it before "
                     "the window ends",
-                    device=device,
-                    position=position,
-                    action=message.receive,
+                    at=(device, position, message.receive),
                 )
 
 

@@ -46,9 +46,7 @@ def add_messages(orders: tuple[Order, ...], placement: Placement) -> tuple[Order
             if message.receive not in consumers:
                 raise ScheduleError(
                     "no device runs the action that needs its result; validate() says what to add",
-                    device=device,
-                    position=position,
-                    action=order[position],
+                    at=(device, position, order[position]),
                 )
             edges.setdefault(message.edge, []).append(message.receive)
     posted: list[list[list[Action]]] = [[[] for _ in order] for order in orders]

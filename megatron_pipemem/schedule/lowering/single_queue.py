@@ -20,10 +20,10 @@ from heapq import heappop, heappush
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import COLLECTIVES, MEMORY, Action
-from megatron_pipemem.schedule.core.action_prices import ActionPrices
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.messages import Edge, Message, Router
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
+from megatron_pipemem.schedule.core.simulator import ActionPrices
 
 
 def add_messages_to_single_queues(
@@ -76,9 +76,7 @@ class _Run:
             if self._at[device] < len(order):
                 raise ScheduleError(
                     "waits for ever for its message, or for a collective; validate() says why",
-                    device=device,
-                    position=self._at[device],
-                    action=order[self._at[device]],
+                    at=(device, self._at[device], order[self._at[device]]),
                 )
         return tuple(map(tuple, self._lists))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from random import Random
@@ -28,9 +28,14 @@ from megatron_pipemem.schedule.search.portfolio import (
     random_list_schedule,
     shortened,
 )
-from megatron_pipemem.schedule.search.problem import better_full, keeps_memory_exactly, make_problem, to_schedule
+from megatron_pipemem.schedule.search.problem import (
+    Problem,
+    better_full,
+    keeps_memory_exactly,
+    make_problem,
+    to_schedule,
+)
 from megatron_pipemem.schedule.search.result import Candidate
-from megatron_pipemem.schedule.search.robust import most_robust
 
 if TYPE_CHECKING:
     from megatron_pipemem.schedule.search.periodic import Block
@@ -318,3 +323,38 @@ class Exploration:
             timeline = simulate(schedule, self.costs)
         bound = min(self.bound, timeline.makespan)  # that of an exact solution was in ticks
         return Candidate(schedule, timeline.makespan, timeline.peaks, bound, name)
+
+
+_SAMPLES = 4
+
+
+def with_errors(problem: Problem, error: float, rng: Random) -> Problem:
+    """Return the problem with every cost of every stage changed by up to ``error``, independently.
+
+    Args:
+        problem: in ticks.
+        error: largest relative change.
+        rng: source of the random changes.
+    """
+    return replace(
+        problem, ticks=tuple(max(1, round(ticks * (1 + rng.uniform(-error, error)))) for ticks in problem.ticks)
+    )
+
+
+def most_robust(problem: Problem, tables: Sequence[Timetable], seed: int, error: float = 0.2) -> int:
+    """Return the index of the timetable whose orders are fastest on average over costs that are off by up to ``error``.
+
+    Args:
+        problem: in ticks.
+        tables: to choose from.
+        seed: of the random costs.
+        error: largest relative error of a cost.
+    """
+    if len(tables) == 1:
+        return 0
+    rng = Random(seed)
+    problems = [with_errors(problem, error, rng) for _ in range(_SAMPLES)]
+    return min(
+        range(len(tables)),
+        key=lambda index: sum(as_soon_as_possible(other, tables[index].orders).makespan for other in problems),
+    )

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.magnitudes import LARGEST, shortened
+from megatron_pipemem.schedule.core.brief import LARGEST, shortened
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 
 _PRICES = ("forward", "backward_input", "backward_weight", "recompute", "recompute_selective", "copy_sum")

@@ -109,9 +109,7 @@ def _check_numbering(schedule: Schedule) -> None:
                     f"stage {stage} numbers its {len(wanted)} actions of kind {kind} from {shift} to {numbers[-1]}, "
                     f"but the step has microbatches 0 to {len(wanted) - 1}; take {shift} off every one of them, so "
                     f"that {action} becomes {action._replace(microbatch=0)}",
-                    device=device,
-                    position=position,
-                    action=action,
+                    at=(device, position, action),
                 )
 
 

@@ -15,9 +15,15 @@ from megatron_pipemem.schedule.core.costs import Channel
 from megatron_pipemem.schedule.core.memory_cap import loosened
 from megatron_pipemem.schedule.core.schedule import Order
 from megatron_pipemem.schedule.core.simulator import Timeline
-from megatron_pipemem.schedule.features.offload.placing import PlacedTrips, lives, useless
 from megatron_pipemem.schedule.features.offload.plan import NOT_NEEDED, RECOMPUTED
-from megatron_pipemem.schedule.features.offload.timetable import Timetable, paced, timetables
+from megatron_pipemem.schedule.features.offload.timetable import (
+    PlacedTrips,
+    Timetable,
+    lives,
+    paced,
+    timetables,
+    useless,
+)
 from megatron_pipemem.schedule.features.offload.transfers import (
     CHANNEL_FULL,
     NO_HOST_MEMORY,

@@ -12,9 +12,10 @@ is between two actions. The lists are thus cut from one sequence, and cannot wai
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
-from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
@@ -22,6 +23,7 @@ from megatron_pipemem.schedule.core.schedule import Order, Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS, check_placement
 from megatron_pipemem.schedule.features.vocabulary.run import BACKWARD, Run
+from megatron_pipemem.schedule.registry import synchronous_schedules
 
 
 def with_barriers(schedule: Schedule, barriers: int, costs: Costs | None = None) -> Schedule:
@@ -99,3 +101,23 @@ def _without_zeros(costs: Costs, placement: Placement) -> Costs:
         tuple(max(price, 1e-4 * longest) for price in seconds[kind]) for kind in (Kind.F, Kind.I, Kind.W)
     )
     return replace(costs, forward=forward, backward_input=inputs, backward_weight=weights)
+
+
+def families_with_passes(
+    num_devices: int, num_microbatches: int, costs: Costs, barriers: int, max_chunks: int | None = None
+) -> list[Schedule]:
+    """Return the schedules of all synchronous families that the costs are for, with their passes; see
+    ``synchronous_schedules``.
+
+    Args:
+        num_devices: pipeline ranks.
+        num_microbatches: of one step.
+        costs: what actions take, in seconds, and hold.
+        barriers: 1 or 2.
+        max_chunks: the most stages per device; ``None`` takes the families' own.
+    """
+    found = []
+    for schedule in synchronous_schedules(num_devices, num_microbatches, costs, max_chunks):
+        with suppress(CostsError):
+            found.append(with_vocabulary(schedule, barriers, costs))
+    return found

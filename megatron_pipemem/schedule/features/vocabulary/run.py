@@ -76,9 +76,7 @@ class Run:
         for device, order in enumerate(self._orders):
             if self._at[device] < len(order):
                 action = order[self._at[device]]
-                raise ScheduleError(
-                    "waits for ever; validate() shows why", device=device, position=self._at[device], action=action
-                )
+                raise ScheduleError("waits for ever; validate() shows why", at=(device, self._at[device], action))
         return tuple(map(tuple, self._lists))
 
     def _push(self, time: int, device: int = -1, collective: Collective | None = None) -> None:

@@ -10,18 +10,33 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.report.grid import RunPoint, draw, front, save_picture, table
+from megatron_pipemem.launch.grid.comparison import draw, front, save_picture, table
+from megatron_pipemem.launch.grid.results import Result
+
+
+def run(index, settings, speed, peak, predicted=None, planned=None, measured=None) -> Result:
+    """A run of two ranks, the second of which holds nothing."""
+    return Result(
+        index,
+        settings,
+        "done",
+        seconds_per_step=1 / speed,
+        tokens_per_second=speed,
+        predicted_peak_bytes=(predicted, None),
+        counted_peak_bytes=(peak, 0),
+        predicted_bubble_rate=(planned, planned),
+        measured_bubble_rate=(measured, None),
+    )
+
 
 runs = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12).map(
-    lambda pairs: [
-        RunPoint(i, {"name": f"run {i}"}, float(speed), 1 / speed, peak << 20) for i, (speed, peak) in enumerate(pairs)
-    ]
+    lambda pairs: [run(i, {"name": f"run {i}"}, float(speed), peak << 20) for i, (speed, peak) in enumerate(pairs)]
 )
 
 
 @given(runs)
 def test_the_front_is_what_nothing_dominates(points):
-    def dominated(point: RunPoint) -> bool:
+    def dominated(point: Result) -> bool:
         return any(
             other.tokens_per_second >= point.tokens_per_second
             and other.peak_bytes <= point.peak_bytes
@@ -29,14 +44,14 @@ def test_the_front_is_what_nothing_dominates(points):
             for other in points
         )
 
-    assert {point.number for point in front(points)} == {point.number for point in points if not dominated(point)}
+    assert {point.index for point in front(points)} == {point.index for point in points if not dominated(point)}
 
 
 def test_the_table_is_sorted_and_tells_where_the_prediction_missed():
     points = [
-        RunPoint(0, {"parallelism.pp": "2"}, 100.0, 1.0, 2 << 20, 2 << 20, True, 0.1, 0.2),
-        RunPoint(1, {"schedule.memory_cap": "0.5"}, 200.0, 0.5, 3 << 20, 1 << 20, False, 0.1, 0.2),
-        RunPoint(2, {}, 50.0, 2.0, 4 << 20),
+        run(0, {"parallelism.pp": 2}, 100.0, 2 << 20, 2 << 20, 0.1, 0.2),
+        run(1, {"schedule.memory_cap": "0.5"}, 200.0, 3 << 20, 1 << 20, 0.1, 0.2),
+        run(2, {}, 50.0, 4 << 20),
     ]
     text = io.StringIO()
     Console(file=text, width=80).print(table(points))
@@ -48,7 +63,7 @@ def test_the_table_is_sorted_and_tells_where_the_prediction_missed():
 
 
 def test_pictures(tmp_path):
-    points = [RunPoint(i, {"name": f"n{i}"}, 100.0 + i, 1.0, (i + 1) << 20) for i in range(3)]
+    points = [run(i, {"name": f"n{i}"}, 100.0 + i, (i + 1) << 20) for i in range(3)]
     assert save_picture(points, tmp_path / "a" / "b.png").read_bytes().startswith(b"\x89PNG")
     written = save_picture(points, tmp_path / "b.svg", "title").read_text()
     assert "n2" in written and "title" in written

@@ -1,0 +1,104 @@
+"""Compare the runs of a grid by throughput and peak memory, in the terminal and as PNG or SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.launch.grid.config import label
+from megatron_pipemem.launch.grid.results import Result
+from megatron_pipemem.report.picture import axes_for_points, write_picture
+from megatron_pipemem.report.tables import FittingTable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_MIB = 1 << 20
+_FIGURES = ("tokens/s", "s/step", "predicted\npeak", "counted\npeak", "planned\nbubble", "measured\nbubble")
+_AGREEMENT = {True: "=", False: "≠", None: " "}
+
+
+def front(points: Sequence[Result]) -> list[Result]:
+    """Return the runs that no other beats in one of throughput and peak without being worse in the other, by peak."""
+    best: list[Result] = []
+    for point in sorted(points, key=lambda point: (point.peak_bytes, -point.tokens_per_second, point.index)):
+        twin = best and (best[-1].peak_bytes, best[-1].tokens_per_second) == (point.peak_bytes, point.tokens_per_second)
+        if not best or twin or point.tokens_per_second > best[-1].tokens_per_second:
+            best.append(point)
+    return best
+
+
+def table(points: Sequence[Result]) -> FittingTable:
+    """Return the runs, fastest first, as a rich renderable; those on the front are marked."""
+    chosen = {point.index for point in front(points)}
+    columns = list(dict.fromkeys(key for point in points for key in point.settings))
+    headings = [column.rpartition(".")[2].replace("_", " ") for column in columns]
+    rows = FittingTable(
+        ("#", *headings, *_FIGURES),
+        text=("#", *headings),
+        caption="Peaks: activation MiB of the fullest rank, counted in the run; = where every rank held to the byte what was "
+        "predicted.\nBubble: of the rank that idles least, planned and measured. *: no other run is faster with less.",
+    )
+    for point in sorted(points, key=lambda point: (-point.tokens_per_second, point.index)):
+        rows.add_row(
+            f"{point.index} *" if point.index in chosen else str(point.index),
+            *(str(point.settings.get(column, "")) for column in columns),
+            f"{point.tokens_per_second:,.0f}",
+            f"{point.seconds_per_step:.4g}",
+            "-" if point.predicted_peak is None else f"{point.predicted_peak / _MIB:.4g}",
+            f"{point.peak_bytes / _MIB:.4g} {_AGREEMENT[point.peaks_agree]}",
+            *(_least(rates) for rates in (point.predicted_bubble_rate, point.measured_bubble_rate)),
+            style="" if point.index in chosen else "dim",
+        )
+    return rows
+
+
+def save_picture(points: Sequence[Result], path: str | Path, title: str = "") -> Path:
+    """Draw the runs with their front; the suffix of ``path`` chooses PNG or SVG. Folders are made as needed.
+
+    Args:
+        points: one per run.
+        path: of the picture.
+        title: above it.
+
+    Raises:
+        UnsupportedError: the suffix is neither, there are no runs, or matplotlib is missing.
+        OutputError: the file cannot be written.
+    """
+    return write_picture(lambda: draw(points, title), path, "a comparison of runs")
+
+
+def draw(points: Sequence[Result], title: str = "") -> Figure:
+    """Draw throughput (up) against peak (right). The front is filled, numbered and named; others are hollow and
+    numbered.
+    """
+    from megatron_pipemem.report.labels import Label, add_labels
+
+    if not points:
+        raise UnsupportedError("no run has ended well; there is nothing to draw")
+    axes = axes_for_points(
+        (9.6, 5.4), title, "peak activations of the fullest rank (MiB)", "tokens per second, all devices"
+    )
+    best = front(points)
+    others = [point for point in points if point not in best]
+    axes.step(*_spots(best), where="post", color="#202124", linewidth=1.0, alpha=0.6)
+    for group, face, size in ((others, "white", 40), (best, "#2662a8", 60)):
+        axes.scatter(*_spots(group), s=size, facecolors=face, edgecolors="#2662a8", linewidths=1.3, zorder=3)
+    legend = "\n".join(f"{point.index}: {label(point.settings)}" for point in best)
+    axes.text(1.02, 1.0, f"front\n{legend}", transform=axes.transAxes, fontsize=8.5, va="top", clip_on=False)
+    axes.set_ylim(0, 1.08 * max(point.tokens_per_second for point in points) or 1)
+    axes.margins(x=0.12)
+    named = [*best, *others]
+    spots = zip(*_spots(named), named, strict=True)
+    add_labels(axes, [Label(x, y, str(point.index), is_main=point in best) for x, y, point in spots])
+    return axes.figure
+
+
+def _spots(points: Sequence[Result]) -> tuple[list[float], list[float]]:
+    return [point.peak_bytes / _MIB for point in points], [point.tokens_per_second for point in points]
+
+
+def _least(rates: Sequence[float | None]) -> str:
+    return min((f"{rate:.1%}" for rate in sorted(rate for rate in rates if rate is not None)), default="-")

@@ -1,0 +1,253 @@
+"""Count parameters and FLOPs of layers, block by block, from the matrices that a block multiplies with.
+
+FLOPs of one linear layer with ``k`` inputs and ``n`` outputs are ``2 k n`` per token in each of F, I and W. Attention scores
+and their product with the values take ``4 s^2`` per sequence and query channel in F, twice that in I and nothing in W. The
+causal half is counted in full, as the papers and MFU do; norms, activations and softmax count nothing. For ``a`` heads of
+``h/a`` channels and an FFN of ``4h`` a layer thus takes ``bsh(24h + 4s)`` in F, ``bsh(24h + 8s)`` in I and ``24bsh^2`` in W,
+and the head ``2bshV`` in each (arXiv 2401.10241, arXiv 2411.05288).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from megatron_pipemem.config.model import (
+    Block,
+    Execution,
+    Model,
+    Passes,
+    expert_visits,
+    padded_vocabulary,
+    tokens,
+)
+
+_SCAN = 7  # FLOPs per token, channel and state of a Mamba block's scan, as Megatron counts them
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A linear layer of a block.
+
+    Args:
+        inputs: channels, of all tensor-parallel ranks.
+        outputs: likewise.
+        cut: what tensor-parallel ranks share: ``columns`` its outputs, ``rows`` its inputs, ``none`` of them.
+        bias: whether it has one.
+        copies: how many a rank holds: its experts.
+        visits: how often a token of the rank meets it or one of its copies.
+        waits: whether its weight gradient is computed in W. The router's is not.
+    """
+
+    inputs: int
+    outputs: int
+    cut: Literal["columns", "rows", "none"]
+    bias: bool = False
+    copies: int = 1
+    visits: float = 1.0
+    waits: bool = True
+
+    def parameters(self, tp: int) -> int:
+        """Return the number of weights and biases on one of ``tp`` ranks."""
+        whole, bias = self.inputs * self.outputs, self.outputs * self.bias
+        if self.cut == "columns":
+            return (whole + bias) // tp * self.copies
+        return (whole // (tp if self.cut == "rows" else 1) + bias) * self.copies
+
+    def width(self, tp: int) -> float:
+        """Return the outputs of one of ``tp`` ranks."""
+        return self.outputs / (tp if self.cut == "columns" else 1)
+
+    def depth(self, tp: int) -> float:
+        """Return the inputs of one of ``tp`` ranks."""
+        return self.inputs / (tp if self.cut == "rows" else 1)
+
+
+@lru_cache(maxsize=1024)
+def matrices(model: Model, execution: Execution, block: str) -> tuple[Matrix, ...]:
+    """Return the linear layers of a block.
+
+    Args:
+        model: its shape.
+        execution: how it is cut over ranks.
+        block: one of ``Block``.
+    """
+    return tuple(_MATRICES[Block(block)](model, execution))
+
+
+def _attention(model: Model, execution: Execution) -> Iterable[Matrix]:
+    yield Matrix(model.hidden, model.qkv_width, "columns", model.bias != "none")
+    yield Matrix(model.query_width, model.hidden, "rows", model.bias == "all")
+
+
+def _latent_attention(model: Model, execution: Execution) -> Iterable[Matrix]:
+    # Transformer Engine's ranks each have the whole of what leads to the latents.
+    down = "none" if execution.implementation == "transformer_engine" else "columns"
+    queries = model.heads * model.latent_query_channels
+    if model.q_lora_rank:
+        yield Matrix(model.hidden, model.q_lora_rank, down)
+    yield Matrix(model.q_lora_rank or model.hidden, queries, "columns")
+    yield Matrix(model.hidden, model.kv_lora_rank + model.qk_pos_emb_head_dim, down)
+    yield Matrix(model.kv_lora_rank, model.heads * (model.qk_head_dim + model.v_head_dim), "columns")
+    yield Matrix(model.heads * model.v_head_dim, model.hidden, "rows", model.bias == "all")
+
+
+def _ffn(model: Model, width: int, copies: int = 1, visits: float = 1.0) -> Iterable[Matrix]:
+    bias = model.bias == "all"
+    yield Matrix(model.hidden, (model.projections - 1) * width, "columns", bias, copies, visits)
+    yield Matrix(width, model.hidden, "rows", bias, copies, visits)
+
+
+def _experts(model: Model, execution: Execution) -> Iterable[Matrix]:
+    yield Matrix(model.hidden, model.experts, "none", waits=False)
+    yield from _ffn(model, model.expert_width, model.experts // execution.ep, expert_visits(model, execution))
+    if model.shared_expert_ffn:
+        yield from _ffn(model, model.shared_expert_ffn)
+
+
+def _mamba(model: Model, execution: Execution) -> Iterable[Matrix]:
+    states = 2 * model.mamba_groups * model.mamba_state
+    yield Matrix(model.hidden, 2 * model.mamba_width + states + model.mamba_heads, "columns")
+    yield Matrix(model.mamba_width, model.hidden, "rows")
+
+
+_MATRICES = {
+    Block.ATTENTION: _attention,
+    Block.LATENT_ATTENTION: _latent_attention,
+    Block.FFN: lambda model, execution: _ffn(model, model.ffn_width),
+    Block.EXPERTS: _experts,
+    Block.MAMBA: _mamba,
+    Block.MERGE: lambda model, execution: (Matrix(2 * model.hidden, model.hidden, "columns"),),
+}
+
+
+def _other_parameters(model: Model, execution: Execution, block: Block) -> int:
+    """Return the number of parameters of a block's norms and convolutions."""
+    per_channel = 2 if model.norm == "layernorm" else 1
+    if block is Block.MERGE:  # of the embedding, of the hidden states, and behind the layer
+        return 3 * per_channel * model.hidden
+    inner = 0
+    if block is Block.ATTENTION and model.qk_norm:
+        inner = 2 * model.channels
+    if block is Block.LATENT_ATTENTION and model.qk_norm:
+        inner = (model.q_lora_rank or 0) + model.kv_lora_rank
+    count = per_channel * (model.hidden + inner)
+    if block is Block.MAMBA:
+        convolved = model.mamba_width + 2 * model.mamba_groups * model.mamba_state
+        # A convolution with biases; decay, skip and step of every head; the gated norm, which is an RMS norm.
+        count += (convolved * (model.mamba_convolution + 1) + 3 * model.mamba_heads + model.mamba_width) // execution.tp
+    return count
+
+
+def core_flops(model: Model, execution: Execution, block: str) -> float:
+    """Return the FLOPs that a block's F takes beside its matrices: of attention's scores and values, or of a scan.
+
+    Args:
+        model: its shape.
+        execution: how it is cut over ranks.
+        block: one of ``Block``.
+    """
+    n, s, tp = tokens(model, execution), model.sequence, execution.tp
+    if block == Block.ATTENTION:
+        return 4 * n * s * model.query_width / tp
+    if block == Block.LATENT_ATTENTION:
+        return 2 * n * s * model.heads * (model.latent_query_channels + model.v_head_dim) / tp
+    if block == Block.MAMBA:
+        return _SCAN * n * model.mamba_width * model.mamba_state / tp
+    return 0.0
+
+
+@lru_cache(maxsize=1024)
+def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> Passes:
+    """Return the FLOPs of one layer, one microbatch and one rank. Recomputation is included: it belongs to I.
+
+    Args:
+        model: the shape.
+        execution: how it runs.
+        kind: the blocks of the layer; by default as the model's first layer.
+    """
+    linear = core = again = 0.0
+    for block in kind or model.kinds[0]:
+        products = sum(each.inputs * each.outputs * each.visits / _shares(each, execution)
+                       for each in matrices(model, execution, block))  # fmt: skip
+        here, scores = 2 * tokens(model, execution) * products, core_flops(model, execution, block)
+        linear, core = linear + here, core + scores
+        if block in (Block.FFN, Block.EXPERTS):
+            again += here * execution.recomputes("mlp")
+        elif block != Block.MAMBA:
+            again += scores * execution.recomputes("core_attn")
+    if execution.recompute == "full":
+        again = linear + core
+    return Passes(linear + core, linear + 2 * core + again, linear)
+
+
+def _shares(matrix: Matrix, execution: Execution) -> int:
+    return 1 if matrix.cut == "none" else execution.tp
+
+
+def head_flops(model: Model, execution: Execution) -> Passes:
+    """Return the FLOPs of the output layer, one microbatch and one rank, for the predictions of all depths."""
+    product = 2 * tokens(model, execution) * model.hidden * padded_vocabulary(model, execution.tp) / execution.tp
+    return Passes(product, product, product) * model.heads_of_output
+
+
+def model_flops(model: Model) -> float:
+    """Return the FLOPs of one whole sequence, forward and backward, nothing recomputed: what MFU counts."""
+    layers = sum(layer_flops(model, Execution(), kind).total for kind in model.all_kinds)
+    return layers + 6 * model.sequence * model.hidden * model.vocabulary * model.heads_of_output
+
+
+@lru_cache(maxsize=1024)
+def layer_parameters(model: Model, execution: Execution, kind: str | None = None) -> int:
+    """Return the number of parameters of one layer on one rank.
+
+    Args:
+        model: its shape.
+        execution: how it is cut over ranks.
+        kind: the blocks of the layer; by default as the model's first layer.
+    """
+    return sum(
+        _other_parameters(model, execution, Block(block))
+        + sum(each.parameters(execution.tp) for each in matrices(model, execution, block))
+        for block in kind or model.kinds[0]
+    )
+
+
+def expert_parameters(model: Model, execution: Execution, kind: str) -> int:
+    """Return how many of a layer's parameters on one rank are experts', which fewer ranks share the optimizer of.
+
+    Args:
+        model: its shape.
+        execution: how it is cut over ranks.
+        kind: the blocks of the layer.
+    """
+    of_experts = [
+        replace(each, copies=model.experts // execution.ep)
+        for block in kind
+        if block == Block.EXPERTS
+        for each in _ffn(model, model.expert_width)
+    ]
+    return sum(each.parameters(execution.tp) for each in of_experts)
+
+
+def embedding_parameters(model: Model, execution: Execution) -> int:
+    """Return the number of parameters of the input embedding on one rank, learned positions included."""
+    rows = padded_vocabulary(model, execution.tp) // execution.tp
+    return model.hidden * (rows + (model.sequence if model.position == "learned" else 0))
+
+
+def head_parameters(model: Model, execution: Execution) -> int:
+    """Return the number of parameters of final norm and output layer on one rank. A tied head far from its embedding
+    has a copy of it, which is counted too.
+    """
+    rows = padded_vocabulary(model, execution.tp) // execution.tp
+    return model.hidden * (rows + (2 if model.norm == "layernorm" else 1))
+
+
+def total_parameters(model: Model) -> int:
+    """Return the number of parameters of the whole model as its authors count them: a shared matrix once, no padding."""
+    ends = model.hidden * (model.vocabulary * (1 if model.tied else 2) + (2 if model.norm == "layernorm" else 1))
+    ends += model.hidden * model.sequence * (model.position == "learned")
+    return sum(layer_parameters(model, Execution(), kind) for kind in model.all_kinds) + ends
