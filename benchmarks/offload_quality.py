@@ -26,7 +26,7 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.core.validator import validate_program
 from megatron_pipemem.schedule.families.offload import uniform_repeating
-from megatron_pipemem.schedule.features.offload import plan_offload
+from megatron_pipemem.schedule.features.offload.planning import plan_offload
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
 

@@ -23,7 +23,7 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, host_peaks, peaks
 from megatron_pipemem.schedule.core.single_queue import run_single_queues
 from megatron_pipemem.schedule.core.validator import validate_program
-from megatron_pipemem.schedule.features.offload import recomputed_by_mode
+from megatron_pipemem.schedule.features.offload.recompute import recomputed_by_mode
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.search import MAX_CHUNKS, Candidate
 

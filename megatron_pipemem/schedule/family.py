@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.brief import brief
@@ -44,20 +43,6 @@ PEAK_OF_1F1B = Formula("1", lambda p, m, **_: min(p, m) / p)
 """The unit of activations: what the first device of 1F1B holds."""
 
 
-class Facts(NamedTuple):
-    """Hold what the schedules of a family have in common, with its options left alone. The fields are those of
-    ``Family``.
-    """
-
-    placement: str
-    splits_backward: bool
-    chunks: int | None
-    asynchronous: bool
-    simulated_only: str
-    offloads: bool
-    replicas: int
-
-
 class _Fact:
     """A field of ``Family`` that its example tells unless it was declared."""
 
@@ -68,7 +53,7 @@ class _Fact:
         if family is None:
             return None  # the default of the field: not declared
         declared = family.__dict__[self._name]
-        return getattr(family.facts, self._name) if declared is None else declared
+        return family.facts[self._name] if declared is None else declared
 
     def __set__(self, family: Family, declared: object) -> None:
         family.__dict__[self._name] = declared
@@ -149,10 +134,10 @@ class Family:
         ) from refusal
 
     @cached_property
-    def facts(self) -> Facts:
-        """Return what the example shows."""
+    def facts(self) -> dict[str, object]:
+        """What the schedules have in common, with the options left alone, as the example shows it: fields of this class."""
         example = self.example
-        return Facts(
+        return dict(
             placement=example.placement.name,
             splits_backward=example.splits_backward,
             chunks=None if "chunks" in self.options else example.placement.num_chunks,
@@ -168,7 +153,7 @@ class Family:
         Raises:
             UnsupportedError: the family builds nothing, or something else than it declares.
         """
-        for name, found in self.facts._asdict().items():
+        for name, found in self.facts.items():
             declared = self.__dict__[name]
             if declared is None or declared == found or (name, found) in (("simulated_only", ""), ("chunks", None)):
                 continue

@@ -11,7 +11,7 @@ from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
-from megatron_pipemem.schedule.features.offload import with_recompute
+from megatron_pipemem.schedule.features.offload.recompute import with_recompute
 from megatron_pipemem.schedule.features.vocabulary.passes import with_barriers
 from megatron_pipemem.schedule.knowledge import Knowledge
 from megatron_pipemem.schedule.options import OFF

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from megatron_pipemem.errors import PipememError, UnsupportedError
@@ -116,11 +117,23 @@ def choices(
         max_chunks: stages per device at most, of families and searches.
     """
     costs = costs or Costs()
-    found = [
-        each
-        for count in barriers
-        for each in _found(num_devices, num_microbatches, costs, caps, seconds, cache, count, max_chunks)
-    ]
+    size, shape = (num_devices, num_microbatches), Shape(num_devices, None, num_microbatches)
+    options = {"max_chunks": max_chunks, "seconds": seconds}
+    found: list[tuple[Schedule, float | None]] = []
+    for count in barriers:
+        tell(lambda: f"families; {len(caps)} searches to come")
+        if count:
+            known = families_with_passes(*size, costs, count, max_chunks)
+        else:
+            known = list(synchronous_schedules(*size, costs, max_chunks))
+        found += ((schedule, None) for schedule in known)
+        knowledge = Knowledge(costs, with_passes=tuple(known) if count else None, cache=cache)
+        for number, cap in enumerate(caps):
+            at_most = (len(caps) - number) * seconds
+            request = Request(AUTO, MemoryCap(cap, costs.memory is not None), options, barriers=count)
+            what = f"memory cap {cap:.4g}, search {number + 1} of {len(caps)}, at most {at_most:.0f} s for all"
+            with suppress(PipememError), doing(what):
+                found.append((resolve(request, shape, knowledge).schedule, cap))
     timelines = [simulate(schedule, priced(schedule) if priced else costs) for schedule, _ in found]
     rows = [(t.peak, t.makespan) for t in timelines]
     return sorted(
@@ -141,38 +154,6 @@ def _dominated(index: int, rows: Sequence[tuple[float, float]]) -> bool:
         if no_worse and (better or other < index):
             return True
     return False
-
-
-def _found(
-    num_devices: int,
-    num_microbatches: int,
-    costs: Costs,
-    caps: Sequence[float],
-    seconds: float,
-    cache: ResultCache | None,
-    barriers: int,
-    max_chunks: int,
-) -> Iterator[tuple[Schedule, float | None]]:
-    """Yield schedules with so many barriers, and the cap that a search had."""
-    if barriers:
-        known = families_with_passes(num_devices, num_microbatches, costs, barriers, max_chunks)
-    else:
-        known = synchronous_schedules(num_devices, num_microbatches, costs, max_chunks)
-    tell(lambda: f"families; {len(caps)} searches to come")
-    known = list(known)
-    yield from ((schedule, None) for schedule in known)
-    with_passes = tuple(known) if barriers else None
-    knowledge = Knowledge(costs, with_passes=with_passes, cache=cache)
-    shape, options = Shape(num_devices, None, num_microbatches), {"max_chunks": max_chunks, "seconds": seconds}
-    for number, cap in enumerate(caps):
-        at_most = (len(caps) - number) * seconds
-        try:
-            with doing(f"memory cap {cap:.4g}, search {number + 1} of {len(caps)}, at most {at_most:.0f} s for all"):
-                request = Request(AUTO, MemoryCap(cap, costs.memory is not None), options, barriers=barriers)
-                found = resolve(request, shape, knowledge)
-        except PipememError:
-            continue
-        yield found.schedule, cap
 
 
 def trades(front: Sequence[Choice], least: float = 0.03) -> list[Trade]:

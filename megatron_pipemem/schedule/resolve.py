@@ -22,7 +22,8 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS
-from megatron_pipemem.schedule.features.offload import OffloadPlan, in_words
+from megatron_pipemem.schedule.features.offload.plan import OffloadPlan
+from megatron_pipemem.schedule.features.offload.recompute import in_words
 from megatron_pipemem.schedule.features.vocabulary.passes import families_with_passes, with_barriers
 from megatron_pipemem.schedule.knowledge import UNIT, Knowledge, Shape
 from megatron_pipemem.schedule.model_cut import searched

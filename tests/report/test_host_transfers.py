@@ -16,7 +16,8 @@ from megatron_pipemem.report.timeline import DrawnRun, held_steps
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.simulator import Timeline
-from megatron_pipemem.schedule.features.offload import plan_offload, with_recompute
+from megatron_pipemem.schedule.features.offload.planning import plan_offload
+from megatron_pipemem.schedule.features.offload.recompute import with_recompute
 from megatron_pipemem.schedule.registry import build_schedule
 
 COSTS = replace(Costs(), channel=Channel(0.5))

@@ -11,14 +11,21 @@ from hypothesis import strategies as st
 from random_schedules import random_schedules
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
-from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.schedule import Schedule, WeightUpdates
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.core.validator import validate
-from megatron_pipemem.schedule.core.weights import weight_versions
+from megatron_pipemem.schedule.core.weights import weight_uses
 from megatron_pipemem.schedule.registry import build_schedule, families
 
 NAMES = ("pipedream", "pipedream-2bw")
+
+
+def weight_versions(schedule: Schedule) -> dict[Action, int]:
+    """Return the version of its stage's weights that every action uses."""
+    if schedule.updates is None:
+        return dict.fromkeys((action for order in schedule.orders for action in order), 0)
+    return {use.action: use.version for use in weight_uses(schedule)}
 
 
 def build(name: str, p: int, m: int, **options: object) -> Schedule:

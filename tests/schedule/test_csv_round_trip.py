@@ -13,7 +13,8 @@ from megatron_pipemem.schedule.core.action import ORDERED, WHOLE_STAGE, Action, 
 from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Program, Schedule
-from megatron_pipemem.schedule.features.offload import plan_offload, with_recompute
+from megatron_pipemem.schedule.features.offload.planning import plan_offload
+from megatron_pipemem.schedule.features.offload.recompute import with_recompute
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.lowering.collectives import lower_paired

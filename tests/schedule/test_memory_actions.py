@@ -18,7 +18,8 @@ from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.core.validator import validate, validate_program
-from megatron_pipemem.schedule.features.offload import plan_offload, with_recompute
+from megatron_pipemem.schedule.features.offload.planning import plan_offload
+from megatron_pipemem.schedule.features.offload.recompute import with_recompute
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
 

@@ -20,7 +20,9 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.core.validator import validate, validate_program
 from megatron_pipemem.schedule.families.offload import uniform_repeating, with_prompt_weights
-from megatron_pipemem.schedule.features.offload import OffloadPlan, plan_offload, planner
+from megatron_pipemem.schedule.features.offload import planner
+from megatron_pipemem.schedule.features.offload.plan import OffloadPlan
+from megatron_pipemem.schedule.features.offload.planning import plan_offload
 from megatron_pipemem.schedule.features.offload.transfers import plan_round_trips
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.lowering import lower

@@ -14,7 +14,7 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Channel
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
-from megatron_pipemem.schedule.features.offload import plan_offload
+from megatron_pipemem.schedule.features.offload.planning import plan_offload
 from megatron_pipemem.schedule.features.vocabulary.choice import choose_vocabulary
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.pareto import choices, trades

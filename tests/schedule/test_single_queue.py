@@ -19,7 +19,8 @@ from megatron_pipemem.schedule.core.schedule import Program, Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.core.single_queue import run_single_queues
 from megatron_pipemem.schedule.core.validator import validate_program
-from megatron_pipemem.schedule.features.offload import plan_offload, with_recompute
+from megatron_pipemem.schedule.features.offload.planning import plan_offload
+from megatron_pipemem.schedule.features.offload.recompute import with_recompute
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.features.windows import Moment, family_window, steady
 from megatron_pipemem.schedule.lowering import lower

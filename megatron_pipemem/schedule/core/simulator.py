@@ -215,8 +215,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[
         tuple(tuple(spans[nodes.start : nodes.stop]) for nodes in lanes[: len(orders)]),
         peaks(orders, placement, costs, pieces),
         count_messages(schedule),
-        transfers.transfers,
-        transfers.stalls,
+        tuple(map(tuple, transfers.transfers)),
+        tuple(map(tuple, transfers.stalls)),
         host_peaks(orders, placement, costs, pieces),
         tuple(CollectiveTransfer(kind, microbatch, *span) for (kind, _, microbatch), span in served),
         _replica_reductions(placement, costs, zip(actions, times.ends, strict=True)),
@@ -253,8 +253,8 @@ class _Transfers:
         self._channel = costs.channel or Channel(0.0)
         self._vacant: dict[tuple[int, bool], float] = {}
         self._ends: dict[Action, float] = {}
-        self._transfers: list[list[Transfer]] = [[] for _ in schedule.orders]
-        self._stalls: list[list[Stall]] = [[] for _ in schedule.orders]
+        self.transfers: list[list[Transfer]] = [[] for _ in schedule.orders]
+        self.stalls: list[list[Stall]] = [[] for _ in schedule.orders]
 
     def run(self, device: int, action: Action, now: float) -> float:
         """Run an action on memory that its device reaches at ``now``, and return when the device goes on."""
@@ -264,20 +264,12 @@ class _Transfers:
             start = max(now, self._vacant.get(lane, now))
             end = start + self._prices.of(action.kind, action.stage)
             self._vacant[lane] = self._ends[action] = end
-            self._transfers[device].append(Transfer(action, start, end))
+            self.transfers[device].append(Transfer(action, start, end))
             return now
         end = self._ends[action._replace(kind=awaited)]
         if end > now:
-            self._stalls[device].append(Stall(action, end - now))
+            self.stalls[device].append(Stall(action, end - now))
         return max(now, end)
-
-    @property
-    def transfers(self) -> tuple[tuple[Transfer, ...], ...]:
-        return tuple(map(tuple, self._transfers))
-
-    @property
-    def stalls(self) -> tuple[tuple[Stall, ...], ...]:
-        return tuple(map(tuple, self._stalls))
 
 
 def count_messages(schedule: Schedule) -> int:

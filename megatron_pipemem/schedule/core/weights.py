@@ -55,13 +55,6 @@ def weight_uses(schedule: Schedule) -> Iterator[Use]:
             newest[stage] += updates
 
 
-def weight_versions(schedule: Schedule) -> dict[Action, int]:
-    """Return the version of its stage's weights that every action uses."""
-    if schedule.updates is None:
-        return dict.fromkeys((action for order in schedule.orders for action in order), 0)
-    return {use.action: use.version for use in weight_uses(schedule)}
-
-
 def versions_held(schedule: Schedule) -> tuple[int, ...]:
     """Return per device, the most versions that it holds of any of its stages: the newest, and all that are still to be
     used.

@@ -96,20 +96,13 @@ def _code_version() -> str:
 
 
 def _to_json(candidate: Candidate) -> dict:
-    schedule = candidate.schedule
-    return {
-        "name": schedule.name,
-        "devices": schedule.placement.devices,
-        "orders": schedule.to_csv(),
-        "makespan": candidate.makespan,
-        "peaks": candidate.peaks,
-        "lower_bound": candidate.lower_bound,
-        "found_by": candidate.found_by,
-    }
+    schedule, facts = candidate.schedule, dict(vars(candidate))
+    del facts["schedule"]
+    return {"name": schedule.name, "devices": schedule.placement.devices, "orders": schedule.to_csv(), "facts": facts}
 
 
 def _from_json(row: dict) -> Candidate:
     schedule = Schedule.from_csv(row["orders"], name=row["name"])
     if schedule.placement != Placement.from_devices(tuple(row["devices"])):
         raise ValueError("placement and orders disagree")
-    return Candidate(schedule, row["makespan"], tuple(row["peaks"]), row["lower_bound"], row["found_by"])
+    return Candidate(schedule, **row["facts"] | {"peaks": tuple(row["facts"]["peaks"])})

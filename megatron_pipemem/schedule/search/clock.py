@@ -11,23 +11,13 @@ from megatron_pipemem.schedule.core.progress import tell
 
 
 class Step(Enum):
-    """Name what takes time in proportion to the passes of a placement."""
+    """Name what takes time in proportion to the passes of a placement, with the seconds per pass until one was timed."""
 
-    FIRST = "run an order that is known; as every search does it once, it tells how fast the machine is"
-    FAMILY = "build what one family has to offer"
-    JUSTIFY = "justify a timetable"
-    TRY = "propose a periodic order and justify it"
-    DESCRIBE = "make a schedule of the best order and simulate it"
-
-
-_USUAL_PACES = {
-    Step.FIRST: 4e-6,
-    Step.FAMILY: 10e-6,
-    Step.JUSTIFY: 20e-6,
-    Step.TRY: 25e-6,
-    Step.DESCRIBE: 15e-6,
-}
-"""Seconds per pass until a step was timed."""
+    FIRST = 4e-6  # run an order that is known; as every search does it once, it tells how fast the machine is
+    FAMILY = 10e-6  # build what one family has to offer
+    JUSTIFY = 20e-6  # justify a timetable
+    TRY = 25e-6  # propose a periodic order and justify it
+    DESCRIBE = 15e-6  # make a schedule of the best order and simulate it
 
 
 class Clock:
@@ -74,6 +64,6 @@ class Clock:
 
     def _pace(self, step: Step) -> float:
         """Return the pace of the last such step; of the first one the usual, or slower where the first start was."""
-        usual = _USUAL_PACES[Step.FIRST]
+        usual = Step.FIRST.value
         slowness = max(1.0, self._paces.get(Step.FIRST, usual) / usual)
-        return self._paces.get(step, _USUAL_PACES[step] * slowness)
+        return self._paces.get(step, step.value * slowness)

@@ -15,13 +15,12 @@ from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possi
 from megatron_pipemem.schedule.search.problem import FORWARD, INPUT, WEIGHT, Orders, Problem, from_schedule
 
 
-def dispatch(problem: Problem, urgency: Sequence[float], patience: float = 0.0) -> Timetable | None:
+def dispatch(problem: Problem, urgency: Sequence[float]) -> Timetable | None:
     """Run the step by urgency.
 
     Args:
         problem: the passes and the caps.
         urgency: per pass, smaller runs earlier.
-        patience: how many ticks a device waits for a more urgent pass that is on its way.
 
     Returns:
         ``None`` when the devices came to a stop because no cap admitted what was ready.
@@ -44,8 +43,7 @@ def dispatch(problem: Problem, urgency: Sequence[float], patience: float = 0.0) 
             continue
         level = levels[d]
         best = -1
-        best_urgency = coming_urgency = float("inf")
-        coming = 0
+        best_urgency = float("inf")
         for c in classes_of[d]:
             k = upcoming[c]
             if k == m or missing[c][k]:
@@ -54,15 +52,8 @@ def dispatch(problem: Problem, urgency: Sequence[float], patience: float = 0.0) 
             if delta > 0 and level + delta + reserve[c] > caps[d]:
                 continue
             value = urgency[c * m + k]
-            at = ready[c][k]
-            if at <= now:
-                if value < best_urgency:
-                    best, best_urgency = c, value
-            elif at - now <= patience and value < coming_urgency:
-                coming, coming_urgency = at, value
-        if coming_urgency < best_urgency:
-            heappush(events, (coming, d))
-            continue
+            if ready[c][k] <= now and value < best_urgency:
+                best, best_urgency = c, value
         if best < 0:
             continue
         k = upcoming[best]

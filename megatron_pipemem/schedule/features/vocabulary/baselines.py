@@ -1,5 +1,5 @@
-"""Build what vocabulary parallelism is compared with: the head on the last stage, layers moved away from it, and
-interlacing.
+"""Build what vocabulary parallelism is compared with: the head on the last stage, and layers moved away from
+it.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
 
 
 def head_on_last_stage(costs: Costs, placement: Placement, head: float, layers: Sequence[int] | None = None) -> Costs:
@@ -48,25 +47,23 @@ def head_on_last_stage(costs: Costs, placement: Placement, head: float, layers: 
     return replace(costs, forward=forward, backward_input=inputs, backward_weight=weights)
 
 
-def redistribute(layers: int, placement: Placement, head: float, embedding: float = 0.0) -> tuple[int, ...]:
+def redistribute(layers: int, placement: Placement, head: float) -> tuple[int, ...]:
     """Return the layers of every stage such that the slowest device is as fast as whole layers allow.
 
     Args:
         layers: of the model.
         placement: one model copy.
         head: the head's cost in layers; it stays on the last stage.
-        embedding: the embedding's, on the first.
 
     Raises:
         UnsupportedError: a number is negative, or there is more than one model copy.
     """
-    if layers < 0 or head < 0 or embedding < 0:
-        raise UnsupportedError("layers, head and embedding must not be negative; give their costs in layers")
+    if layers < 0 or head < 0:
+        raise UnsupportedError("layers and head must not be negative; give the cost of the head in layers")
     if placement.replicas > 1:
         raise UnsupportedError("layers are redistributed over the stages of one model copy; this placement has more")
     load = [0.0] * placement.num_devices
     load[placement.devices[-1]] += head
-    load[placement.devices[0]] += embedding
     held = [0] * placement.num_devices
     for _ in range(layers):
         device = min(range(len(load)), key=lambda d: (load[d], held[d], d))
@@ -78,51 +75,3 @@ def redistribute(layers: int, placement: Placement, head: float, embedding: floa
         for index, stage in enumerate(stages):
             found[stage] = held[device] // len(stages) + (index < held[device] % len(stages))
     return tuple(found)
-
-
-def interlaced(num_devices: int, num_microbatches: int) -> Schedule:
-    """Build 1F1B with head and embedding as tensor parallelism over all devices: they join every head computation at
-    once.
-
-    Between two heads every device runs one F and one B. A forward then passes two devices in a row, which run them in
-    opposite order, but a backward one, so that device 0 holds about ``1.5p`` microbatches (arXiv 2411.05288, section 5.2
-    and appendix; nnScaler). As a schedule it has two barriers whose S and T stand side by side.
-
-    Args:
-        num_devices: ``p``.
-        num_microbatches: ``m``.
-    """
-    p, m = num_devices, num_microbatches
-    placement = Placement.linear(p)
-    first_head = (p - 1) // 2
-    lists: list[list[Action]] = [[] for _ in range(p)]
-
-    def everywhere(kind: Kind, microbatch: int) -> None:
-        if 0 <= microbatch < m:
-            for device in range(p):
-                lists[device].append(Action(kind, device, microbatch))
-
-    def head(microbatch: int) -> None:
-        everywhere(Kind.BCAST_X, microbatch)
-        everywhere(Kind.S, microbatch)
-        everywhere(Kind.STATS, microbatch)
-        if 0 <= microbatch < m:
-            lists[-1].append(Action(Kind.LOSS, p - 1, microbatch))
-        everywhere(Kind.BCAST_G, microbatch)
-        everywhere(Kind.T, microbatch)
-        everywhere(Kind.REDUCE_X, microbatch)
-
-    for interval in range(-1, m + first_head + p):
-        for device in range(p):
-            hops = p - 1 - device
-            forward = Action(Kind.F, device, interval - first_head + hops // 2)
-            backward = Action(Kind.B, device, interval - first_head - 1 - hops)
-            pair = (backward, forward) if hops % 2 == 0 else (forward, backward)
-            lists[device] += [action for action in pair if 0 <= action.microbatch < m]
-        head(interval - first_head)
-        everywhere(Kind.BCAST_E, interval - first_head - p)
-        everywhere(Kind.EMBED_B, interval - first_head - p)
-        coming = interval + 1 - first_head + (p - 1) // 2
-        everywhere(Kind.EMBED_F, coming)
-        everywhere(Kind.REDUCE_E, coming)
-    return Schedule("interlaced", placement, m, tuple(map(tuple, lists)), vocabulary_barriers=2)
