@@ -33,7 +33,7 @@ from megatron_pipemem import Costs, build_schedule, simulate
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
-from megatron_pipemem.schedule.features.vocabulary.baselines import head_on_last_stage, redistribute
+from megatron_pipemem.schedule.features.vocabulary.choice import head_on_last_stage, redistribute
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
 
 SIZES = ("32k", "64k", "128k", "256k")

@@ -16,7 +16,7 @@ from megatron_pipemem import Costs, build_schedule
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
-from megatron_pipemem.schedule.features.vocabulary.baselines import head_on_last_stage, redistribute
+from megatron_pipemem.schedule.features.vocabulary.choice import head_on_last_stage, redistribute
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
 
 FAMILIES = ("1f1b", "v-half")

@@ -97,28 +97,11 @@ def counting(request: Request, num_microbatches: int, knowledge: Knowledge) -> S
     return with_barriers(schedule, request.barriers, knowledge.costs)
 
 
-def serial(
-    request: Request, placement: Placement, microbatches: int, name: str, full: Collection[int] = frozenset()
-) -> Schedule:
-    """Build a step of one microbatch after another, each offloaded if anything may be.
-
-    Without recomputation none holds less, if the stages whose I takes memory are in ``full``.
-
-    Args:
-        request: says whether anything may leave the device.
-        placement: of the stages.
-        microbatches: of the step.
-        name: of the schedule.
-        full: the stages whose backwards are full ones.
-    """
-    schedule = serial_schedule(placement, microbatches, name, full)
-    return schedule if request.offload == OFF else _away(schedule)
-
-
 def last_resort(
     request: Request, placements: Sequence[Placement], microbatches: int, knowledge: Knowledge, costs: Costs
 ) -> Iterator[Schedule]:
-    """Yield schedules of one microbatch after another, in the placements where they keep the cap.
+    """Yield schedules of one microbatch after another, each offloaded if anything may be, in the placements where they keep
+    the cap.
 
     Args:
         request: with the cap.
@@ -133,7 +116,7 @@ def last_resort(
     least: list[tuple[float, int, Schedule]] = []
     for placement in placements:
         serial = serial_schedule(placement, microbatches, request.name, better_full(placement, costs))
-        serial = with_barriers(serial, request.barriers, costs)
+        serial = with_barriers(serial if request.offload == OFF else _away(serial), request.barriers, costs)
         more = knowledge.excess(request, serial, costs)
         if not any(more):
             yield serial

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -22,17 +23,16 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS
-from megatron_pipemem.schedule.features.offload.plan import OffloadPlan
 from megatron_pipemem.schedule.features.offload.recompute import in_words
+from megatron_pipemem.schedule.features.offload.transfers import OffloadPlan
 from megatron_pipemem.schedule.features.vocabulary.passes import families_with_passes, with_barriers
 from megatron_pipemem.schedule.knowledge import UNIT, Knowledge, Shape
 from megatron_pipemem.schedule.model_cut import searched
-from megatron_pipemem.schedule.one_by_one import COUNTING, ONE_BY_ONE, counting, last_resort, serial
+from megatron_pipemem.schedule.one_by_one import COUNTING, ONE_BY_ONE, counting, last_resort
 from megatron_pipemem.schedule.options import OFF, SEARCH_SECONDS
 from megatron_pipemem.schedule.registry import build_schedule, family
 from megatron_pipemem.schedule.request import Request, check_devices_of_file, check_microbatches_of_file
 from megatron_pipemem.schedule.search import Candidate, SearchResult, search_schedule
-from megatron_pipemem.schedule.search.problem import better_full
 from megatron_pipemem.schedule.search.result import fastest_first
 from megatron_pipemem.schedule.within_cap import Plans, attempts, known_orders, prompt_orders, tightened
 
@@ -276,9 +276,9 @@ def _with_searched_offload(request: Request, shape: Shape, knowledge: Knowledge)
     higher = _under_higher_caps(request, shape, knowledge, costs, placements, deadline)
     plans.add_all(chain(prompt_orders(p, m, costs, placements), higher), deadline)
     seconds = time.perf_counter() - started
-    for placement in placements if not plans.kept else ():
-        one_by_one = serial(request, placement, m, request.name, better_full(placement, costs))
-        if not any(knowledge.excess(request, one_by_one, costs)):
+    if not plans.kept:
+        with suppress(UnsupportedError):
+            one_by_one = next(last_resort(request, placements, m, knowledge, costs))
             logger.warning("memory cap of %s: %s", request.memory_cap, ONE_BY_ONE)
             return ChosenSchedule(one_by_one, costs, search_seconds=seconds, notes=ONE_BY_ONE)
     best, found_by = plans.fastest()

@@ -16,9 +16,9 @@ from megatron_pipemem.schedule.core.progress import tell
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.families.offload import uniform_repeating, with_prompt_weights
-from megatron_pipemem.schedule.features.offload.plan import OffloadPlan
 from megatron_pipemem.schedule.features.offload.planning import plan_offload
 from megatron_pipemem.schedule.features.offload.recompute import recompute_plans, with_early_recompute
+from megatron_pipemem.schedule.features.offload.transfers import OffloadPlan
 from megatron_pipemem.schedule.knowledge import Knowledge
 from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.request import Request

@@ -23,11 +23,10 @@ from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.simulator import peaks
 from megatron_pipemem.schedule.core.validator import validate, validate_program
-from megatron_pipemem.schedule.knowledge import ASSUMED_RATIO, Shape
+from megatron_pipemem.schedule.knowledge import ASSUMED_RATIO, Knowledge, Shape
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.request import Request
 from megatron_pipemem.schedule.resolve import ChosenSchedule
-from megatron_pipemem.schedule.search.problem import better_full
 
 SHAPE = Shape(4, 2, 8)
 MESSAGE = 3
@@ -188,7 +187,7 @@ def test_one_after_another_keeps_a_cap_that_takes_full_backwards():
     placement = Placement.linear(2)
     costs = Costs(memory={Kind.F: (1, 1), Kind.I: (1, 1), Kind.W: (-2, -2)})
     request = Request.of("auto", 1.0, offload="auto")
-    order = one_by_one.serial(request, placement, 3, "serial", better_full(placement, costs))
+    order = next(one_by_one.last_resort(request, [placement], 3, Knowledge(costs), costs))
     validate(order)
     assert max(peaks(order.orders, placement, costs)) == 1
     validate_program(lower(order))

@@ -12,10 +12,9 @@ from random_schedules import random_schedules
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.schedule import Schedule, WeightUpdates
+from megatron_pipemem.schedule.core.schedule import Schedule, WeightUpdates, weight_uses
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.core.validator import validate
-from megatron_pipemem.schedule.core.weights import weight_uses
 from megatron_pipemem.schedule.registry import build_schedule, families
 
 NAMES = ("pipedream", "pipedream-2bw")

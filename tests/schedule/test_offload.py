@@ -21,9 +21,8 @@ from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.core.validator import validate, validate_program
 from megatron_pipemem.schedule.families.offload import uniform_repeating, with_prompt_weights
 from megatron_pipemem.schedule.features.offload import planner
-from megatron_pipemem.schedule.features.offload.plan import OffloadPlan
 from megatron_pipemem.schedule.features.offload.planning import plan_offload
-from megatron_pipemem.schedule.features.offload.transfers import plan_round_trips
+from megatron_pipemem.schedule.features.offload.transfers import OffloadPlan, plan_round_trips
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule, families

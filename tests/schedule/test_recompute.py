@@ -14,7 +14,6 @@ from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, Channel, Costs
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.validator import validate
-from megatron_pipemem.schedule.features.offload.plan import OffloadPlan
 from megatron_pipemem.schedule.features.offload.planning import plan_offload
 from megatron_pipemem.schedule.features.offload.recompute import (
     recompute_plans,
@@ -23,6 +22,7 @@ from megatron_pipemem.schedule.features.offload.recompute import (
     with_early_recompute,
     with_recompute,
 )
+from megatron_pipemem.schedule.features.offload.transfers import OffloadPlan
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.request import Request

@@ -19,8 +19,7 @@ from megatron_pipemem.schedule.core.schedule import Program, Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.core.validator import validate, validate_program
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
-from megatron_pipemem.schedule.features.vocabulary.baselines import head_on_last_stage, redistribute
-from megatron_pipemem.schedule.features.vocabulary.choice import choose_vocabulary
+from megatron_pipemem.schedule.features.vocabulary.choice import choose_vocabulary, head_on_last_stage, redistribute
 from megatron_pipemem.schedule.features.vocabulary.passes import families_with_passes, with_vocabulary
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.lowering import lower

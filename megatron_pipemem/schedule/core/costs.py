@@ -58,13 +58,8 @@ class Channel:
 
     def __post_init__(self) -> None:
         for name in ("offload", "reload"):
-            price = getattr(self, name)
-            if price is None:
-                price = self.offload
-            price = _checked(f"seconds of {name}", price)
-            if any(seconds < 0 for seconds in _listed(price)):
-                raise CostsError(f"seconds of {name} are negative: {min(_listed(price))}")
-            object.__setattr__(self, name, price)
+            price = self.offload if getattr(self, name) is None else getattr(self, name)
+            object.__setattr__(self, name, _price(name, price))
         switches = tuple(tuple(map(int, devices)) for devices in self.switches)
         members = [device for devices in switches for device in devices]
         if len(members) != len(set(members)):
@@ -168,13 +163,8 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name, kind in _PRICED:
-            price = getattr(self, name)
-            if price is None:
-                continue
-            price = _checked(f"cost of {kind}", price)
-            if any(seconds < 0 for seconds in _listed(price)):
-                raise CostsError(f"cost of {kind} is negative: {min(_listed(price))}")
-            object.__setattr__(self, name, price)
+            if (price := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _price(kind, price))
         links = self.p2p.values() if isinstance(self.p2p, Mapping) else (self.p2p,)
         for seconds in links:
             if isinstance(_checked("p2p", seconds), tuple) or seconds < 0:
@@ -191,16 +181,10 @@ class Costs:
         Raises:
             CostsError: a sequence has not one value per stage.
         """
-        prices = {
-            Kind.F: _per_stage("forward", self.forward, placement),
-            Kind.I: _per_stage("backward_input", self.backward_input, placement),
-            Kind.W: _per_stage("backward_weight", self.backward_weight, placement),
-            Kind.R: _per_stage("recompute", self.forward if self.recompute is None else self.recompute, placement),
-        }
-        if self.recompute_selective is None:
-            prices[Kind.RS] = tuple(SELECTIVE_SECONDS * forward for forward in prices[Kind.F])
-        else:
-            prices[Kind.RS] = _per_stage("recompute_selective", self.recompute_selective, placement)
+        given = {name: (kind, getattr(self, name)) for name, kind in _PRICED if kind is not Kind.REDUCE_REPLICAS}
+        prices = {kind: _per_stage(name, each, placement) for name, (kind, each) in given.items() if each is not None}
+        prices.setdefault(Kind.R, prices[Kind.F])
+        prices.setdefault(Kind.RS, tuple(SELECTIVE_SECONDS * forward for forward in prices[Kind.F]))
         prices[Kind.B] = tuple(i + w for i, w in zip(prices[Kind.I], prices[Kind.W], strict=True))
         return prices
 
@@ -360,6 +344,14 @@ def _checked(what: str, price: object) -> PerStage:
     if not all(abs(value) <= LARGEST for value in _listed(values)):  # nor NaN
         raise CostsError(f"{what} is {shortened(price)}; give finite numbers of at most {LARGEST:g}")
     return values
+
+
+def _price(what: str, price: object) -> PerStage:
+    """Return seconds, as ``_checked``, of at least 0."""
+    seconds = _checked(f"cost of {what}", price)
+    if any(each < 0 for each in _listed(seconds)):
+        raise CostsError(f"cost of {what} is negative: {min(_listed(seconds))}")
+    return seconds
 
 
 def _listed(price: PerStage) -> Sequence[float]:

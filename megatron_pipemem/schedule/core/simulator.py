@@ -13,10 +13,9 @@ from megatron_pipemem.schedule.core.brief import brief
 from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Order, Schedule, recomputed_stages
+from megatron_pipemem.schedule.core.schedule import Order, Schedule, recomputed_stages, versions_held
 from megatron_pipemem.schedule.core.vocabulary import EVERYWHERE
 from megatron_pipemem.schedule.core.walk import Times
-from megatron_pipemem.schedule.core.weights import versions_held
 
 
 class ActionPrices:

@@ -30,12 +30,11 @@ from megatron_pipemem.schedule.core.message_checks import (
     check_sums,
 )
 from megatron_pipemem.schedule.core.messages import Router
-from megatron_pipemem.schedule.core.schedule import Program, Schedule
+from megatron_pipemem.schedule.core.schedule import Program, Schedule, weight_uses
 from megatron_pipemem.schedule.core.simulator import held_after
 from megatron_pipemem.schedule.core.single_queue import check_queues, run_single_queues
 from megatron_pipemem.schedule.core.vocabulary import check_passes, check_switch, vocabulary_needs
 from megatron_pipemem.schedule.core.walk import deadlock
-from megatron_pipemem.schedule.core.weights import weight_uses
 
 
 def validate(

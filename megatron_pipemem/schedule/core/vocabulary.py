@@ -20,8 +20,8 @@ BARRIERS = (1, 2)
 BARRIERS_OF_ALGORITHM = {1: 2, 2: 1}
 """The paper's Algorithm 1 has two barriers, its Algorithm 2 one. Users name the algorithm, schedules count barriers."""
 
-_OF_ALL = {Kind.EMBED_F: Kind.REDUCE_E, Kind.S: Kind.STATS, Kind.T: Kind.REDUCE_X}
-"""The collective that every device brings the result of a pass to."""
+_BROUGHT = {Kind.REDUCE_E: Kind.EMBED_F, Kind.STATS: Kind.S, Kind.REDUCE_X: Kind.T}
+"""The pass whose result every device brings to a collective."""
 
 
 def check_placement(placement: Placement) -> None:
@@ -57,29 +57,25 @@ def vocabulary_needs(
     """
     kind, stage, microbatch = action
     last = placement.num_stages - 1
-    if kind is Kind.F:
-        return (Action(Kind.REDUCE_E, EVERYWHERE, microbatch),) if stage == 0 else ()
-    if kind is Kind.I or kind is Kind.B:
-        if stage != last:
-            return ()
-        gradient = (Action(Kind.REDUCE_X, EVERYWHERE, microbatch),)
+    ends = {Kind.F: 0, Kind.I: last, Kind.B: last}
+    if kind in ends and stage == ends[kind]:
+        awaited = (Action(Kind.REDUCE_E if kind is Kind.F else Kind.REDUCE_X, EVERYWHERE, microbatch),)
         # With two barriers T has waited for the loss already.
-        return (*gradient, Action(Kind.LOSS, placement.devices[last], microbatch)) if barriers == 1 else gradient
-    if kind is Kind.BCAST_X:
-        return (Action(Kind.F, last, microbatch),) if stage == placement.devices[last] else ()
-    if kind is Kind.BCAST_G:
-        return (Action(Kind.LOSS, stage, microbatch),) if stage == placement.devices[last] else ()
-    if kind is Kind.BCAST_E:
-        backward = Kind.B if has_full_backward else Kind.I
-        return (Action(backward, 0, microbatch),) if stage == placement.devices[0] else ()
+        waits_for_loss = kind is not Kind.F and barriers == 1
+        return (*awaited, Action(Kind.LOSS, placement.devices[last], microbatch)) if waits_for_loss else awaited
+    backward = Kind.B if has_full_backward else Kind.I
+    sources = {
+        Kind.BCAST_X: Action(Kind.F, last, microbatch),
+        Kind.BCAST_G: Action(Kind.LOSS, placement.devices[last], microbatch),
+        Kind.BCAST_E: Action(backward, 0, microbatch),
+    }
+    if kind in sources:
+        return (sources[kind],) if stage == placement.devices[0 if kind is Kind.BCAST_E else last] else ()
     if kind is Kind.REDUCE_X and barriers == 1:
         return (Action(Kind.STATS, EVERYWHERE, microbatch),)
-    for compute, collective in _OF_ALL.items():
-        if kind is collective:
-            return (Action(compute, stage, microbatch),)
-    if kind in _AWAITED:
-        return (Action(_AWAITED[kind], EVERYWHERE, microbatch),)
-    return ()
+    if kind in _BROUGHT:
+        return (Action(_BROUGHT[kind], stage, microbatch),)
+    return (Action(_AWAITED[kind], EVERYWHERE, microbatch),) if kind in _AWAITED else ()
 
 
 _AWAITED = {Kind.S: Kind.BCAST_X, Kind.LOSS: Kind.STATS, Kind.T: Kind.BCAST_G, Kind.EMBED_B: Kind.BCAST_E}

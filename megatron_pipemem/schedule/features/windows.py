@@ -21,13 +21,12 @@ from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.schedule.core.action import COMPLETING, COMPUTE, MESSAGES, SENDS, Action, Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.messages import Router
-from megatron_pipemem.schedule.core.schedule import Order, Program, Schedule
+from megatron_pipemem.schedule.core.schedule import Order, Program, Schedule, versions_held, weight_uses
 from megatron_pipemem.schedule.core.simulator import Timeline, peaks, simulate
 from megatron_pipemem.schedule.core.single_queue import run_single_queues
 from megatron_pipemem.schedule.core.validator import validate_program
-from megatron_pipemem.schedule.core.weights import versions_held, weight_uses
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.lowering.gradients import add_gradient_reductions
+from megatron_pipemem.schedule.lowering.messages import add_gradient_reductions
 from megatron_pipemem.schedule.lowering.single_queue import add_messages_to_single_queues
 from megatron_pipemem.schedule.registry import build_schedule, family
 

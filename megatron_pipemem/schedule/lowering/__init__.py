@@ -5,8 +5,7 @@ from __future__ import annotations
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.schedule import Program, Schedule
 from megatron_pipemem.schedule.lowering.collectives import add_messages_in_sequence
-from megatron_pipemem.schedule.lowering.gradients import add_gradient_reductions, add_replica_reductions
-from megatron_pipemem.schedule.lowering.messages import add_messages
+from megatron_pipemem.schedule.lowering.messages import add_gradient_reductions, add_messages, add_replica_reductions
 from megatron_pipemem.schedule.lowering.single_queue import add_messages_to_single_queues
 
 __all__ = ["lower"]

@@ -19,7 +19,7 @@ from megatron_pipemem.schedule.core.schedule import Order, Program, Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.core.vocabulary import EVERYWHERE
 from megatron_pipemem.schedule.core.walk import Graph
-from megatron_pipemem.schedule.lowering.gradients import add_gradient_reductions
+from megatron_pipemem.schedule.lowering.messages import add_gradient_reductions
 
 
 def add_messages_in_sequence(schedule: Schedule) -> tuple[Order, ...]:

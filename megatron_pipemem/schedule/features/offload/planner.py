@@ -15,7 +15,6 @@ from megatron_pipemem.schedule.core.costs import Channel
 from megatron_pipemem.schedule.core.memory_cap import loosened
 from megatron_pipemem.schedule.core.schedule import Order
 from megatron_pipemem.schedule.core.simulator import Timeline
-from megatron_pipemem.schedule.features.offload.plan import NOT_NEEDED, RECOMPUTED
 from megatron_pipemem.schedule.features.offload.timetable import (
     PlacedTrips,
     Timetable,
@@ -27,6 +26,8 @@ from megatron_pipemem.schedule.features.offload.timetable import (
 from megatron_pipemem.schedule.features.offload.transfers import (
     CHANNEL_FULL,
     NO_HOST_MEMORY,
+    NOT_NEEDED,
+    RECOMPUTED,
     TOO_SHORT,
     Item,
     Key,

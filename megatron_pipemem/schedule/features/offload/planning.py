@@ -13,8 +13,7 @@ from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import per_device
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
-from megatron_pipemem.schedule.features.offload.plan import OffloadPlan
-from megatron_pipemem.schedule.features.offload.transfers import CHANNEL_FULL, Key
+from megatron_pipemem.schedule.features.offload.transfers import CHANNEL_FULL, Key, OffloadPlan
 from megatron_pipemem.schedule.options import OFF, OFFLOAD
 
 if TYPE_CHECKING:

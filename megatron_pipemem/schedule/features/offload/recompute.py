@@ -10,7 +10,7 @@ from itertools import accumulate, product
 from megatron_pipemem.schedule.core.action import MEMORY, RECOMPUTE, Action, Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
-from megatron_pipemem.schedule.features.offload.plan import OffloadPlan
+from megatron_pipemem.schedule.features.offload.transfers import OffloadPlan
 from megatron_pipemem.schedule.options import AUTO
 
 KIND_OF_MODE = {"selective": Kind.RS, "full": Kind.R}

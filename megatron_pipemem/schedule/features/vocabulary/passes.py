@@ -12,18 +12,211 @@ is between two actions. The lists are thus cut from one sequence, and cannot wai
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from heapq import heappop, heappush
 
-from megatron_pipemem.errors import CostsError, UnsupportedError
-from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.errors import CostsError, ScheduleError, UnsupportedError
+from megatron_pipemem.schedule.core.action import COLLECTIVES, VOCABULARY_COMPUTE, Action, Kind
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.dependencies import dependencies
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS, check_placement
-from megatron_pipemem.schedule.features.vocabulary.run import BACKWARD, Run
 from megatron_pipemem.schedule.registry import synchronous_schedules
+
+BACKWARD = frozenset((Kind.I, Kind.W, Kind.B))
+_AHEAD = 2
+"""Embedding outputs, and gradients of them, that wait on a device at most."""
+_TICKS = 12 * 10**6
+"""Of the longest action: what happens at one moment must be equal, not nearly equal."""
+
+Collective = tuple[Kind, int]
+
+
+class Run:
+    """Every device runs the most urgent of what is ready: its own order, and the passes that the collectives allow.
+
+    Args:
+        schedule: supplies placement and microbatches.
+        orders: of F, I, W and B, to be kept.
+        barriers: 1 or 2.
+        costs: seconds of everything.
+    """
+
+    def __init__(self, schedule: Schedule, orders: tuple[Order, ...], barriers: int, costs: Costs) -> None:
+        placement = schedule.placement
+        self._placement, self._orders, self._barriers = placement, orders, barriers
+        self._m, self._p = schedule.num_microbatches, placement.num_devices
+        self._last = placement.devices[-1]
+        self._fused = {action for order in orders for action in order if action.kind is Kind.B}
+        self._trains = any(action.kind in BACKWARD for order in orders for action in order)
+        vocabulary = costs.vocabulary_costs(placement, barriers)
+        seconds = {**costs.seconds(placement), **vocabulary.seconds(self._p)}
+        scale = _TICKS / (max(max(prices) for prices in seconds.values()) or 1.0)
+        self._ticks = {kind: [round(price * scale) for price in prices] for kind, prices in seconds.items()}
+        self._collective_ticks = {k: round(price * scale) for k, price in vocabulary.collective_seconds().items()}
+        self._link = lambda source, destination: round(costs.link_seconds(source, destination) * scale)
+        self._lists: list[list[Action]] = [[] for _ in orders]
+        self._at = [0] * self._p
+        self._count = [Counter[Kind]() for _ in orders]
+        self._running: list[Action | None] = [None] * self._p
+        self._begun = 0
+        self._ends: dict[Action, int] = {}
+        self._brought: Counter[Collective] = Counter()
+        self._done: set[Collective] = set()
+        self._forming: list[list[int]] = [[] for _ in orders]
+        self._channel_free = 0
+        self._events: list[tuple[int, int, int, Collective | None]] = []
+        self._serial = 0
+
+    def lists(self) -> tuple[Order, ...]:
+        """Return the orders with all passes and posts.
+
+        Raises:
+            ScheduleError: an order waits for ever.
+        """
+        self._start_idle(0)
+        while self._events:
+            now = self._events[0][0]
+            while self._events and self._events[0][0] == now:
+                _, _, device, collective = heappop(self._events)
+                if collective is not None:
+                    self._arrive(collective, now)
+                elif device >= 0:
+                    self._end(device, now)
+            self._start_idle(now)
+        for device, order in enumerate(self._orders):
+            if self._at[device] < len(order):
+                action = order[self._at[device]]
+                raise ScheduleError("waits for ever; validate() shows why", at=(device, self._at[device], action))
+        return tuple(map(tuple, self._lists))
+
+    def _push(self, time: int, device: int = -1, collective: Collective | None = None) -> None:
+        self._serial += 1
+        heappush(self._events, (time, self._serial, device, collective))
+
+    def _start_idle(self, now: int) -> None:
+        """Start on idle devices what takes no time first: others may prefer what comes of it to what they would start
+        now.
+        """
+        chosen = {d: action for d in range(self._p) if self._running[d] is None and (action := self._choose(d, now))}
+        at_once = {d: action for d, action in chosen.items() if not self._ticks[action.kind][action.stage]}
+        for device, action in (at_once or chosen).items():
+            self._running[device] = action
+            if action.kind in VOCABULARY_COMPUTE:
+                self._count[device][action.kind] += 1
+            else:
+                self._at[device] += 1
+                self._begun += action.kind is Kind.F and action.stage == 0
+            self._push(now + self._ticks[action.kind][action.stage], device)
+
+    def _end(self, device: int, now: int) -> None:
+        action = self._running[device]
+        kind, stage, microbatch = action
+        self._running[device] = None
+        self._lists[device].append(action)
+        self._ends[action] = now
+        if kind is Kind.F and stage == self._placement.num_stages - 1:
+            self._post((Kind.BCAST_X, microbatch), now)
+        elif kind in BACKWARD and kind is not Kind.W and stage == 0:
+            self._post((Kind.BCAST_E, microbatch), now)
+        elif kind is Kind.LOSS and self._trains:
+            self._post((Kind.BCAST_G, microbatch), now)
+        elif kind in _BRINGS and (kind is not Kind.T or self._barriers == 2):
+            self._bring((_BRINGS[kind], microbatch), now)
+        for waiting in self._forming[device]:
+            self._bring((Kind.REDUCE_X, waiting), now)
+        self._forming[device].clear()
+
+    def _bring(self, collective: Collective, now: int) -> None:
+        """Take note that one device has its part of what a collective sums or gathers."""
+        self._brought[collective] += 1
+        if self._brought[collective] == self._p:
+            self._post(collective, now)
+
+    def _post(self, collective: Collective, now: int) -> None:
+        """Post on all devices at this moment; a device that is busy gets it before what it is busy with."""
+        kind, microbatch = collective
+        for device, actions in enumerate(self._lists):
+            actions.append(Action(kind, device, microbatch))
+        self._channel_free = max(now, self._channel_free) + self._collective_ticks[kind]
+        self._push(self._channel_free, collective=collective)
+
+    def _arrive(self, collective: Collective, now: int) -> None:
+        self._done.add(collective)
+        kind, microbatch = collective
+        if kind is Kind.STATS and self._barriers == 1 and self._trains:
+            # A device forms its part between two actions, and must not wait for the statistics before one that has begun
+            # without them.
+            for device, running in enumerate(self._running):
+                if running is None:
+                    self._bring((Kind.REDUCE_X, microbatch), now)
+                else:
+                    self._forming[device].append(microbatch)
+
+    def _choose(self, device: int, now: int) -> Action | None:
+        """Return what an idle device runs now, if anything."""
+        ready = {kind: Action(kind, device, self._count[device][kind]) for kind in self._ready(device)}
+        waits = _URGENT if self._barriers == 2 or (Kind.BCAST_X, self._count[device][Kind.S]) in self._done else _NOT_T
+        for kind in waits:
+            if kind in ready and (kind in _ALWAYS or self._is_due(ready[kind])):
+                return ready[kind]
+        following = self._following(device, now)
+        return following or next((ready[kind] for kind in _FILL if kind in ready), None)
+
+    def _ready(self, device: int) -> Iterator[Kind]:
+        """Yield the passes whose next microbatch can run on a device."""
+        count, done = self._count[device], self._done
+        if count[Kind.EMBED_F] < min(self._m, self._begun + _AHEAD):
+            yield Kind.EMBED_F
+        if device == self._last and (Kind.STATS, count[Kind.LOSS]) in done:
+            yield Kind.LOSS
+        # One softmax alive at a time.
+        if (Kind.BCAST_X, count[Kind.S]) in done and (not self._trains or count[Kind.T] == count[Kind.S]):
+            yield Kind.S
+        if (Kind.BCAST_G, count[Kind.T]) in done:
+            yield Kind.T
+        if (Kind.BCAST_E, count[Kind.EMBED_B]) in done:
+            yield Kind.EMBED_B
+
+    def _is_due(self, action: Action) -> bool:
+        """Return whether an embedding's pass goes before the device's own order."""
+        if action.kind is Kind.EMBED_F:
+            return action.microbatch <= self._begun
+        return (Kind.BCAST_E, action.microbatch + _AHEAD - 1) in self._done
+
+    def _following(self, device: int, now: int) -> Action | None:
+        """Return the next action of the device's own order, if it can start; else the device is woken when it can."""
+        order = self._orders[device]
+        if self._at[device] == len(order):
+            return None
+        action = order[self._at[device]]
+        earliest = now
+        for needed in dependencies(action, self._placement, self._fused, vocabulary_barriers=self._barriers):
+            if needed.kind in COLLECTIVES:
+                if (needed.kind, needed.microbatch) not in self._done:
+                    return None
+                continue
+            if needed not in self._ends:
+                return None
+            source = device if needed.kind in VOCABULARY_COMPUTE else self._placement.devices[needed.stage]
+            earliest = max(earliest, self._ends[needed] + (self._link(source, device) if source != device else 0))
+        if earliest == now:
+            return action
+        self._push(earliest)
+        return None
+
+
+_BRINGS = {Kind.EMBED_F: Kind.REDUCE_E, Kind.S: Kind.STATS, Kind.T: Kind.REDUCE_X}
+# T is urgent when the next S waits for it, or, with two barriers, the last stage's backward.
+_URGENT = (Kind.LOSS, Kind.S, Kind.T, Kind.EMBED_F, Kind.EMBED_B)
+_NOT_T = (Kind.LOSS, Kind.S, Kind.EMBED_F, Kind.EMBED_B)
+_ALWAYS = frozenset((Kind.LOSS, Kind.S, Kind.T))
+_FILL = (Kind.T, Kind.EMBED_B, Kind.EMBED_F)
 
 
 def with_barriers(schedule: Schedule, barriers: int, costs: Costs | None = None) -> Schedule:
