@@ -330,7 +330,7 @@ def test_a_searched_schedule_keeps_the_cap_with_its_passes(cap, barriers):
 
 def test_one_after_another_keeps_a_cap_that_takes_full_backwards(monkeypatch):
     """I takes memory that W gives back, so a split backward holds more than the full one."""
-    monkeypatch.setattr("megatron_pipemem.schedule.resolve._ATTEMPTS", 1)
+    monkeypatch.setattr("megatron_pipemem.schedule.within_cap._ATTEMPTS", 1)
     costs = Costs(memory={"F": (2.0, 2.0), "I": (2.0, 2.0), "W": (-4.0, -4.0)})
     result = searched(2, 4, 2, 4.0, costs, Placement.linear(2), known=(), seconds=0, effort=0)
     assert result.best.found_by == "one by one"
