@@ -31,6 +31,7 @@ _REFUSED: Mapping[str, Callable[[object], bool]] = {
     "num_microbatches_with_partial_activation_checkpoints": lambda number: number is not None,
     "moe_router_load_balancing_type": lambda asked: any(kind in (asked or "") for kind in _UNCOUNTED),
     "num_distributed_optimizer_instances": lambda number: int(number or 1) > 1,
+    "moe_token_dispatcher_type": lambda dispatcher: dispatcher == "flex",
     "gtp_weight_remat_size": lambda number: (number or 1) > 1,
     "expert_gtp_weight_remat_size": lambda number: (number or 1) > 1,
 }
@@ -130,6 +131,8 @@ ASYNCHRONOUS = Refusals(
         "fp4": f"{_QUANTISED}fp4-format",
         "moe_router_enable_expert_bias": "the bias is no weight and has no versions; drop --moe-router-enable-expert-bias",
         "qk_clip": "it scales weights behind the optimizer's back, and older versions keep theirs; drop --qk-clip",
+        "moe_router_load_balancing_type": f"{' or '.join(_UNCOUNTED)} counts the tokens of one batch, and forwards of the next "
+        "one run before it ends; pass --moe-router-load-balancing-type aux_loss",
         "optimizer_cuda_graph": "the graph would update one version of the weights for ever; drop --optimizer-cuda-graph",
     },
 )
@@ -152,6 +155,16 @@ SPLIT_BACKWARD = Refusals(
         "drop --use-transformer-engine-op-fuser",
         "overlap_dispatch_backward_with_experts_wgrad": "the experts' weight gradients would run within I, and not in W; drop "
         "--overlap-dispatch-backward-with-experts-wgrad",
+    },
+)
+_FUSED = "the fused kernels are Transformer Engine's, for a GPU; drop --"
+CPU = Refusals(
+    " on CPU ranks",
+    {
+        "moe_token_dispatcher_type": "DeepEP, HybridEP and NCCL EP are kernels of a GPU; pass --moe-token-dispatcher-type "
+        "alltoall",
+        "moe_permute_fusion": f"{_FUSED}moe-permute-fusion",
+        "moe_router_fusion": f"{_FUSED}moe-router-fusion",
     },
 )
 TIED = (

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from megatron_pipemem.config.cluster import GIB
 from megatron_pipemem.config.refusals import (
+    CPU,
     SCHEDULES,
     flag_values,
     refuse,
@@ -73,6 +74,8 @@ def _fits_on_cluster(run: Run) -> None:
 def _has_command(run: Run) -> None:
     resolve_script(run)
     script_flags(run)
+    if run.on_cpu:
+        refuse(flag_values(run.flags), CPU)
 
 
 def _schedules(run: Run) -> None:

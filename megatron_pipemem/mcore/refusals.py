@@ -9,6 +9,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.utils import get_attr_wrapped_model, get_te_version, is_te_min_version
 
 from megatron_pipemem.config.refusals import (
+    CPU,
     FSDP,
     SCHEDULES,
     TIED,
@@ -17,6 +18,7 @@ from megatron_pipemem.config.refusals import (
     refuse,
     refuse_transformer_engine,
 )
+from megatron_pipemem.cpu import is_active
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.cut_flags import FIRST_OR_LAST, is_folded
 from megatron_pipemem.schedule.core.placement import Placement
@@ -65,6 +67,8 @@ def check_model(config, splits: bool, recomputes: bool) -> None:
     Raises:
         UnsupportedError: the model cannot be trained here, or not by such schedules.
     """
+    if is_active():
+        refuse(_of(config), CPU)
     if getattr(config, "gradient_accumulation_fusion", False) and not layers._grad_accum_fusion_available:
         raise UnsupportedError(
             "gradient accumulation fusion needs Apex's fused_weight_gradient_mlp_cuda for the LM head, beside Transformer "

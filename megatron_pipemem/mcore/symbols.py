@@ -136,6 +136,8 @@ USED = (
     Symbol(_RANDOM, "_set_all_rng_states"),
     Symbol(_RANDOM, "_fork_rng"),
     Symbol("megatron.core.transformer.mlp", "MLP.forward", ("hidden_states", "per_token_scale")),
+    Symbol("megatron.core.transformer.moe.moe_utils", "get_capacity", ("num_tokens", "num_experts", "capacity_factor")),
+    Symbol("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler.set_loss_scale", ("scale",)),
     Symbol("megatron.core.utils", "prepare_input_tensors_for_wgrad_compute", ("grad_output", "all_gathered_input")),
     Symbol("megatron.core.utils", "get_tensor_model_parallel_group_if_none", ("tp_group",)),
 )

@@ -62,7 +62,8 @@ def table(report: Mapping[str, Any]) -> FittingTable:
     for rank in report["ranks"]:
         rows.add_row(
             str(rank["rank"]),
-            *(_shown(rank[key], 1 / _MIB, ".5g") for key in ("predicted_peak_bytes", "counted_peak_bytes")),
+            _shown_range(rank),
+            _shown(rank["counted_peak_bytes"], 1 / _MIB, ".5g"),
             *(_shown(rank[key], 1, ".1%") for key in ("predicted_bubble_rate", "measured_bubble_rate")),
         )
     return rows
@@ -81,18 +82,30 @@ def _last_schedule(report: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _agreement(ranks: Sequence[Mapping[str, Any]]) -> str:
     """Say how well predicted and counted peaks agree."""
-    pairs = [(rank["predicted_peak_bytes"], rank["counted_peak_bytes"], rank["rank"]) for rank in ranks]
-    known = [pair for pair in pairs if None not in pair]
+    known = [
+        (*_predicted(rank), rank["counted_peak_bytes"], rank["rank"])
+        for rank in ranks
+        if None not in (rank["predicted_peak_bytes"], rank["counted_peak_bytes"])
+    ]
     if not known:
         return "counted; nothing was predicted"
-    off = [pair for pair in known if pair[0] != pair[1]]
+    off = [each for each in known if not each[0] <= each[2] <= each[1]]
     if not off:
-        return "predicted = counted on every rank"
-    predicted, counted, rank = max(off, key=lambda pair: abs(pair[0] - pair[1]))
+        uneven = any(least < most for least, most, *_ in known)
+        return "counted; every rank within its prediction" if uneven else "predicted = counted on every rank"
+    least, most, counted, rank = max(off, key=lambda each: max(each[0] - each[2], each[2] - each[1]))
+    predicted = f"{most / _MIB:.5g}" if least == most else f"{least / _MIB:.5g} to {most / _MIB:.5g}"
     return (
-        f"counted; {len(off)} ranks differ from the prediction, rank {rank} most: {predicted / _MIB:.5g} MiB predicted, "
+        f"counted; {len(off)} ranks differ from the prediction, rank {rank} most: {predicted} MiB predicted, "
         f"{counted / _MIB:.5g} counted"
     )
+
+
+def _predicted(rank: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Return the least and the most that a rank was to hold: they differ where experts get tokens unevenly."""
+    most = rank["predicted_peak_bytes"]
+    least = rank.get("predicted_least_peak_bytes")  # reports of earlier versions have none
+    return most if least is None else least, most
 
 
 def _most(ranks: Sequence[Mapping[str, Any]], key: str) -> float | None:
@@ -105,3 +118,9 @@ def _least(ranks: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 def _shown(value: float | None, scale: float, form: str) -> str:
     return "-" if value is None else format(value * scale, form)
+
+
+def _shown_range(rank: Mapping[str, Any]) -> str:
+    least, most = _predicted(rank)
+    shown = _shown(most, 1 / _MIB, ".5g")
+    return shown if least == most else f"{_shown(least, 1 / _MIB, '.5g')} to {shown}"

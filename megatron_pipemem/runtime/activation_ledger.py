@@ -38,40 +38,71 @@ class LedgerEntry:
         action: that has run.
         bytes_by_category: bytes on the device.
         host_bytes: activations that are away on the host.
+        routed: tokens that experts got in it, one for each visit of an expert.
+        routable: the most that they could have got under a capacity factor; 0 without one.
     """
 
     action: Action
     bytes_by_category: dict[str, int]
     host_bytes: int = 0
+    routed: int = 0
+    routable: int = 0
 
     @property
     def bytes(self) -> int:
         return sum(self.bytes_by_category.values())
 
 
-def bytes_per_action(entries: Sequence[LedgerEntry], num_stages: int) -> dict[Kind, tuple[int, ...]]:
+def bytes_per_action(entries: Sequence[LedgerEntry], num_stages: int, most: bool = True) -> dict[Kind, tuple[int, ...]]:
     """Return by how many bytes every kind of action changes what this rank holds, per stage, as its first microbatch
     shows.
 
     Stages of other ranks get 0. One microbatch of every stage is the whole probe: the rest of the step is foretold from it.
+    Where experts get more tokens of one microbatch than of another, it is the one that gives them most, and under a capacity
+    factor what would be if they got all that this allows.
+
+    Args:
+        entries: of one step.
+        num_stages: of the pipeline.
+        most: ``False`` asks for the microbatch that gives experts the fewest tokens.
     """
-    return _changes([(entry.action, entry.bytes) for entry in entries], num_stages)
+    return _changes(entries, [entry.bytes for entry in entries], num_stages, most)
 
 
-def host_bytes_per_action(entries: Sequence[LedgerEntry], num_stages: int) -> dict[Kind, tuple[int, ...]]:
-    """Return the same for what this rank has away on its host."""
-    return _changes([(entry.action, entry.host_bytes) for entry in entries], num_stages)
+def host_bytes_per_action(
+    entries: Sequence[LedgerEntry], num_stages: int, most: bool = True
+) -> dict[Kind, tuple[int, ...]]:
+    """Return the same for what this rank has away on its host.
+
+    Args:
+        entries: of one step.
+        num_stages: of the pipeline.
+        most: as above.
+    """
+    return _changes(entries, [entry.host_bytes for entry in entries], num_stages, most)
 
 
-def _changes(held: Sequence[tuple[Action, int]], num_stages: int) -> dict[Kind, tuple[int, ...]]:
-    changes: dict[Kind, list[int | None]] = {}
-    before = 0
-    for (kind, stage, _), nbytes in held:
-        per_stage = changes.setdefault(kind, [None] * num_stages)
-        if per_stage[stage] is None:
-            per_stage[stage] = nbytes - before
-        before = nbytes
-    return {kind: tuple(change or 0 for change in per_stage) for kind, per_stage in changes.items()}
+def _changes(
+    entries: Sequence[LedgerEntry], held: Sequence[int], num_stages: int, most: bool
+) -> dict[Kind, tuple[int, ...]]:
+    forwards = {
+        (entry.action.stage, entry.action.microbatch): entry for entry in entries if entry.action.kind is Kind.F
+    }
+    seen: dict[tuple[Kind, int], list[tuple[int, int]]] = {}
+    routable: dict[int, int] = {}
+    for entry, before, after in zip(entries, (0, *held), held, strict=False):
+        kind, stage, microbatch = entry.action
+        forward = forwards.get((stage, microbatch))
+        seen.setdefault((kind, stage), []).append((0 if forward is None else forward.routed, after - before))
+        routable[stage] = max(routable.get(stage, 0), entry.routable)
+    changes: dict[Kind, list[int]] = {}
+    for (kind, stage), of_microbatches in seen.items():
+        least, top = (extreme(of_microbatches, key=lambda each: each[0]) for extreme in (min, max))
+        change = (top if most else least)[1]
+        if most and least[0] < top[0] < routable[stage]:
+            change += round((top[1] - least[1]) * (routable[stage] - top[0]) / (top[0] - least[0]))
+        changes.setdefault(kind, [0] * num_stages)[stage] = change
+    return {kind: tuple(per_stage) for kind, per_stage in changes.items()}
 
 
 def predict_peak_bytes(actions: Sequence[Action], changes: Mapping[Kind, Sequence[int]]) -> int:
@@ -115,6 +146,7 @@ class ActivationLedger:
         # The batch lives as long as the data iterator keeps it; held here so that its keys stay taken.
         self._batch: dict[int, StorageWeakRef] = {}
         self._held: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        self._routed = self._routable = 0
         self._leave_out(permanent)
 
     def continued(self, permanent: Iterable[torch.Tensor]) -> ActivationLedger:
@@ -164,6 +196,11 @@ class ActivationLedger:
         """Stop counting a tensor whose remaining life is a communication backend's business and depends on timing."""
         self._held.pop(_key(tensor), None)
 
+    def route(self, tokens: int, most: int) -> None:
+        """Note tokens that the experts of a layer get in the action that is running, and how many it could be at most."""
+        self._routed += tokens
+        self._routable += most
+
     @contextmanager
     def watch_saved(self) -> Iterator[None]:
         """Count everything that autograd saves within this context; once counting has failed, leave autograd alone."""
@@ -186,7 +223,9 @@ class ActivationLedger:
         held: Counter[str] = Counter()
         for _, nbytes, category in self._held.values():
             held[category] += nbytes
-        self.entries.append(LedgerEntry(action, {category: held[category] for category in CATEGORIES}, host_bytes))
+        by_category = {category: held[category] for category in CATEGORIES}
+        self.entries.append(LedgerEntry(action, by_category, host_bytes, self._routed, self._routable))
+        self._routed = self._routable = 0
 
     @property
     def peak(self) -> int:

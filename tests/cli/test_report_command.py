@@ -66,6 +66,15 @@ def test_what_differs_and_what_failed_is_named(pipemem, run):
     assert "rank 1: no losses: TypeError: much" in told
 
 
+def test_uneven_routing_is_told_as_a_range(pipemem, run):
+    uneven = RANK | {"predicted_least_peak_bytes": 2 << 20, "counted_peak_bytes": 5 << 19}
+    told = pipemem("report", run(ranks=[uneven])).stdout
+    assert "peak activations 2.5 MiB on the fullest rank, counted; every rank within its prediction" in told
+    assert "2 to 3" in told
+    told = pipemem("report", run(ranks=[uneven | {"counted_peak_bytes": 4 << 20}])).stdout
+    assert "rank 0 most: 2 to 3 MiB predicted, 4 counted" in told
+
+
 def test_a_run_of_stock_and_one_that_was_not_measured(pipemem, run):
     stock = RANK | {"predicted_peak_bytes": None}
     assert "counted; nothing was predicted" in pipemem("report", run(ranks=[stock])).stdout

@@ -56,7 +56,7 @@ class Run:
         layers: kinds of layers of Transformer Engine, per rank.
         gradients: of the first step, whole, by the parameter's name in checkpoints and its layer; ``None`` where nobody
             asked for them.
-        scalars: names and iterations of what went to TensorBoard.
+        scalars: names, iterations and values of what went to TensorBoard.
     """
 
     losses: list[float]
@@ -70,7 +70,7 @@ class Run:
     ranks: list[dict] = field(compare=False)
     layers: list[list[str]] = field(compare=False)
     gradients: dict[tuple, torch.Tensor] | None = field(compare=False)
-    scalars: list[tuple[str, int]] = field(compare=False)
+    scalars: list[tuple[str, int, float]] = field(compare=False)
 
     def of_ranks(self, what: str) -> list:
         return [rank[what] for rank in self.ranks]

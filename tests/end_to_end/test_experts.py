@@ -1,4 +1,4 @@
-"""Mixtures of experts, their ranks beside the pipeline's, train as on stock's schedule."""
+"""Mixtures of experts, spread over ranks beside the pipeline's, and latent attention train as on stock's schedule."""
 
 from __future__ import annotations
 
@@ -10,15 +10,76 @@ EXPERTS = (
     *("--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "2"),
 )
 ALL_TO_ALL = (*EXPERTS, "--moe-token-dispatcher-type", "alltoall")
-AUX = ("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01", "--moe-z-loss-coeff", "0.01")
+Z_LOSS = ("--moe-z-loss-coeff", "0.01")
+LOSSES = (
+    *("--moe-router-load-balancing-type", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+    *("--moe-aux-loss-coeff", "0.01", "0.02", "0.03", *Z_LOSS),
+)
+BIAS = (
+    *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
+    *("--moe-router-bias-update-rate", "0.1", "--moe-router-load-balancing-type", "none"),
+)
+SHARED = ("--moe-shared-expert-intermediate-size", "64")
+OVERLAP = (*SHARED, "--moe-shared-expert-overlap")
+DISTRIBUTED_OPTIMIZER = (
+    *("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000"),
+)
+CAPACITY = ("--moe-expert-capacity-factor", "1.0")
+PADDED = (*CAPACITY, "--moe-pad-expert-input-to-capacity")
+SMALL = ("--pipemem-offload-option", "min_bytes=1KiB", "--pipemem-offload-option", "ratio=0.8")
+
+# name -> schedule, flags of stock's run too, the plugin's
+VARIANTS = {
+    "allgather": ("v-half", (*EXPERTS, *LOSSES, *DISTRIBUTED_OPTIMIZER), ()),
+    "losses": ("v-half", (*ALL_TO_ALL, *LOSSES, *DISTRIBUTED_OPTIMIZER), ()),
+    "losses-recomputed": (
+        "zb-h1",
+        (*ALL_TO_ALL, *LOSSES, *DISTRIBUTED_OPTIMIZER),
+        ("--pipemem-recompute", "full"),
+    ),
+    "bias": ("v-half", (*ALL_TO_ALL, *BIAS, *Z_LOSS, *OVERLAP), ()),
+    "bias-in-another-order": ("gis", (*ALL_TO_ALL, *BIAS, *Z_LOSS, *OVERLAP), ()),
+    "padded": ("v-half", (*ALL_TO_ALL, *PADDED, *LOSSES), ("--pipemem-offload", "full", *SMALL)),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_experts_train_as_stock(train, assert_same_training, tmp_path_factory, variant):
+    """The routers' own losses too, step by step. What is held is as predicted where all experts get as many tokens."""
+    schedule, flags, own = VARIANTS[variant]
+    flags = (*flags, "--tensorboard-dir", str(tmp_path_factory.getbasetemp()), "--tensorboard-log-interval", "1")
+    run, stock = train(schedule, *flags, *own), train("stock", *flags)
+    assert_same_training(run, stock)
+
+    def of_routers(scalars: list) -> list:
+        return [each for each in scalars if each[0].endswith(("balancing_loss", "z_loss"))]
+
+    assert of_routers(run.scalars) == of_routers(stock.scalars)
+    assert bool(of_routers(stock.scalars)) is ("--moe-z-loss-coeff" in flags)
+    for rank in run.ranks:
+        least, most, counted = (rank[f"{name}_peak_bytes"] for name in ("predicted_least", "predicted", "counted"))
+        assert (least == counted == most) is ("--moe-pad-expert-input-to-capacity" in flags)
+
+
+LATENT = (
+    *("--multi-latent-attention", "--kv-lora-rank", "16", "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8"),
+    *("--v-head-dim", "12", "--position-embedding-type", "rope"),
+)
+LATENT_QUERIES = (*LATENT, "--q-lora-rank", "24")
 
 
 @pytest.mark.parametrize(
-    ("schedule", "flags"),
+    ("schedule", "model", "own"),
     [
-        ("v-half", (*ALL_TO_ALL, *AUX)),
-        ("v-half", (*EXPERTS, *AUX)),
+        ("zb-h1", LATENT, ()),
+        ("v-half", LATENT_QUERIES, ()),
+        ("po-f", LATENT_QUERIES, SMALL[:2]),
+        ("v-half", LATENT, ("--pipemem-recompute", "selective")),
+        ("v-half", LATENT_QUERIES, ("--pipemem-offload", "full", *SMALL)),
     ],
+    ids=["zb-h1", "v-half", "po-f", "recompute-selective", "offload-full"],
 )
-def test_trains_as_stock(train, assert_same_training, schedule, flags):
-    assert_same_training(train(schedule, *flags), train("stock", *flags))
+def test_latent_attention_trains_as_stock(train, assert_same_training, schedule, model, own):
+    run = train(schedule, *model, *own)
+    assert_same_training(run, train("stock", *model))
+    assert run.predicted_peaks == run.counted_peaks

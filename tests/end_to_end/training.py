@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.utils import unwrap_model
 from megatron.training import arguments, training
 
@@ -71,7 +72,7 @@ def run(case: dict) -> dict:
             has the arguments of ``cpu.emulation.emulated``.
 
     Returns:
-        The plugin's ``report`` (``None`` where there is none), names and iterations of the ``scalars`` that went to
+        The plugin's ``report`` (``None`` where there is none), names iterations and values of the ``scalars`` that went to
         TensorBoard from this rank, a hash of the trained ``weights`` of every chunk, the ``validation`` losses that this rank
         knows, the ``vocabulary_rows`` of every shard that it has of embedding and head, the kinds of ``layers`` that are
         Transformer Engine's, and the symbols of Megatron that are not the ``original`` ones afterwards.
@@ -107,6 +108,7 @@ def run(case: dict) -> dict:
             # with its threads and sockets. Python's collector cannot see that circle, so it is opened here.
             vars(chunks.pop()).clear()
         training.destroy_global_state()
+        destroy_moe_metrics_tracker()  # it is as long as the first model was deep
         gc.collect()
     dist.barrier()
     return {
@@ -188,14 +190,13 @@ SABOTAGE = {
 class _Writer:
     """TensorBoard's, as far as Megatron knows it."""
 
-    scalars: list[tuple[str, int]] = []
+    scalars: list[tuple[str, int, float]] = []
 
     def __init__(self, **settings: object):
         self.scalars.clear()
 
     def add_scalar(self, name: str, value: float, iteration: int) -> None:
-        float(value)
-        self.scalars.append((name, iteration))
+        self.scalars.append((name, iteration, float(value)))
 
     def add_text(self, *text: object, **others: object) -> None:
         pass

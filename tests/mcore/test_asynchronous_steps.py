@@ -9,6 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # noqa: E402
+
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.asynchronous.training import AsynchronousTraining  # noqa: E402
 from megatron_pipemem.mcore.source import Source  # noqa: E402
@@ -30,11 +32,15 @@ class Steps:
         )
         return self.training._call
 
+    def updated(self) -> None:
+        """Run where a program would."""
+
     def run(self, fails: bool = False) -> int:
         call = self.begin()
         executor = SimpleNamespace(in_flight=InFlight, take_in=lambda left: None)
         with self.training.around(SimpleNamespace(executor=executor)):
             # As a program does that updates the weights once.
+            self.updated()
             weights = self.training._stream.weights
             weights.advance([weights.newest])
             if fails:
@@ -47,6 +53,18 @@ def test_more_steps_than_were_told_are_refused_as_that():
     assert [steps.run(), steps.run()] == [1, 0]
     with pytest.raises(UnsupportedError, match="more than train_steps=2 steps"):
         steps.begin()
+
+
+def test_the_scale_of_router_losses_is_training_s_after_an_evaluation(monkeypatch):
+    """Evaluation divides by its own number of microbatches, and backwards of earlier forwards come behind it."""
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", torch.tensor(0.25))
+    steps, seen = Steps(3), []
+    monkeypatch.setattr(steps, "updated", lambda: seen.append(float(MoEAuxLossAutoScaler.main_loss_backward_scale)))
+    for _ in range(2):
+        steps.run()
+        MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0))
+    steps.run()
+    assert seen == [0.25, 0.25, 0.25]
 
 
 def test_a_step_that_failed_is_still_to_come():

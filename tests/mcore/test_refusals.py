@@ -10,9 +10,10 @@ torch = pytest.importorskip("torch")
 
 from megatron_pipemem.config.refusals import SCHEDULES  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.mcore import refusals  # noqa: E402
 from megatron_pipemem.mcore.asynchronous.optimizer import StageOptimizer  # noqa: E402
 from megatron_pipemem.mcore.plugin import disable, enable  # noqa: E402
-from megatron_pipemem.mcore.refusals import check_asynchronous, check_chunks, check_config  # noqa: E402
+from megatron_pipemem.mcore.refusals import check_asynchronous, check_chunks, check_config, check_model  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
 
 
@@ -46,6 +47,23 @@ def test_refused_configurations_name_the_flag_to_change(attribute, value, words)
     with pytest.raises(UnsupportedError) as error:
         check_config(SimpleNamespace(**{attribute: value}), SCHEDULES)
     assert attribute in str(error.value) and words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "words"),
+    [
+        ("moe_token_dispatcher_type", "flex", "DeepEP, HybridEP and NCCL EP are kernels of a GPU"),
+        ("moe_permute_fusion", True, "drop --moe-permute-fusion"),
+        ("moe_router_fusion", True, "drop --moe-router-fusion"),
+    ],
+)
+def test_kernels_of_a_gpu_are_refused_on_cpu_ranks(monkeypatch, attribute, value, words):
+    config = SimpleNamespace(**{attribute: value})
+    monkeypatch.setattr(refusals, "is_active", lambda: False)
+    check_model(config, splits=False, recomputes=False)
+    monkeypatch.setattr(refusals, "is_active", lambda: True)
+    with pytest.raises(UnsupportedError, match=words):
+        check_model(config, splits=False, recomputes=False)
 
 
 NOT_RUN = {family.name: family.simulated_only for family in families() if family.simulated_only}
@@ -129,6 +147,7 @@ def test_asynchronous_schedules_stand_alone(settings, words):
         ("use_distributed_optimizer", True, True, "--use-distributed-optimizer"),
         ("fp8", False, True, "--fp8-format"),
         ("moe_router_enable_expert_bias", False, True, "--moe-router-enable-expert-bias"),
+        ("moe_router_load_balancing_type", False, True, "global_aux_loss counts the tokens of one batch"),
         ("overlap_grad_reduce", True, False, "--overlap-grad-reduce"),
         ("calculate_per_token_loss", False, False, "--calculate-per-token-loss"),
         ("share_embeddings_and_output_weights", None, False, "--untie-embeddings-and-output-weights"),
@@ -138,7 +157,8 @@ def test_what_knows_no_versions_is_refused(attribute, on_ddp, per_batch, flag):
     chunk, config = torch.nn.Linear(2, 2), SimpleNamespace()
     chunk.pre_process, chunk.ddp_config = True, SimpleNamespace()
     check_asynchronous(config, [chunk], per_batch)
-    setattr({True: chunk.ddp_config, False: config, None: chunk}[on_ddp], attribute, True)
+    value = ["aux_loss", "global_aux_loss"] if attribute == "moe_router_load_balancing_type" else True
+    setattr({True: chunk.ddp_config, False: config, None: chunk}[on_ddp], attribute, value)
     with pytest.raises(UnsupportedError, match=flag):
         check_asynchronous(config, [chunk], per_batch)
     if not per_batch:

@@ -44,12 +44,15 @@ PLAN = Source(Request.of("zb-h1")).plan(Shape(1, 1, 2), "start")
 PROGRAM = lower(PLAN.schedule)
 
 
-def observed(fails: str | None = None, size: int = 1024) -> Observation:
-    """A step of one stage: every forward keeps ``size`` floats until its W, and every action takes a second."""
+def observed(fails: str | None = None, size: int = 1024, routed: tuple[int, int] = (0, 0)) -> Observation:
+    """A step of one stage: every forward keeps ``size`` floats until its W, and one for each token that is ``routed`` in its
+    microbatch. Every action takes a second.
+    """
     ledger, kept, times = ActivationLedger(), {}, []
     for action in PROGRAM.actions[0]:
         if action.kind is Kind.F:
-            kept[action.microbatch] = torch.empty(size)
+            kept[action.microbatch] = torch.empty(size + routed[action.microbatch])
+            ledger.route(routed[action.microbatch], 0)
             ledger.hold(kept[action.microbatch], "saved")
         elif action.kind is Kind.W:
             del kept[action.microbatch]
@@ -92,6 +95,16 @@ def test_a_run_is_told_and_written(record, caplog):
         "rank; 1 of 1F1B's",
     ]
     assert any(str(record.report) in each for each in told) and len(table(report)._rows) == 1
+
+
+def test_what_uneven_routing_may_hold_follows_what_the_run_has_shown(record):
+    shown = []
+    for routed in ((10, 30), (20, 20), (25, 90), (5, 40)):
+        record.add_step(PLAN, PROGRAM, 0, observed(routed=routed))
+        shown.append((record.held.predicted_least_peak, record.held.predicted_peak))
+        assert shown[-1][0] <= record.held.counted_peak <= shown[-1][1]
+    of = [4 * (1024 + tokens) for tokens in (10, 30, 90)]
+    assert shown == [(of[0], of[1]), (of[0], of[1]), (of[0], of[2]), (of[0], of[2])]
 
 
 @pytest.mark.parametrize("fails", ["ledger", "trace"])

@@ -13,6 +13,7 @@ from megatron_pipemem.runtime.activation_ledger import (  # noqa: E402
     ActivationLedger,
     LedgerEntry,
     bytes_per_action,
+    host_bytes_per_action,
     predict_peak_bytes,
 )
 from megatron_pipemem.schedule.core.action import Action, Kind  # noqa: E402
@@ -107,6 +108,27 @@ def test_the_first_microbatch_of_every_stage_foretells_the_rest():
     program = [Action.parse(text) for text in ("0F0", "1F0", "0F1", "1F1", "0F2", "1B0", "0B0")]
     assert predict_peak_bytes(program, changes) == 44
     assert predict_peak_bytes([], changes) == 0
+
+
+@pytest.mark.parametrize(("routable", "top"), [(0, 26), (10, 26), (20, 46)])
+def test_uneven_routing_is_foretold_as_a_range(routable, top):
+    """Of microbatches whose experts get 5, 4 and 10 tokens; a microbatch holds 6 bytes and 2 for each token."""
+    held = (("0F0", 16, 5), ("0B0", 0, 0), ("0F1", 14, 4), ("0F2", 40, 10), ("0B1", 26, 0), ("0B2", 0, 0))
+    probe = [
+        LedgerEntry(Action.parse(name), {"saved": nbytes}, nbytes, tokens, routable) for name, nbytes, tokens in held
+    ]
+    for count in (bytes_per_action, host_bytes_per_action):
+        assert count(probe, 1, most=False) == {Kind.F: (14,), Kind.B: (-14,)}
+        assert count(probe, 1) == {Kind.F: (top,), Kind.B: (-top,)}
+
+
+def test_tokens_are_noted_with_the_action_that_routes_them():
+    ledger = ActivationLedger()
+    ledger.route(7, 9)
+    ledger.route(5, 9)
+    ledger.record(F0)
+    ledger.record(B0)
+    assert [(entry.routed, entry.routable) for entry in ledger.entries] == [(12, 18), (0, 0)]
 
 
 def test_a_tensor_that_cannot_be_counted_ends_the_count_and_nothing_else(caplog):

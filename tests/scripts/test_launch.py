@@ -293,6 +293,7 @@ ASYNCHRONOUS = ("schedule.name=pipedream", "model.tied=false")
         (["megatron.decoder-first-pipeline-num-layers=2"], "does not go with schedule v-half (placement v)"),
         (["megatron.iterations-to-skip=[3]"], "--iterations-to-skip does not go with schedule v-half"),
         (["schedule.name=auto", "megatron.perform-rl-step=true"], "take a schedule of linear or interleaved placement"),
+        (["megatron.moe-token-dispatcher-type=flex"], "pass --moe-token-dispatcher-type alltoall"),
         (["schedule.name=stock", "schedule.vocab_parallel=2"], "no passes for a cut vocabulary"),
         (["schedule.name=stock", "schedule.offload=full"], "no place for offload"),
         (["schedule.name=gems", "parallelism.pp=1"], "pp 1 leaves no pipeline"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import agree, gather, tell
@@ -50,6 +51,7 @@ class _Stream:
         in_flight: those forwards, and what has arrived of others.
         ledger: counts what they hold.
         left: training steps that the loop had left at the last call, if known.
+        router_scale: of the routers' own losses in the last call, if any model of this process has them.
     """
 
     chunks: list[torch.nn.Module]
@@ -60,6 +62,7 @@ class _Stream:
     in_flight: InFlight = field(default_factory=InFlight)
     ledger: ActivationLedger | None = None
     left: int | None = None
+    router_scale: torch.Tensor | None = None
 
     def drop(self) -> None:
         """Leave nothing in flight, and no weights but the newest."""
@@ -147,11 +150,16 @@ class AsynchronousTraining(Extension):
         left, stream.in_flight = stream.in_flight, InFlight()
         step.executor.take_in(left)
         del left
+        if stream.router_scale is not None:
+            # Backwards of forwards that ran before an evaluation, which divides by its own number of microbatches.
+            MoEAuxLossAutoScaler.set_loss_scale(stream.router_scale)
         try:
             yield
         except BaseException:
             stream.drop()
             raise
+        scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+        stream.router_scale = None if scale is None else scale.clone()
         stream.weights.renumber(-window.updates_per_call)
         stream.weights.show(0)
         stream.in_flight = step.executor.in_flight().renumbered(-window.batch)

@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_pipemem.mcore.model.experts import expert_layers, nothing_left_behind
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.regions import random_numbers_again, regions_of
 from megatron_pipemem.mcore.model.transformer_engine import defer
@@ -78,8 +79,10 @@ class ChunkStage:
     _has_run: bool = False
     """in this step: quantised weights are made in the first forward and kept, and not every stage begins with microbatch 0"""
     _set_input_tensor: Callable[[list], None] = field(init=False)
+    _experts: tuple[torch.nn.Module, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._experts = expert_layers(self.model)
         self._set_input_tensor = get_attr_wrapped_model(self.model, "set_input_tensor")
 
     def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
@@ -113,7 +116,8 @@ class ChunkStage:
         step = self.step
         # Of its own batch: asynchronous schedules run forwards of later ones as well.
         microbatch %= step.num_microbatches
-        with self.as_chunk(), regions_of(self.model) if is_recording() else _NO_REGIONS:
+        regions = regions_of(self.model) if is_recording() else _NO_REGIONS
+        with self.as_chunk(), nothing_left_behind(self._experts), regions:
             result = schedules.forward_step(
                 self._forward_step(microbatch),
                 data,
@@ -155,7 +159,7 @@ class ChunkStage:
             output: of the forward.
             output_gradient: gradient of the output; ``None`` for a loss.
         """
-        with self.as_chunk():
+        with self.as_chunk(), nothing_left_behind(self._experts):
             gradient = schedules.backward_step(input, output, output_gradient, self.step.config)
         if self.delayed:
             defer(self.delayed, current_queue() or ImmediateWeightGradients())

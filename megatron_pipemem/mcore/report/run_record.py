@@ -75,9 +75,12 @@ class RunRecord:
     _plans: list[tuple[int, ChosenSchedule]] = field(default_factory=list)
     _program: Program | None = None
     _device: int = 0
-    _changes: dict[Kind, list[int]] = field(default_factory=dict)
+    _changes: dict[bool, dict[Kind, list[int]]] = field(default_factory=lambda: {False: {}, True: {}})
+    """of the microbatches that give experts the fewest tokens, and of those that give them most"""
     _host_changes: dict[Kind, list[int]] = field(default_factory=dict)
     _learnt: set[tuple[Kind, int]] = field(default_factory=set)
+    _uneven: bool = False
+    """whether experts get other numbers of tokens in every microbatch"""
     _treatments: dict[int, tuple[Kind | None, bool]] = field(default_factory=dict)
     _weights: WeightBytes | None = None
     _counted: list[tuple[int, int]] = field(default_factory=list)
@@ -176,9 +179,11 @@ class RunRecord:
             raise ValueError(ledger.failure)
         self._learn_bytes(program, device, ledger)
         held = self.held
-        if foretell and program is not self._program:
+        if foretell and (self._uneven or program is not self._program):
             actions = program.actions[device]
-            held.predicted_peak = max(held.predicted_peak or 0, predict_peak_bytes(actions, self._changes))
+            least, most = (predict_peak_bytes(actions, self._changes[most]) for most in (False, True))
+            held.predicted_peak = max(held.predicted_peak or 0, most)
+            held.predicted_least_peak = max(held.predicted_least_peak or 0, least)
             away = predict_peak_bytes(actions, self._host_changes)
             held.predicted_host_peak = max(held.predicted_host_peak, away)
         held.counted_peak = max(held.counted_peak, ledger.peak)
@@ -289,9 +294,25 @@ class RunRecord:
         unknown = {(action.kind, action.stage) for action in program.actions[device]} - self._learnt
         if unknown:
             for changes, seen in (
-                (self._changes, bytes_per_action(ledger.entries, stages)),
+                *((self._changes[most], bytes_per_action(ledger.entries, stages, most)) for most in (False, True)),
                 (self._host_changes, host_bytes_per_action(ledger.entries, stages)),
             ):
                 for kind, stage in unknown:
                     changes.setdefault(kind, [0] * stages)[stage] = seen[kind][stage]
             self._learnt |= unknown
+        if any(entry.routed for entry in ledger.entries):
+            self._learn_routing(ledger, stages)
+
+    def _learn_routing(self, ledger: ActivationLedger, stages: int) -> None:
+        """Widen what is foretold by what this step's routing has shown: the next one's may be as uneven."""
+        for most, known in self._changes.items():
+            seen = bytes_per_action(ledger.entries, stages, most)
+            for stage in range(stages):
+                now, before = (
+                    sum(max(0, changes[kind][stage]) for kind in seen if kind in (Kind.F, Kind.R))
+                    for changes in (seen, known)
+                )
+                if (now > before) if most else (now < before):
+                    self._uneven = True
+                    for kind, change in seen.items():
+                        known[kind][stage] = change[stage]

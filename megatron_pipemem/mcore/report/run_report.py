@@ -59,13 +59,15 @@ class Bytes:
     """Hold what a rank held at most so far.
 
     Args:
-        predicted_peak: activations, as foretold; ``None`` where nobody foretold it.
+        predicted_peak: activations, as foretold; ``None`` where nobody foretold it. Of uneven routing, the most.
+        predicted_least_peak: the same of the least uneven routing; equal where nothing is routed.
         counted_peak: activations, as counted.
         predicted_host_peak: what was away on the host, as foretold.
         counted_host_peak: what was away, as counted.
     """
 
     predicted_peak: int | None = None
+    predicted_least_peak: int | None = None
     counted_peak: int = 0
     predicted_host_peak: int = 0
     counted_host_peak: int = 0
@@ -97,6 +99,7 @@ class Summary:
 
 
 _OF_A_RANK = (
+    "predicted_least_peak_bytes",
     "predicted_peak_bytes",
     "counted_peak_bytes",
     "predicted_weight_bytes",
@@ -165,6 +168,7 @@ def measured(
         rates = [1 - step.work / makespan for step, makespan in zip(steps, makespans(shared), strict=True)]
     # The first step pays for lazily opened channels and allocator growth.
     values = {
+        "predicted_least_peak_bytes": held.predicted_least_peak,
         "predicted_peak_bytes": held.predicted_peak,
         "counted_peak_bytes": held.counted_peak,
         "predicted_weight_bytes": predicted_weights,

@@ -15,6 +15,7 @@ from megatron.core.utils import get_model_config
 from megatron_pipemem.config.refusals import SCHEDULES
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import agree
+from megatron_pipemem.mcore.model.experts import routing_noted
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext, no_gradient_sync, watch_batches
 from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
@@ -174,6 +175,8 @@ class ForwardBackward(Feature):
             stack.enter_context(torch.no_grad() if step.forward_only else nullcontext())
             if not step.forward_only:
                 _start_parameter_gather(config, step.chunks)
+            if step.observation.ledger is not None:
+                stack.enter_context(routing_noted(step.chunks, step.observation.ledger.route))
             for extension in extensions:
                 stack.enter_context(extension.around(step))
             step.executor.run()

@@ -16,7 +16,9 @@ from megatron_pipemem.runtime.offload.channel import Ticket
 from megatron_pipemem.runtime.offload.host_pool import Block
 
 ALIGNMENT = 512
-"""Bytes. What moves begins on a multiple, so that views come back as well aligned as they left and kernels choose alike."""
+"""Bytes. What moves begins on a multiple, so that views come back as well aligned as they left and kernels choose alike. It
+ends on one too, or with its storage: a slice of every row leaves out the end of the last, and would come back a little smaller.
+"""
 
 
 class Place(Enum):
@@ -67,7 +69,7 @@ class SavedStorage:
         self.departure: Ticket | None = None
         self.transfer: object | None = None
         self.checksum: torch.Tensor | None = None
-        self._origin = 0
+        self._origin, self._whole = 0, storage.nbytes()
         self._ended = ended
 
     @property
@@ -85,7 +87,8 @@ class SavedStorage:
         start = tensor.storage_offset() * tensor.element_size()
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         self.begin = min(self.begin, start // ALIGNMENT * ALIGNMENT)
-        self.end = max(self.end, start + (last + 1) * tensor.element_size())
+        end = start + (last + 1) * tensor.element_size()
+        self.end = max(self.end, min(-(-end // ALIGNMENT) * ALIGNMENT, self._whole))
         return SavedView(self, hold, tensor.dtype, tensor.shape, tensor.stride(), start)
 
     def bytes(self) -> torch.Tensor:
