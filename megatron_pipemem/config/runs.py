@@ -12,11 +12,12 @@ output: out/runs/mine
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.limits import MOST_DEVICES, check_counts
+from megatron_pipemem.config.limits import MOST_DEVICES, check_amounts, check_counts
 from megatron_pipemem.config.model import Execution, Model, Recompute
 from megatron_pipemem.errors import ConfigError, PipememError
 from megatron_pipemem.schedule.options import OFFLOAD, RANDOM, STOCK, VOCABULARY
@@ -38,6 +39,7 @@ class Parallelism:
         micro_batch: sequences of a microbatch.
         global_batch: sequences of a step, over all data-parallel ranks.
         sequence_parallel: shard what lies between tensor-parallel layers along the sequence.
+        expert_load: the most tokens that the experts of a rank get, over an even share: plans fit up to that.
     """
 
     tp: int = 1
@@ -49,8 +51,10 @@ class Parallelism:
     micro_batch: int = 1
     global_batch: int = 1
     sequence_parallel: bool = False
+    expert_load: float = 1.0
 
     def __post_init__(self) -> None:
+        check_amounts(self, ("expert_load",))
         check_counts(self, ("tp", "pp", "dp", "cp", "ep"), most=MOST_DEVICES)
         check_counts(self, ("micro_batch", "global_batch", *(() if self.chunks is None else ("chunks",))))
         if self.ranks > MOST_DEVICES:
@@ -230,7 +234,19 @@ class Run:
             attention="unfused" if self.on_cpu else "flash",
             precision=self.precision,
             implementation=self.implementation,
+            expert_load=self._expert_load(),
         )
+
+    def _expert_load(self) -> float:
+        """Return the most tokens that the experts of a rank get, over an even share: as the run says, and not above the
+        capacity beyond which Megatron drops them. A rank with all experts gets what there is, or the padded capacity.
+        """
+        load, capacity = self.parallelism.expert_load, self.flags.get("moe-expert-capacity-factor")
+        if capacity is not None and self.flags.get("moe-pad-expert-input-to-capacity"):
+            return float(str(capacity))
+        if self.parallelism.ep == 1:
+            return 1.0
+        return load if capacity is None else min(load if load > 1 else inf, float(str(capacity)))
 
     @property
     def implementation(self) -> Literal["local", "transformer_engine"]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -21,17 +22,19 @@ import torch.distributed as dist
 import torch.nn.functional as functional
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_pipemem.config.model import Block, Execution, Model, padded_vocabulary
+from megatron_pipemem.cpu.hybrid_layers import hybrid_stack_spec
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.model import linear
 from megatron_pipemem.mcore.model.fused_kernels import FlashAttention, fused_rms_norm
@@ -109,6 +112,7 @@ def lone_rank(execution: Execution, fake: bool) -> Iterator[None]:
     finally:
         for scaler in (MoEAuxLossAutoScaler, MTPLossAutoScaler):  # they keep a tensor for good, perhaps a fake one
             scaler.main_loss_backward_scale = None
+        MTPLossLoggingHelper.tracker = {}
         log.setLevel(level)
         patches.remove()
         parallel_state.destroy_model_parallel()
@@ -130,21 +134,28 @@ def build_stage(
     Raises:
         UnsupportedError: Megatron's modules cannot do it here.
     """
-    config = _config(model, execution, kinds)
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
-    if execution.attention == "flash":
-        for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = FlashAttention
-    stage = GPTModel(
-        config,
-        spec,
-        padded_vocabulary(model, execution.tp),
-        model.sequence,
-        pre_process=position == FIRST,
-        post_process=position == LAST,
-        position_embedding_type={"learned": "learned_absolute"}.get(model.position, model.position),
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-    )
+    config = _config(model, execution, kinds, position)
+    ends = {
+        "pre_process": position == FIRST,
+        "post_process": position == LAST,
+        "position_embedding_type": {"learned": "learned_absolute"}.get(model.position, model.position),
+        "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
+    }
+    size = (padded_vocabulary(model, execution.tp), model.sequence)
+    if model.pattern is None:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
+        if execution.attention == "flash":
+            for layer in spec.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = FlashAttention
+        further = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if config.mtp_num_layers else None
+        stage = GPTModel(config, spec, *size, mtp_block_spec=further, **ends)
+    else:
+        spec = deepcopy(hybrid_stack_spec)
+        if execution.attention == "flash":
+            for layer in (spec.submodules.attention_layer, spec.submodules.mla_layer):
+                layer.submodules.self_attention.submodules.core_attention = FlashAttention
+        further = [model.mtp_pattern or ""] * (config.mtp_num_layers or 0)
+        stage = HybridModel(config, spec, *size, hybrid_layer_pattern="/".join(("".join(kinds), *further)), **ends)
     stage.cuda()
     if gpu_norms:
         for module in stage.modules():
@@ -316,7 +327,7 @@ def _check_recompute(model: Model, execution: Execution) -> None:
             raise UnsupportedError(f"recompute_modules has {module}: {reason}; the formulas of the planner have it")
 
 
-def _config(model: Model, execution: Execution, kinds: Sequence[str]) -> TransformerConfig:
+def _config(model: Model, execution: Execution, kinds: Sequence[str], position: int) -> TransformerConfig:
     dtype = _DTYPES[execution.precision]
     _check_recompute(model, execution)
     recompute: dict[str, object] = {}
@@ -324,9 +335,15 @@ def _config(model: Model, execution: Execution, kinds: Sequence[str]) -> Transfo
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif execution.recompute == "selective":
         recompute = {"recompute_granularity": "selective", "recompute_modules": list(execution.recompute_modules)}
-    of_kinds: dict[str, object] = {}
+    of_kinds: dict[str, object] = {
+        "mtp_num_layers": model.mtp_layers if model.mtp_layers and position == LAST else None,
+        "mamba_state_dim": model.mamba_state,
+        "mamba_num_heads": model.mamba_heads,
+        "mamba_head_dim": model.mamba_head_dim,
+        "mamba_num_groups": model.mamba_groups,
+    }
     if model.experts:
-        of_kinds = {
+        of_kinds |= {
             "num_moe_experts": model.experts,
             "moe_router_topk": model.experts_per_token,
             "moe_router_score_function": model.router_score,

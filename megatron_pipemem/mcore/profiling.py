@@ -45,10 +45,10 @@ def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats
             with doing(f"running {name} stage with {count}, {microbatches} microbatches"):
                 return _stage_part(model, execution, role, kinds, microbatches=microbatches, gpu_norms=gpu_norms)
 
-        main = model.main_kind
+        main, final = model.main_kind, model.kinds[-1]  # multi-token prediction repeats the last layer
         twos = {kind: part(MIDDLE, kind, kind) for kind in dict.fromkeys(model.kinds)}
         layers = {kind: two - part(MIDDLE, kind) for kind, two in twos.items()}
-        first, last = part(FIRST, main), part(LAST, main)
+        first, last = part(FIRST, main), part(LAST, final)
         ends = layers
         if execution.attention == "unfused":
             ends = {kind: part(FIRST, kind, kind) - part(FIRST, kind) for kind in twos}
@@ -60,7 +60,7 @@ def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats
         optimizer = _optimizer_seconds(twos[main].parameters, repeats)
         # Half of two layers: a difference of two times would be noise where layers are small.
         seconds = {kind: two.seconds * 0.5 for kind, two in twos.items()}
-        frames = {FIRST: _excess(first, seconds[main]), MIDDLE: Passes(), LAST: _excess(last, seconds[main])}
+        frames = {FIRST: _excess(first, seconds[main]), MIDDLE: Passes(), LAST: _excess(last, seconds[final])}
 
     def timed(kind: str, layer: Part) -> Part:
         # The modules that ran are Megatron's own.
@@ -76,7 +76,7 @@ def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats
         layers={kind: timed(kind, layer) for kind, layer in layers.items()},
         first=replace(first - ends[main], seconds=frames[FIRST]),
         middle=replace(twos[main] - layers[main] * 2, seconds=frames[MIDDLE]),
-        last=replace(last - ends[main], seconds=frames[LAST]),
+        last=replace(last - ends[final], seconds=frames[LAST]),
         message_bytes=int(message_bytes(model, execution)),
         optimizer_seconds=optimizer,
         end_layers={kind: timed(kind, layer) for kind, layer in ends.items()} if ends is not layers else None,

@@ -24,6 +24,7 @@ from megatron_pipemem.config.model import (
 )
 from megatron_pipemem.planner.counts import matrices
 
+_AHEAD = "next token's embedding"
 _SUM = 4  # bytes of a statistic, a softmax's sum, or a logit's exponential: always fp32
 
 
@@ -207,11 +208,30 @@ def _router_bytes(model: Model) -> float:
 
 
 def _mamba_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    return ()
+    """List the tensors of a Mamba block with the kernel that Megatron takes by default, ``mamba_split_conv1d_scan_combined``
+    of the package mamba_ssm: it keeps its input and its output before the gate, and scans again in I.
+    """
+    n, e, tp = tokens(model, execution), execution.element, execution.tp
+    inner = n * model.mamba_width / tp * e
+    projected = next(iter(matrices(model, execution, Block.MAMBA))).width(tp)
+    yield Saved("projected input", n * projected * e, "I")
+    yield Saved("scan's output", inner, "I")
+    yield Saved("gated output", inner, "I")
+    yield Saved("gated norm's statistics", n * model.mamba_groups / tp * _SUM, "I", statistic=True)
+    yield Saved("output projection's input", inner, "W")
 
 
 def _merge_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    return ()
+    """List what multi-token prediction keeps before its layer, and of the norm behind it."""
+    between = message_bytes(model, execution)
+    yield Saved("hidden states", between, "I")
+    for name in ("hidden states'", "embedding's", "final"):
+        yield _statistics(f"{name} norm's statistics", model, execution)
+    yield Saved(_AHEAD, between, "I")
+    yield Saved("joined states", 2 * between, "W")
+    yield Saved("final norm's input", between, "I")
+    if execution.implementation == "local":  # a rank's part of the layer's input is a view of what was gathered
+        yield Saved("gathered input", between * (execution.sequence_ranks - 1), "I")
 
 
 _WITHIN = {
@@ -252,7 +272,7 @@ def moved_bytes(model: Model, execution: Execution, kind: str | None = None) -> 
 
 def _kept(tensors: Sequence[Saved], execution: Execution) -> list[Saved]:
     if execution.recompute == "full":
-        return [tensors[0]]
+        return [each for number, each in enumerate(tensors) if number == 0 or each.name == _AHEAD]
     modules = set(execution.recompute_modules) if execution.recompute == "selective" else set()
     if "mlp" in modules:
         modules.add("activation")

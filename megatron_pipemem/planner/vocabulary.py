@@ -43,7 +43,9 @@ def vocabulary_step(
     p, execution = placement.num_devices, run.execution
     cut = run.parallelism
     link = run.cluster.link(p, cut.tp * cut.cp * cut.dp)
-    hidden, n = message_bytes(run.model, execution), tokens(run.model, execution)
+    # Predictions of all depths are one head's work, on as many times the tokens.
+    depths = run.model.heads_of_output
+    hidden, n = depths * message_bytes(run.model, execution), depths * tokens(run.model, execution)
     whole = link.seconds(hidden)  # a ring passes on what it gets while more arrives
     collectives = {
         Kind.REDUCE_E: whole,
@@ -56,7 +58,7 @@ def vocabulary_step(
     embedding, head = ends_seconds(run, pace)
     costs = VocabularyCosts.of_head(head, p, barriers, embedding=embedding, collectives=collectives)
     # A shard's logits and the head's input from S to T; with one barrier the two halves of the input's gradient too.
-    held = logit_bytes(run.model, execution) / p + hidden * (1 + 2 * (barriers == 1))
+    held = depths * logit_bytes(run.model, execution) / p + hidden * (1 + 2 * (barriers == 1))
     memory = {**(step.costs.memory or {}), Kind.S: (held,) * p, Kind.T: (-held,) * p}
     return replace(step, costs=replace(step.costs, vocabulary=costs, memory=memory))
 

@@ -235,11 +235,14 @@ LATENT = replace(
     v_head_dim=32,
 )
 EXPERTS = replace(LLAMA, qk_norm=True, experts=8, experts_per_token=2, expert_ffn=320)
-# As DeepSeek-V3: dense layers first, then experts that are chosen in groups, and one that all tokens visit.
+# As DeepSeek-V3: dense layers first, then experts that are chosen in groups, one that all tokens visit, and a layer ahead.
 FINE = replace(
     LATENT, experts=8, experts_per_token=2, expert_ffn=320, shared_expert_ffn=320, dense_layers=1, router_score="sigmoid",
-    router_bias=True, router_groups=4, router_groups_per_token=2,
+    router_bias=True, router_groups=4, router_groups_per_token=2, mtp_layers=1,
 )  # fmt: skip
+HYBRID = replace(
+    LLAMA, layers=3, pattern="*-E", experts=8, experts_per_token=2, expert_ffn=320, mtp_layers=2, mtp_pattern="*-"
+)
 MIXED = replace(GPT, kv_heads=2, position="rope", activation="geglu")
 CROSSED = {
     **{f"gpt {name}": (GPT, execution) for name, execution in EXECUTIONS.items() if "tp4" not in name},
@@ -253,6 +256,7 @@ CROSSED = {
     },
     "latent tp2": (LATENT, EXECUTIONS["tp2"]),
     "experts ep2": (EXPERTS, Execution(ep=2)),
+    **{f"hybrid {name}": (HYBRID, EXECUTIONS[name]) for name in ("plain", "tp2-sp")},
     **{f"fine {name}": (FINE, EXECUTIONS[name]) for name in ("plain", "tp2-sp", "full")},
 }
 

@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_pipemem.config import layout
-from megatron_pipemem.config.cluster import GIB, HostChannel, Link
-from megatron_pipemem.config.model import Execution
+from megatron_pipemem.config.cluster import GIB, Cluster, HostChannel, Link
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.model import Execution, Model
 from megatron_pipemem.config.runs import Parallelism, ScheduleChoice
+from megatron_pipemem.launch.command import script_flags
 from megatron_pipemem.launch.feasibility import feasible
 from megatron_pipemem.planner.activations import head_bytes, layer_bytes
 from megatron_pipemem.planner.memory import held
@@ -175,3 +177,48 @@ def test_what_offload_and_a_cut_vocabulary_change_is_counted():
     # The plan moves less where the host has less, until the device no longer has room for what stays.
     little = replace(offloading, megatron={"pipemem-host-memory": "1GiB"})
     assert max(held(little).host) <= GIB / 4 and "of" in feasible(little)
+
+
+def test_layouts_of_models_that_predict_ahead():
+    """All of it is one piece behind the layers, on the last stage where nothing else is said."""
+    model = replace(MODEL, mtp_layers=2)
+    run = replace(RUN, model=model)
+    assert layout.layers_of(run, 4) == (2, 2, 2, 3) and layout.flags(model, (2, 2, 2, 3)) == {}
+    assert layout.flags(model, (3, 3, 2, 1)) == {layout.FLAG: "Et*3|t*3|t*2|m*2L"}
+    for counts in ((3, 3, 2, 1), (4, 4, 1, 0)):
+        assert layout.layers_of(replace(run, megatron=layout.flags(model, counts)), 4) == counts
+
+
+def test_a_hybrid_models_layers_are_shared_out_by_its_pattern():
+    """By what they take, with the head and what predicts ahead on the last stage."""
+    model = replace(MODEL, pattern="----****", ffn=6 * MODEL.hidden, mtp_layers=1, mtp_pattern="*")
+    run = replace(RUN, model=model, parallelism=Parallelism(pp=2, global_batch=16))
+    step = price(run, Placement.linear(2))
+    assert sum(step.layers) == 8 and max(step.work) < max(price(run, Placement.linear(2), (4, 4)).work)
+    flags = layout.flags(model, step.layers)
+    assert flags == {layout.PATTERN: f"{'----****'[: step.layers[0]]}|{'----****'[step.layers[0] :]}/*"}
+    assert layout.layers_of(replace(run, megatron=flags), 2) == step.layers
+    words = script_flags(replace(run, megatron=flags))
+    assert words.count("--hybrid-layer-pattern") == 1 and flags[layout.PATTERN] in words and "--num-layers" not in words
+
+
+def test_uneven_routing_is_priced_at_its_worst():
+    sparse = replace(MODEL, experts=8, experts_per_token=2)
+    run = replace(RUN, model=sparse, parallelism=Parallelism(pp=2, dp=4, ep=4, global_batch=16))
+    worse = replace(run, parallelism=replace(run.parallelism, expert_load=1.5))
+    assert worse.execution.expert_load == 1.5
+    assert replace(worse, megatron={"moe_expert_capacity_factor": 1.25}).execution.expert_load == 1.25
+    assert replace(worse, parallelism=replace(worse.parallelism, ep=1)).execution.expert_load == 1
+    even, uneven = (price(each, Placement.linear(2)) for each in (run, worse))
+    assert all(b > a for a, b in zip(even.costs.memory[Kind.F], uneven.costs.memory[Kind.F], strict=True))
+
+
+def test_deepseek_v3_is_shared_out_at_least_as_evenly_as_by_hand():
+    """Over 16 ranks of two stages, where recipes take E and three layers, 29 stages of two, and a stage each for m and L."""
+    cluster = replace(load("h100-80g", Cluster), nodes=128)
+    cut = Parallelism(pp=16, dp=64, ep=64, chunks=2, global_batch=1024)
+    run = replace(RUN, model=load("deepseek-v3", Model), cluster=cluster, parallelism=cut)
+    placement = Placement.interleaved(16, 2)
+    own, by_hand = price(run, placement), price(run, placement, (3, *[2] * 29, 1, 0))
+    assert max(own.work) <= max(by_hand.work)
+    assert layout.layers_of(replace(run, megatron=layout.flags(run.model, own.layers)), 32) == own.layers
