@@ -184,9 +184,9 @@ def _print(found: Profile, layers: list[int], ratios: dict[str, float], name: ob
     columns = ("part", "F ms", "I ms", "W ms", "saved MiB", "MiB released at I", "parameters")
     table = FittingTable(columns, text=("part",), title=f"{name}: per microbatch and rank, {found.source}")
     rows: list[tuple[str, Part]] = [
-        ("layer", found.layer),
+        *((f"layer {kind}", layer) for kind, layer in found.layers.items()),
         ("embedding", found.first - found.middle),
-        ("head and loss", found.last - found.middle),
+        ("head, loss" + ", prediction ahead" * (found.model.mtp_layers > 0), found.last - found.middle),
     ]
     for label, part in rows:
         times = (part.seconds.forward, part.seconds.input, part.seconds.weight)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from statistics import median
 
 import torch
 
 from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.model import Execution, Model, Passes
+from megatron_pipemem.config.model import Block, Execution, Model, Passes
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.lone_stage import FIRST, LAST, MIDDLE, build_stage, changes, lone_rank, run_stage
 from megatron_pipemem.planner.activations import gathered_bytes, message_bytes
@@ -94,6 +95,10 @@ def _check(model: Model, execution: Execution, fake: bool) -> None:
         raise UnsupportedError(
             "attention over a sequence shared by context-parallel ranks needs those ranks: profile with cp 1, or count bytes "
             "of fused attention with --fake"
+        )
+    if Block.MAMBA in "".join(model.all_kinds) and (fake or find_spec("mamba_ssm") is None):
+        raise UnsupportedError(
+            "Mamba layers run with the package mamba_ssm, on a GPU; profile there without --fake, or give --formulas"
         )
 
 

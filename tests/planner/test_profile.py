@@ -283,6 +283,7 @@ def test_what_cannot_be_profiled_is_refused(lane):
         (GPT, Execution(recompute="selective", recompute_modules=("mlp",)), "never ends"),
         (GPT, Execution(recompute="selective", recompute_modules=("activation",)), "no flag"),
         (GPT, Execution(tp=8), "does not divide"),
+        (replace(GPT, pattern="M-*-M-"), Execution(), "mamba_ssm"),
     ):
         with pytest.raises((UnsupportedError, ConfigError), match=says):
             lane(profiled, model, execution, CPU)
