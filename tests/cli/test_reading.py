@@ -103,9 +103,9 @@ def numbers(name: str, found: object) -> Iterator[str]:
             yield from (f"{max(each[key]) / MIB:.4g}" for key in ("predicted_peak_bytes", "counted_peak_bytes"))
             yield from (f"{min(each[key]):.1%}" for key in ("predicted_bubble_rate", "measured_bubble_rate"))
     elif name == "profile":
-        layer = found["profile"]["layer"]
-        yield from (f"{1e3 * seconds:.3f}" for seconds in layer["seconds"].values())
-        yield f"{layer['parameters']:,}"
+        for layer in found["profile"]["layers"].values():
+            yield from (f"{1e3 * seconds:.3f}" for seconds in layer["seconds"].values())
+            yield f"{layer['parameters']:,}"
     elif name == "check":
         yield from (f"{found[key]:.6g}" for key in ("peak_activation", "bubble_rate", "devices", "microbatches"))
     else:
