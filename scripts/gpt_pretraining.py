@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from megatron.core import mpu
@@ -17,6 +18,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import (
@@ -35,12 +38,14 @@ _FIELDS = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
 def get_batch(data: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
     """This rank's part of the next microbatch.
 
-    Fields have the shape (microbatch size, tokens), or are None where the stage has no use for them. Only
-    tensor-parallel rank 0 of the first and the last stage reads data; it sends them to its tensor-parallel group.
+    Fields have the shape (microbatch size, tokens), or are None where the stage has no use for them. Only tensor-parallel
+    rank 0 of the first and the last stage, and of that of multi-token prediction, reads data; it sends them to its
+    tensor-parallel group.
     """
-    if not is_first_or_last_pipeline_stage(vp_stage):
-        return dict.fromkeys(_FIELDS)
     args = get_args()
+    predicts_further = _predicts_further(vp_stage)
+    if not (is_first_or_last_pipeline_stage(vp_stage) or predicts_further):
+        return dict.fromkeys(_FIELDS)
     batch: Batch = {}
     tp_rank = mpu.get_tensor_model_parallel_rank()
     if tp_rank == 0:
@@ -57,13 +62,34 @@ def get_batch(data: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=predicts_further,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
     )
     batch.setdefault("cu_seqlens", None)  # no packed sequences here
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
+
+
+def _layout() -> PipelineParallelLayerLayout | None:
+    args = get_args()
+    text = args.pipeline_model_parallel_layout
+    return None if text is None else PipelineParallelLayerLayout.from_str(text, args.pipeline_model_parallel_size)
+
+
+def _predicts_further(vp_stage: int | None) -> bool:
+    """Whether layers of multi-token prediction are on this stage, which look up tokens of their own."""
+    depths = get_args().mtp_num_layers
+    return mtp_on_this_rank(_layout(), depths, ignore_virtual=vp_stage is None, vp_stage=vp_stage)
+
+
+def get_embedding_ranks(pipeline: list[int]) -> list[int]:
+    """The ranks of a pipeline that hold the embedding or a copy of it, in order; the last one where nobody minds."""
+    args, ends = get_args(), {pipeline[0], pipeline[-1]}
+    if args.mtp_num_layers and args.untie_embeddings_and_output_weights:
+        ends = {pipeline[0]}  # Megatron would sum the head's gradient with the embedding's
+    config = SimpleNamespace(mtp_num_layers=args.mtp_num_layers, pipeline_model_parallel_layout=_layout())
+    return sorted(ends.union(get_mtp_ranks(pipeline, config)))
 
 
 def loss_func(
@@ -116,7 +142,8 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple
     )
 
     def reads_data() -> bool:
-        return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(vp_stage)
+        reads = is_first_or_last_pipeline_stage(vp_stage) or _predicts_further(vp_stage)
+        return mpu.get_tensor_model_parallel_rank() == 0 and reads
 
     dataset = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(dataset, num_samples, reads_data, config).build()
@@ -129,4 +156,6 @@ def main() -> None:
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
     model = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
     config = pretrain_cfg_container_from_args(args, model(args))
-    pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
+    pretrain(
+        config, build_datasets, ModelType.encoder_or_decoder, forward_step, get_embedding_ranks=get_embedding_ranks
+    )

@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 
 from emulated.device import ROWS, WIDTH, Device
+from megatron_pipemem.runtime.vocabulary.batch import Batch
 from megatron_pipemem.runtime.vocabulary.embedding import EmbeddingWeightGradient, VocabularyEmbedding
 from megatron_pipemem.runtime.vocabulary.head import HeadOptions, Scored, VocabularyHead
+from megatron_pipemem.runtime.vocabulary.head_gradients import Normalised
 from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition, WeightShard
-from megatron_pipemem.runtime.vocabulary.passes import Batch, Channels, VocabularyPasses
+from megatron_pipemem.runtime.vocabulary.passes import Channels, VocabularyPasses
 from megatron_pipemem.schedule.core.action import VOCABULARY_COMPUTE, Action
 from megatron_pipemem.schedule.core.schedule import Schedule
 
@@ -88,7 +90,7 @@ class SleepingVocabulary:
     def scatter_head_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
-    def loss(self, microbatch: int, losses: torch.Tensor) -> torch.Tensor:
+    def loss(self, microbatch: int, scored: Normalised) -> torch.Tensor:
         """Sums the losses.
 
         Raises:
@@ -96,9 +98,9 @@ class SleepingVocabulary:
         """
         logits = self._embedding[self._batch.tokens[microbatch, 0]] @ self._head.t()
         expected = torch.nn.functional.cross_entropy(logits, self._batch.labels[microbatch, 0], reduction="none")
-        if not torch.allclose(losses[:, 0], expected, rtol=1e-4):
-            raise RuntimeError(f"losses of microbatch {microbatch} are {losses[:, 0]} and should be {expected}")
-        return torch.ones_like(losses)
+        if not torch.allclose(scored.losses[:, 0], expected, rtol=1e-4):
+            raise RuntimeError(f"losses of microbatch {microbatch} are {scored.losses[:, 0]} and should be {expected}")
+        return torch.ones_like(scored.losses)
 
 
 class _SleepingPasses(VocabularyPasses):

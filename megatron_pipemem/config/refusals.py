@@ -51,8 +51,6 @@ SCHEDULES = Refusals(
         "use_torch_fsdp2": FSDP,
         "num_distributed_optimizer_instances": "the reductions of several distributed optimizers cannot be started per chunk; "
         "pass --num-distributed-optimizer-instances 1",
-        "mtp_num_layers": "multi-token prediction puts a second head on the last stage, which no schedule here knows; drop "
-        "--mtp-num-layers",
         "cuda_graph_impl": "CUDA graphs freeze the order of one step; pass --cuda-graph-impl none",
         "overlap_moe_expert_parallel_comm": "combined 1F1B is a schedule of its own; drop "
         "--overlap-moe-expert-parallel-comm",
@@ -96,6 +94,9 @@ _UNCUT = ", or pass --pipemem-vocab-parallel off"
 VOCABULARY = Refusals(
     " with vocabulary parallelism",
     {
+        "mtp_standalone": "the stage of multi-token prediction gets its embeddings where the head's input is; write m beside L "
+        f"in --pipeline-model-parallel-layout{_UNCUT}",
+        "mtp_detach_heads": f"one pass finds the head's gradients of all depths; drop --mtp-detach-heads{_UNCUT}",
         "variable_seq_lengths": "tokens and labels of a whole step are sent in one message; drop "
         f"--variable-seq-lengths{_UNCUT}",
         "fp32_residual_connection": "the head is cut for inputs in the parameters' number format; drop "
@@ -146,6 +147,8 @@ PER_MICROBATCH = Refusals(
         "clip_grad": "the gradient's norm is a sum over all stages, which update at different times; pass --clip-grad 0",
         "fp16": "loss scaling skips updates of all stages together, which update at different times; use bf16 or fp32",
         "log_num_zeros_in_grad": "gradients are gone when the step ends; drop --log-num-zeros-in-grad",
+        "mtp_num_layers": "the stage of multi-token prediction has a copy of the embedding, whose stage updates at another "
+        "time; drop --mtp-num-layers",
     },
 )
 SPLIT_BACKWARD = Refusals(
@@ -155,6 +158,8 @@ SPLIT_BACKWARD = Refusals(
         "drop --use-transformer-engine-op-fuser",
         "overlap_dispatch_backward_with_experts_wgrad": "the experts' weight gradients would run within I, and not in W; drop "
         "--overlap-dispatch-backward-with-experts-wgrad",
+        "mtp_use_repeated_layer": "its layers run once per depth and W would compute the weight gradients of one of them; drop "
+        "--mtp-use-repeated-layer, or pass --transformer-impl local",
     },
 )
 _FUSED = "the fused kernels are Transformer Engine's, for a GPU; drop --"

@@ -61,6 +61,11 @@ def saves_after(iteration: int) -> bool:
     return iteration != 0 and iteration % interval != 0
 
 
+def keeps_checkpoints() -> bool:
+    """Return whether the loop saves or loads any."""
+    return any(getattr(_arguments(), name, None) for name in ("save", "load"))
+
+
 def scalar_interval() -> int | None:
     """Return the iterations from one of the loop's scalars to the next; ``None`` where it writes none."""
     arguments = _arguments()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 from megatron.core.tensor_parallel import layers
-from megatron.core.utils import get_attr_wrapped_model, get_te_version, is_te_min_version
+from megatron.core.utils import get_attr_wrapped_model, get_te_version, is_te_min_version, unwrap_model
 
 from megatron_pipemem.config.refusals import (
     CPU,
@@ -21,6 +21,7 @@ from megatron_pipemem.config.refusals import (
 from megatron_pipemem.cpu import is_active
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.cut_flags import FIRST_OR_LAST, is_folded
+from megatron_pipemem.mcore.loop_arguments import keeps_checkpoints
 from megatron_pipemem.schedule.core.placement import Placement
 
 _OLDEST = "2.8"
@@ -54,6 +55,12 @@ def check_sharing(config, schedule: str, placement: Placement) -> None:
             raise UnsupportedError(
                 f"{attribute} does not go with schedule {schedule} (placement {placement.name}): {FIRST_OR_LAST}"
             )
+    if getattr(config, "mtp_standalone", False) and not placement.is_round_robin:
+        raise UnsupportedError(
+            f"a stage of multi-token prediction before the last one does not go with schedule {schedule} (placement "
+            f"{placement.name}): its copy of the embedding has to be on the first stage's device, as the last stage is; write "
+            "m beside L in --pipeline-model-parallel-layout"
+        )
 
 
 def check_model(config, splits: bool, recomputes: bool) -> None:
@@ -101,6 +108,11 @@ def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str, 
         if "FullyShardedDataParallel" in type(chunk).__name__:
             raise UnsupportedError(FSDP)
         check_config(getattr(chunk, "ddp_config", None), SCHEDULES)
+        if _cannot_be_saved(chunk) and keeps_checkpoints():
+            raise UnsupportedError(
+                "Megatron cannot write or read a checkpoint of a pipeline whose stage of multi-token prediction has a tied "
+                "head; pass --untie-embeddings-and-output-weights, or leave --save and --load out"
+            )
     if len(chunks) != num_chunks and replicas > 1:
         raise UnsupportedError(
             f"schedule {schedule} needs {replicas} replicas of the model, a chunk of either on every rank, and here "
@@ -115,6 +127,16 @@ def check_chunks(chunks: list[torch.nn.Module], num_chunks: int, schedule: str, 
             else f"schedule {schedule} needs 1 model chunk per pipeline rank, the model has {len(chunks)}; drop the flags "
             "that ask for virtual pipeline stages"
         )
+
+
+def _cannot_be_saved(chunk: torch.nn.Module) -> bool:
+    """Return whether a head of its own stands unused beside the embedding that takes its place, which Megatron asserts
+    against.
+    """
+    model = unwrap_model(chunk)
+    tied = getattr(model, "share_embeddings_and_output_weights", False) and not model.pre_process
+    head = getattr(model, "output_layer", None)
+    return bool(tied and getattr(model, "mtp_process", False) and getattr(head, "weight", None) is not None)
 
 
 def check_asynchronous(config, chunks: list[torch.nn.Module], loop_updates: bool) -> None:

@@ -92,10 +92,21 @@ LINEAR = Symbol(
         "tp_group",
     ),
 )
+LOOKUP = Symbol(_LAYERS, "VocabParallelEmbedding.forward", ("self", "input_"))
 LANGUAGE_MODULE = Symbol(
     "megatron.core.models.common.language_module.language_module", "LanguageModule.__init__", ("self", "config")
 )
 DDP = Symbol(_DDP, "DistributedDataParallel.__init__", ("self", "config", "ddp_config", "module"))
+
+# The losses of multi-token prediction, where the head is cut over the pipeline.
+PROCESS_MTP_LOSS = tuple(
+    Symbol(
+        f"megatron.core.models.{module}",
+        "process_mtp_loss",
+        ("hidden_states", "labels", "loss_mask", "output_layer", "output_weight", "runtime_gather_output", "config"),
+    )
+    for module in ("gpt.gpt_model", "hybrid.hybrid_model")
+)
 
 # The training loop: its optimizer, its checkpoints, its log.
 _OPTIMIZER = ("config", "model_chunks")
@@ -135,6 +146,11 @@ USED = (
     Symbol(_RANDOM, "_get_all_rng_states"),
     Symbol(_RANDOM, "_set_all_rng_states"),
     Symbol(_RANDOM, "_fork_rng"),
+    Symbol(
+        "megatron.core.transformer.multi_token_prediction",
+        "MTPLossLoggingHelper.save_metrics_to_tracker",
+        ("loss", "correct", "total", "layer_number", "num_layers", "reduce_group", "avg_group"),
+    ),
     Symbol("megatron.core.transformer.mlp", "MLP.forward", ("hidden_states", "per_token_scale")),
     Symbol("megatron.core.transformer.moe.moe_utils", "get_capacity", ("num_tokens", "num_experts", "capacity_factor")),
     Symbol("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler.set_loss_scale", ("scale",)),

@@ -7,14 +7,21 @@ running autograd twice over a retained graph.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 
+GRADIENT_READY = "_pipemem_gradient_ready"
+"""Set on a weight to what wants to be told when a microbatch's gradient of it is complete."""
+
 
 class DeferredWeightGradient(Protocol):
     """One weight-gradient GEMM, ready to run."""
+
+    weight: torch.Tensor | None = None
+    """Whose ``grad`` the GEMM adds to, when others may follow; ``None`` when the work is complete by itself."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -41,9 +48,13 @@ class WeightGradientQueue:
             yield from work.tensors
 
     def run(self) -> None:
-        """Run and drop everything pending. Saved inputs carry ``requires_grad``, hence no grad mode."""
+        """Run and drop everything pending. Saved inputs carry ``requires_grad``, hence no grad mode.
+
+        A weight that the forward used several times is reported once, with the sum of its gradients, as autograd does.
+        """
         pending, self._pending = self._pending, []
         pending.reverse()
+        uses = Counter(id(work.weight) for work in pending)
         with torch.no_grad():
             for work in pending[-1:]:
                 work.begin()
@@ -52,17 +63,27 @@ class WeightGradientQueue:
                 for following in pending[-1:]:
                     following.begin()
                 work.run()
+                uses[id(work.weight)] -= 1
+                if work.weight is not None and not uses[id(work.weight)]:
+                    _report(work.weight)
 
 
 class ImmediateWeightGradients(WeightGradientQueue):
     """Runs what it is given at once, within the backward: no split, but layers that save nothing but their input.
 
-    Whoever puts something in has called its ``begin``.
+    Layers that can give autograd their weight's gradient do that instead.
     """
 
     def put(self, work: DeferredWeightGradient) -> None:
         with torch.no_grad():
             work.run()
+
+
+def _report(weight: torch.Tensor) -> None:
+    """Say, as the hook behind AccumulateGrad would have done, that ``grad`` is complete."""
+    ready = getattr(weight, GRADIENT_READY, None)
+    if ready is not None:
+        ready()
 
 
 # The queue that split layers should feed. Process-wide and not thread-local on purpose: autograd runs recomputed forwards

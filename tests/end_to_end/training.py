@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.utils import unwrap_model
 from megatron.training import arguments, training
 
@@ -109,6 +110,7 @@ def run(case: dict) -> dict:
             vars(chunks.pop()).clear()
         training.destroy_global_state()
         destroy_moe_metrics_tracker()  # it is as long as the first model was deep
+        MTPLossLoggingHelper.tracker.clear()
         gc.collect()
     dist.barrier()
     return {
@@ -126,14 +128,14 @@ def run(case: dict) -> dict:
 def _model_by_provider() -> Iterator[None]:
     pretrain = entry.pretrain
 
-    def with_provider(config, *args) -> None:
+    def with_provider(config, *args, **named) -> None:
         builder = config.model.get_builder_cls()(config.model)
         config.model = None
 
         def provider(pre_process, post_process, vp_stage=None, config=None, pg_collection=None) -> torch.nn.Module:
             return builder.build_model(pg_collection, pre_process, post_process, vp_stage)
 
-        pretrain(config, *args, model_provider=provider)
+        pretrain(config, *args, model_provider=provider, **named)
 
     with mock.patch.object(entry, "pretrain", with_provider):
         yield

@@ -10,8 +10,9 @@ pytest.importorskip("megatron.core")
 from megatron.core.tensor_parallel import layers  # noqa: E402
 
 from megatron_pipemem.mcore.model import linear  # noqa: E402
-from megatron_pipemem.mcore.model.linear import GRADIENT_READY, attach_ddp_hooks, split_linear  # noqa: E402
+from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, split_linear  # noqa: E402
 from megatron_pipemem.runtime.weight_gradients import (  # noqa: E402
+    GRADIENT_READY,
     ImmediateWeightGradients,
     WeightGradientQueue,
     collecting,
@@ -129,8 +130,14 @@ def events(monkeypatch) -> list[str]:
     monkeypatch.setattr(linear.dist, "all_gather_into_tensor", copies("gather"))
     monkeypatch.setattr(linear.dist, "reduce_scatter_tensor", copies("scatter"))
     monkeypatch.setattr(linear, "get_tensor_model_parallel_group_if_none", lambda group: group)
-    original = linear.accumulate_gradient
-    monkeypatch.setattr(linear, "accumulate_gradient", lambda *each: (found.append("W"), original(*each)))
+    original = linear._LinearWeightGradient.gradient
+
+    def noted(work):
+        gradient = original(work)
+        found.append("W")
+        return gradient
+
+    monkeypatch.setattr(linear._LinearWeightGradient, "gradient", noted)
     return found
 
 

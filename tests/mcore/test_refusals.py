@@ -19,7 +19,7 @@ from megatron_pipemem.schedule.registry import build_schedule, families  # noqa:
 
 def test_an_ordinary_configuration_passes():
     check_config(
-        SimpleNamespace(mtp_num_layers=None, cuda_graph_impl="none", defer_embedding_wgrad_compute=False), SCHEDULES
+        SimpleNamespace(mtp_num_layers=1, cuda_graph_impl="none", defer_embedding_wgrad_compute=False), SCHEDULES
     )
     check_chunks([torch.nn.Linear(2, 2)], 1, "1f1b")
 
@@ -27,7 +27,6 @@ def test_an_ordinary_configuration_passes():
 @pytest.mark.parametrize(
     ("attribute", "value", "words"),
     [
-        ("mtp_num_layers", 1, "--mtp-num-layers"),
         ("cuda_graph_impl", "local", "--cuda-graph-impl none"),
         ("overlap_moe_expert_parallel_comm", True, "--overlap-moe-expert-parallel-comm"),
         ("defer_embedding_wgrad_compute", True, "--defer-embedding-wgrad-compute"),

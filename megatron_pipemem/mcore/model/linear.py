@@ -18,6 +18,7 @@ from megatron.core.utils import get_tensor_model_parallel_group_if_none, prepare
 
 from megatron_pipemem.runtime.activation_ledger import saved_as_is
 from megatron_pipemem.runtime.weight_gradients import (
+    GRADIENT_READY,
     DeferredWeightGradient,
     ImmediateWeightGradients,
     WeightGradientQueue,
@@ -25,9 +26,6 @@ from megatron_pipemem.runtime.weight_gradients import (
 )
 
 logger = logging.getLogger(__name__)
-
-# Set on every weight of a model under Megatron's DDP, so that its W can report the gradient as AccumulateGrad would.
-GRADIENT_READY = "_pipemem_gradient_ready"
 
 
 def split_linear(original: Callable) -> Callable:
@@ -69,7 +67,8 @@ def _split(
         return None
     fused = gradient_accumulation_fusion and hasattr(weight, "main_grad")
     group = get_tensor_model_parallel_group_if_none(tp_group)
-    return _SplitLinear.apply(input, bias, _Call(queue, weight, fused, allreduce_dgrad, sequence_parallel, group))
+    call = _Call(queue, weight, fused, allreduce_dgrad, sequence_parallel, group)
+    return _SplitLinear.apply(input, weight if isinstance(queue, ImmediateWeightGradients) else None, bias, call)
 
 
 @functools.cache
@@ -99,8 +98,9 @@ def countable_linear(original: Callable) -> Callable:
 class _Call:
     """Hold what the backward needs beside tensors.
 
-    The weight travels here and not as an input of the autograd node: a node whose weight gradient is ``None`` would still
-    fire the weight's AccumulateGrad hooks, and DDP would take that for the gradient being ready.
+    The weight travels here: a node with the weight as an input and ``None`` as its gradient would still fire the weight's
+    AccumulateGrad hooks, and DDP would take that for the gradient being ready. Where the gradient is not put off, the weight
+    is an input as well.
     """
 
     queue: WeightGradientQueue
@@ -152,7 +152,9 @@ class _Underway:
 class _SplitLinear(torch.autograd.Function):
     @staticmethod
     @layers.custom_fwd
-    def forward(ctx, input: torch.Tensor, bias: torch.Tensor | None, call: _Call) -> torch.Tensor:
+    def forward(
+        ctx, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, call: _Call
+    ) -> torch.Tensor:
         ctx.save_for_backward(input)
         ctx.call = call
         ctx.has_bias = bias is not None
@@ -166,13 +168,18 @@ class _SplitLinear(torch.autograd.Function):
         call = ctx.call
         # Detached: the saved input still has its graph, which would keep the chunk's input and gradient until W.
         work = _LinearWeightGradient(call, input.detach(), grad_output.detach())
-        if isinstance(call.queue, ImmediateWeightGradients):
+        at_once = ctx.needs_input_grad[1]
+        if at_once:
             work.begin()
         reduced = call.reduce(grad_output.matmul(call.weight))
         grad_bias = grad_output.reshape(-1, grad_output.size(-1)).sum(dim=0) if ctx.has_bias else None
-        call.queue.put(work)
+        grad_weight = None
+        if at_once:
+            grad_weight = work.gradient()
+        else:
+            call.queue.put(work)
         grad_input = reduced.wait()
-        return grad_input, grad_bias, None
+        return grad_input, grad_weight, grad_bias, None
 
 
 @dataclass
@@ -185,6 +192,10 @@ class _LinearWeightGradient(DeferredWeightGradient):
     _gathered: _Underway | None = None
 
     @property
+    def weight(self) -> torch.Tensor:
+        return self.call.weight
+
+    @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.input, self.grad_output
 
@@ -192,7 +203,11 @@ class _LinearWeightGradient(DeferredWeightGradient):
         self._gathered = self.call.gather(self.input)
 
     def run(self) -> None:
-        weight = self.call.weight
+        add_gradient(self.weight, self.gradient())
+
+    def gradient(self) -> torch.Tensor:
+        """Return what autograd would be given; with fusion the gradient is in ``main_grad``, and this is none."""
+        weight = self.weight
         grad_output, total_input = prepare_input_tensors_for_wgrad_compute(self.grad_output, self._gathered.wait())
         if self.call.fused:
             accumulate = (
@@ -206,17 +221,13 @@ class _LinearWeightGradient(DeferredWeightGradient):
             gradient = torch.empty(weight.shape, dtype=total_input.dtype, device=weight.device)
             if getattr(weight, "zero_out_wgrad", False):
                 gradient.zero_()
-        else:
-            gradient = grad_output.t().matmul(total_input)
-        accumulate_gradient(weight, gradient)
+            return gradient
+        return grad_output.t().matmul(total_input)
 
 
-def accumulate_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Do what AccumulateGrad and the hook behind it would have done."""
+def add_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Do what AccumulateGrad would have done; its hook is the queue's business."""
     weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
-    ready = getattr(weight, GRADIENT_READY, None)
-    if ready is not None:
-        ready()
 
 
 def attach_ddp_hooks(chunks: list[torch.nn.Module]) -> list[torch.nn.Parameter]:

@@ -319,18 +319,21 @@ def _refuse_generation(module: torch.nn.Module, args: tuple, kwargs: Mapping[str
 
 
 def _tied_weights(chunks: list[torch.nn.Module]) -> list[tuple[torch.nn.Parameter, torch.nn.Parameter]]:
-    """Return the embedding's weight and the head's copy of it, on the device that holds both ends of a tied model."""
-    ends = {}
+    """Return the embedding's weight and the copy of it that a later stage on this device has: a tied head's, or that of
+    multi-token prediction.
+    """
+    embedding = copied = None
     for chunk in chunks:
         model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-        if getattr(model, "share_embeddings_and_output_weights", False):
-            for end in ("pre_process", "post_process"):
-                if getattr(model, end):
-                    ends[end] = model
-    if len(ends) < 2:
+        tied_head = model.post_process and getattr(model, "share_embeddings_and_output_weights", False)
+        if model.pre_process:
+            embedding = model
+        elif tied_head or getattr(model, "mtp_process", False):
+            copied = model
+    if embedding is None or copied is None:
         return []
-    embedding, head = (ends[end].shared_embedding_or_output_weight() for end in ("pre_process", "post_process"))
-    return [] if head is None else [(embedding, head)]  # a cut vocabulary has one copy, elsewhere
+    pair = embedding.shared_embedding_or_output_weight(), copied.shared_embedding_or_output_weight()
+    return [] if pair[1] is None else [pair]  # a cut vocabulary has one copy, elsewhere
 
 
 def _sum_tied_gradients(model: list[torch.nn.Module]) -> None:

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import random
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.mcore.model.experts import expert_layers, nothing_left_behind
+from megatron_pipemem.mcore.model.multi_token import logged_before
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.regions import random_numbers_again, regions_of
 from megatron_pipemem.mcore.model.transformer_engine import defer
@@ -106,7 +107,7 @@ class ChunkStage:
         data, states = self._again.pop(microbatch)
         if data is not None:
             data.rewind()
-        with random_numbers_again(states):
+        with random_numbers_again(states), logged_before():
             output, _ = self._run(microbatch, input, data, [])
         return output
 

@@ -271,7 +271,8 @@ def _process_groups(p2p_communicator, pg_collection) -> ProcessGroupCollection:
 
 def _message_shape(seq_length, micro_batch_size, decoder_seq_length, config, groups, adjust) -> tuple[int, ...] | None:
     """Shape of every message, ``[s / (cp * tp with SP), b, h]``, or ``None`` if it may differ between microbatches."""
-    if config.variable_seq_lengths:
+    if config.variable_seq_lengths or getattr(config, "mtp_standalone", False):
+        # Behind a stage of multi-token prediction that is not the last, messages have the outputs of all depths.
         return None
     shapes = schedules.get_tensor_shapes(
         seq_length=seq_length,

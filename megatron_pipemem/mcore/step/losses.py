@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_pipemem.mcore.model.stages import StepContext
 from megatron_pipemem.mcore.step.extension import Extension, Step
@@ -130,6 +131,27 @@ class Losses(Extension):
         carriers, self._carriers = self._carriers, {}
         for carrier in carriers.values() if orderly else ():
             carrier.finish()
+
+
+_LOGGED = ("loss_values", "correct_values", "total_values")
+"""What Megatron keeps for every depth of multi-token prediction."""
+
+
+class MultiTokenLosses(Extension):
+    """Brings the losses of every depth from wherever the last stages are to where Megatron logs them."""
+
+    only_trains = True
+
+    def settle(self, step: Step) -> None:
+        """Let Megatron sum its numbers over the pipeline too, which have them on other devices than its last one."""
+        depths = getattr(step.context.config, "mtp_num_layers", None)
+        placement = step.pipeline.placement
+        if not depths or placement.is_round_robin:
+            return
+        tracker = MTPLossLoggingHelper.tracker
+        for name in _LOGGED:
+            tracker.setdefault(name, torch.zeros(depths, device=torch.cuda.current_device()))
+        tracker["reduce_group"], tracker["avg_group"] = step.pipeline.group, step.groups.dp_cp
 
 
 def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, pp_group: dist.ProcessGroup) -> None:

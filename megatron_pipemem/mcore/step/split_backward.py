@@ -9,11 +9,13 @@ import torch
 
 from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.model import transformer_engine
-from megatron_pipemem.mcore.model.linear import GRADIENT_READY, attach_ddp_hooks, countable_linear, split_linear
+from megatron_pipemem.mcore.model.linear import attach_ddp_hooks, countable_linear, split_linear
+from megatron_pipemem.mcore.model.multi_token import split_embedding
 from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.mcore.symbols import LINEAR
+from megatron_pipemem.mcore.symbols import LINEAR, LOOKUP
 from megatron_pipemem.runtime.executor import StepFeature
+from megatron_pipemem.runtime.weight_gradients import GRADIENT_READY
 from megatron_pipemem.schedule.request import Request
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,8 @@ class SplitBackward(Extension):
             replaced.append((LINEAR, split_linear))
         elif self._counted:
             replaced.append((LINEAR, countable_linear))
+        if self._request.may_split:
+            replaced.append((LOOKUP, split_embedding))
         return replaced
 
     def prepare(self, step: Step) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.model.stages import Tape
-from megatron_pipemem.runtime.vocabulary.passes import Batch
+from megatron_pipemem.runtime.vocabulary.batch import Batch
 
 # Megatron's language models take these by position or by name.
 _PARAMETERS = ("input_ids", "position_ids", "attention_mask", "decoder_input", "labels")
@@ -149,6 +149,7 @@ def share_batch(
     sources: tuple[int, int],
     group: dist.ProcessGroup,
     may_want_logits: bool,
+    depths: int = 0,
 ) -> Batch:
     """Return the tokens of the first stage's calls and the labels of the last one's, on every rank of the pipeline.
 
@@ -158,11 +159,14 @@ def share_batch(
         last: calls of the last stage, where it is.
         sources: the pipeline ranks that have these stages.
         group: of the pipeline.
-        may_want_logits: whether labels may be missing, because logits are wanted.
+        may_want_logits: whether labels may be missing, because logits are wanted; the head then predicts one token each.
+        depths: of multi-token prediction.
     """
     tokens = None if first is None else [call.tokens for call in first]
     labels = None if last is None else [call.labels for call in last]
     return Batch(
         share("tokens", shape, tokens, sources[0], group, False),
         share("labels", shape, labels, sources[1], group, may_want_logits),
+        looks_ahead=bool(depths),
+        depths=0 if may_want_logits else depths,
     )

@@ -101,6 +101,9 @@ def cut_vocabulary(
     if first is not None:
         first.embedding.word_embeddings = ArrivingEmbedding(first.embedding.word_embeddings)
     if last is not None:
+        if getattr(last, "mtp_process", False):
+            last.embedding.word_embeddings = ArrivingEmbedding(last.embedding.word_embeddings)
+            _save_no_copy(last)
         last.output_layer = DepartingHead(last.output_layer)
         last.compute_language_model_loss = last.output_layer.losses_without_values
     for model in models:
@@ -167,6 +170,11 @@ def _check_ends(model: torch.nn.Module, first: torch.nn.Module | None, last: tor
         last: the last stage's model, if it is here.
     """
     check_config(model.config, VOCABULARY)
+    if getattr(model.config, "mtp_num_layers", None) and getattr(model.config, "context_parallel_size", 1) > 1:
+        raise UnsupportedError(
+            "multi-token prediction looks up tokens that other context-parallel ranks have, and the shards of an embedding "
+            "do not; pass --context-parallel-size 1, or --pipemem-vocab-parallel off"
+        )
     if first is not None and type(getattr(first, "embedding", None)) is not LanguageModelEmbedding:
         raise UnsupportedError(
             f"{type(first).__name__} has no LanguageModelEmbedding whose rows could be cut over the pipeline; pass "
@@ -220,6 +228,20 @@ def _deal(
 def _pieces(rows: int, like: torch.Tensor) -> Iterator[range]:
     size = max(1, _PIECE_BYTES // (like.size(1) * like.element_size()))
     return (range(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+def _save_no_copy(model: torch.nn.Module) -> None:
+    """Let the model of multi-token prediction save its layers, and no copy of the embedding."""
+    original = model.sharded_state_dict
+
+    def sharded_state_dict(*args, **kwargs):
+        model.mtp_process = False
+        try:
+            return original(*args, **kwargs)
+        finally:
+            model.mtp_process = True
+
+    model.sharded_state_dict = sharded_state_dict
 
 
 def _nothing_to_tie(*args, **kwargs) -> None:

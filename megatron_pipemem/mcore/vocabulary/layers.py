@@ -7,6 +7,8 @@ everything else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
@@ -156,7 +158,7 @@ class VocabularyShards(torch.nn.Module):
 
 
 class ArrivingEmbedding(torch.nn.Module):
-    """Stand in the place of the first stage's word embeddings, and give what the shards have looked up.
+    """Stand in the place of a stage's word embeddings, and give what the shards have looked up.
 
     Args:
         whole: the module it replaces.
@@ -167,15 +169,15 @@ class ArrivingEmbedding(torch.nn.Module):
         self.register_parameter("weight", None)
         self._tp_group = whole.tp_group
         self._scatters = whole.reduce_scatter_embeddings
-        self.arrived: torch.Tensor | None = None
+        self.arrived: list[torch.Tensor] = []
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[b, s, h]``, or ``[s/t, b, h]`` where stock scatters, as stock gives it.
 
-        ``arrived`` has the rows of this tensor-parallel rank's shards, on all pipeline ranks.
+        ``arrived`` has the rows of this tensor-parallel rank's shards, on all pipeline ranks, for every call to come.
         """
-        arrived, self.arrived = self.arrived, None
-        assert arrived is not None, "the first stage ran outside of a step"
+        assert self.arrived, "the stage ran outside of a step"
+        arrived = self.arrived.pop(0)
         if self._scatters:
             arrived = arrived.transpose(0, 1).contiguous()
             return tensor_parallel.reduce_scatter_to_sequence_parallel_region(arrived, group=self._tp_group)
@@ -200,6 +202,10 @@ class DepartingHead(torch.nn.Module):
         self._output_size_per_rank = whole.output_size_per_partition
         self.input: torch.Tensor | None = None
         self.losses: torch.Tensor | None = None
+        self.depths = 0
+        """Tokens behind the next one that the step predicts as well."""
+        self.further: Callable | None = None
+        """What makes the step's loss of the losses of all depths, see ``depths``."""
 
     def forward(
         self,

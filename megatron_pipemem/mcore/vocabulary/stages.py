@@ -13,6 +13,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext
 from megatron_pipemem.mcore.vocabulary.layers import ArrivingEmbedding, DepartingHead
+from megatron_pipemem.runtime.vocabulary.head_gradients import Normalised
 
 
 @dataclass
@@ -22,7 +23,7 @@ class FirstStage(ChunkStage):
     def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
         model = get_attr_wrapped_model(self.model, "pre_process", return_model_obj=True)
         embedding: ArrivingEmbedding = model.embedding.word_embeddings
-        embedding.arrived = input
+        embedding.arrived = [input]
         return super().forward(microbatch, None, will_recompute)
 
 
@@ -34,15 +35,19 @@ class LastStage(ChunkStage):
     it has to hand on as it is, as Megatron's scripts do. Its loss function then gets the real one.
     """
 
-    _awaiting: dict[int, tuple[Callable | None, torch.dtype]] = field(default_factory=dict)
+    depths: int = 0
+    """Tokens behind the next one that the head predicts as well."""
+    _awaiting: dict[int, tuple[Callable | None, torch.dtype, Callable | None]] = field(default_factory=dict)
+    _ahead: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def _head(self) -> DepartingHead:
         return get_attr_wrapped_model(self.model, "pre_process", return_model_obj=True).output_layer
 
     def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
-        super().forward(microbatch, input, will_recompute)
         head = self._head
+        head.depths = self.depths
+        super().forward(microbatch, input, will_recompute)
         output, head.input, head.losses = head.input, None, None
         return output
 
@@ -56,38 +61,58 @@ class LastStage(ChunkStage):
                     "the forward step changes the model's token losses before it returns them, which are not known yet with "
                     "vocabulary parallelism; do it in the loss function, or pass --pipemem-vocab-parallel off"
                 )
-            self._awaiting[microbatch] = loss_function, output.dtype
+            self._awaiting[microbatch] = loss_function, output.dtype, head.further
+            head.further = None
             return output, loss_function
 
         return noting
+
+    def look_ahead(self, microbatch: int, embeddings: torch.Tensor) -> None:
+        ahead = embeddings.detach()
+        if not self.step.forward_only:
+            self._ahead[microbatch] = ahead.requires_grad_()
+        model = get_attr_wrapped_model(self.model, "pre_process", return_model_obj=True)
+        s = ahead.size(1) - 1
+        model.embedding.word_embeddings.arrived = [
+            torch.cat((ahead[:, depth:s], ahead[:, s:].expand(-1, depth, -1)), dim=1)
+            for depth in range(1, 1 + self.step.config.mtp_num_layers)
+        ]
+
+    def ahead_gradient(self, microbatch: int) -> torch.Tensor:
+        return self._ahead.pop(microbatch).grad
 
     def gather_head_input(self, output: torch.Tensor) -> torch.Tensor:
         head = self._head
         if not head.sequence_parallel:
             return output
-        whole = output.new_empty(output.size(0) * head.tp_group.size(), *output.shape[1:])
+        ranks = head.tp_group.size()
+        whole = output.new_empty(output.size(0) * ranks, *output.shape[1:])
         dist.all_gather_into_tensor(whole, output.contiguous(), group=head.tp_group)
-        return whole
+        return _swapped(whole, ranks, 1 + self.depths)
 
     def scatter_head_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         head = self._head
         if head.sequence_parallel:
-            shard = gradient.new_empty(gradient.size(0) // head.tp_group.size(), *gradient.shape[1:])
+            ranks = head.tp_group.size()
+            gradient = _swapped(gradient, 1 + self.depths, ranks)
+            shard = gradient.new_empty(gradient.size(0) // ranks, *gradient.shape[1:])
             dist.reduce_scatter_tensor(shard, gradient.contiguous(), group=head.tp_group)
             return shard
         if head.tp_group.size() > 1:
             dist.all_reduce(gradient, group=head.tp_group)
         return gradient
 
-    def loss(self, microbatch: int, losses: torch.Tensor) -> torch.Tensor | None:
-        leaf = losses.t().contiguous().requires_grad_(not self.step.forward_only)
-        loss = self._finish_forward(microbatch, leaf)
+    def loss(self, microbatch: int, scored: Normalised) -> torch.Tensor | None:
+        leaf = scored.losses.clone().requires_grad_(not self.step.forward_only)
+        further = self._awaiting[microbatch][2]
+        losses = leaf if further is None else further(leaf, scored.hits)
+        loss = self._finish_forward(microbatch, losses.t().contiguous())
         if self.step.forward_only:
             return None
         if self.step.config.grad_scale_func is not None:
             loss = self.step.config.grad_scale_func(loss)
         (gradient,) = torch.autograd.grad(loss, leaf)
-        return gradient.t()
+        return gradient
 
     def take_logits(self, microbatch: int, logits: torch.Tensor) -> None:
         head = self._head
@@ -98,7 +123,7 @@ class LastStage(ChunkStage):
     def _finish_forward(self, microbatch: int, output: torch.Tensor) -> torch.Tensor:
         """Do what Megatron does with the last stage's output: loss function, averages, reporting."""
         step: StepContext = self.step
-        loss_function, dtype = self._awaiting.pop(microbatch)
+        loss_function, dtype, _ = self._awaiting.pop(microbatch)
         if step.config.timers is not None:
             step.config.timers("forward-compute", log_level=2).start()
         with self.as_chunk(), torch.set_grad_enabled(not step.forward_only):
@@ -116,3 +141,8 @@ class LastStage(ChunkStage):
             )
         step.num_tokens += num_tokens
         return output
+
+
+def _swapped(rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+    """Return rows that are grouped by ``outer`` and within by ``inner`` grouped the other way round."""
+    return rows.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)

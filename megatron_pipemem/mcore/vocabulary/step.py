@@ -7,9 +7,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.mcore.symbols import PROCESS_MTP_LOSS
 from megatron_pipemem.mcore.vocabulary.batches import Call, calls_of, share_batch
 from megatron_pipemem.mcore.vocabulary.build import shards_group_of, shards_of
+from megatron_pipemem.mcore.vocabulary.depths import keep_depths
 from megatron_pipemem.mcore.vocabulary.stages import FirstStage, LastStage
 from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.runtime.groups import destroy_groups, new_groups
@@ -21,6 +24,9 @@ class VocabularySteps(Extension):
 
     def __init__(self) -> None:
         self._channels: dict[dist.ProcessGroup, Channels] = {}
+
+    def replacements(self) -> Replacements:
+        return [(symbol, keep_depths) for symbol in PROCESS_MTP_LOSS]
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         """Share the batch, and put other stages at the pipeline's ends."""
@@ -57,14 +63,18 @@ class VocabularySteps(Extension):
             (placement.devices[0], placement.devices[-1]),
             channels.pipeline,
             may_want_logits=step.forward_only,
+            depths=getattr(context.config, "mtp_num_layers", None) or 0,
         )
+        last = step.stages.get(ends[1])
+        if last is not None:
+            last.depths = batch.depths
         passes = VocabularyPasses(
             placement,
             step.pipeline.device,
             shards_of(step.chunks),
             channels,
             batch,
-            step.stages.get(ends[1]),
+            last,
             not step.forward_only,
             step.observation.ledger,
         )

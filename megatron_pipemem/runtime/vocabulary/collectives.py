@@ -74,6 +74,12 @@ def reduce_sum(tensor: torch.Tensor, destination: int, group: dist.ProcessGroup)
     return Pending(work, lambda: tensor if group.rank() == destination else None)
 
 
+def all_sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
+    """Sum a tensor over the ranks, in place, where two stages look tokens up: embeddings, and their gradients."""
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    return Pending(work, lambda: tensor)
+
+
 def gather_logits(
     local: torch.Tensor, partition: VocabularyPartition, group: dist.ProcessGroup
 ) -> Pending[torch.Tensor]:

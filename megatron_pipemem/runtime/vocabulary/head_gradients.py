@@ -20,6 +20,9 @@ from megatron_pipemem.runtime.vocabulary.microbatch import HeadMicrobatch
 from megatron_pipemem.runtime.vocabulary.options import HeadOptions
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient
 
+_TIE = 1e-5
+"""Logits this close are taken for equal."""
+
 
 def differentiate(
     losses: torch.Tensor, loss_function: Callable[[torch.Tensor], torch.Tensor]
@@ -100,6 +103,12 @@ class Normalised:
     def losses(self) -> torch.Tensor:
         """fp32, in the labels' shape."""
         return self._losses.view(self._batch.shape)
+
+    @property
+    def hits(self) -> torch.Tensor:
+        """Return which labels are the likeliest tokens, in the labels' shape; a tie within rounding counts."""
+        # exp(label - maximum), from what is kept.
+        return (self._total * torch.exp(-self._losses) >= 1 - _TIE).view(self._batch.shape)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

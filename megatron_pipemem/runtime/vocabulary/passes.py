@@ -16,6 +16,7 @@ from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor, Handlers
 from megatron_pipemem.runtime.instructions import Instruction
 from megatron_pipemem.runtime.vocabulary import collectives
+from megatron_pipemem.runtime.vocabulary.batch import Batch
 from megatron_pipemem.runtime.vocabulary.collectives import Pending
 from megatron_pipemem.runtime.vocabulary.head import Scored
 from megatron_pipemem.runtime.vocabulary.head_gradients import Normalised, OneBarrier, finish_input_gradient
@@ -60,8 +61,14 @@ class LastStage(Protocol):
     def scatter_head_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the stage's output, from this pipeline's part of the gradient of the head's input."""
 
-    def loss(self, microbatch: int, losses: torch.Tensor) -> torch.Tensor | None:
-        """Take the token losses, ``[s, b]`` in fp32. Returns the gradient of the training loss by them, if it trains."""
+    def look_ahead(self, microbatch: int, embeddings: torch.Tensor) -> None:
+        """Take the embeddings of a microbatch that is about to run forward, ``[b, s + 1, h]``, where it looks ahead."""
+
+    def ahead_gradient(self, microbatch: int) -> torch.Tensor:
+        """Return the gradient of what ``look_ahead`` was given, when the stage has run backward."""
+
+    def loss(self, microbatch: int, scored: Normalised) -> torch.Tensor | None:
+        """Take the token losses, fp32 in ``Batch.head_shape``. Returns the training loss's gradient by them, if it trains."""
 
     def take_logits(self, microbatch: int, logits: torch.Tensor) -> None:
         """Take the logits, ``[s, b, vocabulary]``, of a batch without labels."""
@@ -78,22 +85,6 @@ class Channels:
 
     pipeline: dist.ProcessGroup
     shards: dist.ProcessGroup
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Hold what the embedding and the head read, of all microbatches of a step.
-
-    Args:
-        tokens: ``[m, b, s]``.
-        labels: ``[m, b, s]``; ``None`` if logits are wanted and no losses.
-    """
-
-    tokens: torch.Tensor
-    labels: torch.Tensor | None
-
-    def labels_of(self, microbatch: int) -> torch.Tensor:
-        return self.labels[microbatch].t().contiguous()
 
 
 class VocabularyPasses:
@@ -127,6 +118,8 @@ class VocabularyPasses:
         self._layers = layers
         self._channels = channels
         self._batch = batch
+        # Two stages look tokens up, and both have a gradient of them.
+        self._sums_for_both = batch.looks_ahead and self._first != self._last
         self._last_stage = last_stage
         self._trains = trains
         self._ledger = ledger
@@ -170,6 +163,7 @@ class VocabularyPasses:
     def extend(self, executor: Executor) -> Handlers:
         """See ``StepFeature``: the passes, and the tensors of the model's ends, which come from them and go to them."""
         others, first, last = dict(executor.handlers), 0, self._last_index
+        looks_ahead = self._batch.looks_ahead
 
         def run_pass(each: Instruction) -> None:
             action = each.action
@@ -184,6 +178,8 @@ class VocabularyPasses:
             stage, microbatch = each.key
             if stage == first:
                 executor.handed_inputs[each.key] = self.embedded(microbatch)
+            if stage == last and looks_ahead:
+                self._last_stage.look_ahead(microbatch, self._embeddings.pop(microbatch).wait())
             others[Kind.F](each)
             if stage == last:
                 self.take_head_input(microbatch, executor.handed_inputs.pop(each.to_here))
@@ -193,6 +189,9 @@ class VocabularyPasses:
             if stage == last:
                 executor.handed_gradients[each.key] = self.head_gradient(microbatch)
             others[each.action.kind](each)
+            if stage == last and looks_ahead:
+                ahead = self._last_stage.ahead_gradient(microbatch)
+                self._embedding_gradients[microbatch] = self._held(ahead)
             if stage == first:
                 self.take_embedding_gradient(microbatch, executor.handed_gradients.pop(each.to_here))
 
@@ -218,11 +217,18 @@ class VocabularyPasses:
 
     def embedded(self, microbatch: int) -> torch.Tensor:
         """Return the embedding's output, summed over the pipeline, ``[b, s, h]``: the first stage's input."""
-        return self._embeddings.pop(microbatch).wait()
+        if not self._batch.looks_ahead:
+            return self._embeddings.pop(microbatch).wait()
+        # Where the last stage is on this device too, it comes for them later.
+        waiting = self._embeddings[microbatch] if self._first == self._last else self._embeddings.pop(microbatch)
+        return waiting.wait()[:, :-1]
 
     def take_head_input(self, microbatch: int, output: torch.Tensor) -> None:
         """Take the last stage's output, without its graph."""
-        self._head_inputs[microbatch] = self._held(self._last_stage.gather_head_input(output))
+        whole = self._held(self._last_stage.gather_head_input(output))
+        if whole is not output:
+            self._released(output)  # the backend that gathered it may let go a moment later
+        self._head_inputs[microbatch] = whole
 
     def head_gradient(self, microbatch: int) -> torch.Tensor:
         """Return the gradient of the last stage's output."""
@@ -233,32 +239,45 @@ class VocabularyPasses:
         return self._last_stage.scatter_head_gradient(gradient)
 
     def take_embedding_gradient(self, microbatch: int, gradient: torch.Tensor) -> None:
-        """Take the gradient of what ``embedded`` gave."""
+        """Take the gradient of what ``embedded`` gave, ``[b, s, h]``."""
+        if self._batch.looks_ahead:
+            ahead = self._embedding_gradients.get(microbatch)
+            if ahead is not None:  # the last stage's, on this device too
+                ahead[:, :-1] += gradient
+                return
+            gradient = torch.nn.functional.pad(gradient, (0, 0, 0, 1))
         self._embedding_gradients[microbatch] = self._held(gradient.contiguous())
 
     # Embedding
 
     def _look_up(self, microbatch: int) -> None:
-        self._partial_embeddings[microbatch] = self._held(self._layers.look_up(self._batch.tokens[microbatch]))
+        self._partial_embeddings[microbatch] = self._held(self._layers.look_up(self._batch.tokens_of(microbatch)))
 
     def _reduce_embedding(self, microbatch: int) -> None:
         partial = self._partial_embeddings.pop(microbatch)
-        pending = collectives.reduce_sum(partial, self._first, self._channels.pipeline)
-        self._await(self._embeddings, microbatch, pending, partial, self._first)
+        if self._sums_for_both:
+            pending = collectives.all_sum(partial, self._channels.pipeline)
+        else:
+            pending = collectives.reduce_sum(partial, self._first, self._channels.pipeline)
+        wanted = self._device == self._first or (self._sums_for_both and self._device == self._last)
+        self._await(self._embeddings, microbatch, pending, partial, wanted)
 
     def _broadcast_embedding_gradient(self, microbatch: int) -> None:
         gradient = self._embedding_gradients.pop(microbatch, None)
         if gradient is None:
-            tokens = self._batch.tokens
-            shape = (*tokens.shape[1:], self._layers.hidden_size)
-            gradient = self._held(torch.empty(shape, dtype=self._layers.dtype, device=tokens.device))
-        self._sent_embedding_gradients[microbatch] = collectives.broadcast(
-            gradient, self._first, self._channels.pipeline
-        )
+            tokens = self._batch.tokens_of(microbatch)
+            empty = torch.zeros if self._sums_for_both else torch.empty
+            shape = (*tokens.shape, self._layers.hidden_size)
+            gradient = self._held(empty(shape, dtype=self._layers.dtype, device=tokens.device))
+        if self._sums_for_both:
+            pending = collectives.all_sum(gradient, self._channels.pipeline)
+        else:
+            pending = collectives.broadcast(gradient, self._first, self._channels.pipeline)
+        self._sent_embedding_gradients[microbatch] = pending
 
     def _embedding_weight_gradient(self, microbatch: int) -> None:
         gradient = self._sent_embedding_gradients.pop(microbatch).wait()
-        self._layers.embedding_gradient(self._batch.tokens[microbatch], gradient).run()
+        self._layers.embedding_gradient(self._batch.tokens_of(microbatch), gradient).run()
         self._released(gradient)
 
     # Head
@@ -266,9 +285,8 @@ class VocabularyPasses:
     def _broadcast_head_input(self, microbatch: int) -> None:
         x = self._head_inputs.pop(microbatch, None)
         if x is None:
-            tokens = self._batch.tokens
-            shape = (tokens.size(2), tokens.size(1), self._layers.hidden_size)
-            x = self._held(torch.empty(shape, dtype=self._layers.dtype, device=tokens.device))
+            shape, device = (*self._batch.head_shape, self._layers.hidden_size), self._batch.tokens.device
+            x = self._held(torch.empty(shape, dtype=self._layers.dtype, device=device))
         self._sent_inputs[microbatch] = collectives.broadcast(x, self._last, self._channels.pipeline)
 
     def _score(self, microbatch: int) -> None:
@@ -306,7 +324,7 @@ class VocabularyPasses:
             self._last_stage.take_logits(microbatch, self._gathered.pop(microbatch).wait())
             return
         done = self._normalise(microbatch)
-        gradient = self._last_stage.loss(microbatch, done.losses)
+        gradient = self._last_stage.loss(microbatch, done)
         if not self._trains:
             self._normalised.pop(microbatch)
             return
@@ -318,10 +336,8 @@ class VocabularyPasses:
     def _broadcast_loss_gradient(self, microbatch: int) -> None:
         gradient = self._loss_gradients.pop(microbatch, None)
         if gradient is None:
-            tokens = self._batch.tokens
-            gradient = self._held(
-                torch.empty(tokens.size(2), tokens.size(1), dtype=torch.float32, device=tokens.device)
-            )
+            shape, device = self._batch.head_shape, self._batch.tokens.device
+            gradient = self._held(torch.empty(shape, dtype=torch.float32, device=device))
         self._sent_loss_gradients[microbatch] = collectives.broadcast(gradient, self._last, self._channels.pipeline)
 
     def _head_gradients(self, microbatch: int) -> None:
@@ -343,7 +359,7 @@ class VocabularyPasses:
         if partial is None:
             partial = self._held(self._normalise(microbatch).input_gradient())
         pending = collectives.reduce_sum(partial, self._last, self._channels.pipeline)
-        self._await(self._input_gradients, microbatch, pending, partial, self._last)
+        self._await(self._input_gradients, microbatch, pending, partial, self._device == self._last)
 
     def _normalise(self, microbatch: int) -> Normalised:
         if microbatch not in self._normalised:
@@ -359,10 +375,10 @@ class VocabularyPasses:
         microbatch: int,
         pending: Pending[torch.Tensor],
         buffer: torch.Tensor,
-        destination: int,
+        wanted: bool,
     ) -> None:
-        """Keep a reduction where its result is for; elsewhere its buffer is the backend's from now on."""
-        if self._device == destination:
+        """Keep a reduction where its result is wanted; elsewhere its buffer is the backend's from now on."""
+        if wanted:
             waiting[microbatch] = pending
         else:
             self._released(buffer)

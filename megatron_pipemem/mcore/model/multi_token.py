@@ -1,0 +1,89 @@
+"""Fit Megatron's multi-token prediction to schedules: its embedding's split backward, and forwards that run twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from megatron.core.tensor_parallel import VocabParallelEmbedding
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+from megatron_pipemem.mcore.model.linear import add_gradient
+from megatron_pipemem.runtime.weight_gradients import (
+    DeferredWeightGradient,
+    ImmediateWeightGradients,
+    WeightGradientQueue,
+    current_queue,
+)
+
+
+def split_embedding(original: Callable) -> Callable:
+    """Wrap ``VocabParallelEmbedding.forward``: leave the weight gradient of a copy of the embedding to W.
+
+    The copy on the stage of multi-token prediction may be the head's weight too. Autograd would sum what both give it within
+    one backward, so both are left to one W. Other embeddings, and those cut by tensor parallelism, are stock's.
+    """
+
+    def forward(self: VocabParallelEmbedding, input_: torch.Tensor) -> torch.Tensor:
+        queue = current_queue()
+        splits = queue is not None and not isinstance(queue, ImmediateWeightGradients) and torch.is_grad_enabled()
+        plain = self.tp_group.size() == 1 and not self.deterministic_mode and not self.reduce_scatter_embeddings
+        if splits and plain and getattr(self.weight, "shared", False):
+            call = _Call(queue, self.weight)
+            return _SplitEmbedding.apply(self.weight.new_empty(0, requires_grad=True), input_, call)
+        return original(self, input_)
+
+    return forward
+
+
+@dataclass(frozen=True)
+class _Call:
+    queue: WeightGradientQueue
+    weight: torch.Tensor
+
+
+class _SplitEmbedding(torch.autograd.Function):
+    """Has an empty input that wants a gradient, so that autograd reaches it without knowing the weight."""
+
+    @staticmethod
+    def forward(ctx, empty: torch.Tensor, tokens: torch.Tensor, call: _Call) -> torch.Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.call = call
+        return torch.nn.functional.embedding(tokens, call.weight)
+
+    @staticmethod
+    def backward(ctx, output_gradient: torch.Tensor):
+        (tokens,) = ctx.saved_tensors
+        ctx.call.queue.put(_EmbeddingWeightGradient(tokens, output_gradient.detach(), ctx.call.weight))
+        return None, None, None
+
+
+@dataclass
+class _EmbeddingWeightGradient(DeferredWeightGradient):
+    tokens: torch.Tensor
+    output_gradient: torch.Tensor
+    weight: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.tokens, self.output_gradient
+
+    def begin(self) -> None:
+        pass
+
+    def run(self) -> None:
+        rows = self.weight.size(0)
+        gradient = torch.ops.aten.embedding_dense_backward(self.output_gradient, self.tokens, rows, -1, False)
+        add_gradient(self.weight, gradient)
+
+
+@contextmanager
+def logged_before() -> Iterator[None]:
+    """Let what runs within this block, once more, log no losses of multi-token prediction."""
+    tracker, MTPLossLoggingHelper.tracker = MTPLossLoggingHelper.tracker, {}
+    try:
+        yield
+    finally:
+        MTPLossLoggingHelper.tracker = tracker
