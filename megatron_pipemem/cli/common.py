@@ -63,14 +63,14 @@ def fail(error: PipememError) -> NoReturn:
 
 
 def report_error(message: str) -> None:
-    Console(stderr=True, highlight=False).print(Text(f"error: {message}", style="red"), soft_wrap=True)
-
-
-def report_lines(lines: Sequence[str]) -> None:
-    out = Console(stderr=True, highlight=False)
-    for line in lines:
-        out.print(Text(line), soft_wrap=True)
+    report_lines([f"error: {message}"], "red")
 
 
 def report_note(message: str) -> None:
-    Console(stderr=True, highlight=False).print(Text(f"note: {message}", style="yellow"), soft_wrap=True)
+    report_lines([f"note: {message}"], "yellow")
+
+
+def report_lines(lines: Sequence[str], style: str = "") -> None:
+    out = Console(stderr=True, highlight=False)
+    for line in lines:
+        out.print(Text(line, style=style), soft_wrap=True)

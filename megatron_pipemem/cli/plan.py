@@ -19,9 +19,8 @@ from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.planner.output import facts, gibibytes, run_files
 from megatron_pipemem.planner.planning import plan
-from megatron_pipemem.planner.plans import Answer, Plan
+from megatron_pipemem.planner.plans import Answer, Plan, facts, gibibytes, run_files
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.profile import Profile
 from megatron_pipemem.planner.space import KEYS, Limits

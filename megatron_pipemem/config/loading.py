@@ -83,7 +83,7 @@ def typed[T](raw: Mapping[str, Any], kind: type[T], file: Path | None = None) ->
     Raises:
         ConfigError: see ``load``.
     """
-    return _build(kind, _checked(_resolve(raw, kind, file, "", ()), kind, file, ""), file, "")
+    return _build(kind, _resolve(raw, kind, file, "", ()), file, "")
 
 
 def override(raw: dict[str, Any], key: str, value: Any) -> None:
@@ -228,40 +228,35 @@ def _resolve_base(base: Any, kind: type, file: Path | None, key: str, trail: tup
     if path.resolve() in trail:
         raise ConfigError(f"{base!r} is based on itself", key=key, file=file)
     resolved = _resolve(read_raw(path), kind, path, "", (*trail, path.resolve()))
-    _checked(resolved, kind, path, "")  # so that an error names this file, and the key as it is here
+    _build(kind, resolved, path, "", is_whole=False)  # so that an error names this file, and the key as it is here
     return resolved
 
 
-def _checked(resolved: Mapping[str, Any], kind: type, file: Path | None, prefix: str) -> dict[str, Any]:
-    """Check every value against its annotation; what is missing may still come, or have a default."""
-    checked = {}
-    for name, field in _fields(kind).items():
-        if name not in resolved:
-            continue
-        value, inner, key = resolved[name], _dataclass_in(field.type), f"{prefix}{name}"
-        if inner is not None and isinstance(value, Mapping):
-            checked[name] = _checked(value, inner, file, f"{key}.")
-            continue
-        try:
-            checked[name] = converted(value, field.type)
-        except ValueError as error:
-            raise ConfigError(str(error), key=key, file=file) from error
-    return checked
+def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, is_whole: bool = True) -> Any:
+    """Check every value against its annotation, and return the dataclass of them.
 
-
-def _build(kind: type, values: Mapping[str, Any], file: Path | None, prefix: str) -> Any:
+    Args:
+        kind: the dataclass.
+        raw: keys and values, names of files resolved.
+        file: where they are from.
+        prefix: of the keys, there.
+        is_whole: otherwise what is missing may still come, and nothing is returned.
+    """
     arguments = {}
     for name, field in _fields(kind).items():
-        inner = _dataclass_in(field.type)
-        if name not in values:
-            if field.default is MISSING and field.default_factory is MISSING:
-                raise ConfigError("is missing and has no default", key=f"{prefix}{name}", file=file)
-        elif inner is not None and values[name] is not None:
-            arguments[name] = _build(inner, values[name], file, f"{prefix}{name}.")
+        inner, key = _dataclass_in(field.type), f"{prefix}{name}"
+        if name not in raw:
+            if is_whole and field.default is MISSING and field.default_factory is MISSING:
+                raise ConfigError("is missing and has no default", key=key, file=file)
+        elif inner is not None and isinstance(raw[name], Mapping):
+            arguments[name] = _build(inner, raw[name], file, f"{key}.", is_whole)
         else:
-            arguments[name] = values[name]
+            try:
+                arguments[name] = converted(raw[name], field.type)
+            except ValueError as error:
+                raise ConfigError(str(error), key=key, file=file) from error
     try:
-        return kind(**arguments)
+        return kind(**arguments) if is_whole else None
     except ConfigError as error:
         raise ConfigError(error.message, key=prefix + error.key if error.key else prefix[:-1], file=file) from error
 

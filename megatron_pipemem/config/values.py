@@ -35,7 +35,10 @@ def converted(value: Any, hint: Any) -> Any:
     if origin in (tuple, list) and isinstance(value, (list, tuple)):
         return origin(converted(each, arguments[0]) for each in value)
     if origin is dict and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {_key(key, arguments[0]): _under(key, each, arguments[1]) for key, each in value.items()}
+        return {
+            _within("has a key that", key, arguments[0]): _within(f"holds under {key!r} what", each, arguments[1])
+            for key, each in value.items()
+        }
     if _is_enumeration(hint) and value in set(hint):
         return hint(value)
     if hint is bool and isinstance(value, bool):
@@ -57,18 +60,11 @@ def _as_float(value: float) -> float:
         raise ValueError(f"is {shortened(value)}, which is too large") from error
 
 
-def _key(key: str, hint: Any) -> Any:
-    try:
-        return converted(key, hint)
-    except ValueError as error:
-        raise ValueError(f"has a key that {error}") from error
-
-
-def _under(key: str, value: Any, hint: Any) -> Any:
+def _within(words: str, value: Any, hint: Any) -> Any:
     try:
         return converted(value, hint)
     except ValueError as error:
-        raise ValueError(f"holds under {key!r} what {error}") from error
+        raise ValueError(f"{words} {error}") from error
 
 
 def _is_enumeration(hint: Any) -> bool:

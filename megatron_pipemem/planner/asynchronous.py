@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from megatron_pipemem.config.refusals import refuse_asynchronous
 from megatron_pipemem.config.runs import Run
@@ -26,8 +27,7 @@ _SHARED = (DISTRIBUTED, "overlap-param-gather")
 _PER_MICROBATCH = ("overlap-grad-reduce",)
 
 
-@dataclass(frozen=True)
-class Priced:
+class Priced(NamedTuple):
     """An asynchronous way to run a cut.
 
     Args:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
-from megatron_pipemem.planner.offload import HOST_MEMORY, offload_step
 from megatron_pipemem.planner.step import price
-from megatron_pipemem.planner.vocabulary import vocabulary_step
+from megatron_pipemem.planner.variants import HOST_MEMORY, offload_step, vocabulary_step
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.bounds import least_held
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_caps

@@ -347,7 +347,6 @@ class _Planner:
             step=step,
             makespan=makespan,
             peaks=step.held(peaks),
-            capacity=self._memory,
             memory_seconds=group.memory_seconds,
         )
 

@@ -1,6 +1,12 @@
 """List what a run can do beside computing in another order: offload, vocabulary parallelism, and what others register.
 
 A variant changes what the stages cost, or adds actions to an order, or both, and says what the run's configuration then is.
+
+* Activations may wait on the host (arXiv 2503.01328). The transfers are planned within the memory of each device and of its
+  host, the longest-lived activations first.
+* Embedding and head may be cut over all pipeline ranks (arXiv 2411.05288). Every rank then holds an equal share of both, with
+  its passes and collectives between the others. Collectives go over the slowest link of the pipeline; that they slow the
+  layers' kernels down is not priced (7 to 8 % of F and B in the paper's profile).
 """
 
 from __future__ import annotations
@@ -9,15 +15,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
+from megatron_pipemem.config.model import tokens
 from megatron_pipemem.config.runs import Run, ScheduleChoice
-from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.planner.offload import offload_step, offloaded
-from megatron_pipemem.planner.prices import MeasuredSlowdown
-from megatron_pipemem.planner.step import Step
-from megatron_pipemem.planner.vocabulary import vocabulary_cut, vocabulary_step
+from megatron_pipemem.errors import MemoryCapError, UnsupportedError
+from megatron_pipemem.planner.activations import message_bytes
+from megatron_pipemem.planner.prices import MeasuredSlowdown, gather, logit_bytes
+from megatron_pipemem.planner.step import Step, ends_seconds, price
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Channel
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_cap
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.knowledge import Knowledge, Shape
+from megatron_pipemem.schedule.options import AUTO
+from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.resolve import resolve
 
 
 @dataclass(frozen=True)
@@ -62,6 +78,118 @@ def register_variant(variant: Variant) -> Variant:
 def variants() -> tuple[Variant, ...]:
     """Return all variants but the plain one: those of this package, and what others registered."""
     return tuple(_VARIANTS.values())
+
+
+HOST_MEMORY = "pipemem-host-memory"
+"""The flag that says how much of a node's memory its ranks may use; a share of it otherwise."""
+
+
+def offload_step(
+    run: Run, placement: Placement, pace: MeasuredSlowdown | None = None, layers: tuple[int, ...] | None = None
+) -> Step:
+    """Price a step with the channel to the host, what goes over it, and how much of it the host can hold.
+
+    Args:
+        run: that is planned.
+        placement: of its stages.
+        pace: how much slower than modelled the passes were measured to be; ``None`` where nothing was measured.
+        layers: of every stage; ``None`` lets the partition choose.
+    """
+    step = price(run, placement, layers, pace)
+    host, sharing = run.cluster.host, run.cluster.sharing(0)
+    moved = step.moved
+    # Devices that share a switch take turns, so that one sends while another receives.
+    channel = Channel(
+        offload=tuple(nbytes / (host.d2h_gb_per_s * host.duplex * 1e9) for nbytes in moved),
+        reload=tuple(nbytes / (host.h2d_gb_per_s * host.duplex * 1e9) for nbytes in moved),
+        duplex=sharing == 1,
+    )
+    away = {Kind.WAIT_OFFLOAD: tuple(-nbytes for nbytes in moved), Kind.RELOAD: moved}
+    costs = replace(step.costs, channel=channel, memory={**(step.costs.memory or {}), **away})
+    return replace(step, costs=costs, host=host_bytes(run))
+
+
+def host_bytes(run: Run) -> float:
+    """Return the bytes of host memory for one rank's activations."""
+    given = run.flags.get(HOST_MEMORY)
+    if given is None:
+        return DEFAULT_HOST_SHARE * run.cluster.host_bytes
+    return parse_cap(str(given)).amount / run.cluster.devices_per_node
+
+
+def offloaded(schedule: Schedule, step: Step, room: tuple[float, ...]) -> Schedule:
+    """Return the schedule with transfers to the host and back, so that it fits.
+
+    Args:
+        schedule: an order that holds too much.
+        step: from ``offload_step``.
+        room: bytes that the activations of every device may take.
+
+    Raises:
+        UnsupportedError: too much has to stay.
+    """
+    request = Request(schedule.name, MemoryCap(room, True), offload=AUTO, file=schedule)
+    shape = Shape(schedule.num_devices, None, schedule.num_microbatches)
+    try:
+        return resolve(request, shape, Knowledge(step.costs, host_budget=step.host)).schedule
+    except MemoryCapError as error:
+        why = ", ".join(error.obstacles) or "what runs at the time"
+        raise UnsupportedError(f"too much has to stay on a device ({why})") from error
+
+
+_STATISTICS = 3 * 4  # bytes per token: maximum, sum and label's logit
+
+
+def vocabulary_step(
+    barriers: int,
+    run: Run,
+    placement: Placement,
+    pace: MeasuredSlowdown | None = None,
+    layers: tuple[int, ...] | None = None,
+) -> Step:
+    """Price a step with embedding and head cut over all devices, and what their passes take and keep.
+
+    Args:
+        barriers: between head and last backward, 1 or 2.
+        run: that is planned.
+        placement: of its stages.
+        pace: how much slower than modelled the passes were measured to be; ``None`` where nothing was measured.
+        layers: of every stage; ``None`` lets the partition choose.
+    """
+    step = price(run, placement, layers, pace, shared_ends=True)
+    p, execution = placement.num_devices, run.execution
+    cut = run.parallelism
+    link = run.cluster.link(p, cut.tp * cut.cp * cut.dp)
+    # Predictions of all depths are one head's work, on as many times the tokens.
+    depths = run.model.heads_of_output
+    hidden, n = depths * message_bytes(run.model, execution), depths * tokens(run.model, execution)
+    whole = link.seconds(hidden)  # a ring passes on what it gets while more arrives
+    collectives = {
+        Kind.REDUCE_E: whole,
+        Kind.BCAST_X: whole,
+        Kind.REDUCE_X: whole,
+        Kind.BCAST_E: whole,
+        Kind.STATS: gather(n * _STATISTICS * p, p, link),
+        Kind.BCAST_G: gather(n * 4, p, link),
+    }
+    embedding, head = ends_seconds(run, pace)
+    costs = VocabularyCosts.of_head(head, p, barriers, embedding=embedding, collectives=collectives)
+    # A shard's logits and the head's input from S to T; with one barrier the two halves of the input's gradient too.
+    held = depths * logit_bytes(run.model, execution) / p + hidden * (1 + 2 * (barriers == 1))
+    memory = {**(step.costs.memory or {}), Kind.S: (held,) * p, Kind.T: (-held,) * p}
+    return replace(step, costs=replace(step.costs, vocabulary=costs, memory=memory))
+
+
+def vocabulary_cut(barriers: int, schedule: Schedule, step: Step, room: tuple[float, ...]) -> Schedule:
+    """Return the schedule with the passes and collectives of a vocabulary that all its devices share.
+
+    Args:
+        barriers: of the algorithm.
+        schedule: any of one pipeline.
+        step: from ``vocabulary_step``.
+        room: is not looked at: a cut vocabulary takes what it takes.
+    """
+    return with_vocabulary(schedule, barriers, step.costs)
 
 
 register_variant(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_pipemem.report.axis import GAP, LEFT, RIGHT, Windows, both_ends, cut_out, page, points_per_second
-from megatron_pipemem.report.figure_rows import HELD, HELD_EDGE, LIMIT, QUIET, PicturedRun, draw_run
+from megatron_pipemem.report.figure_rows import HELD, HELD_EDGE, LIMIT, QUIET, PicturedRun, Windows, draw_run
 from megatron_pipemem.report.picture import style
 from megatron_pipemem.report.timeline import IDLE, KIND_NAMES, TRANSFER_COLOURS, TRANSFER_NAMES, common_end
 from megatron_pipemem.schedule.core.action import VOCABULARY, Kind
@@ -15,6 +14,15 @@ from megatron_pipemem.schedule.core.simulator import Timeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+_LEFT, _RIGHT = 0.8, 0.75
+"""Inches beside the time axis, for the devices' names and their peaks."""
+_GAP = 0.02
+"""Between two windows of a run, in parts of their width."""
+_NARROWEST, _WIDEST = 9.0, 24.0
+_COMFORTABLE, _CROWDED = 7.5, 2.5
+"""Points of the shortest action: enough for a two-digit label; too few to tell actions apart."""
 
 
 def draw(timelines: Sequence[Timeline]) -> Figure:
@@ -27,9 +35,9 @@ def draw(timelines: Sequence[Timeline]) -> Figure:
     runs = [PicturedRun(timeline) for timeline in timelines]
     with style():
         shared = common_end([run.timeline for run in runs]) or 1.0
-        width, windows = page([min(run.end, shared) for run in runs], min(run.shortest for run in runs))
-        stretches = [windows if run.end <= shared else both_ends(run.end, windows) for run in runs]
-        points = points_per_second(width, windows)
+        width, windows = _page([min(run.end, shared) for run in runs], min(run.shortest for run in runs))
+        stretches = [windows if run.end <= shared else _both_ends(run.end, windows) for run in runs]
+        points = _points_per_second(width, windows)
         heights = [_row_inches(len(run.rows), len(runs)) * len(run.rows) for run in runs]
         figure, panels = _panels(width, heights, stretches)
         left_out = set()
@@ -43,7 +51,7 @@ def draw(timelines: Sequence[Timeline]) -> Figure:
             axes.tick_params(labelbottom=True)
         _label_time(figure, runs, width)
         _add_legend(figure, runs)
-        cuts = cut_out(
+        cuts = _cut_out(
             [(run.timeline.schedule.name, run.end, stretch) for run, stretch in zip(runs, stretches, strict=True)]
         )
         _add_footnotes(figure, runs, [*cuts, *sorted(left_out)])
@@ -68,8 +76,8 @@ def _panels(
         len(heights),
         height_ratios=heights,
         hspace=space / (sum(heights) / len(heights)),
-        left=LEFT / width,
-        right=1 - RIGHT / width,
+        left=_LEFT / width,
+        right=1 - _RIGHT / width,
         top=1 - above / height,
         bottom=below / height,
     )
@@ -77,7 +85,7 @@ def _panels(
     for row, windows in zip(rows, stretches, strict=True):
         lengths = [end - start for start, end in windows]
         panels.append(
-            tuple(map(figure.add_subplot, row.subgridspec(1, len(windows), width_ratios=lengths, wspace=GAP)))
+            tuple(map(figure.add_subplot, row.subgridspec(1, len(windows), width_ratios=lengths, wspace=_GAP)))
         )
     return figure, panels
 
@@ -103,7 +111,7 @@ def _label_time(figure: Figure, runs: Sequence[PicturedRun], width: float) -> No
         if len(runs) > 1
         else f"time (makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g})"
     )
-    middle = (LEFT + (width - LEFT - RIGHT) / 2) / width
+    middle = (_LEFT + (width - _LEFT - _RIGHT) / 2) / width
     bottom = 0.86 if figure.get_figwidth() > 11 else 1.06
     figure.text(middle, bottom / figure.get_figheight(), text, ha="center", va="center", color="#3c4043")
 
@@ -154,3 +162,41 @@ def _add_footnotes(figure: Figure, runs: Sequence[PicturedRun], left_out: list[s
     for line, text in enumerate(lines):
         place = (0.28 - 0.16 * line) / figure.get_figheight()
         figure.text(0.5, place, text, ha="center", va="center", fontsize=8, color=QUIET)
+
+
+def _page(ends: Sequence[float], shortest: float) -> tuple[float, Windows]:
+    """Return inches of width, and the stretches of time that are drawn: all of it, or the two ends of a crowded run."""
+    longest = max(ends)
+    width = min(_WIDEST, max(_NARROWEST, longest / shortest * _COMFORTABLE / 72 + _LEFT + _RIGHT))
+    points = (width - _LEFT - _RIGHT) * 72
+    if longest / shortest * _CROWDED <= points:
+        return width, ((0.0, longest),)
+    length = points / 2 / _COMFORTABLE * shortest
+    last = min(longest - length, max(length, min(ends) - length / 3))  # an earlier end is seen too, if that is near
+    last = max(last, longest - 2 * length)
+    return width, ((0.0, length), (last, longest))
+
+
+def _both_ends(end: float, windows: Windows) -> Windows:
+    """Return the first and the last stretch of a long run, together as long as the stretches that others are drawn in."""
+    half = sum(stop - start for start, stop in windows) / (2 + (_GAP if len(windows) == 1 else 0))
+    return (0.0, half), (end - half, end)
+
+
+def _points_per_second(width: float, windows: Windows) -> float:
+    """Return the width of one second in points."""
+    return (width - _LEFT - _RIGHT) * 72 / sum(end - start for start, end in windows)
+
+
+def _cut_out(runs: Sequence[tuple[str, float, Windows]]) -> list[str]:
+    """Return the times that do not stand in the picture, from the names, ends and windows of its runs."""
+    gaps: dict[Windows, list[tuple[str, float]]] = {}
+    for name, end, windows in runs:
+        if len(windows) > 1 and windows[1][0] > windows[0][1]:
+            gaps.setdefault(windows, []).append((name, end))
+    notes = []
+    for windows, cut in gaps.items():
+        share = 1 - sum(stop - start for start, stop in windows) / max(end for _, end in cut)
+        of = "the run" if len(cut) == len(runs) else " and ".join(name for name, _ in cut)
+        notes.append(f"time {windows[0][1]:.5g} to {windows[1][0]:.5g} ({share:.0%} of {of})")
+    return notes

@@ -8,12 +8,15 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from megatron_pipemem.report.axis import Window, Windows
 from megatron_pipemem.report.timeline import IDLE, TRANSFER_COLOURS, Box, DrawnRun, held_steps, ink
 from megatron_pipemem.schedule.core.action import MEMORY
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+Window = tuple[float, float]
+Windows = tuple[Window, ...]
+"""Stretches of time that a picture shows of a run."""
 
 TEXT, QUIET = "#202124", "#5f6368"
 HELD, HELD_EDGE, LIMIT = "#c9d3df", "#5b6f86", "#b3261e"

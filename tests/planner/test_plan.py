@@ -21,8 +21,8 @@ from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.launch.feasibility import feasible
 from megatron_pipemem.planner import variants as variants_module
 from megatron_pipemem.planner.memory import held
-from megatron_pipemem.planner.output import gibibytes
 from megatron_pipemem.planner.planning import SEARCHED, plan
+from megatron_pipemem.planner.plans import gibibytes
 from megatron_pipemem.planner.prices import MeasuredSlowdown, layer
 from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.planner.space import Limits, cuts, orders

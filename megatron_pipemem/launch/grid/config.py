@@ -21,7 +21,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -156,11 +156,6 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Settings:
         nested = isinstance(value, Mapping) and value
         result |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
     return result
-
-
-def placed(point: Point, folder: Path) -> Point:
-    """Return the point with ``folder`` for everything its run writes."""
-    return point if point.run is None else replace(point, run=replace(point.run, output=str(folder)))
 
 
 class _Base:

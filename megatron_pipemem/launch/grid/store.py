@@ -13,7 +13,7 @@ import fcntl
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -22,7 +22,7 @@ from megatron_pipemem.config.runs import Run
 from megatron_pipemem.config.yaml_text import write_yaml
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.files import check_writable, write_whole
-from megatron_pipemem.launch.grid.config import Point, Settings, label, placed
+from megatron_pipemem.launch.grid.config import Point, Settings, label
 from megatron_pipemem.launch.grid.results import Result, collect, read_result, write_result
 from megatron_pipemem.reading import read_json
 
@@ -138,8 +138,8 @@ class Store:
 
     def _write(self, point: Point) -> None:
         if point.run is not None:
-            run = asdict(placed(point, self.place(point.index)).run)
-            write_whole(self.run_file(point.index), write_yaml(run))
+            run = replace(point.run, output=str(self.place(point.index)))
+            write_whole(self.run_file(point.index), write_yaml(asdict(run)))
         if point.reason is None:
             self.begin(point.index)
         else:

@@ -158,21 +158,16 @@ class RunRecord:
         if not self.is_whole:
             return
         with self.guarded(STEPS):
-            self._add_step(plan, program, device, observed, foretell)
-
-    def _add_step(
-        self, plan: ChosenSchedule, program: Program, device: int, observed: Observation, foretell: bool
-    ) -> None:
-        if observed.ledger is not None:
-            self._add_bytes(program, device, observed.ledger, foretell)
-            self._weights = observed.weights
-        self._program, self._device = program, device
-        # A GPU's times are read one step later, when it has long passed them.
-        self.read()
-        number = next((number for number, (_, known) in enumerate(self._plans) if known is plan), len(self._plans))
-        if number == len(self._plans):
-            self._plans.append((len(self.steps), plan))
-        self._unread = (number, observed)
+            if observed.ledger is not None:
+                self._add_bytes(program, device, observed.ledger, foretell)
+                self._weights = observed.weights
+            self._program, self._device = program, device
+            # A GPU's times are read one step later, when it has long passed them.
+            self.read()
+            number = next((number for number, (_, known) in enumerate(self._plans) if known is plan), len(self._plans))
+            if number == len(self._plans):
+                self._plans.append((len(self.steps), plan))
+            self._unread = (number, observed)
 
     def _add_bytes(self, program: Program, device: int, ledger: ActivationLedger, foretell: bool) -> None:
         if ledger.failure is not None:
