@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from megatron_pipemem.cli.common import console, print_json, report_note
-from megatron_pipemem.cli.options import Json
+from megatron_pipemem.cli.options import Json, takes_group
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import load, typed
@@ -31,31 +31,50 @@ MIB = 1 << 20
 DEFAULT_CLUSTER = "a100-80g"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """Say how a model is cut and runs, as typed: fields of ``Execution``.
+
+    Args:
+        tp: tensor-parallel ranks.
+        sequence_parallel: whether norms are split over them too.
+        cp: context-parallel ranks.
+        ep: expert-parallel ranks.
+        micro_batch: sequences per microbatch.
+        recompute: what runs again.
+        attention: which attention the layers have.
+        precision: of weights and activations.
+    """
+
+    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")] = 1
+    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Split norms over them too.")] = False
+    cp: Annotated[int, typer.Option("--cp", help="Context-parallel ranks.")] = 1
+    ep: Annotated[int, typer.Option("--ep", help="Expert-parallel ranks.")] = 1
+    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Sequences per microbatch.")] = 1
+    recompute: Annotated[
+        str, typer.Option("--recompute", metavar="none|selective|full", help="What runs again before its backward.")
+    ] = "none"
+    attention: Annotated[
+        str, typer.Option("--attention", metavar="flash|unfused", help="Which attention the layers have.")
+    ] = "flash"
+    precision: Annotated[
+        str, typer.Option("--precision", metavar="bf16|fp16|fp32", help="Element type of weights and activations.")
+    ] = "bf16"
+
+
+@takes_group
 def profile(
     context: typer.Context,
+    cut: Cut,
     run: Annotated[Path | None, typer.Argument(help="A run configuration; it says model, cluster and cut.")] = None,
     model: Annotated[
         str | None, typer.Option("--model", help="A model by name or YAML file, instead of a run.")
     ] = None,
     cluster: Annotated[str | None, typer.Option("--cluster", help="A cluster by name or YAML file.")] = None,
-    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")] = 1,
-    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Split norms over them too.")] = False,
-    cp: Annotated[int, typer.Option("--cp", help="Context-parallel ranks.")] = 1,
-    ep: Annotated[int, typer.Option("--ep", help="Expert-parallel ranks.")] = 1,
     stages: Annotated[
         int | None, typer.Option("--stages", min=1, help="Stages of the pipeline: ranks times chunks.")
     ] = None,
-    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Sequences per microbatch.")] = 1,
     sequence: Annotated[int | None, typer.Option("--sequence", help="Tokens per sequence, if not the model's.")] = None,
-    recompute: Annotated[
-        str, typer.Option("--recompute", metavar="none|selective|full", help="What runs again before its backward.")
-    ] = "none",
-    attention: Annotated[
-        str, typer.Option("--attention", metavar="flash|unfused", help="Which attention the layers have.")
-    ] = "flash",
-    precision: Annotated[
-        str, typer.Option("--precision", metavar="bf16|fp16|fp32", help="Element type of weights and activations.")
-    ] = "bf16",
     fake: Annotated[bool, typer.Option("--fake", help="Count bytes with fake tensors; seconds by formulas.")] = False,
     formulas: Annotated[bool, typer.Option("--formulas", help="Nothing is run, and Megatron is not needed.")] = False,
     offload: Annotated[bool, typer.Option("--offload", help="Measure the way to the host and back, too.")] = False,
@@ -87,11 +106,7 @@ def profile(
         stages = placement.num_stages if placement else stages or asked.parallelism.pp * (asked.parallelism.chunks or 1)
     else:
         shape, machine = load(model, Model), load(cluster or DEFAULT_CLUSTER, Cluster)
-        asked = {
-            "micro_batch": micro_batch, "tp": tp, "sequence_parallel": sequence_parallel, "cp": cp, "ep": ep,
-            "recompute": recompute, "attention": attention, "precision": precision,
-        }  # fmt: skip
-        execution = typed(asked, Execution)
+        execution = typed(asdict(cut), Execution)
     if sequence is not None:
         shape = replace(shape, sequence=sequence)
     execution.check(shape)
