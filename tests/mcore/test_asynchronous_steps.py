@@ -12,11 +12,17 @@ pytest.importorskip("megatron.core")
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # noqa: E402
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
+from megatron_pipemem.mcore.asynchronous import training  # noqa: E402
 from megatron_pipemem.mcore.asynchronous.training import AsynchronousTraining  # noqa: E402
 from megatron_pipemem.mcore.source import Source  # noqa: E402
 from megatron_pipemem.runtime.executor import InFlight  # noqa: E402
 from megatron_pipemem.schedule.knowledge import Shape  # noqa: E402
 from megatron_pipemem.schedule.request import Request  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    monkeypatch.setattr(training, "agree", lambda digest, group: None)
 
 
 class Steps:
@@ -27,9 +33,13 @@ class Steps:
         self.chunks = [torch.nn.Linear(2, 2)]
 
     def begin(self):
-        self.training._call = self.training.begin(
-            SimpleNamespace(), self.chunks, Shape(2, 1, 4), 0, lambda digest: None, lambda: None
+        step = SimpleNamespace(
+            context=SimpleNamespace(config=SimpleNamespace()),
+            chunks=self.chunks,
+            shape=Shape(2, 1, 4),
+            pipeline=SimpleNamespace(device=0, group=None),
         )
+        self.training.choose(step)
         return self.training._call
 
     def updated(self) -> None:

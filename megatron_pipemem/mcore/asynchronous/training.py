@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import agree, gather, tell
 from megatron_pipemem.mcore.asynchronous.checkpoint import SavedVersions, wrap_load, wrap_save
 from megatron_pipemem.mcore.asynchronous.optimizer import StageOptimizer
-from megatron_pipemem.mcore.asynchronous.windows import WindowPlan, identity, window_plan
 from megatron_pipemem.mcore.loop_arguments import steps_left
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.patching import Replacements
@@ -27,8 +28,10 @@ from megatron_pipemem.mcore.symbols import GET_OPTIMIZER, GET_TRAINING_OPTIMIZER
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import InFlight, StepFeature
 from megatron_pipemem.runtime.weight_versions import WeightSwitch, WeightVersions
-from megatron_pipemem.schedule.features.windows import Moment, horizon, updates_per_batch
+from megatron_pipemem.schedule.core.simulator import Timeline
+from megatron_pipemem.schedule.features import windows
 from megatron_pipemem.schedule.knowledge import Shape
+from megatron_pipemem.schedule.resolve import ChosenSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +75,17 @@ class _Stream:
         self.in_flight, self.ledger = InFlight(), None
 
 
+@dataclass(frozen=True, kw_only=True)
+class WindowPlan(ChosenSchedule):
+    """A plan for the calls that stand at one moment of the stream."""
+
+    window: windows.Window
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return self.window.simulate(self.costs)
+
+
 class Call(NamedTuple):
     """One training step.
 
@@ -101,11 +115,12 @@ class AsynchronousTraining(Extension):
     def __init__(self, source: Source, train_steps: int | None = None):
         self._source = source
         # Whether the optimizer steps once per call, by the training loop, and not once per microbatch.
-        self._loop_updates = updates_per_batch(source.name)
+        self._loop_updates = windows.updates_per_batch(source.name)
         self._train_steps = train_steps
         self._steps = 0
-        self._identity = identity(source)
-        self._plans: dict[tuple[Shape, Moment], WindowPlan] = {}
+        # Tells schedules apart whose older weights mean different things.
+        self._identity = f"{source.name} {sorted(source.request.options.items())}"
+        self._plans: dict[tuple[Shape, windows.Moment], WindowPlan] = {}
         self._stream: _Stream | None = None
         self._optimizer = StageOptimizer()
         self._saved: SavedVersions | None = None
@@ -119,18 +134,34 @@ class AsynchronousTraining(Extension):
         return replaced
 
     def choose(self, step: Step) -> Compiled:
-        self._call = call = self.begin(
-            step.context.config,
-            step.chunks,
-            step.shape,
-            step.pipeline.device,
-            lambda digest: agree(digest, step.pipeline.group),
-            lambda: step.finalize(None),
-        )
+        """Raises:
+        UnsupportedError: the configuration, the batch size or the number of steps is nothing an asynchronous schedule can go
+            on with.
+        """
+        chunks, shape, device = step.chunks, step.shape, step.pipeline.device
+        check_asynchronous(step.context.config, chunks, self._loop_updates)
         if not self._loop_updates:
+            self._optimizer.require()
             step.context.num_microbatches = 1  # an update averages over one microbatch
         step.finalizes = self._loop_updates
-        return Compiled(call.plan.window.program, call.plan)
+        stream = self._stream_of(chunks, shape.num_microbatches)
+        far = windows.horizon(shape.num_devices, shape.num_microbatches)
+        left = self._left(stream)
+        moment = windows.Moment(min(stream.before, far), min(stream.done, far), far if left is None else min(left, far))
+        plan = self._plan(shape, moment, step.pipeline.group)
+        window, weights = plan.window, stream.weights
+        weights.reserve(window.versions_held[device])
+        weights.forget_updates()
+
+        def update() -> None:
+            self._optimizer.step(chunks, lambda: step.finalize(None))
+            weights.forget_updates()
+
+        own = window.stream.placement.stages[device]
+        updates = {action: needed for action, needed in window.updates.items() if action.stage in own}
+        switch = WeightSwitch(weights, window.versions, updates, None if self._loop_updates else update)
+        self._call = Call(plan, device, switch, left)
+        return Compiled(window.program, plan)
 
     def prepare(self, step: Step) -> None:
         # The step begins with what the one before has left, and that must be known.
@@ -173,50 +204,6 @@ class AsynchronousTraining(Extension):
         weights, (plan, device, *_) = self._stream.weights, self._call
         planned = plan.window.versions_held[device]
         return WeightBytes({device: weights.version_bytes}, weights.bytes, planned, weights.most_held)
-
-    def begin(
-        self,
-        config,
-        chunks: list[torch.nn.Module],
-        shape: Shape,
-        device: int,
-        agree: Callable[[str], None],
-        reduce: Callable[[], None],
-    ) -> Call:
-        """Return what the next training step runs.
-
-        Args:
-            config: Megatron's configuration of the model.
-            chunks: the model on this rank.
-            shape: of the step.
-            device: this rank's place in the pipeline.
-            agree: compares a new program's hash with the other ranks'.
-            reduce: sums all gradients of this rank over its data-parallel ranks.
-
-        Raises:
-            UnsupportedError: the configuration, the batch size or the number of steps is nothing an asynchronous schedule
-                can go on with.
-        """
-        check_asynchronous(config, chunks, self._loop_updates)
-        if not self._loop_updates:
-            self._optimizer.require()
-        stream = self._stream_of(chunks, shape.num_microbatches)
-        far = horizon(shape.num_devices, shape.num_microbatches)
-        left = self._left(stream)
-        moment = Moment(min(stream.before, far), min(stream.done, far), far if left is None else min(left, far))
-        plan = self._plan(shape, moment, agree)
-        window, weights = plan.window, stream.weights
-        weights.reserve(window.versions_held[device])
-        weights.forget_updates()
-
-        def update() -> None:
-            self._optimizer.step(chunks, reduce)
-            weights.forget_updates()
-
-        own = window.stream.placement.stages[device]
-        updates = {action: needed for action, needed in window.updates.items() if action.stage in own}
-        switch = WeightSwitch(weights, window.versions, updates, None if self._loop_updates else update)
-        return Call(plan, device, switch, left)
 
     def _stream_of(self, chunks: list[torch.nn.Module], batch: int) -> _Stream:
         stream = self._stream
@@ -285,11 +272,11 @@ class AsynchronousTraining(Extension):
             )
         return left
 
-    def _plan(self, shape: Shape, moment: Moment, agree: Callable[[str], None]) -> WindowPlan:
+    def _plan(self, shape: Shape, moment: windows.Moment, group: dist.ProcessGroup) -> WindowPlan:
         key = (shape, moment)
         if key not in self._plans:
-            plan = window_plan(self._source, shape, moment)
-            agree(digest_of(plan.window.program))
+            plan = _window_plan(self._source, shape, moment)
+            agree(digest_of(plan.window.program), group)
             if not self._plans:
                 announce(plan)
             self._plans[key] = plan
@@ -302,3 +289,20 @@ class AsynchronousTraining(Extension):
             self._stream = None
         self._optimizer.release()
         self._plans.clear()
+
+
+def _window_plan(source: Source, shape: Shape, moment: windows.Moment) -> WindowPlan:
+    batch = shape.num_microbatches
+    windows.check_batch(source.name, shape.num_devices, batch)
+    window = windows.family_window(
+        source.name,
+        shape.num_devices,
+        batch,
+        moment,
+        memory_cap=source.request.cap_in_units,
+        costs=source.costs,
+        single_queue=source.single_queue,
+        **source.request.options,
+    )
+    when = "start" if moment.before == 0 else "end" if moment.left == 0 else "no flush between steps"
+    return WindowPlan(window.schedule, source.costs, source.knowledge.priced_by, when, window=window)
