@@ -17,9 +17,9 @@ import torch.distributed as dist  # noqa: E402
 from megatron_pipemem.errors import OutputError, UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore import plugin  # noqa: E402
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes  # noqa: E402
-from megatron_pipemem.mcore.report import scalars  # noqa: E402
+from megatron_pipemem.mcore.report import recording  # noqa: E402
+from megatron_pipemem.mcore.report.recording import Scalars  # noqa: E402
 from megatron_pipemem.mcore.report.run_record import RunRecord  # noqa: E402
-from megatron_pipemem.mcore.report.scalars import Scalars  # noqa: E402
 from megatron_pipemem.mcore.source import Source  # noqa: E402
 from megatron_pipemem.mcore.step.observation import Observation  # noqa: E402
 from megatron_pipemem.report.run import lines, table  # noqa: E402
@@ -201,7 +201,7 @@ class Loop:
             get_wandb_writer=lambda: self.wandb,
         )
         monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
-        monkeypatch.setattr(scalars.parallel_state, "get_pipeline_model_parallel_group", lambda: dist.group.WORLD)
+        monkeypatch.setattr(recording.parallel_state, "get_pipeline_model_parallel_group", lambda: dist.group.WORLD)
 
 
 def iterate(record: RunRecord, writer: Scalars, steps: int) -> None:
