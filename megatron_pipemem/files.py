@@ -40,13 +40,9 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     try:
         old = _stat(path)
-        if old is not None and stat.S_ISDIR(old.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if old is not None and not stat.S_ISREG(old.st_mode):
             yield path  # a device or a pipe, /dev/null for example, has no old content to keep and must not be renamed away
             return
-        if old is not None and not os.access(path, os.W_OK):  # a rename would not ask
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         target = Path(os.path.realpath(path))  # a symbolic link stays one
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = _create_beside(target)
@@ -93,10 +89,6 @@ def check_writable(path: str | Path) -> None:
     path = Path(path)
     try:
         old = _stat(path)
-        if old is not None and stat.S_ISDIR(old.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if old is not None and not os.access(path, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         if old is None or stat.S_ISREG(old.st_mode):
             # Asking for permissions would not tell of /proc, of a full disk or of a file system that is read-only.
             probe = _create_beside(_nearest(Path(os.path.realpath(path)).parent) / path.name)
@@ -109,13 +101,21 @@ def check_writable(path: str | Path) -> None:
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """Return the status of what a path leads to; ``None`` where there is nothing yet."""
+    """Return the status of what is to be written; ``None`` where there is nothing yet.
+
+    Raises:
+        OSError: it is a folder, or may not be written, for which a rename would not ask.
+    """
     try:
-        return path.stat()
+        old = path.stat()
     except FileNotFoundError:
         return None
     except ValueError as error:  # a null byte
         raise OSError(errno.EINVAL, str(error)) from error
+    refused = errno.EISDIR if stat.S_ISDIR(old.st_mode) else None if os.access(path, os.W_OK) else errno.EACCES
+    if refused is not None:
+        raise OSError(refused, os.strerror(refused))
+    return old
 
 
 def _create_beside(target: Path) -> Path:

@@ -222,14 +222,12 @@ class _Planner:
     def _run_orders(self, group: Group) -> None:
         for order in group.orders:
             try:
-                if group.variant is not None:
-                    self._consider(group, group.variant, order)
-                    continue
-                made = self._run_order(group, order)
+                if group.variant is None:
+                    self._wait(self._run_order(group, order))
+                else:
+                    self._consider(group, order)
             except PipememError:
                 self.rejected[f"{order.name} does not take so many pipeline ranks or microbatches"] += 1
-                continue
-            self._wait(made)
 
     def _wait(self, made: Plan | None) -> None:
         if made is None:
@@ -271,15 +269,15 @@ class _Planner:
             self._times[key] = measured(order.name, cut.pp, cut.microbatches, order.chunks, costs)
         return self._times[key]
 
-    def _consider(self, group: Group, variant: Variant, order: Order) -> None:
+    def _consider(self, group: Group, order: Order) -> None:
         """Let a variant of an order wait with what the order takes alone."""
-        seconds, peaks = self._measured(group, order)
+        variant, (seconds, peaks) = group.variant, self._measured(group, order)
         if variant.frees_memory and self._fits(group, peaks):
             self.rejected[f"{variant.name}: the order fits without"] += 1
         elif not variant.frees_memory and not self._may_fit(group, peaks):
             self.rejected[TOO_HIGH] += 1
         else:
-            self._put(max(group.bound, seconds + group.step.outside), Base(group, variant, order))
+            self._put(max(group.bound, seconds + group.step.outside), Base(group, order))
 
     def _affords(self, entry: Group | Base) -> bool:
         """Return whether to look at it now: planning transfers takes long, and longer than all else where there are
@@ -302,7 +300,7 @@ class _Planner:
         try:
             found = self._varied(base, microbatches)
         except PipememError as error:
-            self.rejected[f"{base.variant.name} cannot be had with {base.order.name}: {error}"] += 1
+            self.rejected[f"{base.group.variant.name} cannot be had with {base.order.name}: {error}"] += 1
             return
         if found is not None and rest:
             makespan = found.makespan + rest * _busiest(base.group.step)
@@ -315,7 +313,7 @@ class _Planner:
         options = {} if order.chunks is None else {"chunks": order.chunks}
         alone = build_schedule(order.name, num_devices=pp, num_microbatches=microbatches, **options)
         room = base.group.step.room(self._memory)
-        found = self._found(base.group, order, base.variant.apply(alone, base.group.step, room))
+        found = self._found(base.group, order, base.group.variant.apply(alone, base.group.step, room))
         return None if found is None else replace(found, base=base)
 
     def _found(self, group: Group, order: Order, schedule: Schedule) -> Plan | None:

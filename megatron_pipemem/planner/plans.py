@@ -201,13 +201,11 @@ class Base:
     """Hold an order that a variant is still to change.
 
     Args:
-        group: cut and placement.
-        variant: that is to change it.
+        group: cut, placement and variant.
         order: as it stands alone.
     """
 
     group: Group
-    variant: Variant
     order: Order
 
 

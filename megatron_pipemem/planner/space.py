@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import product
 
 from megatron_pipemem.config.loading import nearest
 from megatron_pipemem.config.runs import Run, ScheduleChoice
@@ -89,28 +90,24 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
     if devices % given.cp:
         rejected[f"cp {given.cp} does not divide {devices} devices"] += 1
         return
-    for tp in KEYS["tp"](run):
-        for pp in KEYS["pp"](run):
-            dp = devices // (given.cp * tp * pp)
-            if dp * given.cp * tp * pp != devices or not limits.admits(tp=tp, pp=pp, dp=dp):
+    for tp, pp in product(KEYS["tp"](run), KEYS["pp"](run)):
+        dp = devices // (given.cp * tp * pp)
+        if dp * given.cp * tp * pp != devices or not limits.admits(tp=tp, pp=pp, dp=dp):
+            continue
+        if pp > run.model.layers + 2:
+            rejected["more pipeline ranks than layers, embedding and head"] += 1
+            continue
+        for micro_batch, recompute in product(KEYS["micro_batch"](run), RECOMPUTE):
+            if not limits.admits(micro_batch=micro_batch, recompute=recompute):
                 continue
-            if pp > run.model.layers + 2:
-                rejected["more pipeline ranks than layers, embedding and head"] += 1
-                continue
-            for micro_batch in KEYS["micro_batch"](run):
-                for recompute in RECOMPUTE:
-                    if not limits.admits(micro_batch=micro_batch, recompute=recompute):
-                        continue
-                    cut = replace(
-                        given, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch, chunks=None, sequence_parallel=tp > 1
-                    )
-                    choice = ScheduleChoice(recompute=recompute, recompute_modules=run.schedule.recompute_modules)
-                    flags = {**_OF_REPLICAS, **run.megatron} if dp * given.cp > 1 else run.megatron
-                    candidate = replace(run, parallelism=cut, schedule=choice, megatron=flags)
-                    if (reason := _impossible(candidate)) is None:
-                        yield candidate
-                    else:
-                        rejected[reason] += 1
+            cut = replace(given, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch, chunks=None, sequence_parallel=tp > 1)
+            choice = ScheduleChoice(recompute=recompute, recompute_modules=run.schedule.recompute_modules)
+            flags = {**_OF_REPLICAS, **run.megatron} if dp * given.cp > 1 else run.megatron
+            candidate = replace(run, parallelism=cut, schedule=choice, megatron=flags)
+            if (reason := _impossible(candidate)) is None:
+                yield candidate
+            else:
+                rejected[reason] += 1
 
 
 def _impossible(run: Run) -> str | None:

@@ -97,20 +97,17 @@ def _title(run: PicturedRun, first: PicturedRun) -> str:
     change = run.timeline.makespan / first.timeline.makespan - 1
     if change >= 1:
         sooner = f"{change + 1:.1f} times as long as"
+    elif abs(change) < 5e-4:
+        sooner = "as long as"
     else:
-        sooner = (
-            "as long as" if abs(change) < 5e-4 else f"{abs(change):.1%} {'longer' if change > 0 else 'shorter'} than"
-        )
+        sooner = f"{abs(change):.1%} {'longer' if change > 0 else 'shorter'} than"
     return f"{text}, {sooner} {first.timeline.schedule.name}"
 
 
 def _label_time(figure: Figure, runs: Sequence[PicturedRun], width: float) -> None:
     timeline = runs[0].timeline
-    text = (
-        "time"
-        if len(runs) > 1
-        else f"time (makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g})"
-    )
+    makespan = f" (makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g})"
+    text = "time" if len(runs) > 1 else f"time{makespan}"
     middle = (_LEFT + (width - _LEFT - _RIGHT) / 2) / width
     bottom = 0.86 if figure.get_figwidth() > 11 else 1.06
     figure.text(middle, bottom / figure.get_figheight(), text, ha="center", va="center", color="#3c4043")

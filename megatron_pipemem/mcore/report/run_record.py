@@ -19,16 +19,7 @@ from megatron_pipemem.errors import OutputError
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero, gather, is_first_rank
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
-from megatron_pipemem.mcore.report.run_report import (
-    Bytes,
-    Shared,
-    Step,
-    Summary,
-    described,
-    last_step,
-    measured,
-    report_of,
-)
+from megatron_pipemem.mcore.report import run_report
 from megatron_pipemem.mcore.step.observation import Observation
 from megatron_pipemem.report import save_timeline
 from megatron_pipemem.report.run import lines
@@ -69,8 +60,8 @@ class RunRecord:
     losses: list[float | None] = field(default_factory=list)
     grad_norms: list[float | None] = field(default_factory=list)
     group: dist.ProcessGroup | None = None
-    steps: list[Step] = field(default_factory=list)
-    held: Bytes = field(default_factory=Bytes)
+    steps: list[run_report.Step] = field(default_factory=list)
+    held: run_report.Bytes = field(default_factory=run_report.Bytes)
     _failures: dict[str, str] = field(default_factory=dict)
     _plans: list[tuple[int, ChosenSchedule]] = field(default_factory=list)
     _program: Program | None = None
@@ -208,7 +199,7 @@ class RunRecord:
         work = sum(traced.end - traced.start for traced in self._last)
         end = max((traced.end for traced in self._last), default=0.0)
         peak = self.steps[-1].peak if observed.ledger is None else observed.ledger.peak
-        self.steps.append(Step(plan, end, work, peak, observed.offload))
+        self.steps.append(run_report.Step(plan, end, work, peak, observed.offload))
 
     def write(self) -> None:
         """Gather the records of all ranks and write report and pictures on rank 0. Every rank must call this.
@@ -224,7 +215,7 @@ class RunRecord:
         ranks = gather(self._summary(self._shared()))
         if not is_first_rank():
             return
-        report = report_of(ranks, self.trace)
+        report = run_report.report_of(ranks, self.trace)
         for line in lines(report):
             logger.info("%s", line)
         if self.report is not None:
@@ -234,10 +225,10 @@ class RunRecord:
         if self.trace is not None and self.last_plan is not None:
             self._draw([ranks[member] for member in dist.get_process_group_ranks(self.group)])
 
-    def _draw(self, pipeline: list[Summary]) -> None:
+    def _draw(self, pipeline: list[run_report.Summary]) -> None:
         """Draw the last step, planned and as it ran on the data-parallel and tensor-parallel peers of rank 0."""
         plan, drawn = self.last_plan, []
-        for name, timeline in (("plan", lambda: plan.timeline), ("run", lambda: last_step(pipeline, plan))):
+        for name, timeline in (("plan", lambda: plan.timeline), ("run", lambda: run_report.last_step(pipeline, plan))):
             for suffix in _TIMELINES:
                 path = self.trace / f"{name}.{suffix}"
                 with self.guarded(str(path)):
@@ -245,28 +236,30 @@ class RunRecord:
         if drawn:
             logger.info("wrote the last step's timelines: %s in %s", ", ".join(drawn), self.trace)
 
-    def _shared(self) -> list[Shared] | None:
+    def _shared(self) -> list[run_report.Shared] | None:
         """Return what the ranks of this pipeline tell each other; ``None`` where one of them has nothing to tell."""
         if self.group is None:  # no step has begun, on any rank
             return None
         own = None
         with self.guarded(STEPS):
             if self.is_whole and self.steps:
-                own = Shared(dict(self._weights.of_stages), [step.end for step in self.steps])
+                own = run_report.Shared(dict(self._weights.of_stages), [step.end for step in self.steps])
         everyones = gather(own, self.group)
         if None in everyones or len({len(each.ends) for each in everyones}) > 1:
             return None
         return everyones
 
-    def _summary(self, shared: list[Shared] | None) -> Summary:
+    def _summary(self, shared: list[run_report.Shared] | None) -> run_report.Summary:
         """Return this rank's part of the report."""
-        found = Summary(dist.get_rank() if dist.is_initialized() else 0, self.losses, self.grad_norms, None)
+        found = run_report.Summary(dist.get_rank() if dist.is_initialized() else 0, self.losses, self.grad_norms, None)
         if self.steps:
             with self.guarded(STEPS):
                 found = replace(
                     found,
-                    measured=measured(self.steps, self.last_plan, self._device, self.held, self._weights, shared),
-                    plans=[described(n, self._plans, self.steps, shared) for n in range(len(self._plans))],
+                    measured=run_report.measured(
+                        self.steps, self.last_plan, self._device, self.held, self._weights, shared
+                    ),
+                    plans=[run_report.described(n, self._plans, self.steps, shared) for n in range(len(self._plans))],
                     steps=len(self.steps),
                     last=self._last,
                 )
