@@ -45,23 +45,12 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         return None, others
     if found.pipemem_schedule is None:
         parser.error("--pipemem-schedule is missing")
-    settings = Settings(
-        found.pipemem_schedule,
-        memory_cap=found.pipemem_memory_cap and _units_or_text(found.pipemem_memory_cap),
-        costs=found.pipemem_costs,
-        trace=found.pipemem_trace,
-        report=found.pipemem_report,
-        options=parse_options("--pipemem-option", found.pipemem_option),
-        offload=found.pipemem_offload,
-        host_memory=found.pipemem_host_memory,
-        recompute=found.pipemem_recompute,
-        offload_options=parse_options("--pipemem-offload-option", found.pipemem_offload_option),
-        vocab_parallel=found.pipemem_vocab_parallel,
-        vocab_piece_tokens=found.pipemem_vocab_piece_tokens,
-        single_queue=found.pipemem_single_queue,
-        random=found.pipemem_random,
-        schedule_module=found.pipemem_schedule_module,
-    )
+    # Flags are called like the settings, but for those that are repeated, one option at a time.
+    given = {name.removeprefix("pipemem_"): value for name, value in vars(found).items()}
+    del given["plan"]
+    given["options"] = parse_options("--pipemem-option", given.pop("option"))
+    given["offload_options"] = parse_options("--pipemem-offload-option", given.pop("offload_option"))
+    settings = Settings(**given | {"memory_cap": _units_or_text(found.pipemem_memory_cap)})
     _ = settings.request  # refuses what cannot be
     return settings, others
 
@@ -120,8 +109,8 @@ def _values(arguments: list[str]) -> dict[str, str | bool]:
     return found
 
 
-def _units_or_text(cap: str) -> float | str:
+def _units_or_text(cap: str | None) -> float | str | None:
     try:
         return float(cap)
-    except ValueError:
+    except (TypeError, ValueError):
         return cap

@@ -152,8 +152,8 @@ class Store:
         for point, entry in zip(points, there, strict=True):
             now = json.loads(json.dumps(point.changes))
             for key in [*entry.changes, *now]:
-                if entry.changes.get(key, _UNCHANGED) != now.get(key, _UNCHANGED):
-                    before, after = (_shown(changes, key) for changes in (entry.changes, now))
+                before, after = (_shown(changes, key) for changes in (entry.changes, now))
+                if before != after:
                     raise self._other(f"other points: of {label(entry.settings)}, {key} {before}, and now {after}")
 
     def _other(self, what: str) -> UnsupportedError:
@@ -203,9 +203,6 @@ def try_lock(file: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-_UNCHANGED = object()
 
 
 def _shown(changes: Settings, key: str) -> str:
