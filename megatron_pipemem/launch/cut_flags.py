@@ -57,7 +57,7 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
         return Cut(
             stages / num_devices,
             f"the {stages} stages of --{layout.FLAG} on {num_devices} pipeline ranks",
-            lambda chunks: f"write {num_devices * chunks} stages{_example(layers, num_devices * chunks)}",
+            lambda chunks: f"write {num_devices * chunks} stages{_example(flags, layers, num_devices * chunks)}",
         )
     number = _whole(flags.get(VIRTUAL_STAGES))
     if number is not None:
@@ -150,7 +150,7 @@ def uneven_layers(flags: Flags, layers: int, stages: int) -> str | None:
     """
     if any(given(flags, name) for name in layout.FLAGS) or (layers + accounted(flags)) % stages == 0:
         return None
-    return layout.written(layout.spread(layers, stages))
+    return _spread(flags, layers, stages)
 
 
 def checked_placements(
@@ -323,10 +323,16 @@ _WITHOUT_EFFECT = (
 )
 
 
-def _example(layers: int | None, stages: int) -> str:
+def _spread(flags: Flags, layers: int, stages: int) -> str:
+    """Return a layout of as even stages as it goes, with multi-token prediction beside the head."""
+    counts, ahead = layout.spread(layers, stages), _whole(flags.get("mtp-num-layers")) or 0
+    return layout.written((*counts[:-1], counts[-1] + (ahead > 0)), ahead)
+
+
+def _example(flags: Flags, layers: int | None, stages: int) -> str:
     if layers is None or layers < stages:
         return ""
-    return f", for example '{layout.written(layout.spread(layers, stages))}'"
+    return f", for example '{_spread(flags, layers, stages)}'"
 
 
 def _pass_virtual_stages(chunks: int, instead: str) -> str:

@@ -202,22 +202,30 @@ def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _A
     )
 
 
-def ahead(model: Model, execution: Execution, cluster: Cluster, pace: MeasuredSlowdown | None = None) -> Price:
-    """Price all layers of multi-token prediction, which stand on one stage. They look up embeddings, so that stage has a
-    copy of the embedding.
+def ahead(
+    model: Model,
+    execution: Execution,
+    cluster: Cluster,
+    pace: MeasuredSlowdown | None = None,
+    looks_up: bool = True,
+) -> Price:
+    """Price all layers of multi-token prediction, which stand on one stage.
 
     Args:
         model: its shape.
         execution: how a microbatch of it runs on one rank.
         cluster: speeds and links of the machines.
         pace: how many times as long as modelled passes take; ``None`` for as long.
+        looks_up: whether they look embeddings up, in a copy of the embedding that their stage then has.
     """
-    pace = pace or MeasuredSlowdown()
     layers = model.all_kinds[model.layers :]
     if not layers:
         return Price()
-    own = layer(model, execution, cluster, layers[0], pace.layer) + embedding(model, execution, cluster)
-    return own * len(layers) + Price(parameters=embedding_parameters(model, execution) * (1 - len(layers)))
+    own = layer(model, execution, cluster, layers[0], (pace or MeasuredSlowdown()).layer) * len(layers)
+    if not looks_up:
+        return own
+    lookup = replace(embedding(model, execution, cluster), parameters=0) * len(layers)
+    return own + lookup + Price(parameters=embedding_parameters(model, execution))
 
 
 def last(model: Model, execution: Execution, cluster: Cluster) -> Price:

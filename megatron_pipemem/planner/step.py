@@ -127,8 +127,8 @@ class _Cut:
         return [*layers, self.ahead()][: self.model.pieces]
 
     def ahead(self) -> Price:
-        """Return the price of multi-token prediction."""
-        return ahead(self.model, self.execution, self.cluster, self.pace)
+        """Return the price of multi-token prediction; where all devices share the embedding, without a copy of it."""
+        return ahead(self.model, self.execution, self.cluster, self.pace, not self.shared_ends)
 
     def ends(self) -> tuple[Price, Price]:
         """Return what stands before and behind the pieces: embedding and head, unless all devices share them; and a hybrid
@@ -221,11 +221,10 @@ def balanced(cut: _Cut, placement: Placement) -> tuple[int, ...]:
 
     parts = cut.parts()
     first, last = cut.ends()
-    stays = (
-        cut.shared_ends and len(parts) > cut.model.layers
-    )  # where the head is cut, its stage is multi-token prediction's
+    # Multi-token prediction stays with the head where all devices share that, and where the placement says so.
+    stays = len(parts) > cut.model.layers and (cut.shared_ends or not placement.is_round_robin)
     if stays:
-        last = parts.pop()
+        last += parts.pop()
     loads = Loads(
         seconds=[part.seconds.total for part in parts],
         first=first.seconds.total,

@@ -161,14 +161,16 @@ def vocabulary_step(
     cut = run.parallelism
     link = run.cluster.link(p, cut.tp * cut.cp * cut.dp)
     # Predictions of all depths are one head's work, on as many times the tokens.
-    depths = run.model.heads_of_output
-    hidden, n = depths * message_bytes(run.model, execution), depths * tokens(run.model, execution)
-    whole = link.seconds(hidden)  # a ring passes on what it gets while more arrives
+    depths, once = run.model.heads_of_output, message_bytes(run.model, execution)
+    hidden, n = depths * once, depths * tokens(run.model, execution)
+    # A ring passes on what it gets while more arrives. Further predictions need the same embeddings on the last stage.
+    apart = depths > 1 and placement.devices[0] != placement.devices[placement.model_stages - 1]
+    whole, lookup = link.seconds(hidden), link.seconds(once) * (2 if apart else 1)
     collectives = {
-        Kind.REDUCE_E: whole,
+        Kind.REDUCE_E: lookup,
         Kind.BCAST_X: whole,
         Kind.REDUCE_X: whole,
-        Kind.BCAST_E: whole,
+        Kind.BCAST_E: lookup,
         Kind.STATS: gather(n * _STATISTICS * p, p, link),
         Kind.BCAST_G: gather(n * 4, p, link),
     }

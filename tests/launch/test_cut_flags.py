@@ -8,7 +8,14 @@ import pytest
 
 from megatron_pipemem.config import hybrid, layout
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.launch.cut_flags import LAYERS_PER_STAGE, VIRTUAL_STAGES, cut_of, cut_pattern
+from megatron_pipemem.launch.cut_flags import (
+    LAYERS_PER_STAGE,
+    VIRTUAL_STAGES,
+    check_layers,
+    cut_of,
+    cut_pattern,
+    uneven_layers,
+)
 from megatron_pipemem.schedule.model_cut import known_chunks, placements_of
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.registry import families
@@ -120,3 +127,10 @@ def test_the_head_takes_layers_away_from_its_device_unless_the_vocabulary_is_cut
 )
 def test_what_is_cut_already_or_is_no_pattern_stays(flags):
     assert cut_pattern(SIZES | flags, placements_of("1f1b", {}, P)[0], with_head=True) is None
+
+
+def test_a_proposed_layout_has_what_predicts_ahead():
+    """Megatron asserts that the layout has as many m as there are layers of it."""
+    assert uneven_layers({"mtp-num-layers": 2}, 5, 4) == "Et|t*2|t|tm*2L"
+    with pytest.raises(UnsupportedError, match=r"'Et\|t\*2\|t\|tmL'"):
+        check_layers({"mtp-num-layers": "1"}, 5, 4, 1)

@@ -23,6 +23,7 @@ from megatron_pipemem.planner.prices import all_reduce, embedding, head, layer
 from megatron_pipemem.planner.profile import from_formulas
 from megatron_pipemem.planner.replay import Replay, measured
 from megatron_pipemem.planner.step import DISTRIBUTED, price
+from megatron_pipemem.planner.variants import vocabulary_step
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
@@ -222,3 +223,19 @@ def test_deepseek_v3_is_shared_out_at_least_as_evenly_as_by_hand():
     own, by_hand = price(run, placement), price(run, placement, (3, *[2] * 29, 1, 0))
     assert max(own.work) <= max(by_hand.work)
     assert layout.layers_of(replace(run, megatron=layout.flags(run.model, own.layers)), 32) == own.layers
+
+
+def test_what_predicts_ahead_stays_with_the_head_in_a_v_and_where_the_head_is_cut():
+    """There its embedding is on the first stage's device, and its outputs go into one head."""
+    run = replace(RUN, model=replace(MODEL, mtp_layers=1), parallelism=Parallelism(pp=4, global_batch=16))
+    loaded = replace(run, model=replace(run.model, vocabulary=1_000_000))
+    assert price(loaded, Placement.linear(4)).layers[-1] == 0
+    assert price(loaded, Placement.v_shape(4)).layers[-1] >= 1
+    plain, ahead = (
+        vocabulary_step(1, replace(loaded, model=model), Placement.linear(4)) for model in (MODEL, run.model)
+    )
+    assert ahead.layers[-1] >= 1
+    costs = [each.costs.vocabulary for each in (plain, ahead)]
+    for kind in (Kind.BCAST_X, Kind.REDUCE_E):  # messages have a latency, too
+        assert 1.5 < costs[1].collectives[kind] / costs[0].collectives[kind] <= 2
+    assert costs[1].seconds(4)[Kind.S][0] == pytest.approx(2 * costs[0].seconds(4)[Kind.S][0], rel=0.1)
