@@ -116,15 +116,31 @@ def _fits_in_memory(run: Run, request: Request) -> None:
         return
     there, most = run.cluster.memory_bytes, max(found.device)
     if most > there:
+        rank = found.device.index(most)
         raise UnsupportedError(
-            f"pipeline rank {found.device.index(most)} needs {most / GIB:.1f} GiB of {there / GIB:.1f} GiB; cut the model "
-            "further, recompute, or take a schedule with a lower peak"
+            f"pipeline rank {rank} needs {most / GIB:.1f} GiB{_if_even(run, request, rank)} of {there / GIB:.1f} GiB; cut the "
+            "model further, recompute, or take a schedule with a lower peak"
         )
     if (most := max(found.host)) > found.room:
         raise UnsupportedError(
             f"pipeline rank {found.host.index(most)} sends {most / GIB:.1f} GiB to its host, which has {found.room / GIB:.1f} "
             "GiB for each rank; offload less, or cut the model further"
         )
+
+
+def _if_even(run: Run, request: Request, rank: int) -> str:
+    """Say of a run that allows for uneven routing what a pipeline rank needs where there is none."""
+    load = run.execution.expert_load
+    if load <= 1 or run.flags.get("moe-pad-expert-input-to-capacity"):
+        return ""
+    others = {
+        key: value for key, value in run.megatron.items() if key.replace("_", "-") != "moe-expert-capacity-factor"
+    }
+    even = held(replace(run, parallelism=replace(run.parallelism, expert_load=1.0), megatron=others), request)
+    return (
+        f" where its experts get {load:g} times an even share of tokens, and {even.device[rank] / GIB:.1f} GiB where all get "
+        "as many,"
+    )
 
 
 _CHECKS = (_divides, _fits_on_cluster, _has_command, _schedules)

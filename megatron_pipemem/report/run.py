@@ -42,6 +42,11 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     if (peak := _most(ranks, "counted_peak_bytes")) is not None:
         share = f"; {chosen['peak_activation']:.4g} of 1F1B's" if chosen else ""
         found.append(f"peak activations {peak / _MIB:.4g} MiB on the fullest rank, {_agreement(ranks)}{share}")
+    if loads := {rank["rank"]: rank["expert_load"] for rank in ranks if rank.get("expert_load")}:
+        rank = max(loads, key=loads.get)
+        found.append(
+            f"experts of rank {rank} got {loads[rank]:.3g} times an even share of a microbatch's tokens, the most of all ranks"
+        )
     if (measured := _least(ranks, "measured_bubble_rate")) is not None:
         planned = _least(ranks, "predicted_bubble_rate")
         seconds = chosen["measured_makespan"] if chosen else None

@@ -40,6 +40,7 @@ class LedgerEntry:
         host_bytes: activations that are away on the host.
         routed: tokens that experts got in it, one for each visit of an expert.
         routable: the most that they could have got under a capacity factor; 0 without one.
+        evenly: what they would have got if all experts got as many.
     """
 
     action: Action
@@ -47,6 +48,7 @@ class LedgerEntry:
     host_bytes: int = 0
     routed: int = 0
     routable: int = 0
+    evenly: int = 0
 
     @property
     def bytes(self) -> int:
@@ -146,7 +148,7 @@ class ActivationLedger:
         # The batch lives as long as the data iterator keeps it; held here so that its keys stay taken.
         self._batch: dict[int, StorageWeakRef] = {}
         self._held: dict[int, tuple[StorageWeakRef, int, str]] = {}
-        self._routed = self._routable = 0
+        self._routed = self._routable = self._evenly = 0
         self._leave_out(permanent)
 
     def continued(self, permanent: Iterable[torch.Tensor]) -> ActivationLedger:
@@ -196,10 +198,17 @@ class ActivationLedger:
         """Stop counting a tensor whose remaining life is a communication backend's business and depends on timing."""
         self._held.pop(_key(tensor), None)
 
-    def route(self, tokens: int, most: int) -> None:
-        """Note tokens that the experts of a layer get in the action that is running, and how many it could be at most."""
+    def route(self, tokens: int, most: int, evenly: int) -> None:
+        """Note tokens that the experts of a layer get in the action that is running.
+
+        Args:
+            tokens: one for each visit of an expert.
+            most: that it could have been under a capacity factor; 0 without one.
+            evenly: if all experts got as many.
+        """
         self._routed += tokens
         self._routable += most
+        self._evenly += evenly
 
     @contextmanager
     def watch_saved(self) -> Iterator[None]:
@@ -224,8 +233,9 @@ class ActivationLedger:
         for _, nbytes, category in self._held.values():
             held[category] += nbytes
         by_category = {category: held[category] for category in CATEGORIES}
-        self.entries.append(LedgerEntry(action, by_category, host_bytes, self._routed, self._routable))
-        self._routed = self._routable = 0
+        routing = self._routed, self._routable, self._evenly
+        self.entries.append(LedgerEntry(action, by_category, host_bytes, *routing))
+        self._routed = self._routable = self._evenly = 0
 
     @property
     def peak(self) -> int:

@@ -67,8 +67,9 @@ def test_what_differs_and_what_failed_is_named(pipemem, run):
 
 
 def test_uneven_routing_is_told_as_a_range(pipemem, run):
-    uneven = RANK | {"predicted_least_peak_bytes": 2 << 20, "counted_peak_bytes": 5 << 19}
+    uneven = RANK | {"predicted_least_peak_bytes": 2 << 20, "counted_peak_bytes": 5 << 19, "expert_load": 1.625}
     told = pipemem("report", run(ranks=[uneven])).stdout
+    assert "experts of rank 0 got 1.62 times an even share of a microbatch's tokens, the most of all ranks" in told
     assert "peak activations 2.5 MiB on the fullest rank, counted; every rank within its prediction" in told
     assert "2 to 3" in told
     told = pipemem("report", run(ranks=[uneven | {"counted_peak_bytes": 4 << 20}])).stdout

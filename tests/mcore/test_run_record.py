@@ -52,7 +52,7 @@ def observed(fails: str | None = None, size: int = 1024, routed: tuple[int, int]
     for action in PROGRAM.actions[0]:
         if action.kind is Kind.F:
             kept[action.microbatch] = torch.empty(size + routed[action.microbatch])
-            ledger.route(routed[action.microbatch], 0)
+            ledger.route(routed[action.microbatch], 0, 20 if any(routed) else 0)
             ledger.hold(kept[action.microbatch], "saved")
         elif action.kind is Kind.W:
             del kept[action.microbatch]
@@ -105,6 +105,7 @@ def test_what_uneven_routing_may_hold_follows_what_the_run_has_shown(record):
         assert shown[-1][0] <= record.held.counted_peak <= shown[-1][1]
     of = [4 * (1024 + tokens) for tokens in (10, 30, 90)]
     assert shown == [(of[0], of[1]), (of[0], of[1]), (of[0], of[2]), (of[0], of[2])]
+    assert record.held.expert_load == 4.5
 
 
 @pytest.mark.parametrize("fails", ["ledger", "trace"])

@@ -214,6 +214,21 @@ def test_uneven_routing_is_priced_at_its_worst():
     assert all(b > a for a, b in zip(even.costs.memory[Kind.F], uneven.costs.memory[Kind.F], strict=True))
 
 
+def test_a_run_that_does_not_fit_at_its_worst_is_told_what_it_needs_at_its_best():
+    sparse = replace(MODEL, experts=8, experts_per_token=2)
+    run = replace(RUN, model=sparse, parallelism=Parallelism(pp=4, dp=2, ep=2, global_batch=64, expert_load=3.0))
+    run = replace(run, schedule=ScheduleChoice("1f1b"), megatron={"moe_expert_capacity_factor": 2.5})
+    evenly = replace(run, parallelism=replace(run.parallelism, expert_load=1.0), megatron={})
+    most, least = (max(held(each).device) / GIB for each in (run, evenly))
+    assert least < most
+    reason = feasible(replace(run, cluster=replace(CLUSTER, memory_gib=(least + most) / 2)))
+    assert (
+        f"needs {most:.1f} GiB where its experts get 2.5 times an even share of tokens, and {least:.1f} GiB where"
+        in reason
+    )
+    assert feasible(replace(evenly, cluster=replace(CLUSTER, memory_gib=(least + most) / 2))) is None
+
+
 def test_deepseek_v3_is_shared_out_at_least_as_evenly_as_by_hand():
     """Over 16 ranks of two stages, where recipes take E and three layers, 29 stages of two, and a stage each for m and L."""
     cluster = replace(load("h100-80g", Cluster), nodes=128)

@@ -124,11 +124,11 @@ def test_uneven_routing_is_foretold_as_a_range(routable, top):
 
 def test_tokens_are_noted_with_the_action_that_routes_them():
     ledger = ActivationLedger()
-    ledger.route(7, 9)
-    ledger.route(5, 9)
+    ledger.route(7, 9, 6)
+    ledger.route(5, 9, 6)
     ledger.record(F0)
     ledger.record(B0)
-    assert [(entry.routed, entry.routable) for entry in ledger.entries] == [(12, 18), (0, 0)]
+    assert [(entry.routed, entry.routable, entry.evenly) for entry in ledger.entries] == [(12, 18, 12), (0, 0, 0)]
 
 
 def test_a_tensor_that_cannot_be_counted_ends_the_count_and_nothing_else(caplog):

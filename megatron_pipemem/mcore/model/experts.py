@@ -37,17 +37,18 @@ def nothing_left_behind(layers: Sequence[MoELayer]) -> Iterator[None]:
 
 
 @contextmanager
-def routing_noted(models: Iterable[torch.nn.Module], note: Callable[[int, int], None]) -> Iterator[None]:
+def routing_noted(models: Iterable[torch.nn.Module], note: Callable[[int, int, int], None]) -> Iterator[None]:
     """Tell ``note``, within this block, whenever the experts of a layer get tokens.
 
     Args:
         models: whose layers.
-        note: gets the number of tokens, each counted once per expert that gets it, and the most that it can be under a
-            capacity factor; 0 without one.
+        note: gets the number of tokens, each counted once per expert that gets it; the most that it can be under a capacity
+            factor, 0 without one; and what it would be if all experts got as many.
     """
 
     def tell(layer: MoELayer, experts: torch.nn.Module, arguments: tuple) -> None:
-        note(arguments[0].size(0), _most_tokens(layer))
+        visits = math.prod(layer.token_dispatcher.hidden_shape[:-1]) * layer.config.moe_router_topk
+        note(arguments[0].size(0), _most_tokens(layer, visits), visits)
 
     hooks = [
         layer.experts.register_forward_pre_hook(partial(tell, layer))
@@ -61,10 +62,10 @@ def routing_noted(models: Iterable[torch.nn.Module], note: Callable[[int, int], 
             hook.remove()
 
 
-def _most_tokens(layer: MoELayer) -> int:
+def _most_tokens(layer: MoELayer, visits: int) -> int:
     config, dispatcher = layer.config, layer.token_dispatcher
     if config.moe_expert_capacity_factor is None:
         return 0
-    visits = math.prod(dispatcher.hidden_shape[:-1]) * config.moe_router_topk
     capacity = get_capacity(visits, config.num_moe_experts, config.moe_expert_capacity_factor)
-    return capacity * layer.num_local_experts * dispatcher.ep_size * dispatcher.tp_size
+    # No rank sends more than it has.
+    return min(capacity * layer.num_local_experts, visits) * dispatcher.ep_size * dispatcher.tp_size

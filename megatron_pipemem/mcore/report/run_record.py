@@ -172,6 +172,8 @@ class RunRecord:
             held.predicted_least_peak = max(held.predicted_least_peak or 0, least)
             away = predict_peak_bytes(actions, self._host_changes)
             held.predicted_host_peak = max(held.predicted_host_peak, away)
+        loads = [entry.routed / entry.evenly for entry in ledger.entries if entry.evenly]
+        held.expert_load = max([held.expert_load or 0.0, *loads]) if loads else held.expert_load
         held.counted_peak = max(held.counted_peak, ledger.peak)
         held.counted_host_peak = max(held.counted_host_peak, ledger.host_peak)
         counted = [(entry.bytes, entry.host_bytes) for entry in ledger.entries]

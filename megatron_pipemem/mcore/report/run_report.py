@@ -62,6 +62,7 @@ class Bytes:
         predicted_peak: activations, as foretold; ``None`` where nobody foretold it. Of uneven routing, the most.
         predicted_least_peak: the same of the least uneven routing; equal where nothing is routed.
         counted_peak: activations, as counted.
+        expert_load: the most tokens that the rank's experts got of a microbatch, over an even share; ``None`` without any.
         predicted_host_peak: what was away on the host, as foretold.
         counted_host_peak: what was away, as counted.
     """
@@ -69,6 +70,7 @@ class Bytes:
     predicted_peak: int | None = None
     predicted_least_peak: int | None = None
     counted_peak: int = 0
+    expert_load: float | None = None
     predicted_host_peak: int = 0
     counted_host_peak: int = 0
 
@@ -99,6 +101,7 @@ class Summary:
 
 
 _OF_A_RANK = (
+    "expert_load",
     "predicted_least_peak_bytes",
     "predicted_peak_bytes",
     "counted_peak_bytes",
@@ -168,6 +171,7 @@ def measured(
         rates = [1 - step.work / makespan for step, makespan in zip(steps, makespans(shared), strict=True)]
     # The first step pays for lazily opened channels and allocator growth.
     values = {
+        "expert_load": held.expert_load,
         "predicted_least_peak_bytes": held.predicted_least_peak,
         "predicted_peak_bytes": held.predicted_peak,
         "counted_peak_bytes": held.counted_peak,
