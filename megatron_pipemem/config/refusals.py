@@ -135,6 +135,8 @@ ASYNCHRONOUS = Refusals(
         "moe_router_load_balancing_type": f"{' or '.join(_UNCOUNTED)} counts the tokens of one batch, and forwards of the next "
         "one run before it ends; pass --moe-router-load-balancing-type aux_loss",
         "optimizer_cuda_graph": "the graph would update one version of the weights for ever; drop --optimizer-cuda-graph",
+        "mtp_num_layers": "losses of its depths are logged by the step, and forwards of the next batch run before it ends; "
+        "drop --mtp-num-layers",
     },
 )
 PER_MICROBATCH = Refusals(
@@ -147,8 +149,6 @@ PER_MICROBATCH = Refusals(
         "clip_grad": "the gradient's norm is a sum over all stages, which update at different times; pass --clip-grad 0",
         "fp16": "loss scaling skips updates of all stages together, which update at different times; use bf16 or fp32",
         "log_num_zeros_in_grad": "gradients are gone when the step ends; drop --log-num-zeros-in-grad",
-        "mtp_num_layers": "the stage of multi-token prediction has a copy of the embedding, whose stage updates at another "
-        "time; drop --mtp-num-layers",
     },
 )
 SPLIT_BACKWARD = Refusals(

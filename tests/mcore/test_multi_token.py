@@ -13,7 +13,7 @@ from megatron.core.models.gpt import gpt_model  # noqa: E402
 from megatron.core.tensor_parallel import layers  # noqa: E402
 from megatron.core.transformer import multi_token_prediction as stock  # noqa: E402
 
-from megatron_pipemem.config.refusals import PER_MICROBATCH, SPLIT_BACKWARD, VOCABULARY  # noqa: E402
+from megatron_pipemem.config.refusals import ASYNCHRONOUS, SPLIT_BACKWARD, VOCABULARY  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore import refusals  # noqa: E402
 from megatron_pipemem.mcore.model.linear import split_linear  # noqa: E402
@@ -238,7 +238,7 @@ def test_a_tied_model_is_refused_where_checkpoints_are_kept(monkeypatch):
     [
         ("mtp_standalone", VOCABULARY, "--pipeline-model-parallel-layout"),
         ("mtp_detach_heads", VOCABULARY, "--mtp-detach-heads"),
-        ("mtp_num_layers", PER_MICROBATCH, "--mtp-num-layers"),
+        ("mtp_num_layers", ASYNCHRONOUS, "--mtp-num-layers"),
         ("mtp_use_repeated_layer", SPLIT_BACKWARD, "--mtp-use-repeated-layer"),
     ],
 )
