@@ -2,14 +2,15 @@
 
     ./scripts/quickstart.sh [--iterations N] [--only NAME ...] [--output DIR]
 
-Every run starts from the same checkpoint and reads the same text, the sources of Python's own asyncio package. Losses
-are compared bit for bit with stock Megatron's 1F1B. Asynchronous schedules train differently: theirs are compared with those
-that their update rule gives in one process. Results: OUTPUT/summary.json, a log and pictures of every run.
+Every run starts from scratch, with dropout, and reads the same text, the sources of Python's own asyncio package. First
+weights and dropout are drawn layer by layer (--pipemem-random layerwise), so that they are the same wherever a layer stands.
+Losses are compared bit for bit with stock Megatron's 1F1B. Asynchronous schedules train differently: theirs are compared with
+those that their update rule gives in one process. Results: OUTPUT/summary.json, a log and pictures of every run.
 
 Gradients are not clipped: the norm is a sum over ranks, its last bit depends on which layers a rank holds, and clipping
 would carry that bit into the losses. Stock 1F1B and stock interleaved differ in the same way.
 
-Chimera, GEMS and DualPipe train two copies of the model and add up their gradients: another order of summation, so their
+Chimera, GEMS and DualPipe train two replicas of the model and add up their gradients: another order of summation, so their
 losses are compared within 1e-6.
 """
 
@@ -45,7 +46,7 @@ SCRIPTS = Path(__file__).resolve().parent
 DEVICES, MICROBATCHES = 4, 8
 POLL_SECONDS = 0.2
 ROUNDING = 1e-6
-"""By how much losses may differ, relative to stock's, where two copies of the model share the microbatches."""
+"""By how much losses may differ, relative to stock's, where two replicas of the model share the microbatches."""
 UNTIED = ("--untie-embeddings-and-output-weights",)
 TWO_CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
 LOGGED = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+).*lm loss: ([\d.E+-]+)")
@@ -59,6 +60,8 @@ MODEL = {
     "--make-vocab-size-divisible-by": 1,
     "--tokenizer-type": "NullTokenizer",
     "--vocab-size": 257,
+    "--attention-dropout": 0.1,
+    "--hidden-dropout": 0.1,
 }
 TRAINING = {
     "--micro-batch-size": 1,
@@ -67,9 +70,8 @@ TRAINING = {
     "--lr": 5e-4,  # twice as much, and the delayed updates of pipedream-2bw diverge at first
     "--lr-decay-style": "constant",
     "--clip-grad": 0,
-    "--attention-dropout": 0,
-    "--hidden-dropout": 0,
     "--seed": 1234,
+    "--pipemem-random": "layerwise",
     "--eval-iters": 1,
     "--eval-interval": 1000,
     "--log-interval": 1,
@@ -251,11 +253,10 @@ def table(rows: Sequence[dict]) -> FittingTable:
         (*words, *numbers),
         text=words,
         title=f"GPT, {MODEL['--num-layers']} layers, {DEVICES} CPU ranks, {MICROBATCHES} microbatches",
-        caption="Losses: fp32, no dropout, no gradient clipping. Peak: activation bytes of the rank that holds most. "
-        "Weights: of all its parameters.\n~: within 1e-6, as two copies of the model add up their gradients. emulator: "
-        "asynchronous schedules train differently;\nequal to their update rule in one process. Bubble: planned, with F = I = "
-        "W.\nSeconds: all training steps by the clock, on ranks that share cores; they "
-        "say nothing about speed on GPUs.",
+        caption="Losses: fp32, from scratch, dropout 0.1, no gradient clipping. Peak: activation bytes of the fullest rank. "
+        "Weights: of all its parameters. ~: within 1e-6, as two replicas of the model add up their gradients. emulator: "
+        "asynchronous schedules train differently; equal to their update rule in one process. Bubble: planned, with F = I = "
+        "W. Seconds: all training steps by the clock, on ranks that share cores; they say nothing about speed on GPUs.",
     )
     for row in rows:
         predicted, counted = row["predicted_peak_bytes"], max(row["counted_peak_bytes"])
@@ -272,11 +273,6 @@ def table(rows: Sequence[dict]) -> FittingTable:
             f"{row['seconds']:.1f}",
         )
     return result
-
-
-def _checkpoint(output: Path, is_asynchronous: bool) -> Path:
-    """What runs start from."""
-    return output / ("checkpoint-untied" if is_asynchronous else "checkpoint")
 
 
 def main() -> int:
@@ -302,22 +298,15 @@ def main() -> int:
     name, loss = TextColumn("{task.description}"), TextColumn("{task.fields[loss]}")
     columns = (SpinnerColumn(), name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), loss)
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("text and common checkpoint", total=1, loss="")
+        task = progress.add_task("text", total=1, loss="")
         try:
             common += prepare_text(output / "data")
-            # Stages that update by themselves cannot share the embedding, so the asynchronous runs start from another model.
-            for is_asynchronous in sorted({run.is_asynchronous for run in runs}):
-                folder = _checkpoint(output, is_asynchronous)
-                save = ["--save", str(folder), "--save-interval", "1000", "--ckpt-format", "torch_dist"]
-                model = [*common, *(UNTIED if is_asynchronous else ()), "--train-iters", "1"]
-                launch([*model, *save], output / "logs" / f"{folder.name}.log", lambda line: None)
         except RunFailed as error:
             progress.update(task, loss="failed")
-            console.print("[red]no text or no common checkpoint, so there is nothing to compare[/red]")
+            console.print("[red]no text, so there is nothing to train on[/red]")
             console.print(str(error), highlight=False, markup=False, soft_wrap=True)
             return 1
         progress.update(task, completed=1)
-        common += ["--finetune", "--no-load-optim", "--no-load-rng"]
         common += ["--train-iters", str(arguments.iterations)]
         for run in runs:
             task = progress.add_task(f"{run.engine} {run.schedule}", total=arguments.iterations, loss="starting")
@@ -327,8 +316,7 @@ def main() -> int:
                     progress.update(task, completed=int(match[1]), loss=f"loss {float(match[3]):.4f}")
 
             try:
-                load = ["--load", str(_checkpoint(output, run.is_asynchronous))]
-                rows.append(train(run, [*common, *load], output, on_line))
+                rows.append(train(run, common, output, on_line))
             except RunFailed as error:
                 failed.append(run.name)
                 progress.update(task, loss="failed")
