@@ -10,10 +10,6 @@ TP_AND_SP = (
     *("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
     *("--global-batch-size", "4"),
 )
-MULTI_TOKEN = (
-    *("--mtp-num-layers", "2", "--position-embedding-type", "rope"),
-    "--untie-embeddings-and-output-weights",
-)
 HYBRID = ("--spec", "megatron_pipemem.cpu.hybrid_layers", "hybrid_stack_spec")
 CUT = ("--pipemem-vocab-parallel", "2")
 EVALUATION = ("--eval-interval", "1", "--eval-iters", "1")
@@ -34,12 +30,6 @@ def test_trains_as_stock_from_scratch(train, assert_same_training, name):
 
 def test_stocks_own_schedules_train_alike(train, assert_same_training):
     flags = (*FLAGS, "--global-batch-size", "8")
-    two = ("--num-virtual-stages-per-pipeline-rank", "2")
-    assert_same_training(train("stock", *flags, *two, initialise=False), train("stock", *flags, initialise=False))
-
-
-def test_depths_of_multi_token_prediction_draw_for_themselves(train, assert_same_training):
-    flags = (*FLAGS, *MULTI_TOKEN, "--global-batch-size", "4")
     two = ("--num-virtual-stages-per-pipeline-rank", "2")
     assert_same_training(train("stock", *flags, *two, initialise=False), train("stock", *flags, initialise=False))
 
