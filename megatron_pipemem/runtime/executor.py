@@ -212,7 +212,7 @@ class Executor:
         return left
 
     def kept(self, each: Instruction) -> list[torch.Tensor]:
-        """Of a forward that has run, the input and the output, as far as they are kept for others than autograd."""
+        """Return the input and the output of a forward that has run, as far as they are kept for others than autograd."""
         sent = self._outbox.get(each.send, (None,))[0] if each.send is not None else None
         tensors = (self._inputs.get(each.key), sent, self.handed_inputs.get(each.to_here))
         return [tensor for tensor in tensors if tensor is not None]

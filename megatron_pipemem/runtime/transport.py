@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 from megatron_pipemem.runtime.groups import new_groups
 from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.messages import Edge, Router
 from megatron_pipemem.schedule.core.placement import Placement
-
-Edge = tuple[int, int]
 
 _MAX_DIMS = 8
 
@@ -53,15 +52,7 @@ class Pipeline:
 
 def edges(placement: Placement) -> list[Edge]:
     """Return all directed edges that messages of this placement use, in one order that every rank shares."""
-    used = set()
-    for stage in range(placement.num_stages):
-        after = placement.next_stage(stage)
-        if after is not None and placement.devices[stage] != placement.devices[after]:
-            used |= {
-                (placement.devices[stage], placement.devices[after]),
-                (placement.devices[after], placement.devices[stage]),
-            }
-    return sorted(used, key=lambda edge: (min(edge), max(edge), edge))
+    return sorted(Router(placement).edges, key=lambda edge: (min(edge), max(edge), edge))
 
 
 def colour(directed: Iterable[Edge]) -> dict[Edge, int]:

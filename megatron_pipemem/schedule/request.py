@@ -101,28 +101,28 @@ class Request:
 
     @property
     def cuts_vocabulary(self) -> bool:
-        """Whether the vocabulary is cut over the pipeline, or may be."""
+        """Return whether the vocabulary is cut over the pipeline, or may be."""
         return self.vocabulary != OFF
 
     @property
     def searches(self) -> bool:
-        """Whether an order is to be searched for."""
+        """Return whether an order is to be searched for."""
         return self.name == AUTO and self.file is None
 
     @property
     def plans_offload(self) -> bool:
-        """Whether anything is to be added to what a schedule says itself."""
+        """Return whether anything is to be added to what a schedule says itself."""
         return self.offload != OFF or self.recompute != "none"
 
     @property
     def chooses_offload(self) -> bool:
-        """Whether what is offloaded or recomputed is searched for together with the order."""
+        """Return whether what is offloaded or recomputed is searched for together with the order."""
         is_open = self.offload in (OFF, AUTO) and self.recompute in ("none", AUTO)
         return self.searches and self.plans_offload and is_open and self.memory_cap is not None
 
     @property
     def in_bytes(self) -> bool:
-        """Whether there is a cap in bytes."""
+        """Return whether there is a cap in bytes."""
         return self.memory_cap is not None and self.memory_cap.in_bytes
 
     @property
@@ -140,26 +140,26 @@ class Request:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether weights change in the middle of the schedule."""
+        """Return whether weights change in the middle of the schedule."""
         return not self.searches and self.file is None and family(self.name).asynchronous
 
     @property
     def may_split(self) -> bool:
-        """Whether the schedule may have I and W, so that layers must be able to split their backwards."""
+        """Return whether the schedule may have I and W, so that layers must be able to split their backwards."""
         if self.file is not None:
             return self.file.splits_backward
         return self.searches or family(self.name).splits_backward
 
     @property
     def may_offload(self) -> bool:
-        """Whether activations may leave the device."""
+        """Return whether activations may leave the device."""
         if self.file is not None:
             return self.offload != OFF or self.file.offloads
         return self.offload != OFF or (not self.searches and family(self.name).offloads)
 
     @property
     def may_recompute(self) -> bool:
-        """Whether the schedule may run a forward, or part of one, again."""
+        """Return whether the schedule may run a forward, or part of one, again."""
         return self.recompute != "none" or (self.file is not None and bool(self.file.recomputed))
 
     @property
@@ -173,7 +173,7 @@ class Request:
 
     @property
     def is_round_robin(self) -> bool:
-        """Whether Megatron's own placement is all that can come."""
+        """Return whether Megatron's own placement is all that can come."""
         if self.file is not None:
             return self.file.placement.is_round_robin
         if self.searches:

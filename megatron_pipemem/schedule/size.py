@@ -34,7 +34,7 @@ class Size:
 
     @property
     def is_large(self) -> bool:
-        """Whether the user should be asked first."""
+        """Return whether the user should be asked first."""
         return self.seconds > LARGE_SECONDS or self.nbytes > LARGE_BYTES
 
     def __str__(self) -> str:

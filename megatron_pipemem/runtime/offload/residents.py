@@ -45,7 +45,7 @@ class Residents:
             self._excluded[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     def stays(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor stays, and count it if so."""
+        """Return whether the tensor stays, and count it if so."""
         reason = self._reason_to_stay(tensor)
         if reason is not None and tensor.layout is torch.strided:
             self.stayed[reason] += tensor.nbytes

@@ -79,7 +79,7 @@ class SavedStorage:
 
     @property
     def emptied(self) -> bool:
-        """Whether its owner has taken the memory back, as recomputation does that refills storages in place."""
+        """Return whether its owner has taken the memory back, as recomputation does that refills storages in place."""
         return self.storage is not None and self.storage.nbytes() < self.end - self._origin
 
     def view(self, tensor: torch.Tensor, hold: Hold) -> SavedView:

@@ -65,7 +65,7 @@ class HeadMicrobatch:
 
     @property
     def no_rows(self) -> bool:
-        """Whether this shard is empty: more ranks than rows."""
+        """Return whether this shard is empty: more ranks than rows."""
         return not self.shard.rows
 
     def score(self, piece: slice, raw: torch.Tensor) -> None:

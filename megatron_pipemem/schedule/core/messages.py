@@ -42,6 +42,11 @@ class Router:
                 (Kind.B, stage): Kind.RECV_I,
             }
 
+    @property
+    def edges(self) -> set[Edge]:
+        """All directed edges that messages use."""
+        return {edge for edge, *_ in self._emits.values()}
+
     def emitted(self, action: Action) -> Message | None:
         """Return the message that carries the result of a compute action; ``None`` when the result stays on the device."""
         kind, stage, microbatch = action

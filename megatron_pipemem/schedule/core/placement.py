@@ -73,7 +73,7 @@ class Placement:
 
     @cached_property
     def is_round_robin(self) -> bool:
-        """Whether one replica of the model is dealt round robin, as Megatron deals its chunks."""
+        """Return whether one replica of the model is dealt round robin, as Megatron deals its chunks."""
         return self.replicas == 1 and all(
             device == stage % self.num_devices for stage, device in enumerate(self.devices)
         )

@@ -93,7 +93,7 @@ class Schedule:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether any backward is split into I and W."""
+        """Return whether any backward is split into I and W."""
         return any(action.kind is Kind.I for order in self.orders for action in order)
 
     @cached_property
@@ -103,7 +103,7 @@ class Schedule:
 
     @cached_property
     def offloads(self) -> bool:
-        """Whether any activations leave the device."""
+        """Return whether any activations leave the device."""
         return any(action.kind is Kind.OFFLOAD for order in self.orders for action in order)
 
     @cached_property

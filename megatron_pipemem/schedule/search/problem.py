@@ -90,7 +90,7 @@ class Problem:
 
     @cached_property
     def is_steady(self) -> bool:
-        """Whether a microbatch never holds less than nothing, and nothing in the end."""
+        """Return whether a microbatch never holds less than nothing, and nothing in the end."""
         held = (self.change[c : c + 3] for c in range(0, len(self.change), 3))
         return all(f >= 0 and f + i >= 0 and f + i + w == 0 for f, i, w in held)
 

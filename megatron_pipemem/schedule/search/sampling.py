@@ -45,7 +45,7 @@ class BlockSampler:
 
     @property
     def balanced(self) -> bool:
-        """Whether the prices have settled and variations have begun."""
+        """Return whether the prices have settled and variations have begun."""
         return self._proposed >= _BALANCING_ROUNDS
 
     def propose(self) -> Block | None:
@@ -114,7 +114,7 @@ class PeriodicStarts:
 
     @property
     def idles(self) -> bool:
-        """Whether the interval had to be stretched."""
+        """Return whether the interval had to be stretched."""
         return self.stretch > 1
 
     def propose(self) -> tuple[BlockSampler, Block] | None:

@@ -30,7 +30,7 @@ class Fault:
 
     @property
     def cycle(self) -> tuple[Wait, ...]:
-        """Of a deadlock: every device waits for the next, and the last for the first."""
+        """Return who waits in a deadlock: every device waits for the next, and the last for the first."""
         return self.error.cycle
 
 

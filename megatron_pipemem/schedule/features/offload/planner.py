@@ -46,21 +46,26 @@ _PACES = (0.5, 0.75, 1.0)
 _SLOWER = (1.0, 1.2)
 
 
+class _Part(NamedTuple):
+    """Devices that share a channel, and when their actions run."""
+
+    devices: tuple[int, ...]
+    timetable: Timetable
+
+
 @dataclass(frozen=True)
 class _Group:
     """A plan of the devices that share a channel.
 
     Args:
-        devices: these.
-        timetable: when their actions run.
+        part: these.
         trips: round trips.
         kept: why the others of the items stay.
         over: by how much the devices exceed their caps, all together; 0 without caps.
         peak: the most that any of them holds.
     """
 
-    devices: tuple[int, ...]
-    timetable: Timetable
+    part: _Part
     trips: Sequence[RoundTrip]
     kept: dict[Key, str]
     over: float
@@ -138,9 +143,9 @@ class Planner:
     def _proposal(self, plan: Sequence[_Group], whole: set[int]) -> Proposal:
         """Return the orders of a plan of all devices, and why what stays does."""
         orders = {
-            device: self._placed(device, group.timetable, group.trips).order(self._base.orders[device])
+            device: self._placed(device, group.part.timetable, group.trips).order(self._base.orders[device])
             for group in plan
-            for device in group.devices
+            for device in group.part.devices
         }
         # Stages that were not selected are in no group's plan.
         kept = {
@@ -153,7 +158,7 @@ class Planner:
         for group in plan:
             for trip in group.trips:
                 del kept[trip.item.key]
-        return Proposal(tuple(orders[device] for device in range(self._base.num_devices)), kept, plan[0].timetable)
+        return Proposal(tuple(orders[device] for device in range(self._base.num_devices)), kept, plan[0].part.timetable)
 
     def _rank(self, groups: Sequence[_Group]) -> tuple[float, ...]:
         peaks, trips = [group.peak for group in groups], sum(len(group.trips) for group in groups)
@@ -165,18 +170,18 @@ class Planner:
     def _plan_all(self, stages: frozenset[int], timetable: Timetable, stretch: float) -> list[_Group]:
         """Return the best plan of every device when all but transfers takes ``stretch`` times as long."""
         timetable = timetable.stretched(stretch)
-        return [self._best(devices, stages, timetable) for devices in self._groups]
+        return [self._best(_Part(devices, timetable), stages) for devices in self._groups]
 
-    def _best(self, devices: tuple[int, ...], stages: frozenset[int], timetable: Timetable) -> _Group:
+    def _best(self, part: _Part, stages: frozenset[int]) -> _Group:
         """Return the plan of some devices: within the caps with the fewest round trips, or else with the lowest peak."""
-        items = self._items(devices, timetable, stages, 1.0)
+        items = self._items(part, stages, 1.0)
         if self._caps is None:
-            best = self._lowest(devices, timetable, stages)
+            best = self._lowest(part, stages)
         else:
-            best = self._group(devices, timetable, [], items)
+            best = self._group(part, [], items)
             for factor in _SLOWER:
                 if best.over:
-                    best = self._with_fewer(devices, timetable, stages, factor, best)
+                    best = self._with_fewer(part, stages, factor, best)
             if not best.over:
                 return best
         reasons = {item.key: self._why(item) for item in items}
@@ -189,32 +194,30 @@ class Planner:
             return NO_HOST_MEMORY
         return TOO_SHORT if item.lifespan < item.out + item.back else CHANNEL_FULL
 
-    def _lowest(self, devices: tuple[int, ...], timetable: Timetable, stages: frozenset[int]) -> _Group:
+    def _lowest(self, part: _Part, stages: frozenset[int]) -> _Group:
         """Try, without caps, the longest-lived items, ever fewer of them, until no fewer can be better."""
         found: list[tuple[tuple[float, ...], float, int, _Group]] = []
         for factor in _SLOWER:
-            items = self._items(devices, timetable, stages, factor)
+            items = self._items(part, stages, factor)
             for count in reversed([0, *_counts(items)]):
-                if found and self._at_best(devices, timetable, items[:count]) > min(found)[0]:
+                if found and self._at_best(part, items[:count]) > min(found)[0]:
                     break
-                group = self._plan(devices, timetable, items[:count], items[count:])
+                group = self._plan(part, items[:count], items[count:])
                 found.append((_by_peak(group), factor, count, group))
         return min(found)[-1]
 
-    def _at_best(self, devices: tuple[int, ...], timetable: Timetable, items: Sequence[Item]) -> tuple[float, ...]:
+    def _at_best(self, part: _Part, items: Sequence[Item]) -> tuple[float, ...]:
         """``_by_peak`` of these items if each had a channel to itself: no plan of them, or of fewer, is better."""
         trips = [RoundTrip(item, item.made, item.used - item.back) for item in items]
         trips = [trip for trip in trips if trip.out + trip.item.out <= trip.back]
-        return _by_peak(self._group(devices, timetable, trips, ()))
+        return _by_peak(self._group(part, trips, ()))
 
-    def _with_fewer(
-        self, devices: tuple[int, ...], timetable: Timetable, stages: frozenset[int], factor: float, best: _Group
-    ) -> _Group:
+    def _with_fewer(self, part: _Part, stages: frozenset[int], factor: float, best: _Group) -> _Group:
         """Try, with caps, the longest-lived items, ever more of them, and then no more than it takes."""
-        items = self._items(devices, timetable, stages, factor)
+        items = self._items(part, stages, factor)
         too_few, enough = 0, None
         for count in _counts(items):
-            group = self._plan(devices, timetable, items[:count], items[count:])
+            group = self._plan(part, items[:count], items[count:])
             best = min(best, group, key=_by_caps)
             if not group.over:
                 enough = count
@@ -222,7 +225,7 @@ class Planner:
             too_few = count
         while enough is not None and enough - too_few > 1:
             middle = (too_few + enough) // 2
-            group = self._plan(devices, timetable, items[:middle], items[middle:])
+            group = self._plan(part, items[:middle], items[middle:])
             best = min(best, group, key=_by_caps)
             if group.over:
                 too_few = middle
@@ -230,13 +233,11 @@ class Planner:
                 enough = middle
         return best
 
-    def _items(
-        self, devices: tuple[int, ...], timetable: Timetable, stages: frozenset[int], factor: float
-    ) -> list[Item]:
+    def _items(self, part: _Part, stages: frozenset[int], factor: float) -> list[Item]:
         """Return what may leave, the longest-lived first."""
         items = []
-        for device in devices:
-            starts, ends = timetable.starts[device].tolist(), timetable.ends[device].tolist()
+        for device in part.devices:
+            starts, ends = part.timetable.starts[device].tolist(), part.timetable.ends[device].tolist()
             for (stage, microbatch), (made, used) in self._lives[device].items():
                 size = -self._changes[Kind.WAIT_OFFLOAD][stage]
                 if stage in stages and size:  # a stage without layers has nothing to send
@@ -246,19 +247,17 @@ class Planner:
         tick = 1e-6 * max((item.lifespan for item in items), default=1.0) or 1.0
         return sorted(items, key=lambda item: (-round(item.lifespan / tick), item.microbatch * _GOLDEN % 1, item.stage))
 
-    def _plan(
-        self, devices: tuple[int, ...], timetable: Timetable, chosen: Sequence[Item], others: Sequence[Item]
-    ) -> _Group:
+    def _plan(self, part: _Part, chosen: Sequence[Item], others: Sequence[Item]) -> _Group:
         """Plan round trips of as many of ``chosen`` as have room in the channel and in host memory."""
         if self._budgets is None:
-            return self._plan_within(devices, timetable, chosen, others, None)
+            return self._plan_within(part, chosen, others, None)
         budgets = [budget / self._unit for budget in self._budgets]
         while True:
-            group = self._plan_within(devices, timetable, chosen, others, budgets)
+            group = self._plan_within(part, chosen, others, budgets)
             over = [
                 device
-                for device in devices
-                if self._host_peak(device, timetable, group.trips) > loosened(self._budgets[device])
+                for device in part.devices
+                if self._host_peak(device, part.timetable, group.trips) > loosened(self._budgets[device])
             ]
             if not over:
                 return group
@@ -268,8 +267,7 @@ class Planner:
 
     def _plan_within(
         self,
-        devices: tuple[int, ...],
-        timetable: Timetable,
+        part: _Part,
         chosen: Sequence[Item],
         others: Sequence[Item],
         budgets: Sequence[float] | None,
@@ -278,27 +276,25 @@ class Planner:
         idle: list[Item] = []
         for _ in range(2):
             trips, kept = plan_round_trips(chosen, self._channel.duplex, budgets)
-            idling = {item for device in devices for item in useless(device, timetable, trips)}
+            idling = {item for device in part.devices for item in useless(device, part.timetable, trips)}
             if not idling:
                 break
             idle += idling
             chosen = [item for item in chosen if item not in idling]
         trips = [trip for trip in trips if trip.item not in idling]
-        group = self._group(devices, timetable, trips, others)
+        group = self._group(part, trips, others)
         reasons = {item.key: why for item, why in kept.items()} | {item.key: TOO_SHORT for item in idle}
         return replace(group, kept={**group.kept, **reasons})
 
-    def _group(
-        self, devices: tuple[int, ...], timetable: Timetable, trips: Sequence[RoundTrip], others: Sequence[Item]
-    ) -> _Group:
+    def _group(self, part: _Part, trips: Sequence[RoundTrip], others: Sequence[Item]) -> _Group:
         """Return what these round trips come to."""
-        held = {device: self._peak(device, timetable, trips) for device in devices}
+        held = {device: self._peak(device, part.timetable, trips) for device in part.devices}
         over = 0.0
-        for device in devices:
+        for device in part.devices:
             if self._caps is not None:
                 over += max(0.0, held[device] - loosened(self._caps[device]))
         kept = {item.key: NOT_NEEDED for item in others}
-        return _Group(devices, timetable, trips, kept, over, max(held.values()))
+        return _Group(part, trips, kept, over, max(held.values()))
 
     def _placed(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> PlacedTrips:
         return PlacedTrips.of(device, timetable, trips, self._lives[device])
