@@ -12,8 +12,7 @@ from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.step.programs import MeasurementUpdate
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger, bytes_per_action
-from megatron_pipemem.runtime.measured_costs import Medians, Stopwatch, average, costs_from, drift
-from megatron_pipemem.runtime.trace import Trace, TracedAction
+from megatron_pipemem.runtime.trace import Medians, Stopwatch, Trace, TracedAction, average, costs_from, drift
 from megatron_pipemem.runtime.transport import Edge, measure_links
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement

@@ -32,8 +32,7 @@ from megatron_pipemem.planner.variants import PLAIN, Variant, variants
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.bounds import lower_bound
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap, loosened
-from megatron_pipemem.schedule.core.progress import doing, tell
-from megatron_pipemem.schedule.core.rare_collection import rare_collection
+from megatron_pipemem.schedule.core.progress import doing, rare_collection, tell
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape

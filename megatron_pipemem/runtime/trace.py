@@ -1,15 +1,20 @@
-"""Record when every action of one step really ran on one rank."""
+"""Record when every action of a step really ran on one rank, make costs of it, and tell when they have moved away from what
+was planned for."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
 from typing import Protocol
 
 import torch
 
-from megatron_pipemem.schedule.core.action import Action
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.costs import SELECTIVE_SECONDS, Costs
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 
 
 @dataclass(frozen=True)
@@ -96,3 +101,117 @@ class CudaTrace:
             ]
             self._events.clear()
         return self._read
+
+
+Medians = dict[tuple[Kind, int], float]
+"""Seconds of a kind of action on a stage."""
+
+TOLERANCE = 0.2
+_NOISE = 0.02  # of what a device computes per microbatch: the times of empty stages say nothing
+
+
+@dataclass
+class Stopwatch:
+    """The durations of one rank's actions over a few steps."""
+
+    steps: int = 0
+    _durations: dict[tuple[Kind, int], list[float]] = field(default_factory=dict)
+
+    def add(self, actions: Iterable[TracedAction]) -> None:
+        """Note one step."""
+        self.steps += 1
+        for traced in actions:
+            key = (traced.action.kind, traced.action.stage)
+            self._durations.setdefault(key, []).append(traced.end - traced.start)
+
+    def medians(self) -> Medians:
+        return {key: median(durations) for key, durations in self._durations.items()}
+
+    def reset(self) -> None:
+        self.steps = 0
+        self._durations.clear()
+
+
+def average(reports: Sequence[Medians]) -> Medians:
+    """Return one value per kind and stage: ranks that hold the same stage in other replicas count alike."""
+    found: dict[tuple[Kind, int], list[float]] = {}
+    for report in reports:
+        for key, seconds in report.items():
+            found.setdefault(key, []).append(seconds)
+    return {key: fmean(values) for key, values in found.items()}
+
+
+def costs_from(medians: Medians, links: Mapping[tuple[int, int], float], placement: Placement, before: Costs) -> Costs:
+    """Return the costs in seconds per stage.
+
+    Args:
+        medians: of all stages. Where a backward ran fused, its time is split as ``before`` splits it.
+        links: seconds of a message between two devices; links left out cost nothing.
+        placement: which device holds which stage.
+        before: the costs so far.
+    """
+    known = before.seconds(placement)
+    prices: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
+    for stage in range(placement.num_stages):
+        prices[Kind.F].append(medians.get((Kind.F, stage), known[Kind.F][stage]))
+        fused = medians.get((Kind.B, stage))
+        for kind in (Kind.I, Kind.W):
+            seconds = medians.get((kind, stage), known[kind][stage])
+            if fused is not None and (kind, stage) not in medians:
+                whole = known[Kind.B][stage]
+                seconds = fused * (known[kind][stage] / whole if whole else 0.5)
+            prices[kind].append(seconds)
+    pairs = {
+        (source, destination): links.get((source, destination), 0.0)
+        for source in range(placement.num_devices)
+        for destination in range(placement.num_devices)
+        if source != destination
+    }
+    again: dict[Kind, tuple[float, ...] | None] = {}
+    for kind, share in ((Kind.R, 1.0), (Kind.RS, SELECTIVE_SECONDS)):
+        ran = any(other is kind for other, _ in medians)
+        of_forward = enumerate(prices[Kind.F])
+        again[kind] = tuple(medians.get((kind, stage), share * f) for stage, f in of_forward) if ran else None
+    return Costs(
+        *(tuple(prices[kind]) for kind in (Kind.F, Kind.I, Kind.W)),
+        pairs,
+        recompute=again[Kind.R],
+        recompute_selective=again[Kind.RS],
+        vocabulary=_passes(medians, placement, before),
+    )
+
+
+def _passes(medians: Medians, placement: Placement, before: Costs) -> VocabularyCosts | None:
+    """Return the costs of the vocabulary passes, if any have run. Their collectives are not timed."""
+    if (Kind.S, 0) not in medians:
+        return before.vocabulary
+    score, gradient, embed, embed_gradient = (
+        tuple(medians.get((kind, device), 0.0) for device in range(placement.num_devices))
+        for kind in (Kind.S, Kind.T, Kind.EMBED_F, Kind.EMBED_B)
+    )
+    loss = medians.get((Kind.LOSS, placement.devices[-1]), 0.0)
+    return VocabularyCosts(score, gradient, embed, embed_gradient, loss)
+
+
+def drift(planned: Costs, measured: Costs, placement: Placement) -> str | None:
+    """Say which action moved furthest from what was planned for; ``None`` if none moved by more than a fifth.
+
+    Args:
+        planned: costs of the plan, in seconds.
+        measured: costs of the run, in seconds.
+        placement: of the stages.
+    """
+    old, new = planned.seconds(placement), measured.seconds(placement)
+    noise = _NOISE * max(
+        sum(new[kind][stage] for stage in stages for kind in (Kind.F, Kind.B)) for stages in placement.stages
+    )
+    moved = [
+        (abs(new[kind][stage] - old[kind][stage]), kind, stage)
+        for kind in (Kind.F, Kind.I, Kind.W)
+        for stage in range(placement.num_stages)
+        if abs(new[kind][stage] - old[kind][stage]) > max(TOLERANCE * old[kind][stage], noise)
+    ]
+    if not moved:
+        return None
+    _, kind, stage = max(moved)
+    return f"{kind} of stage {stage} takes {new[kind][stage] * 1e3:.3g} ms, planned for {old[kind][stage] * 1e3:.3g} ms"

@@ -6,8 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from megatron_pipemem.runtime.measured_costs import Stopwatch, average, costs_from, drift
-from megatron_pipemem.runtime.trace import TracedAction
+from megatron_pipemem.runtime.trace import Stopwatch, TracedAction, average, costs_from, drift
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.costs import SELECTIVE_SECONDS, Costs
 from megatron_pipemem.schedule.core.placement import Placement

@@ -1,7 +1,10 @@
-"""Tell where a long computation stands, to whoever listens; where nobody does, telling costs next to nothing."""
+"""Tell where a long computation stands, to whoever listens; where nobody does, telling costs next to nothing. And have the
+garbage collector look rarely meanwhile."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,3 +61,17 @@ def tell(what: Callable[[], str]) -> None:
         return
     told.last = time.monotonic()
     told.listener(told.around + what())
+
+
+@contextlib.contextmanager
+def rare_collection() -> Iterator[None]:
+    """Look for cycles rarely, within this block.
+
+    Searches and plans make no cycles, and looking for them among their tuples takes a fifth of the time.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(max(200_000, before[0]) if before[0] else 0, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

@@ -19,8 +19,9 @@ from megatron_pipemem.schedule.core.action import (
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.memory_cap import loosened, per_device
-from megatron_pipemem.schedule.core.message_checks import (
+from megatron_pipemem.schedule.core.messages import (
     Places,
+    Router,
     backward_needs,
     check_compute_actions,
     check_edges,
@@ -29,7 +30,6 @@ from megatron_pipemem.schedule.core.message_checks import (
     check_reductions,
     check_sums,
 )
-from megatron_pipemem.schedule.core.messages import Router
 from megatron_pipemem.schedule.core.schedule import Program, Schedule, weight_uses
 from megatron_pipemem.schedule.core.simulator import held_after
 from megatron_pipemem.schedule.core.single_queue import check_queues, run_single_queues

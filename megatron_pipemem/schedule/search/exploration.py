@@ -198,7 +198,7 @@ class Exploration:
 
     @cached_property
     def is_periodic(self) -> bool:
-        """Return whether there are few enough cyclic orders to search for periodic ones, which go from neighbour to neighbour."""
+        """Return whether there are few enough cyclic orders to search for periodic ones, which go between neighbours."""
         hops = {frozenset(hop) for hop in pairwise(self.placement.devices)}
         neighbours = pairwise(range(self.placement.num_devices))
         few = self.placement.num_chunks <= _CHUNKS_OF_A_CYCLE

@@ -14,8 +14,7 @@ from megatron_pipemem.schedule.core.bounds import least_held
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.progress import tell
-from megatron_pipemem.schedule.core.rare_collection import rare_collection
+from megatron_pipemem.schedule.core.progress import rare_collection, tell
 from megatron_pipemem.schedule.options import SEARCH_SECONDS, check_effort
 from megatron_pipemem.schedule.registry import Family, synchronous_families
 from megatron_pipemem.schedule.search.cache import ResultCache
