@@ -215,7 +215,7 @@ def fitting(placements: Sequence[Placement], costs: Costs) -> tuple[Placement, .
         except CostsError as error:
             problem = error
     if not found:
-        stages = ", ".join(str(each.num_stages) for each in placements)
+        stages = ", ".join(map(str, sorted({each.num_stages for each in placements})))
         raise CostsError(f"the costs fit no placement of {stages} stages: {problem}")
     return tuple(found)
 
