@@ -111,6 +111,31 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
     return f"--{name}={hybrid.cut(pattern, partition(Loads(weights, last=head), alone))}"
 
 
+def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
+    """Check that Megatron can log the losses of a hybrid model's experts: it waits for ever where a rank has none of them.
+
+    Args:
+        flags: of the training script, without dashes.
+        pattern: of the model, cut.
+        placement: of the stages.
+
+    Raises:
+        UnsupportedError: a rank has no experts, and others have.
+    """
+    kinds = str(flags.get("moe-router-load-balancing-type", "aux_loss"))
+    if "E" not in hybrid.layers_of(pattern) or not ("aux_loss" in kinds or given(flags, "moe-z-loss-coeff")):
+        return
+    segments = pattern.split(hybrid.FURTHER)[0].split(hybrid.SEGMENTS)
+    for device, stages in enumerate(placement.stages):
+        held = [segments[stage % len(segments)] for stage in stages]
+        if "E" not in "".join(held):
+            raise UnsupportedError(
+                f"pipeline rank {device} would hold no experts ({', '.join(held) or 'nothing'}), and Megatron's log of their "
+                "losses waits for ever for those of every rank; end the stages by | so that every rank has an E, or pass "
+                "--moe-router-load-balancing-type none"
+            )
+
+
 def as_built(chunks: int) -> Cut:
     """Return how Megatron is about to build a model, or has built it, whatever asked for that."""
 

@@ -7,6 +7,7 @@ import logging
 import os
 from itertools import pairwise
 
+from megatron_pipemem.config import hybrid
 from megatron_pipemem.config.refusals import SCHEDULES, flag_values, refuse
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch import cut_flags
@@ -86,6 +87,9 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
     refuse(flag_values(flags), SCHEDULES)
     placements = cut_flags.checked_placements(flags, settings.schedule, settings.options, p, layers, file)
     pattern = cut_flags.cut_pattern(flags, placements[0], with_head=settings.vocab_parallel == OFF)
+    written = (pattern or "").partition("=")[2] or cut_flags.pattern_of(flags)[1]
+    if written is not None and hybrid.is_cut(written):
+        cut_flags.check_experts(flags, written, placements[0])
     if os.environ.get("RANK", "0") == "0":
         for remark in cut_flags.remarks(flags, settings.schedule):
             logger.warning(remark)

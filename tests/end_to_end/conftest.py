@@ -19,6 +19,7 @@ from ranks import ConductedRanks, Ranks
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from text_to_dataset import find_documents, write_dataset
 
+MAMBA = str(Path(__file__).parents[1] / "mamba")
 ITERATIONS = 2  # a wrong gradient shows in the second loss
 
 # A GPT small enough that a step takes tenths of a second. Dropout is off because its random numbers depend on the placement.
@@ -210,7 +211,8 @@ def train(tmp_path_factory, text) -> Iterator[Trainer]:
 def train_with_transformer_engine(tmp_path_factory, text) -> Iterator[Callable[..., Run]]:
     """``train`` a GPT of Transformer Engine's layers, of the newest ``version`` unless it is given.
 
-    There are ranks of one version at a time: ask for everything of a version before you ask for another.
+    There are ranks of one version at a time: ask for everything of a version before you ask for another. They also find
+    ``mamba_ssm`` as ``tests/mamba`` computes it.
     """
     trainers: dict[str, Trainer] = {}
     layers = ("--transformer-impl", "transformer_engine", "--attention-backend", "unfused")
@@ -223,7 +225,9 @@ def train_with_transformer_engine(tmp_path_factory, text) -> Iterator[Callable[.
         if version not in trainers:
             stop()
             folder = tmp_path_factory.mktemp("transformer_engine")
-            trainers[version] = Trainer(ConductedRanks("training", folder, packages.folders(version)), folder, text)
+            trainers[version] = Trainer(
+                ConductedRanks("training", folder, [*packages.folders(version), MAMBA]), folder, text
+            )
         return trainers[version](schedule, *layers, *flags, **how)
 
     yield call

@@ -282,11 +282,14 @@ def _shards(entries) -> Iterator[ShardedTensor]:
             yield entry
 
 
+_RANDOM_VECTORS = ("router.bias", "mixer.A_log", "mixer.dt_bias", "mixer.conv1d")
+
+
 @torch.no_grad()
 def _initialise(entries) -> None:
     """Fill what begins random in a sharded state dict, each shard by its name and its place in the whole tensor."""
     for shard in _shards(entries):
-        if shard.data.dim() > 1 or shard.key.endswith("router.bias"):
+        if shard.data.dim() > 1 or any(name in shard.key for name in _RANDOM_VECTORS):
             generator = torch.Generator().manual_seed(int.from_bytes(sha256(shard.key.encode()).digest()[:8]))
             shard.data.copy_(0.05 * torch.randn(shard.global_shape, generator=generator)[shard.global_slice()])
 

@@ -108,6 +108,37 @@ def test_a_pattern_without_cuts_gets_those_of_the_schedule(flag, schedule, segme
     assert name == flag and len(pattern.split("|")) == segments and pattern.replace("|", "") == "*-" * 8
 
 
+@pytest.mark.parametrize(
+    ("schedule", "pattern", "rank"),
+    [
+        ("1f1b", "*E|*-|*E|*E", 1),
+        ("v-half", "*|E|*|-|*|E|*|E", 3),
+        ("v-half", "*-*-*-*-*-*-*-*E", 1),
+        ("gems", "*E|*E|*E|*", 3),
+    ],
+)
+def test_a_rank_without_experts_is_refused_where_megatron_would_wait_for_its_losses(schedule, pattern, rank):
+    sizes = [
+        "--pipeline-model-parallel-size",
+        "4",
+        "--hidden-size",
+        "64",
+        "--num-attention-heads",
+        "4",
+        "--num-experts",
+        "4",
+    ]
+    settings, others = take_flags([*sizes, "--hybrid-layer-pattern", pattern, "--pipemem-schedule", schedule])
+    if schedule == "gems":  # whose ranks have a stage of either replica
+        assert add_virtual_stages(settings, others) == others
+        return
+    with pytest.raises(
+        UnsupportedError, match=f"pipeline rank {rank} would hold no experts .*load-balancing-type none"
+    ):
+        add_virtual_stages(settings, others)
+    assert add_virtual_stages(settings, [*others, "--moe-router-load-balancing-type", "none"])
+
+
 def test_auto_is_held_to_the_chunks_that_it_was_asked_for():
     flags = [*SIZES, "--num-virtual-stages-per-pipeline-rank", "2"]
     settings, others = take_flags([*flags, "--pipemem-schedule", "auto", "--pipemem-option", "chunks=4"])
