@@ -16,7 +16,7 @@ from copy import copy
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from megatron_pipemem.config.values import converted
 from megatron_pipemem.config.yaml_text import YamlError, read_yaml
@@ -26,12 +26,6 @@ from megatron_pipemem.schedule.core.brief import shortened
 BASE = "base"
 SHIPPED = Path(__file__).parent
 """The folder of the files that ship with the package."""
-
-
-class Configured(Protocol):
-    """A dataclass that has files. Its ``__post_init__`` may raise ConfigError with the key at fault and no file."""
-
-    config_folder: ClassVar[str]
 
 
 def load[T](source: str | Path, kind: type[T], overrides: Sequence[str] = ()) -> T:
@@ -127,11 +121,6 @@ def check_key(kind: type, key: str, user: str = "", file: Path | None = None) ->
             raise ConfigError(f"unknown key; {nearest(part, known)}", key=f"{user}{key}", file=file)
         hint = str if part == BASE else _fields(here)[part].type
         here = _dataclass_in(hint) or hint
-
-
-def names(kind: type[Configured]) -> list[str]:
-    """Return the configurations of a kind that ship with the package."""
-    return sorted(path.stem for path in (SHIPPED / kind.config_folder).glob("*.yaml"))
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

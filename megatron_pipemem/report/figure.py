@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.report.figure_rows import HELD, HELD_EDGE, LIMIT, QUIET, PicturedRun, Windows, draw_run
-from megatron_pipemem.report.picture import style
 from megatron_pipemem.report.timeline import IDLE, KIND_NAMES, TRANSFER_COLOURS, TRANSFER_NAMES, common_end
 from megatron_pipemem.schedule.core.action import VOCABULARY, Kind
 from megatron_pipemem.schedule.core.simulator import Timeline
@@ -33,29 +32,28 @@ def draw(timelines: Sequence[Timeline]) -> Figure:
     end, and the picture says so.
     """
     runs = [PicturedRun(timeline) for timeline in timelines]
-    with style():
-        shared = common_end([run.timeline for run in runs]) or 1.0
-        width, windows = _page([min(run.end, shared) for run in runs], min(run.shortest for run in runs))
-        stretches = [windows if run.end <= shared else _both_ends(run.end, windows) for run in runs]
-        points = _points_per_second(width, windows)
-        heights = [_row_inches(len(run.rows), len(runs)) * len(run.rows) for run in runs]
-        figure, panels = _panels(width, heights, stretches)
-        left_out = set()
-        for run, axes, stretch in zip(runs, panels, stretches, strict=True):
-            tops = [max(r.timeline.peak, 1.0 if r.in_units else 0.0) for r in runs if r.in_units == run.in_units]
-            left_out |= draw_run(run, axes, stretch, points, 1.12 * max(tops) or 1.0)
-            axes[0].set_title(
-                _title(run, runs[0]), loc="left", fontsize=13 if len(runs) == 1 else 11, fontweight="bold", pad=7
-            )
-        for axes in panels[-1] if len(set(stretches)) == 1 else (axes for row in panels for axes in row):
-            axes.tick_params(labelbottom=True)
-        _label_time(figure, runs, width)
-        _add_legend(figure, runs)
-        cuts = _cut_out(
-            [(run.timeline.schedule.name, run.end, stretch) for run, stretch in zip(runs, stretches, strict=True)]
+    shared = common_end([run.timeline for run in runs]) or 1.0
+    width, windows = _page([min(run.end, shared) for run in runs], min(run.shortest for run in runs))
+    stretches = [windows if run.end <= shared else _both_ends(run.end, windows) for run in runs]
+    points = _points_per_second(width, windows)
+    heights = [_row_inches(len(run.rows), len(runs)) * len(run.rows) for run in runs]
+    figure, panels = _panels(width, heights, stretches)
+    left_out = set()
+    for run, axes, stretch in zip(runs, panels, stretches, strict=True):
+        tops = [max(r.timeline.peak, 1.0 if r.in_units else 0.0) for r in runs if r.in_units == run.in_units]
+        left_out |= draw_run(run, axes, stretch, points, 1.12 * max(tops) or 1.0)
+        axes[0].set_title(
+            _title(run, runs[0]), loc="left", fontsize=13 if len(runs) == 1 else 11, fontweight="bold", pad=7
         )
-        _add_footnotes(figure, runs, [*cuts, *sorted(left_out)])
-        return figure
+    for axes in panels[-1] if len(set(stretches)) == 1 else (axes for row in panels for axes in row):
+        axes.tick_params(labelbottom=True)
+    _label_time(figure, runs, width)
+    _add_legend(figure, runs)
+    cuts = _cut_out(
+        [(run.timeline.schedule.name, run.end, stretch) for run, stretch in zip(runs, stretches, strict=True)]
+    )
+    _add_footnotes(figure, runs, [*cuts, *sorted(left_out)])
+    return figure
 
 
 def _row_inches(devices: int, runs: int) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +43,9 @@ def write_picture(draw: Callable[[], Figure], path: str | Path, what: str, inste
     path = Path(path)
     check_suffix(path, SUFFIXES, what)
     try:
-        with style():
+        import matplotlib
+
+        with matplotlib.rc_context(_STYLE):
             figure = draw()
             metadata = {"Date": None} if path.suffix == ".svg" else {}
             with whole_file(path) as beside:
@@ -54,13 +55,6 @@ def write_picture(draw: Callable[[], Figure], path: str | Path, what: str, inste
             f"a {path.suffix} picture needs {error.name}: pip install {error.name}{instead}"
         ) from error
     return path
-
-
-def style() -> AbstractContextManager[None]:
-    """Set what all pictures look alike by; for ``with``."""
-    import matplotlib
-
-    return matplotlib.rc_context(_STYLE)
 
 
 def axes_for_points(size: tuple[float, float], title: str, x: str, y: str) -> Axes:

@@ -16,7 +16,7 @@ from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.launch.grid.config import load_points
 from megatron_pipemem.launch.grid.results import Result, collect, read_result
-from megatron_pipemem.launch.grid.slurm import queued
+from megatron_pipemem.launch.grid.slurm import under_way
 from megatron_pipemem.launch.grid.store import Store
 
 TINY = Path(__file__).parents[2] / "configs" / "runs" / "tiny-cpu.yaml"
@@ -101,7 +101,7 @@ def test_jobs_that_are_no_list(tmp_path):
     for text, says in (("3", "is no list of Slurm jobs"), ("[", "is no JSON")):
         (tmp_path / "slurm-jobs.json").write_text(text)
         with pytest.raises(ConfigError, match=says):
-            queued(Store(tmp_path))
+            under_way(Store(tmp_path), print)
 
 
 @pytest.mark.parametrize(

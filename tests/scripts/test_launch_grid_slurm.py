@@ -34,14 +34,14 @@ def test_an_array_job_for_every_number_of_nodes(tmp_path, write_grid, monkeypatc
     common = {"cluster.devices_per_node": 2, "cluster.nodes": 2, "cluster.backend": "nccl"}
     store = Store(tmp_path / "grid")
     store.create(tmp_path / "grid.yaml", load_points(write_grid(points=cuts, set=common)))
-    assert slurm.queued(store) == set(), "nothing was submitted yet"
+    assert slurm.under_way(store, print) == set(), "nothing was submitted yet"
     store.fail(1, "the last time")
     assert slurm.submit(store, [0, 1, 2], 5, SCRIPT, ["--partition=big"]) == ["41", "41"]
     assert store.results()[1] is None, "should the job be cancelled, nobody takes the last failure for its own"
     two, one = called.read_text().splitlines()
     assert "--array=0,2%5 --nodes=2 --gpus-per-node=2" in two and "--array=1%5 --nodes=1 --gpus-per-node=2" in one
     assert two.endswith(f"--partition=big {SCRIPT} {store.folder}")
-    assert slurm.queued(store) == {0}, "only elements of jobs of this grid count"
+    assert slurm.under_way(store, print) == {0}, "only elements of jobs of this grid count"
 
 
 def test_a_cancelled_element_that_is_just_ending_is_not_waited_for_in_vain(store, tmp_path, monkeypatch):
@@ -52,7 +52,7 @@ def test_a_cancelled_element_that_is_just_ending_is_not_waited_for_in_vain(store
         slurm.time, "sleep", lambda _: (tmp_path / "bin" / "squeue").write_text(f"#!/bin/sh\necho {ended}\n")
     )
     told = []
-    assert slurm.queued(store) == {0, 1}
+    assert slurm.under_way(store, print) == {0, 1}
     assert slurm.under_way(store, told.append) == {0}
     assert slurm.under_way(store, told.append) == {0}
     assert told == [[1]]

@@ -68,17 +68,9 @@ def submit(
     return jobs
 
 
-def queued(store: Store) -> set[int]:
-    """Return the points that wait or run in jobs submitted for this grid.
-
-    Raises:
-        UnsupportedError: Slurm does not answer.
-    """
-    return {index for index, _ in _elements(store)}
-
-
 def under_way(store: Store, on_wait: Callable[[list[int]], object]) -> set[int]:
-    """Return what `queued` does, once those that are just ending have left: one that was cancelled will have no result.
+    """Return the points that wait or run in jobs submitted for this grid, once those that are just ending have left: one
+    that was cancelled will have no result.
 
     Args:
         store: the grid.
