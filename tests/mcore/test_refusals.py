@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from megatron_pipemem.config.refusals import SCHEDULES  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore import refusals  # noqa: E402
-from megatron_pipemem.mcore.asynchronous.optimizer import StageOptimizer  # noqa: E402
+from megatron_pipemem.mcore.asynchronous.training import StageOptimizer  # noqa: E402
 from megatron_pipemem.mcore.plugin import disable, enable  # noqa: E402
 from megatron_pipemem.mcore.refusals import check_asynchronous, check_chunks, check_config, check_model  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402

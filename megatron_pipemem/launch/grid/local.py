@@ -69,23 +69,20 @@ class LocalRunner:
     def _train(self, index: int) -> None:
         if self._stopping.is_set():
             return
+        place = self._store.place(index)
         try:
-            result = self._result(index)
+            with (place / ".running").open("a+", encoding="utf-8") as lock:
+                if not try_lock(lock):
+                    _end_left_over(lock, place)
+                self._on_event(index, None)
+                self._store.begin(index)
+                code = self._wait(self._command_of(self._store, index), self._store.log(index), lock)
+            if self._stopping.is_set():
+                return
+            result = self._store.finish(index, code)
         except PipememError as error:  # of this point alone
             result = self._store.fail(index, str(error))
-        if result is not None:
-            self._on_event(index, result)
-
-    def _result(self, index: int) -> Result | None:
-        """``None`` when all is being ended."""
-        place = self._store.place(index)
-        with (place / ".running").open("a+", encoding="utf-8") as lock:
-            if not try_lock(lock):
-                _end_left_over(lock, place)
-            self._on_event(index, None)
-            self._store.begin(index)
-            code = self._wait(self._command_of(self._store, index), self._store.log(index), lock)
-        return None if self._stopping.is_set() else self._store.finish(index, code)
+        self._on_event(index, result)
 
     def _wait(self, started: Command, log: Path, lock: IO[str]) -> int | None:
         """Wait for a point, and return its exit code, or ``None`` when all is being ended and it was not started.

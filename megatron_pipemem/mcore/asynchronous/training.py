@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+from megatron_pipemem.config.refusals import asynchronous
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import agree, gather, tell
 from megatron_pipemem.mcore.asynchronous.checkpoint import SavedVersions, wrap_load, wrap_save
-from megatron_pipemem.mcore.asynchronous.optimizer import StageOptimizer
 from megatron_pipemem.mcore.loop_arguments import steps_left
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.patching import Replacements
-from megatron_pipemem.mcore.refusals import check_asynchronous
+from megatron_pipemem.mcore.refusals import check_asynchronous, check_config
 from megatron_pipemem.mcore.source import Source, announce
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.step.programs import Compiled, digest_of
@@ -100,6 +100,58 @@ class Call(NamedTuple):
     device: int
     weights: WeightSwitch
     left: int | None
+
+
+class StageOptimizer:
+    """Catches the optimizer that a training loop builds, and takes its steps in the loop's place."""
+
+    def __init__(self) -> None:
+        self._caught = None
+
+    def catch(self, original: Callable) -> Callable:
+        """Wrap ``get_megatron_optimizer``."""
+
+        def get_megatron_optimizer(config, model_chunks, *args, **kwargs):
+            optimizer = original(config, model_chunks, *args, **kwargs)
+            check_config(config, *asynchronous(per_batch=False))
+            self.release()
+            self._caught = optimizer
+            # The loop steps once per batch. By then the stage has done so for every microbatch.
+            optimizer.step = lambda: (True, None, None)
+            return optimizer
+
+        return get_megatron_optimizer
+
+    def step(self, chunks: list[torch.nn.Module], reduce: Callable[[], None]) -> None:
+        """Update the parameters with the gradients that are there, and clear those.
+
+        Args:
+            chunks: of this rank.
+            reduce: sums the gradients over data-parallel ranks.
+        """
+        reduce()
+        self._caught.prepare_grads()
+        self._caught.step_with_ready_grads()
+        for chunk in chunks:
+            if hasattr(chunk, "zero_grad_buffer"):
+                chunk.zero_grad_buffer()
+        self._caught.zero_grad()
+
+    def require(self) -> None:
+        """Raises:
+        UnsupportedError: no optimizer has been caught.
+        """
+        if self._caught is None:
+            raise UnsupportedError(
+                "this schedule steps the optimizer after every microbatch, but none was built since enable(); call enable() "
+                "before get_megatron_optimizer() is imported and called"
+            )
+
+    def release(self) -> None:
+        """Give the loop its step back."""
+        if self._caught is not None:
+            del self._caught.step
+            self._caught = None
 
 
 class AsynchronousTraining(Extension):
