@@ -204,9 +204,14 @@ class Model:
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
     @property
+    def scan_heads(self) -> int:
+        """Heads of a Mamba block."""
+        return self.mamba_heads or 2 * self.hidden // self.mamba_head_dim
+
+    @property
     def mamba_width(self) -> int:
         """Channels of all heads of a Mamba block."""
-        return self.mamba_head_dim * self.mamba_heads if self.mamba_heads else 2 * self.hidden
+        return self.mamba_head_dim * self.scan_heads
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megatron_pipemem.config import hybrid, layout
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.planner import weights
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.model_cut import Cut, check_cut, known_chunks, placements_of
@@ -100,15 +101,15 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
     first_or_last = known_chunks(placement) == 1 and any(given(flags, each) for each in layout.FIRST_OR_LAST)
     if name is None or hybrid.is_cut(pattern) or first_or_last:
         return None
-    sizes, sequence = hybrid.sizes_of(flags), _whole(flags.get("seq-length")) or 0
-    weights = [hybrid.layer_weight(symbol, sizes, sequence) for symbol in hybrid.layers_of(pattern)]
-    if not weights or not any(weights):
+    sizes, sequence = weights.sizes_of(flags), _whole(flags.get("seq-length")) or 0
+    loads = [weights.layer_weight(symbol, sizes, sequence) for symbol in hybrid.layers_of(pattern)]
+    if not any(loads):
         return None  # and Megatron says what is wrong
     rows = _whole(flags.get("padded-vocab-size")) or _whole(flags.get("vocab-size")) or 0
-    head = hybrid.head_weight(sizes, rows) if with_head else 0.0
+    head = weights.head_weight(sizes, rows) if with_head else 0.0
     # Two replicas go over the devices in opposite directions, so each is cut for itself.
     alone = Placement.linear(placement.num_devices) if placement.replicas > 1 else placement
-    return f"--{name}={hybrid.cut(pattern, partition(Loads(weights, last=head), alone))}"
+    return f"--{name}={hybrid.cut(pattern, partition(Loads(loads, last=head), alone))}"
 
 
 def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:

@@ -109,7 +109,7 @@ def _experts(model: Model, execution: Execution) -> Iterable[Matrix]:
 
 def _mamba(model: Model, execution: Execution) -> Iterable[Matrix]:
     states = 2 * model.mamba_groups * model.mamba_state
-    yield Matrix(model.hidden, 2 * model.mamba_width + states + model.mamba_heads, "columns")
+    yield Matrix(model.hidden, 2 * model.mamba_width + states + model.scan_heads, "columns")
     yield Matrix(model.mamba_width, model.hidden, "rows")
 
 
@@ -137,7 +137,7 @@ def _other_parameters(model: Model, execution: Execution, block: Block) -> int:
     if block is Block.MAMBA:
         convolved = model.mamba_width + 2 * model.mamba_groups * model.mamba_state
         # A convolution with biases; decay, skip and step of every head; the gated norm, which is an RMS norm.
-        count += (convolved * (model.mamba_convolution + 1) + 3 * model.mamba_heads + model.mamba_width) // execution.tp
+        count += (convolved * (model.mamba_convolution + 1) + 3 * model.scan_heads + model.mamba_width) // execution.tp
     return count
 
 

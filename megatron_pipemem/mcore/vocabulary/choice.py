@@ -9,6 +9,7 @@ import torch
 
 from megatron_pipemem.config import hybrid
 from megatron_pipemem.mcore.agreement import tell
+from megatron_pipemem.planner.weights import Sizes, head_weight, layer_weight
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.schedule import Schedule
@@ -35,7 +36,7 @@ def head_in_layers(model: torch.nn.Module) -> float:
     Args:
         model: a Megatron language model, or a chunk of one.
     """
-    return hybrid.head_weight(_sizes(model), model.vocab_size) / _mean_weight(model)
+    return head_weight(_sizes(model), model.vocab_size) / _mean_weight(model)
 
 
 def _mean_weight(model: torch.nn.Module) -> float:
@@ -49,10 +50,10 @@ def _mean_weight(model: torch.nn.Module) -> float:
 
 
 def _weights(model: torch.nn.Module, symbols: Iterable[str]) -> list[float]:
-    return [hybrid.layer_weight(symbol, _sizes(model), model.max_sequence_length) for symbol in symbols]
+    return [layer_weight(symbol, _sizes(model), model.max_sequence_length) for symbol in symbols]
 
 
-def _sizes(model: torch.nn.Module) -> hybrid.Sizes:
+def _sizes(model: torch.nn.Module) -> Sizes:
     return lambda attribute: getattr(model.config, attribute, None) or 0
 
 
