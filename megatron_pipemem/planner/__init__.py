@@ -1,5 +1,7 @@
 """Price every way to run a model on a cluster, and find the best of them (``pipemem plan``).
 
+* ``counts``          parameters and FLOPs of layers, block by block
+* ``weights``         layers against each other, by a training script's flags
 * ``activations``     the bytes a microbatch keeps, by what needs them
 * ``profile``         what layers cost, measured or modelled, and the costs of stages made of them
 * ``prices``          what a layer, the embedding and the head take on one rank, messages included
