@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from test_hybrid import ONE as LINEAR
+from test_hybrid import SPEC
+from test_hybrid import TWO as FOLDED
 from test_variants import EVALUATION, RECOMPUTE, UNTIED
-from test_vocabulary import LATER, SEARCH
+from test_vocabulary import LATER, SEARCH, TP2
 
 SMALL = ("--position-embedding-type", "rope", "--global-batch-size", "4", "--tensorboard-dir", "unused")
 ONE, TWO = ((*SMALL, UNTIED, "--mtp-num-layers", depths) for depths in "12")
@@ -20,15 +23,17 @@ EXACT = {
     "hanayo": ("hanayo", ONE, (LAYOUT, "Et||t||t||t||t||t|t||t||mL")),
     "po-f": ("po-f", ONE, ()),
     "auto": ("auto", ONE, SEARCH),
+    "standalone": ("zb-h1", ONE, (LAYOUT, "Ettt|ttttt|m|L")),
     "recompute-in-schedule": ("v-half", ONE, ("--pipemem-recompute", "full")),
     "recompute-in-model": ("zb-h1", (*TWO, *RECOMPUTE), ()),
+    "repeated-layer": ("zb-h1", (*TWO, "--mtp-use-repeated-layer"), ()),
     "evaluation": ("v-half", (*ONE, *EVALUATION), ()),
 }
 CUT = {
     "1f1b-cut": ("1f1b", "2", TWO),
     "zbv-cut": ("zbv", "2", ONE),
     "v-half-cut": ("v-half", "1", ONE),
-    "per-token-loss-cut": ("v-half", "2", (*TWO, "--calculate-per-token-loss")),
+    "tp2-sequence-parallel-cut": ("zb-h1", "2", (*TWO, *TP2, "--sequence-parallel")),
     "evaluation-cut": ("1f1b", "1", (*ONE, *EVALUATION)),
 }
 
@@ -93,3 +98,14 @@ def test_checkpoints_are_stocks(train, tmp_path, before, after):
     resumed = train(*after, *ONE, *load, initialise=False)
     uninterrupted = train("stock", *ONE, "--train-iters", "4")
     assert resumed.losses == pytest.approx(uninterrupted.losses[2:], rel=LATER)
+
+
+@pytest.mark.parametrize("cut", [(), ("--pipemem-vocab-parallel", "2")], ids=["whole", "cut"])
+def test_hybrid_models_predict_further_too(train, cut):
+    common = (*SMALL, UNTIED, *SPEC, "--hybrid-layer-pattern")
+    stock = train("stock", *common, f"{LINEAR}/*-")
+    run = train("v-half", *common, f"{FOLDED}/*-", *cut)
+    assert len(logged(stock)) >= 6 and len(set(stock.losses)) > 1
+    assert run.losses == (pytest.approx(stock.losses, rel=LATER) if cut else stock.losses)
+    assert logged(run) == pytest.approx(logged(stock), rel=1e-5)
+    assert run.predicted_peaks == run.counted_peaks

@@ -103,6 +103,7 @@ MODELS = {
     "tp2": TP2,
     "recompute-full": (*DEFAULTS, *RECOMPUTE),
     "llama": (*DEFAULTS, *LLAMA),
+    "further-tokens": (*DEFAULTS, *LLAMA, "--mtp-num-layers", "1"),
     "grouped-experts": (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS),
     "grouped-experts-bias": (*DEFAULTS, *GROUPED_EXPERTS),
 }
