@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from megatron_pipemem.cpu import checkpoint_writer, fused_adam
+
 
 def _build_norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
     """Build PyTorch's own norm for configurations that Megatron leaves to Apex or Transformer Engine.
@@ -99,3 +101,5 @@ def install(emulate_fused_gradients: bool) -> None:
     if importlib.util.find_spec("transformer_engine") is None:
         # The final norm of a HybridModel is no part of its specification.
         hybrid_block.TENorm = WrappedTorchNorm
+    fused_adam.install()
+    checkpoint_writer.install()

@@ -93,7 +93,7 @@ def run(case: dict) -> dict:
             _common_start(chunks, case.get("initialise", True), rows),
             _noted_gradients(case["gradients"]) if case.get("gradients") else nullcontext(),
             sabotage(case),
-            mock.patch.dict(sys.modules, {"torch.utils.tensorboard": SimpleNamespace(SummaryWriter=_Writer)}),
+            _stand_in("torch.utils.tensorboard", SimpleNamespace(SummaryWriter=_Writer)),
             emulation,
             _model_by_provider() if case.get("by_provider") else nullcontext(),
         ):
@@ -205,6 +205,19 @@ class _Writer:
 
     def flush(self) -> None:
         pass
+
+
+@contextmanager
+def _stand_in(name: str, module: object) -> Iterator[None]:
+    """Unlike ``mock.patch.dict`` it lets the modules stay that are imported meanwhile, of which others keep objects."""
+    original = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        if original is not None:
+            sys.modules[name] = original
 
 
 @contextmanager
