@@ -62,6 +62,42 @@ def test_checkpoints_are_interchangeable(train, resume, assert_same_training, be
     assert resumed.losses == uninterrupted.losses[2:]
 
 
+DISTRIBUTED = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable", "--ckpt-format", "torch_dist")
+ASYNC = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
+PP2 = ("--pipeline-model-parallel-size", "2")
+
+
+@pytest.fixture(scope="module")
+def distributed(train, tmp_path_factory):
+    """``distributed(after, *flags)``: losses from step 2 on, which a V wrote in the background, and what they should be."""
+    folder = str(tmp_path_factory.mktemp("distributed"))
+    flags = (*DISTRIBUTED, *EMBEDDINGS["untied"], "--train-iters", "4")
+    uninterrupted = train("stock", *flags)
+    saving = train("v-half", *flags, *ASYNC, "--save", folder, "--save-interval", "2")
+    assert saving.losses == uninterrupted.losses
+
+    def resumed(after: str, *more: str, load: str = folder, step: int = 2):
+        more = (*more, "--ckpt-fully-parallel-load", "--override-opt_param-scheduler")
+        run = train(after, *flags, "--load", load, "--ckpt-step", str(step), *more, initialise=False)
+        return run.losses, uninterrupted.losses[step:]
+
+    return resumed
+
+
+def test_a_distributed_optimizer_goes_from_a_v_to_1f1b_and_back(distributed, tmp_path):
+    losses, expected = distributed("1f1b", "--save", str(tmp_path), "--save-interval", "3")
+    assert losses == expected
+    losses, expected = distributed("v-half", load=str(tmp_path), step=3)
+    assert losses == expected
+
+
+@pytest.mark.parametrize(("after", "more"), [("chimera", ()), ("hanayo", PP2)])
+def test_a_distributed_optimizer_goes_to_other_placements_and_sizes(distributed, after, more):
+    """Two replicas of the model add gradients in another order, and so do two data-parallel ranks."""
+    losses, expected = distributed(after, *more)
+    assert losses == pytest.approx(expected, rel=1e-6) and len(set(losses)) == 2
+
+
 def test_a_report_that_is_lost_costs_no_checkpoint(train, tmp_path):
     """The closing checkpoint, which Megatron writes when its loop has ended. Scalars go to TensorBoard meanwhile."""
     flags = ("--train-iters", "2", "--save", str(tmp_path), "--save-interval", "1000", "--tensorboard-dir", "unused")
