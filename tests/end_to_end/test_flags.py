@@ -1,4 +1,4 @@
-"""Flags of Megatron's loop that look into a step, repeat it, skip it or change its size: under schedules as under stock."""
+"""Flags of Megatron's loop that reach into a step or change its size: under schedules as under stock."""
 
 from __future__ import annotations
 
@@ -6,26 +6,16 @@ import pytest
 
 PP2 = ("--pipeline-model-parallel-size", "2")
 EVALUATED = ("--eval-iters", "2", "--eval-interval", "2", "--split", "50,30,20")
-LOGGED = (
-    *("--log-params-norm", "--log-num-zeros-in-grad", "--log-throughput", "--timing-log-level", "2"),
-    *("--timing-log-option", "all", "--tensorboard-dir", "unused", "--log-timers-to-tensorboard"),
-    *("--log-memory-to-tensorboard", "--log-validation-ppl-to-tensorboard", "--log-world-size-to-tensorboard"),
-    *("--no-barrier-with-level-1-timing", "--train-sync-interval", "1", "--check-for-spiky-loss"),
-    *("--check-for-large-grads", "--empty-unused-memory-level", "2", "--manual-gc", "--manual-gc-interval", "1"),
-)
 DP2 = (
     *(*PP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--use-tp-pp-dp-mapping"),
     *("--ddp-bucket-size", "20000", "--check-weight-hash-across-dp-replicas-interval", "1", "--no-align-grad-reduce"),
     *("--no-align-param-gather", "--ddp-average-in-collective", "--decoupled-lr", "5e-4"),
 )
 CASES = {
-    "logged": (LOGGED, ("zb-h1", "v-half", "chimera")),
     "another-batch-to-evaluate": (
         (*EVALUATED, "--eval-global-batch-size", "4", "--eval-micro-batch-size", "2"),
         ("v-half",),
     ),
-    "repeated": (("--rerun-mode", "report_determinism_stats"), ("v-half",)),
-    "only-evaluated": ((*EVALUATED, "--skip-train"), ("v-half",)),
     "data-parallel": (DP2, ("zb-h1", "v-half")),
 }
 
@@ -34,16 +24,13 @@ CASES = {
 def test_trains_as_stock(train, name, schedule):
     flags, _ = CASES[name]
     run, stock = train(schedule, *flags), train("stock", *flags)
-    exact = schedule != "chimera"
-    assert run.losses == (stock.losses if exact else pytest.approx(stock.losses, rel=1e-6))
+    assert run.losses == stock.losses and len(set(run.losses)) > 1
     assert run.validation == stock.validation
-    assert run.losses or run.validation
-    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=5e-7 if exact else 1e-5)
+    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=5e-7)
 
 
-@pytest.mark.parametrize("schedule", ["zb-h1", "v-half"])
-def test_a_frozen_model_runs_and_stays(train, schedule):
+def test_a_frozen_model_runs_and_stays(train):
     """Megatron freezes models that the script builds, and no others."""
-    run, stock = (train(name, "--freeze-all-layers", by_provider=True) for name in (schedule, "stock"))
+    run, stock = (train(name, "--freeze-all-layers", by_provider=True) for name in ("zb-h1", "stock"))
     assert run.losses == stock.losses and len(set(run.losses)) > 1
     assert run.losses[1] != train("stock").losses[1]

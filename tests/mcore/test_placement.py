@@ -16,7 +16,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.model import replicas as model_replicas  # noqa: E402
-from megatron_pipemem.mcore.model.placement import ChunkPlacement, RoundRobinRank, round_robin_rank  # noqa: E402
+from megatron_pipemem.mcore.model.placement import (  # noqa: E402
+    ChunkPlacement,
+    RoundRobinRank,
+    _sum_tied_gradients,
+    round_robin_rank,
+)
 from megatron_pipemem.mcore.patching import PatchSet  # noqa: E402
 from megatron_pipemem.mcore.source import Source  # noqa: E402
 from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
@@ -188,6 +193,22 @@ def test_a_model_that_is_trained_elsewhere_does_not_generate_there(as_rank):
     for argument in ("inference_context", "inference_params"):
         with pytest.raises(UnsupportedError, match="cannot generate .* checkpoint"):
             chunk(1, **{argument: object()})
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_tied_gradients_are_summed_where_there_are_any(frozen):
+    ends = []
+    for first in (True, False):
+        chunk = Chunk(first, not first, None, GROUPS)
+        weight = torch.nn.Parameter(torch.ones(2), requires_grad=not frozen)
+        weight.grad = None if frozen else torch.full((2,), 1.0 + first)
+        chunk.share_embeddings_and_output_weights = True
+        chunk.shared_embedding_or_output_weight = lambda weight=weight: weight
+        ends.append((chunk, weight))
+    _sum_tied_gradients([chunk for chunk, _ in ends])
+    assert [weight.grad is None if frozen else weight.grad.tolist() for _, weight in ends] == [
+        True if frozen else [3, 3]
+    ] * 2
 
 
 class Chunk(torch.nn.Module):

@@ -341,6 +341,8 @@ def _sum_tied_gradients(model: list[torch.nn.Module]) -> None:
     copies.
     """
     for embedding, head in _tied_weights(model):
+        if not embedding.requires_grad:  # frozen, and without gradients
+            continue
         gradients = [w.main_grad if hasattr(w, "main_grad") else w.grad for w in (embedding, head)]
         total = gradients[0] + gradients[1]
         for gradient in gradients:
