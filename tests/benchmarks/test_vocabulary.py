@@ -75,6 +75,7 @@ def simulated(monkeypatch, tmp_path, capsys):
 
     def run(**changes) -> tuple[int, list[dict], str]:
         output = tmp_path / "rows.json"
+        monkeypatch.syspath_prepend(PROGRAM.parent)
         program = runpy.run_path(str(PROGRAM))
         program["main"].__globals__.update(changes)
         monkeypatch.setattr(sys, "argv", [str(PROGRAM), "--quick", "--output", str(output)])
