@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -41,7 +41,7 @@ WIDTH, ROWS = 6, 3
 
 @dataclass
 class Gemm(DeferredWeightGradient):
-    weight: torch.nn.Parameter
+    weight: torch.nn.Parameter = field()
     input: torch.Tensor
     grad_output: torch.Tensor
 
