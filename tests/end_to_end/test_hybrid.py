@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from test_vocabulary import FIRST, LATER
 
+UNTIED = "--untie-embeddings-and-output-weights"
+MOE = (
+    *("--disable-bias-linear", "--num-experts", "4", "--moe-router-topk", "2"),
+    *("--moe-aux-loss-coeff", "0.01", "--moe-router-load-balancing-type", "aux_loss"),
+)
 # The same layers on 4 and 8 stages, one of them without any; without |, the schedule's cuts are written for the user.
 CUTS = {1: "*-*|-*|*--|*-", 2: "*-|*||-|*|*-|-*|-", None: "*-*-**--*-"}
 
@@ -45,3 +51,58 @@ def test_trains_as_stock(train, assert_same_training, name):
 def test_selective_recomputation_drops_what_its_norms_keep(train):
     peaks = [train("v-half", *of(CUTS[2], *EXACT[name][2])).counted_peaks for name in ("v-half", "recompute-selective")]
     assert all(map(int.__lt__, peaks[1], peaks[0]))
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "v-half"])
+def test_a_mixture_of_experts_trains_as_stock(train, assert_same_training, schedule):
+    # Experts on every rank: else Megatron's own log of their losses waits for ever.
+    one, two = "*E|-E|*E|*E", "*|E|-|E|*|E|*|E"
+    run = train(schedule, *of(one if schedule == "zb-h1" else two, *MOE))
+    assert_same_training(run, train("stock", *of(one, *MOE)))
+
+
+# name -> schedule, which of the cuts, flags of ours; whose sums are ordered otherwise than stock's
+CLOSE = {
+    "two-replicas": ("chimera", None, ()),
+    "vocabulary-auto": ("1f1b", None, ("--pipemem-vocab-parallel", "auto")),
+    "vocabulary-v": ("zbv", None, ("--pipemem-vocab-parallel", "2")),
+}
+
+
+@pytest.mark.parametrize("name", CLOSE)
+def test_gradients_are_stocks(train, name):
+    schedule, cut, flags = CLOSE[name]
+    stock = train("stock", *of(CUTS[1], UNTIED), gradients=True)
+    run = train(schedule, *of(CUTS[cut], UNTIED, *flags), gradients=True)
+    assert run.losses[0] == pytest.approx(stock.losses[0], rel=FIRST)
+    assert run.losses == pytest.approx(stock.losses, rel=LATER)
+    assert run.gradients.keys() == stock.gradients.keys()
+    off = {key: (run.gradients[key] - wanted).norm() / wanted.norm() for key, wanted in stock.gradients.items()}
+    assert {key: float(each) for key, each in off.items() if not each <= FIRST} == {}
+    assert run.predicted_peaks == run.counted_peaks
+
+
+# of a GPT with 4 layers, or of the same hybrid model: saved by, trained on by
+CHECKPOINTS = {
+    "stock-to-v": (of("*-|*-|*-|*-"), "stock", of("*|-|*|-|*|-|*|-"), "v-half"),
+    "v-to-stock-of-half-the-pipeline": (
+        of("*|-|*|-|*|-|*|-"),
+        "v-half",
+        of("*-*-|*-*-", "--pipeline-model-parallel-size", "2"),
+        "stock",
+    ),
+    "gpt-to-v": (("--num-layers", "4"), "stock", of("*|-|*|-|*|-|*|-"), "v-half"),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoints_are_interchangeable(train, tmp_path, name):
+    before, saves, after, loads = CHECKPOINTS[name]
+    start = ("--global-batch-size", "8", UNTIED)
+    train(saves, *before, *start, "--train-iters", "2", "--save", str(tmp_path), "--save-interval", "2")
+    flags = ("--train-iters", "4", "--load", str(tmp_path), "--override-opt_param-scheduler", "--no-load-rng")
+    resumed = train(loads, *after, *start, *flags, initialise=False)
+    uninterrupted = train("stock", *before, *start, "--train-iters", "4") if saves == "stock" else None
+    if uninterrupted is None:
+        uninterrupted = train("stock", *of("*-|*-|*-|*-"), *start, "--train-iters", "4")
+    assert resumed.losses == uninterrupted.losses[2:]

@@ -136,3 +136,26 @@ def test_recomputes_and_offloads_as_stock(train_with_transformer_engine, assert_
     run = train(schedule, *DEFAULTS, *flags)
     assert_same_training(run, train("stock", *DEFAULTS))
     assert run.predicted_peaks == run.counted_peaks
+
+
+HYBRID = (
+    *("--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
+    *("--mamba-num-heads", "8", "--mamba-head-dim", "16", "--mamba-num-groups", "2", "--mamba-state-dim", "16"),
+)
+
+
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_a_hybrid_model_of_nvidias_layers_trains_as_stock(
+    train_with_transformer_engine, assert_same_training, schedule
+):
+    """With Mamba layers; where the user has not cut the pattern, we cut it."""
+    train = train_with_transformer_engine
+    run = train(
+        schedule,
+        *DEFAULTS,
+        *HYBRID,
+        "--hybrid-layer-pattern",
+        "M*-M|M-M*|-M*-|M-M*" if schedule == "zb-h1" else "M*-MM-M*-M*-M-M*",
+    )
+    assert_same_training(run, train("stock", *DEFAULTS, *HYBRID, "--hybrid-layer-pattern", "M*-M|M-M*|-M*-|M-M*"))
+    assert run.predicted_peaks == run.counted_peaks
