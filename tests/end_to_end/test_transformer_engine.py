@@ -106,6 +106,11 @@ MODELS = {
     "further-tokens": (*DEFAULTS, *LLAMA, "--mtp-num-layers", "1"),
     "grouped-experts": (*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS),
     "grouped-experts-bias": (*DEFAULTS, *GROUPED_EXPERTS),
+    "grouped-experts-ep2": (
+        *(*DEFAULTS, NO_BIAS, *GROUPED_EXPERTS, *LANES["dp2"], "--overlap-param-gather"),
+        *("--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall"),
+        *("--moe-shared-expert-intermediate-size", "64", "--moe-shared-expert-overlap"),
+    ),
 }
 
 
