@@ -6,6 +6,13 @@ import pytest
 
 PP2 = ("--pipeline-model-parallel-size", "2")
 EVALUATED = ("--eval-iters", "2", "--eval-interval", "2", "--split", "50,30,20")
+LOGGED = (
+    *("--log-params-norm", "--log-num-zeros-in-grad", "--log-throughput", "--timing-log-level", "2"),
+    *("--timing-log-option", "all", "--tensorboard-dir", "unused", "--log-world-size-to-tensorboard"),
+    *("--log-memory-to-tensorboard", "--log-validation-ppl-to-tensorboard", "--rerun-mode", "disabled"),
+    *("--no-barrier-with-level-1-timing", "--train-sync-interval", "1", "--check-for-spiky-loss"),
+    *("--check-for-large-grads", "--empty-unused-memory-level", "2", "--manual-gc", "--manual-gc-interval", "1"),
+)
 DP2 = (
     *(*PP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--use-tp-pp-dp-mapping"),
     *("--ddp-bucket-size", "20000", "--check-weight-hash-across-dp-replicas-interval", "1", "--no-align-grad-reduce"),
@@ -16,6 +23,8 @@ CASES = {
         (*EVALUATED, "--eval-global-batch-size", "4", "--eval-micro-batch-size", "2"),
         ("v-half",),
     ),
+    "logged": (LOGGED, ("zb-h1", "v-half")),
+    "only-evaluated": ((*EVALUATED, "--skip-train", "--pipemem-random", "layerwise"), ("v-half",)),
     "data-parallel": (DP2, ("zb-h1", "v-half")),
 }
 
@@ -24,13 +33,15 @@ CASES = {
 def test_trains_as_stock(train, name, schedule):
     flags, _ = CASES[name]
     run, stock = train(schedule, *flags), train("stock", *flags)
-    assert run.losses == stock.losses and len(set(run.losses)) > 1
+    assert run.losses == stock.losses
     assert run.validation == stock.validation
+    assert len(set(run.losses)) > 1 or run.validation
     assert run.grad_norms == pytest.approx(stock.grad_norms, rel=5e-7)
 
 
-def test_a_frozen_model_runs_and_stays(train):
+@pytest.mark.parametrize("schedule", ["zb-h1", "v-half"])
+def test_a_frozen_model_runs_and_stays(train, schedule):
     """Megatron freezes models that the script builds, and no others."""
-    run, stock = (train(name, "--freeze-all-layers", by_provider=True) for name in ("zb-h1", "stock"))
+    run, stock = (train(name, "--freeze-all-layers", by_provider=True) for name in (schedule, "stock"))
     assert run.losses == stock.losses and len(set(run.losses)) > 1
     assert run.losses[1] != train("stock").losses[1]
