@@ -10,6 +10,10 @@ TP_AND_SP = (
     *("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
     *("--global-batch-size", "4"),
 )
+MULTI_TOKEN = (
+    *("--mtp-num-layers", "2", "--position-embedding-type", "rope", "--global-batch-size", "4"),
+    "--untie-embeddings-and-output-weights",
+)
 HYBRID = ("--spec", "megatron_pipemem.cpu.hybrid_layers", "hybrid_stack_spec")
 CUT = ("--pipemem-vocab-parallel", "2")
 EVALUATION = ("--eval-interval", "1", "--eval-iters", "1")
@@ -65,6 +69,13 @@ def test_a_hybrid_model_s_layers_have_their_numbers_in_every_cut(train, assert_s
         for name, cut in zip(("stock", "v-half"), pattern, strict=True)
     )
     assert_same_training(run, stock)
+
+
+def test_depths_of_multi_token_prediction_draw_for_themselves(train, assert_same_training):
+    stock = train("stock", *FLAGS, *MULTI_TOKEN, initialise=False)
+    assert_same_training(train("v-half", *FLAGS, *MULTI_TOKEN, initialise=False), stock)
+    cut = train("v-half", *FLAGS, *MULTI_TOKEN, *CUT, initialise=False)
+    assert cut.losses == pytest.approx(stock.losses, rel=1e-6)
 
 
 def test_a_cut_vocabulary_begins_as_the_whole_one(train):
