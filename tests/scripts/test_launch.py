@@ -208,7 +208,8 @@ def test_every_shipped_model_has_flags_or_a_reason(name):
             model_flags(model)
         return
     found = model_flags(model)
-    assert found["num-layers"] == model.layers and found["vocab-size"] == model.vocabulary
+    layers = found["num-layers"] or len(found["hybrid-layer-pattern"])
+    assert layers == model.layers and found["vocab-size"] == model.vocabulary
     assert found["group-query-attention"] is (found["num-query-groups"] is not None)
 
 
