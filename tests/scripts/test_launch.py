@@ -289,7 +289,11 @@ ASYNCHRONOUS = ("schedule.name=pipedream", "model.tied=false")
             "v-half runs 2 model chunks per pipeline rank, not 1 as by",
         ),
         (["megatron.pipeline-model-parallel-layout=Et*2|t*2|t*2|t*2L"], "write 8 stages"),
-        (["schedule.name=auto", "megatron.hybrid-layer-pattern=M*|M*|M*"], "not 0.75 as by the 3 segments"),
+        (
+            ["schedule.name=auto", "model.pattern='*-*-*-*-'", "megatron.hybrid-layer-pattern='*-|*-*|-*-'"],
+            "not 0.75 as by the 3 segments",
+        ),
+        (["megatron.hybrid-layer-pattern=M*|M*|M*"], "is set by the run's key 'model' already"),
         (
             ["schedule.name=hanayo", "megatron.pipeline-model-parallel-layout=Et*2|t*2|t*2|t*2L"],
             "hanayo does not run 1",
