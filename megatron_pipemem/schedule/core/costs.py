@@ -10,13 +10,11 @@ from types import MappingProxyType
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.core.action import VOCABULARY, Kind
-from megatron_pipemem.schedule.core.brief import LARGEST, changed_fields, shortened
+from megatron_pipemem.schedule.core.brief import changed_fields
 from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.prices import Several, listed, numbers, price
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts, per_device
 from megatron_pipemem.schedule.text.costs_file import costs_arguments
-
-PerStage = float | Sequence[float]
-
 
 _PRICED = (
     ("forward", Kind.F),
@@ -48,8 +46,8 @@ class Channel:
         switches: devices that share one channel, for example behind one PCIe switch.
     """
 
-    offload: PerStage
-    reload: PerStage | None = None
+    offload: Several
+    reload: Several | None = None
     duplex: bool = False
     switches: tuple[tuple[int, ...], ...] = ()
 
@@ -58,8 +56,8 @@ class Channel:
 
     def __post_init__(self) -> None:
         for name in ("offload", "reload"):
-            price = self.offload if getattr(self, name) is None else getattr(self, name)
-            object.__setattr__(self, name, _price(name, price))
+            given = self.offload if getattr(self, name) is None else getattr(self, name)
+            object.__setattr__(self, name, price(f"channel.{name}", given))
         switches = tuple(tuple(map(int, devices)) for devices in self.switches)
         members = [device for devices in switches for device in devices]
         if len(members) != len(set(members)):
@@ -82,12 +80,11 @@ class Channel:
         Raises:
             CostsError: the ratio is no finite number of at least 0, or the costs mix numbers with sequences.
         """
-        if isinstance(_checked("offload ratio", ratio), tuple) or ratio < 0:
-            raise CostsError(f"offload ratio is {ratio!r}; give one number of at least 0")
+        price("channel.ratio", ratio, several=False)
         prices = (costs.forward, costs.backward_input, costs.backward_weight)
         if len({len(price) if isinstance(price, tuple) else None for price in prices}) > 1:
             raise CostsError("an offload ratio needs F, I and W all as one number, or all with one per stage")
-        sums = tuple(ratio / 2 * sum(each) for each in zip(*map(_listed, prices), strict=True))
+        sums = tuple(ratio / 2 * sum(each) for each in zip(*map(listed, prices), strict=True))
         return cls(sums if isinstance(costs.forward, tuple) else sums[0], duplex=duplex, switches=switches)
 
     def seconds(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
@@ -147,32 +144,29 @@ class Costs:
             priced like the actions of a microbatch.
     """
 
-    forward: PerStage = 1.0
-    backward_input: PerStage = 1.0
-    backward_weight: PerStage = 1.0
+    forward: Several = 1.0
+    backward_input: Several = 1.0
+    backward_weight: Several = 1.0
     p2p: float | Mapping[tuple[int, int], float] = 0.0
-    memory: Mapping[Kind, PerStage] | None = field(default=None)
-    recompute: PerStage | None = None
+    memory: Mapping[Kind, Several] | None = field(default=None)
+    recompute: Several | None = None
     channel: Channel | None = None
     vocabulary: VocabularyCosts | None = None
-    copy_sum: PerStage = 0.0
-    recompute_selective: PerStage | None = None
+    copy_sum: Several = 0.0
+    recompute_selective: Several | None = None
 
     def __repr__(self) -> str:
         return changed_fields(self)
 
     def __post_init__(self) -> None:
         for name, kind in _PRICED:
-            if (price := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _price(kind, price))
-        links = self.p2p.values() if isinstance(self.p2p, Mapping) else (self.p2p,)
-        for seconds in links:
-            if isinstance(_checked("p2p", seconds), tuple) or seconds < 0:
-                raise CostsError(
-                    f"p2p is {self.p2p!r}; give the seconds of a message, one number of at least 0, or one per link"
-                )
+            if (given := getattr(self, name)) is not None or getattr(Costs, name) is not None:
+                object.__setattr__(self, name, price(name, given, kind))
+        links = self.p2p if isinstance(self.p2p, Mapping) else {(): self.p2p}
+        for link, seconds in links.items():
+            price(".".join(filter(None, ("p2p", "-".join(map(str, link))))), seconds, several=False)
         if self.memory is not None:
-            checked = {Kind(kind): _checked(f"memory of {kind}", change) for kind, change in self.memory.items()}
+            checked = {Kind(kind): numbers(f"memory.{kind}", change) for kind, change in self.memory.items()}
             object.__setattr__(self, "memory", checked)
 
     def seconds(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
@@ -330,35 +324,7 @@ class Costs:
             raise CostsError(f"{path}: {error}") from error
 
 
-def _checked(what: str, price: object) -> PerStage:
-    """Return one number of at most ``LARGEST``, or a tuple of them, from numbers of any library.
-
-    Raises:
-        CostsError: it is something else.
-    """
-    several = hasattr(price, "__len__") and not isinstance(price, str)
-    try:
-        values = tuple(map(float, price)) if several else float(price)  # type: ignore[arg-type, call-overload]
-    except (TypeError, ValueError, OverflowError):
-        raise CostsError(f"{what} is {shortened(price)}; give a number, or one per stage") from None
-    if not all(abs(value) <= LARGEST for value in _listed(values)):  # nor NaN
-        raise CostsError(f"{what} is {shortened(price)}; give finite numbers of at most {LARGEST:g}")
-    return values
-
-
-def _price(what: str, price: object) -> PerStage:
-    """Return seconds, as ``_checked``, of at least 0."""
-    seconds = _checked(f"cost of {what}", price)
-    if any(each < 0 for each in _listed(seconds)):
-        raise CostsError(f"cost of {what} is negative: {min(_listed(seconds))}")
-    return seconds
-
-
-def _listed(price: PerStage) -> Sequence[float]:
-    return price if isinstance(price, Sequence) else (price,)
-
-
-def _per_stage(name: str, price: PerStage, placement: Placement) -> tuple[float, ...]:
+def _per_stage(name: str, price: Several, placement: Placement) -> tuple[float, ...]:
     if isinstance(price, Sequence):
         if len(price) == placement.model_stages:
             return tuple(price) * placement.replicas

@@ -138,7 +138,7 @@ class Schedule:
         told = {action.stage for row in rows for action in row if action.kind not in VOCABULARY}
         tells_devices = placement.replicas == 1 and not idle and told == set(range(placement.num_stages))
         devices = () if tells_devices else placement.devices
-        return Header(placement.replicas, self.pieces, self.updates, devices, self.vocabulary_barriers, idle)
+        return Header(placement.replicas, devices, idle, self.pieces, self.vocabulary_barriers, *(self.updates or ()))
 
     @classmethod
     def from_csv(cls, text: str, dialect: str = "pipemem", name: str = "csv") -> Schedule:
@@ -177,9 +177,8 @@ class Schedule:
             ScheduleFormatError: a stage stands on two devices or on none.
         """
         header = table.header
-        updates = None if header.updates is None else WeightUpdates(*header.updates)
-        barriers = header.vocabulary_barriers
-        return cls(name, table.placement(), num_microbatches, table.orders, header.pieces, updates, barriers)
+        updates = None if header.update_every is None else WeightUpdates(*header[-3:])
+        return cls(name, table.placement(), num_microbatches, table.orders, header.pieces, updates, header.vocabulary)
 
 
 def recomputed_stages(orders: Iterable[Order]) -> dict[int, Kind]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.core.action import COLLECTIVES, Kind
-from megatron_pipemem.schedule.core.brief import LARGEST, changed_fields, shortened
-
-PerDevice = float | Sequence[float]
+from megatron_pipemem.schedule.core.brief import changed_fields
+from megatron_pipemem.schedule.core.prices import Several, price
 
 _SCORE_SHARE = {1: 2 / 3, 2: 1 / 3}
 """Of the head's three matrix products per weight (logits, input gradient, weight gradient), those that S does. With one
@@ -30,10 +28,10 @@ class VocabularyCosts:
         collectives: of one collective, one number for all kinds or one per kind; kinds left out take no time.
     """
 
-    score: PerDevice = 0.0
-    gradient: PerDevice = 0.0
-    embed: PerDevice = 0.0
-    embed_gradient: PerDevice = 0.0
+    score: Several = 0.0
+    gradient: Several = 0.0
+    embed: Several = 0.0
+    embed_gradient: Several = 0.0
     loss: float = 0.0
     collectives: float | Mapping[Kind, float] = 0.0
 
@@ -41,19 +39,18 @@ class VocabularyCosts:
         return changed_fields(self)
 
     def __post_init__(self) -> None:
-        for name in ("score", "gradient", "embed", "embed_gradient", "loss"):
-            price = getattr(self, name)
-            if isinstance(price, Sequence) and name != "loss":
-                object.__setattr__(self, name, tuple(_seconds(name, each) for each in price))
-            else:
-                object.__setattr__(self, name, _seconds(name, price))
+        for name in ("score", "gradient", "embed", "embed_gradient"):
+            object.__setattr__(self, name, price(f"vocabulary.{name}", getattr(self, name)))
+        object.__setattr__(self, "loss", price("vocabulary.loss", self.loss, several=False))
+        name = "vocabulary.collectives"
         if isinstance(self.collectives, Mapping):
-            prices = {Kind(kind): _seconds(f"collective {kind}", price) for kind, price in self.collectives.items()}
-            if strange := sorted(set(prices) - COLLECTIVES):
+            if strange := sorted(set(self.collectives) - COLLECTIVES):
                 raise CostsError(f"{strange[0]} is no collective; give {', '.join(sorted(COLLECTIVES))}")
-            object.__setattr__(self, "collectives", prices)
+            given = self.collectives.items()
+            prices = {Kind(kind): price(f"{name}.{kind}", seconds, several=False) for kind, seconds in given}
         else:
-            object.__setattr__(self, "collectives", _seconds("collectives", self.collectives))
+            prices = price(name, self.collectives, several=False)
+        object.__setattr__(self, "collectives", prices)
 
     @classmethod
     def of_head(
@@ -102,7 +99,7 @@ class VocabularyCosts:
         return dict.fromkeys(COLLECTIVES, self.collectives)
 
 
-def per_device(what: str, price: PerDevice, num_devices: int) -> tuple[float, ...]:
+def per_device(what: str, price: Several, num_devices: int) -> tuple[float, ...]:
     """Return one value per device.
 
     Args:
@@ -120,13 +117,3 @@ def per_device(what: str, price: PerDevice, num_devices: int) -> tuple[float, ..
             f"{what} has {len(price)} values for {num_devices} devices; give one per device, or one number for all"
         )
     return tuple(price)
-
-
-def _seconds(what: str, price: object) -> float:
-    try:
-        seconds = float(price)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        seconds = math.nan
-    if not 0 <= seconds <= LARGEST:
-        raise CostsError(f"{what} of the vocabulary is {shortened(price)}; give seconds from 0 to {LARGEST:g}")
-    return seconds

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -17,7 +17,7 @@ _CHANNEL = ("ratio", "offload", "reload", "duplex", "switches")
 
 
 def costs_arguments(data: object) -> dict[str, Any]:
-    """Check the object in a file of ``Costs.from_json``.
+    """Check the names in the file of ``Costs.from_json``; whoever takes the values checks those.
 
     Returns:
         The arguments of ``Costs``, of which ``vocabulary`` and ``channel`` are the arguments of ``VocabularyCosts`` and of
@@ -29,29 +29,20 @@ def costs_arguments(data: object) -> dict[str, Any]:
     if not isinstance(data, dict) or set(data) - set(_KEYS):
         unknown = f", not {shortened(sorted(set(data) - set(_KEYS))[0])}" if isinstance(data, dict) else ""
         raise CostsError(f"costs are one JSON object with the keys {', '.join(_KEYS)}{unknown}")
-    costs: dict[str, Any] = {key: _price(key, data[key]) for key in _PRICES if key in data}
+    costs: dict[str, Any] = {key: data[key] for key in (*_PRICES, "p2p") if key in data}
     if (memory := data.get("memory")) is not None:
-        costs["memory"] = {
-            _kind("memory", kind): _price(f"memory.{kind}", values) for kind, values in _object("memory", memory)
-        }
-    costs["p2p"] = _number_or_each("p2p", data.get("p2p", 0.0), _link)
+        costs["memory"] = {_kind("memory", kind): values for kind, values in _object("memory", memory).items()}
+    if isinstance(links := data.get("p2p"), dict):
+        costs["p2p"] = {_link(link): seconds for link, seconds in links.items()}
     if (vocabulary := data.get("vocabulary")) is not None:
-        costs["vocabulary"] = _vocabulary(vocabulary)
+        costs["vocabulary"] = _object("vocabulary", vocabulary, [field.name for field in fields(VocabularyCosts)])
     if (channel := data.get("channel")) is not None:
-        costs["channel"] = _channel(channel)
+        costs["channel"] = _channel(_object("channel", channel, _CHANNEL))
     return costs
 
 
-def _number_or_each(key: str, value: object, read_name: Callable[[str], Any]) -> float | dict[Any, float]:
-    """Return one number, or an object with one for every name."""
-    if isinstance(value, dict):
-        return {read_name(name): _number(f"{key}.{name}", number) for name, number in value.items()}
-    return _number(key, value)
-
-
-def _channel(value: object) -> dict[str, Any]:
-    settings = dict(_object("channel", value, _CHANNEL))
-    duplex, switches = settings.pop("duplex", False), settings.pop("switches", [])
+def _channel(settings: dict[str, Any]) -> dict[str, Any]:
+    duplex, switches = settings.get("duplex", False), settings.get("switches", [])
     if not isinstance(duplex, bool):
         raise CostsError(f"channel.duplex is {shortened(duplex)}; give true or false")
     if not isinstance(switches, list) or not all(
@@ -59,52 +50,20 @@ def _channel(value: object) -> dict[str, Any]:
         for group in switches
     ):
         raise CostsError(f"channel.switches is {shortened(switches)}; give lists of devices, as in [[0, 1], [2, 3]]")
-    if "ratio" in settings and len(settings) > 1:
+    if "ratio" in settings and not settings.keys().isdisjoint(("offload", "reload")):
         raise CostsError("channel has a ratio, and seconds too; give either")
     if "ratio" not in settings and "offload" not in settings:
         raise CostsError("channel lacks the key offload, seconds to the host; give it, or ratio in its place")
-    prices = {
-        name: (_number if name == "ratio" else _price)(f"channel.{name}", price) for name, price in settings.items()
-    }
-    return {**prices, "duplex": duplex, "switches": tuple(map(tuple, switches))}
+    return settings
 
 
-def _vocabulary(value: object) -> dict[str, Any]:
-    settings = dict(_object("vocabulary", value, [field.name for field in fields(VocabularyCosts)]))
-    collectives = _number_or_each(
-        "vocabulary.collectives",
-        settings.pop("collectives", 0.0),
-        lambda kind: _kind("vocabulary.collectives", kind),
-    )
-    prices = {
-        name: (_number if name == "loss" else _price)(f"vocabulary.{name}", price) for name, price in settings.items()
-    }
-    return {**prices, "collectives": collectives}
-
-
-def _object(key: str, value: object, known: Iterable[str] | None = None) -> Iterable[tuple[str, Any]]:
-    """Return the items of a JSON object."""
+def _object(key: str, value: object, known: Iterable[str] | None = None) -> dict[str, Any]:
+    """Return a JSON object, whose keys are known."""
     if not isinstance(value, dict):
         raise CostsError(f"{key} is {shortened(value)}; give an object, as in {_EXAMPLES[key]}")
     if known is not None and (unknown := sorted(set(value) - set(known))):
         raise CostsError(f"{key} has the unknown key {shortened(unknown[0])}; known are {', '.join(known)}")
-    return value.items()
-
-
-def _price(key: str, value: object) -> float | tuple[float, ...]:
-    if isinstance(value, list):
-        if not value:
-            raise CostsError(f"{key} is []; give a number, or a list of one per stage")
-        return tuple(_number(key, each) for each in value)
-    return _number(key, value, "a number, or a list of one per stage")
-
-
-def _number(key: str, value: object, wanted: str = "a number") -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise CostsError(f"{key} is {shortened(value)}; give {wanted}")
-    if not abs(value) <= LARGEST:
-        raise CostsError(f"{key} is {shortened(value)}; give numbers of at most {LARGEST:g}")
-    return float(value)
+    return value
 
 
 def _kind(key: str, kind: str) -> Kind:

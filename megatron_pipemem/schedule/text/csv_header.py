@@ -9,42 +9,37 @@ the format take their files too.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_pipemem.errors import ScheduleFormatError
 from megatron_pipemem.schedule.core.action import MOST_DIGITS, shown
 
-_LEAST = {
-    "replicas": 1,
-    "pieces": 1,
-    "update_every": 1,
-    "update_delay": 0,
-    "versions_kept": 1,
-    "devices": 0,
-    "idle": 0,
-    "vocabulary": 1,
-}
+_FROM_ZERO = ("devices", "idle", "update_delay")
 _SEVERAL = ("devices", "idle")
 
 
 class Header(NamedTuple):
-    """Hold what the line says, or what holds without one.
+    """Hold what the line says, or what holds without one. The fields are the words of the line.
 
     Args:
         replicas: of the model.
-        pieces: sequence pieces of a microbatch.
-        updates: the fields of ``WeightUpdates``.
         devices: of every stage; empty where the table shows them.
-        vocabulary: barriers of vocabulary parallelism.
         idle: devices that have no line of their own.
+        pieces: sequence pieces of a microbatch.
+        vocabulary: barriers of vocabulary parallelism.
+        update_every: of ``WeightUpdates``, as the two that follow.
+        versions_kept: of them.
+        update_delay: of them.
     """
 
     replicas: int = 1
-    pieces: int = 1
-    updates: tuple[int, int, int | None] | None = None
     devices: tuple[int, ...] = ()
-    vocabulary_barriers: int = 0
     idle: tuple[int, ...] = ()
+    pieces: int = 1
+    vocabulary: int = 0
+    update_every: int | None = None
+    versions_kept: int | None = None
+    update_delay: int | None = None
 
 
 def split_lines(text: str) -> list[str]:
@@ -54,18 +49,8 @@ def split_lines(text: str) -> list[str]:
 
 def write_header(header: Header) -> str:
     """Return the line with its end, or nothing if all of it is as it is without one."""
-    every, kept, delay = header.updates or (None, None, None)
-    settings = {
-        "replicas": header.replicas if header.replicas > 1 else None,
-        "devices": "-".join(map(str, header.devices)) or None,
-        "idle": "-".join(map(str, header.idle)) or None,
-        "pieces": header.pieces if header.pieces > 1 else None,
-        "vocabulary": header.vocabulary_barriers or None,
-        "update_every": every,
-        "versions_kept": kept,
-        "update_delay": delay,
-    }
-    words = [f"{name}={value}" for name, value in settings.items() if value is not None]
+    said = ((name, value) for name, value in header._asdict().items() if value != Header._field_defaults[name])
+    words = [f"{name}={'-'.join(map(str, value)) if name in _SEVERAL else value}" for name, value in said]
     return f"# {' '.join(words)}\n" if words else ""
 
 
@@ -83,48 +68,42 @@ def read_header(text: str) -> tuple[Header, str]:
     first = marked[0]
     if len(marked) > 1:
         raise ScheduleFormatError("the file has a line that starts with # already; join the two", line=marked[1] + 1)
-    settings = _parse(lines[first].strip(_BLANK + "\r,").removeprefix("#"), first + 1)
+    header = Header(**_parse(lines[first].strip(_BLANK + "\r,").removeprefix("#"), first + 1))
     lines[first] = ""
-    replicas, devices = settings.get("replicas", (1,))[0], settings.pop("devices", ())
+    replicas, devices, idle, *_ = header
     if devices and (len(devices) % replicas or set(devices) != set(range(max(devices) + 1))):
         raise ScheduleFormatError(
             "devices names the device of every stage, as in devices=0-1-1-0: all devices from 0 up, and as many stages "
             f"for each of {replicas} replicas",
             line=first + 1,
         )
-    idle = settings.get("idle", ())
     if list(idle) != sorted(set(idle)) or (idle and (not devices or idle[-1] > max(devices))):
         raise ScheduleFormatError(
             "idle names devices without actions, in order, as in devices=0-1-2 idle=0-2; devices must be there too",
             line=first + 1,
         )
-    updates = None
-    if "update_every" in settings or "versions_kept" in settings or "update_delay" in settings:
-        try:
-            delay = settings.get("update_delay", (None,))[0]
-            updates = (settings["update_every"][0], settings["versions_kept"][0], delay)
-        except KeyError as missing:
-            raise ScheduleFormatError(f"weight updates need {missing.args[0]} too; add it", line=first + 1) from None
-    pieces, barriers = settings.get("pieces", (1,))[0], settings.get("vocabulary", (0,))[0]
-    return Header(replicas, pieces, updates, devices, barriers, idle), "\n".join(lines)
+    missing = [name for name in ("update_every", "versions_kept") if getattr(header, name) is None]
+    if missing and header[-3:] != (None, None, None):
+        raise ScheduleFormatError(f"weight updates need {missing[0]} too; add it", line=first + 1)
+    return header, "\n".join(lines)
 
 
-def _parse(line: str, number: int) -> dict[str, tuple[int, ...]]:
-    settings = {}
+def _parse(line: str, number: int) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
     for word in line.split():
         name, _, value = word.partition("=")
         numbers = value.split("-")
         if (
-            name not in _LEAST
+            name not in Header._fields
             or (len(numbers) > 1 and name not in _SEVERAL)
-            or not all(_NUMBER.fullmatch(each) and int(each) >= _LEAST[name] for each in numbers)
+            or not all(_NUMBER.fullmatch(each) and int(each) >= (name not in _FROM_ZERO) for each in numbers)
         ):
             raise ScheduleFormatError(
                 f"{shown(word)} is no setting; write name=number, as in replicas=2, with {MOST_DIGITS} digits at most (names: "
-                f"{', '.join(_LEAST)})",
+                f"{', '.join(Header._fields)})",
                 line=number,
             )
-        settings[name] = tuple(map(int, numbers))
+        settings[name] = tuple(map(int, numbers)) if name in _SEVERAL else int(value)
     return settings
 
 
