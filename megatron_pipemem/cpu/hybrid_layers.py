@@ -8,21 +8,13 @@ Megatron's specification.
 
 from __future__ import annotations
 
-from functools import partial
-
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -38,8 +30,6 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_pipemem.errors import UnsupportedError
-
-_CAUSAL = {"attn_mask_type": AttnMaskType.causal}
 
 
 class _NoLocalLayer:
@@ -72,15 +62,7 @@ hybrid_stack_spec = ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
                 input_layernorm=WrappedTorchNorm,
-                self_attention=ModuleSpec(
-                    module=SelfAttention,
-                    params=_CAUSAL,
-                    submodules=SelfAttentionSubmodules(
-                        linear_qkv=ColumnParallelLinear,
-                        core_attention=DotProductAttention,
-                        linear_proj=RowParallelLinear,
-                    ),
-                ),
+                self_attention=get_gpt_layer_local_submodules().self_attention,
                 self_attn_bda=get_bias_dropout_add,
                 sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
             ),
@@ -89,21 +71,7 @@ hybrid_stack_spec = ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
                 input_layernorm=WrappedTorchNorm,
-                self_attention=ModuleSpec(
-                    module=MLASelfAttention,
-                    params=_CAUSAL,
-                    submodules=MLASelfAttentionSubmodules(
-                        linear_q_proj=ColumnParallelLinear,
-                        linear_q_down_proj=ColumnParallelLinear,
-                        linear_q_up_proj=ColumnParallelLinear,
-                        linear_kv_down_proj=ColumnParallelLinear,
-                        linear_kv_up_proj=ColumnParallelLinear,
-                        core_attention=DotProductAttention,
-                        linear_proj=RowParallelLinear,
-                        q_layernorm=IdentityOp,
-                        kv_layernorm=IdentityOp,
-                    ),
-                ),
+                self_attention=get_gpt_layer_local_submodules(multi_latent_attention=True).self_attention,
                 self_attn_bda=get_bias_dropout_add,
             ),
         ),
@@ -113,10 +81,7 @@ hybrid_stack_spec = ModuleSpec(
             module=MLPLayer,
             submodules=TransformerLayerSubmodules(
                 pre_mlp_layernorm=WrappedTorchNorm,
-                mlp=partial(
-                    MLP.as_mlp_submodule,
-                    submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
-                ),
+                mlp=get_gpt_layer_local_submodules().mlp,
                 mlp_bda=get_bias_dropout_add,
                 sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
             ),
@@ -126,7 +91,7 @@ hybrid_stack_spec = ModuleSpec(
             submodules=TransformerLayerSubmodules(
                 pre_mlp_layernorm=WrappedTorchNorm,
                 # Any positive number: the configuration says how many there are.
-                mlp=get_moe_module_spec(use_te=False, num_experts=1, moe_grouped_gemm=False),
+                mlp=get_gpt_layer_local_submodules(num_experts=1).mlp,
                 mlp_bda=get_bias_dropout_add,
             ),
         ),

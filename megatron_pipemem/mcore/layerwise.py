@@ -143,14 +143,14 @@ class LayerwiseRandom(Extension):
 
     def replacements(self) -> Replacements:
         return [
-            *((symbol, self._wrap_model) for symbol in (GPT_MODEL, HYBRID_MODEL)),
-            (EMBEDDING, _wrap_embedding),
-            (BUILD_LAYER, functools.partial(_wrap_build, "layer", _number_in_model)),
-            (BUILD_HYBRID_LAYER, functools.partial(_wrap_build, "layer", lambda named: named["layer_number"])),
-            (BUILD_MTP_LAYER, functools.partial(_wrap_build, "mtp", lambda named: named["layer_number"])),
-            (EXPERTS, self._wrap_experts),
-            (MLP, self._wrap_mlp),
-            (FORWARD_STEP, self._wrap_forward_step),
+            *((symbol, self._build_model) for symbol in (GPT_MODEL, HYBRID_MODEL)),
+            (EMBEDDING, _build_embedding),
+            (BUILD_LAYER, functools.partial(_build_module, "layer", _number_in_model)),
+            (BUILD_HYBRID_LAYER, functools.partial(_build_module, "layer", lambda named: named["layer_number"])),
+            (BUILD_MTP_LAYER, functools.partial(_build_module, "mtp", lambda named: named["layer_number"])),
+            (EXPERTS, self._build_experts),
+            (MLP, self._build_mlp),
+            (FORWARD_STEP, self._forward_step),
         ]
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
@@ -172,58 +172,40 @@ class LayerwiseRandom(Extension):
 
         return {kind: noting(executor.handlers[kind]) for kind in (Kind.F, Kind.R)}
 
-    def _wrap_model(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def __init__(model, config, *args, **kwargs) -> None:
-            _check(config)
-            with _drawing(derived(_seed(), "build")):
-                original(model, config, *args, **kwargs)
-            self._models.add(model)
+    def _build_model(self, original: Callable, model, config, *args, **kwargs) -> None:
+        _check(config)
+        with _drawing(derived(_seed(), "build")):
+            original(model, config, *args, **kwargs)
+        self._models.add(model)
 
-        return __init__
+    def _build_experts(self, original: Callable, experts, num_local_experts, *args, **kwargs) -> None:
+        self._experts = itertools.count(parallel_state.get_expert_model_parallel_rank() * num_local_experts)
+        try:
+            original(experts, num_local_experts, *args, **kwargs)
+        finally:
+            self._experts = None
 
-    def _wrap_experts(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def __init__(experts, num_local_experts, *args, **kwargs) -> None:
-            self._experts = itertools.count(parallel_state.get_expert_model_parallel_rank() * num_local_experts)
-            try:
-                original(experts, num_local_experts, *args, **kwargs)
-            finally:
-                self._experts = None
+    def _build_mlp(self, original: Callable, mlp, *args, **kwargs) -> None:
+        key = _enclosing()
+        if key is None or self._experts is None:
+            return original(mlp, *args, **kwargs)
+        with _drawing(derived(key, "expert", next(self._experts)), is_expert=True):
+            return original(mlp, *args, **kwargs)
 
-        return __init__
-
-    def _wrap_mlp(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def __init__(mlp, *args, **kwargs) -> None:
-            key = _enclosing()
-            if key is None or self._experts is None:
-                return original(mlp, *args, **kwargs)
-            with _drawing(derived(key, "expert", next(self._experts)), is_expert=True):
-                return original(mlp, *args, **kwargs)
-
-        return __init__
-
-    def _wrap_forward_step(self, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def forward_step(forward_step_func, data_iterator, model, *args, **kwargs):
-            call = forward_step_func, data_iterator, model, *args
-            if not model.training:
-                return original(*call, **kwargs)
-            if unwrap_model(model) not in self._models:
-                raise UnsupportedError(
-                    "layerwise random numbers need a GPTModel or a HybridModel that was built after enable(), and this "
-                    f"{type(unwrap_model(model)).__name__} is none; leave --pipemem-random out"
-                )
-            number = self._number
-            later, microbatch = (
-                (0, int(kwargs["current_microbatch"])) if number is None else divmod(number, self._batch)
+    def _forward_step(self, original: Callable, forward_step_func, data_iterator, model, *args, **kwargs):
+        call = forward_step_func, data_iterator, model, *args
+        if not model.training:
+            return original(*call, **kwargs)
+        if unwrap_model(model) not in self._models:
+            raise UnsupportedError(
+                "layerwise random numbers need a GPTModel or a HybridModel that was built after enable(), and this "
+                f"{type(unwrap_model(model)).__name__} is none; leave --pipemem-random out"
             )
-            iteration, seed = iteration_and_seed()
-            with _within(derived(seed, "train", iteration + later, microbatch)):
-                return original(*call, **kwargs)
-
-        return forward_step
+        number = self._number
+        later, microbatch = (0, int(kwargs["current_microbatch"])) if number is None else divmod(number, self._batch)
+        iteration, seed = iteration_and_seed()
+        with _within(derived(seed, "train", iteration + later, microbatch)):
+            return original(*call, **kwargs)
 
 
 def _check(config) -> None:
@@ -244,41 +226,35 @@ def _seed() -> int:
     return iteration_and_seed()[1]
 
 
-def _wrap_embedding(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def __init__(embedding, *args, **kwargs) -> None:
-        key = _enclosing()
-        if key is None:  # of a model that this package does not know
-            return original(embedding, *args, **kwargs)
-        with _drawing(derived(key, "embedding")):
-            original(embedding, *args, **kwargs)
-        return _draw_by_key(embedding, False, "embedding")  # it forks the tracker itself where it drops by shard
-
-    return __init__
+def _build_embedding(original: Callable, embedding, *args, **kwargs) -> None:
+    key = _enclosing()
+    if key is None:  # of a model that this package does not know
+        return original(embedding, *args, **kwargs)
+    with _drawing(derived(key, "embedding")):
+        original(embedding, *args, **kwargs)
+    return _draw_by_key(embedding, False, "embedding")  # it forks the tracker itself where it drops by shard
 
 
-def _wrap_build(kind: str, number_of: Callable[[dict], int], original: Callable) -> Callable:
-    """Wrap ``build_module``, as one of the modules knows it that build layers.
+def _build_module(kind: str, number_of: Callable[[dict], int], original: Callable, spec, *args, **kwargs):
+    """Run in the place of ``build_module``, as one of the modules knows it that build layers.
 
     Args:
         kind: tells these layers from others with the same numbers.
         number_of: a layer's number in the whole model, by the arguments that it is built with.
         original: ``build_module``.
+        spec: of what is built.
+        args: further arguments of Megatron's.
+        kwargs: the same by name.
     """
-
-    @functools.wraps(original)
-    def build_module(spec, *args, **kwargs):
-        key = _enclosing()
-        if key is None or "layer_number" not in kwargs:
-            return original(spec, *args, **kwargs)
-        parts = kind, number_of(kwargs)
-        with _drawing(derived(key, *parts)):
-            module = original(spec, *args, **kwargs)
-        if isinstance(module, torch.nn.Module):
-            _draw_by_key(module, kwargs["config"].sequence_parallel, *parts)
-        return module
-
-    return build_module
+    key = _enclosing()
+    if key is None or "layer_number" not in kwargs:
+        return original(spec, *args, **kwargs)
+    parts = kind, number_of(kwargs)
+    with _drawing(derived(key, *parts)):
+        module = original(spec, *args, **kwargs)
+    if isinstance(module, torch.nn.Module):
+        _draw_by_key(module, kwargs["config"].sequence_parallel, *parts)
+    return module
 
 
 def _number_in_model(named: dict) -> int:

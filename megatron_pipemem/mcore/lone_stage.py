@@ -206,28 +206,22 @@ def run_stage(stage: torch.nn.Module, model: Model, execution: Execution, positi
     return Observed(observed.ledger.entries, observed.trace.actions(), count)
 
 
-def _evenly(preprocess: Callable) -> Callable:
+def _evenly(preprocess: Callable, dispatcher, routing_map: torch.Tensor) -> np.ndarray:
     """Route as many tokens to every expert: fake tensors have no values, and shapes follow from these numbers."""
-
-    def even(dispatcher, routing_map: torch.Tensor) -> np.ndarray:
-        preprocess(dispatcher, routing_map)
-        visits = dispatcher.num_out_tokens
-        sources = dispatcher.ep_size * dispatcher.tp_size
-        from_each = np.full((sources, dispatcher.num_local_experts), visits // dispatcher.num_experts)
-        dispatcher.num_global_tokens_per_local_expert = from_each
-        if sources > 1:
-            to_each = np.full(dispatcher.ep_size, visits // dispatcher.ep_size)
-            dispatcher.input_splits = dispatcher.output_splits = to_each
-            dispatcher.output_splits_tp = np.full(dispatcher.tp_size, visits)
-        for order in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
-            shape = (
-                (-1, dispatcher.num_local_experts) if order.startswith("sort") else (dispatcher.num_local_experts, -1)
-            )
-            chunks = np.arange(dispatcher.num_experts * dispatcher.tp_size)
-            setattr(dispatcher, order, chunks.reshape(shape).T.ravel())
-        return from_each.sum(axis=0)
-
-    return even
+    preprocess(dispatcher, routing_map)
+    visits = dispatcher.num_out_tokens
+    sources = dispatcher.ep_size * dispatcher.tp_size
+    from_each = np.full((sources, dispatcher.num_local_experts), visits // dispatcher.num_experts)
+    dispatcher.num_global_tokens_per_local_expert = from_each
+    if sources > 1:
+        to_each = np.full(dispatcher.ep_size, visits // dispatcher.ep_size)
+        dispatcher.input_splits = dispatcher.output_splits = to_each
+        dispatcher.output_splits_tp = np.full(dispatcher.tp_size, visits)
+    for order in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
+        shape = (-1, dispatcher.num_local_experts) if order.startswith("sort") else (dispatcher.num_local_experts, -1)
+        chunks = np.arange(dispatcher.num_experts * dispatcher.tp_size)
+        setattr(dispatcher, order, chunks.reshape(shape).T.ravel())
+    return from_each.sum(axis=0)
 
 
 def _schedule(microbatches: int) -> Schedule:

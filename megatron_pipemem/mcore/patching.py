@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
@@ -69,8 +70,8 @@ class Symbol:
             raise UpstreamError(f"megatron-core {megatron_version()} has no {self}; {_tested()}") from None
 
 
-Replacements = list[tuple[Symbol, Callable[[Callable], Callable]]]
-"""Symbols, and what makes a replacement of the original."""
+Replacements = list[tuple[Symbol, Callable]]
+"""Symbols, and what runs in their place: it gets the original in front of the caller's arguments."""
 
 
 class Feature:
@@ -88,23 +89,22 @@ class PatchSet:
     _originals: list[tuple[object, str, object]] = field(default_factory=list)
 
     def install(self, replacements: Replacements) -> None:
-        """Replace every symbol by ``wrap(original)``, all of them or none: whatever fails leaves every symbol as it was.
+        """Replace every symbol, all of them or none: whatever fails leaves every symbol as it was.
 
-        Of several replacements of one symbol, each wraps the one before it.
+        Of several replacements of one symbol, each gets the one before it as its original. A replacement keeps the
+        attributes of the original, but for those that the function in its place has too.
 
         Raises:
             UpstreamError: a symbol is missing or changed.
-            Exception: what a ``wrap`` raises.
         """
         for symbol, _ in replacements:
             symbol.resolve()
         try:
-            for symbol, wrap in replacements:
+            for symbol, act in replacements:
                 owner, attribute = symbol.owner()
                 original = getattr(owner, attribute)  # which another replacement may have put there
-                replacement = wrap(original)
+                setattr(owner, attribute, _in_place_of(original, act))
                 self._originals.append((owner, attribute, original))
-                setattr(owner, attribute, replacement)
         except BaseException:
             self.remove()
             raise
@@ -113,6 +113,15 @@ class PatchSet:
         while self._originals:
             owner, attribute, original = self._originals.pop()
             setattr(owner, attribute, original)
+
+
+def _in_place_of(original: Callable, act: Callable) -> Callable:
+    @functools.wraps(original)
+    def replacement(*args, **kwargs):
+        return act(original, *args, **kwargs)
+
+    vars(replacement).update(vars(act))
+    return replacement
 
 
 def is_imported(module: str) -> bool:

@@ -17,8 +17,8 @@ from megatron.core.transformer import multi_token_prediction, transformer_block
 
 import megatron_pipemem
 from megatron_pipemem.errors import UnknownScheduleError, UnsupportedError, UpstreamError
-from megatron_pipemem.mcore import plugin
-from megatron_pipemem.mcore.step import split_backward
+from megatron_pipemem.mcore import patching, plugin
+from megatron_pipemem.mcore.model.linear import split_linear
 from megatron_pipemem.mcore.step.split_backward import SplitBackward
 
 WATCHED = (
@@ -128,11 +128,13 @@ def test_a_changed_signature_is_refused_by_name(monkeypatch):
 
 
 def test_a_replacement_that_fails_leaves_the_plugin_off_and_can_be_enabled_later(monkeypatch, stock):
-    def fail(original):
-        raise ArithmeticError
+    def fail(original, act):
+        if act is split_linear:
+            raise ArithmeticError
+        return act
 
     with monkeypatch.context() as broken:
-        broken.setattr(split_backward, "split_linear", fail)
+        broken.setattr(patching, "_in_place_of", fail)
         with pytest.raises(ArithmeticError):
             megatron_pipemem.enable("v-half")
     assert bindings() == stock

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -49,7 +51,7 @@ def run(function, queue=None, bias=True, requires_grad=True, passes=1, dtype=tor
 @pytest.mark.parametrize("passes", [1, 3])
 def test_bit_identical_to_stock_after_w(bias, dtype, passes):
     queue = WeightGradientQueue()
-    output, input_grad, bias_grad, weight = run(split_linear(STOCK), queue, bias, passes=passes, dtype=dtype)
+    output, input_grad, bias_grad, weight = run(partial(split_linear, STOCK), queue, bias, passes=passes, dtype=dtype)
     wanted_output, wanted_input_grad, wanted_bias_grad, wanted_weight = run(
         STOCK, None, bias, passes=passes, dtype=dtype
     )
@@ -65,20 +67,20 @@ def test_bit_identical_to_stock_after_w(bias, dtype, passes):
 
 
 def test_without_a_queue_it_is_the_stock_function():
-    weight = run(split_linear(STOCK))[-1]
+    weight = run(partial(split_linear, STOCK))[-1]
     assert torch.equal(weight.grad, run(STOCK)[-1].grad)
 
 
 def test_an_input_without_gradient_leaves_the_weight_gradient_to_stock():
     queue = WeightGradientQueue()
-    weight = run(split_linear(STOCK), queue, bias=False, requires_grad=False)[-1]
+    weight = run(partial(split_linear, STOCK), queue, bias=False, requires_grad=False)[-1]
     assert list(queue.tensors()) == []
     assert torch.equal(weight.grad, run(STOCK, bias=False, requires_grad=False)[-1].grad)
 
 
 def test_what_waits_does_not_keep_the_graph_alive():
     queue = WeightGradientQueue()
-    run(split_linear(STOCK), queue)
+    run(partial(split_linear, STOCK), queue)
     assert all(tensor.grad_fn is None and not tensor.requires_grad for tensor in queue.tensors())
 
 
@@ -100,7 +102,7 @@ def test_fused_accumulation_goes_into_main_grad(monkeypatch):
     setattr(weight, GRADIENT_READY, lambda: ready.append(weight.grad is not None))
     x = torch.randn(3, 2, 4, generator=generator, requires_grad=True)
     with collecting(queue):
-        split_linear(STOCK)(x, weight, bias, True, False, False, tp_group=OneRank()).square().sum().backward()
+        partial(split_linear, STOCK)(x, weight, bias, True, False, False, tp_group=OneRank()).square().sum().backward()
     assert ready == []
     queue.run()
     assert torch.equal(weight.main_grad, wanted)
@@ -146,7 +148,7 @@ def sequence_parallel_layers(queue) -> list[torch.nn.Parameter]:
     y = torch.ones(3, 2, 4, requires_grad=True)
     with collecting(queue):
         for weight in weights:
-            y = split_linear(STOCK)(y, weight, None, False, False, True, tp_group=OneRank())
+            y = partial(split_linear, STOCK)(y, weight, None, False, False, True, tp_group=OneRank())
         y.sum().backward()
     return weights
 
@@ -201,7 +203,7 @@ def test_a_layer_that_asks_for_something_new_is_left_to_stock_and_told_once(capl
     queue = WeightGradientQueue()
     for _ in range(2):
         output, *_, weight = run(
-            lambda *args, **kw: split_linear(newer)(*args, output_dtype=torch.float32, **kw), queue
+            lambda *args, **kw: split_linear(newer, *args, output_dtype=torch.float32, **kw), queue
         )
     assert torch.equal(output, run(STOCK)[0])
     assert weight.grad is not None and len(caplog.records) == 1

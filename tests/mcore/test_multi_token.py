@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -87,7 +88,7 @@ def test_a_weight_that_is_used_several_times_is_reported_once_with_autograds_own
     linear = layers.linear_with_grad_accumulation_and_async_allreduce
     embed = layers.VocabParallelEmbedding.forward
     _, wanted = trained(linear, embed, None)
-    _, found = trained(split_linear(linear), split_embedding(embed), queue)
+    _, found = trained(partial(split_linear, linear), partial(split_embedding, embed), queue)
     assert len(found) == len(wanted) == 2
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 

@@ -36,8 +36,8 @@ def test_replaces_functions_and_methods_and_puts_them_back(upstream):
     patches = PatchSet()
     patches.install(
         [
-            (STEP, lambda original: lambda *args: f"ours over {original(*args)}"),
-            (BUILD, lambda original: lambda self, config: "our model"),
+            (STEP, lambda original, *args: f"ours over {original(*args)}"),
+            (BUILD, lambda original, model, config: "our model"),
         ]
     )
     assert upstream.step(None, 1) == "ours over stock step"
@@ -51,7 +51,7 @@ def test_two_replacements_of_one_symbol_wrap_each_other(upstream):
     step = upstream.step
 
     def wrap(name):
-        return lambda original: lambda *args: f"{name} over {original(*args)}"
+        return lambda original, *args: f"{name} over {original(*args)}"
 
     patches = PatchSet()
     patches.install([(STEP, wrap("first")), (STEP, wrap("second"))])
@@ -77,15 +77,33 @@ def test_a_missing_or_changed_symbol_is_named_and_nothing_is_touched(upstream, s
     assert upstream.step is step
 
 
-@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
-def test_a_wrap_that_fails_leaves_nothing_replaced(upstream, error):
-    def fail(original):
-        raise error
+def test_a_replacement_has_the_attributes_of_the_original_and_its_own(upstream):
+    def ours(original, *args):
+        return original(*args)
 
+    upstream.step.warned, upstream.step.kept, ours.warned = False, 1, True
+    patches = PatchSet()
+    patches.install([(STEP, ours)])
+    assert (upstream.step.warned, upstream.step.kept) == (True, 1)
+    patches.remove()
+    assert not upstream.step.warned
+
+
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+def test_a_replacement_that_fails_leaves_nothing_replaced(upstream, error):
+    class Frozen(type):
+        def __setattr__(cls, name, value):
+            raise error
+
+    class Model(metaclass=Frozen):
+        def build(self, config):
+            return "stock model"
+
+    upstream.Model = Model
     step, build = upstream.step, upstream.Model.build
     patches = PatchSet()
     with pytest.raises(error):
-        patches.install([(STEP, lambda original: lambda *args: "ours"), (BUILD, fail)])
+        patches.install([(STEP, lambda original, *args: "ours"), (BUILD, lambda original, *args: None)])
     assert upstream.step is step and upstream.Model.build is build
     patches.remove()  # nothing is left to put back
     assert upstream.step is step

@@ -173,6 +173,6 @@ def test_what_needs_all_stages_at_once_is_refused_when_the_optimizer_is_built(ch
     config = SimpleNamespace(**{"clip_grad": 0.0, "fp16": False, "log_num_zeros_in_grad": False, **changed})
     optimizer = StageOptimizer()
     with pytest.raises(UnsupportedError, match=words):
-        optimizer.catch(lambda config, chunks: built)(config, [])
+        optimizer.catch(lambda config, chunks: built, config, [])
     with pytest.raises(UnsupportedError, match="none was built since enable"):
         optimizer.require()

@@ -46,42 +46,41 @@ class SavedVersions:
         )
 
 
-def wrap_save(saved_now: Callable[[], SavedVersions | None]) -> Callable[[Callable], Callable]:
-    """Write what ``saved_now`` gives into the folder of every checkpoint that stays."""
+def save(saved_now: Callable[[], SavedVersions | None], original: Callable, iteration, *args, **kwargs):
+    """Run in the place of ``save_checkpoint``: write what ``saved_now`` gives into the folder of a checkpoint that stays.
 
-    def wrap(original: Callable) -> Callable:
-        def save_checkpoint(iteration, *args, **kwargs):
-            result = original(iteration, *args, **kwargs)
-            saved = saved_now()
-            if saved is not None and not kwargs.get("non_persistent_ckpt", False):
-                try:
-                    _write(saved, iteration)
-                except (
-                    OSError,
-                    RuntimeError,
-                ) as error:  # of torch; the checkpoint itself is whole, and can be resumed without them
-                    logger.warning("%s; a run resumed here begins with the newest weights alone", error)
-            return result
-
-        return save_checkpoint
-
-    return wrap
+    Args:
+        saved_now: gives what belongs beside a checkpoint of now.
+        original: Megatron's function.
+        iteration: of the checkpoint.
+        args: further arguments of Megatron's.
+        kwargs: the same by name.
+    """
+    result = original(iteration, *args, **kwargs)
+    saved = saved_now()
+    if saved is not None and not kwargs.get("non_persistent_ckpt", False):
+        try:
+            _write(saved, iteration)
+        except (OSError, RuntimeError) as error:  # of torch; the checkpoint itself is whole, and can be resumed without
+            logger.warning("%s; a run resumed here begins with the newest weights alone", error)
+    return result
 
 
-def wrap_load(loaded: Callable[[SavedVersions | None], None]) -> Callable[[Callable], Callable]:
-    """Tell ``loaded`` what stands beside a checkpoint that has been loaded, on all ranks the same or nothing."""
+def load(loaded: Callable[[SavedVersions | None], None], original: Callable, *args, load_arg="load", **kwargs):
+    """Run in the place of ``load_checkpoint``: tell ``loaded`` what stands beside the checkpoint that has been loaded, on
+    all ranks the same or nothing.
 
-    def wrap(original: Callable) -> Callable:
-        def load_checkpoint(ddp_model, optimizer, opt_param_scheduler, load_arg="load", *args, **kwargs):
-            result = original(ddp_model, optimizer, opt_param_scheduler, load_arg, *args, **kwargs)
-            iteration = result[0]
-            if load_arg == "load":
-                loaded(_read(iteration) if iteration else None)
-            return result
-
-        return load_checkpoint
-
-    return wrap
+    Args:
+        loaded: is told.
+        original: Megatron's function.
+        args: further arguments of Megatron's.
+        load_arg: the flag that names the checkpoint's folder.
+        kwargs: further arguments of Megatron's, by name.
+    """
+    result = original(*args, load_arg=load_arg, **kwargs)
+    if load_arg == "load":
+        loaded(_read(result[0]) if result[0] else None)
+    return result
 
 
 def _file(purpose: str, iteration: int):

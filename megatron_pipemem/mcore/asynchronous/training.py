@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron_pipemem.config.refusals import asynchronous
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import agree, gather, tell
-from megatron_pipemem.mcore.asynchronous.checkpoint import SavedVersions, wrap_load, wrap_save
+from megatron_pipemem.mcore.asynchronous.checkpoint import SavedVersions, load, save
 from megatron_pipemem.mcore.loop_arguments import steps_left
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.patching import Replacements
@@ -108,19 +108,23 @@ class StageOptimizer:
     def __init__(self) -> None:
         self._caught = None
 
-    def catch(self, original: Callable) -> Callable:
-        """Wrap ``get_megatron_optimizer``."""
+    def catch(self, original: Callable, config, model_chunks, *args, **kwargs):
+        """Run in the place of ``get_megatron_optimizer``: build the optimizer, and keep its steps from the loop.
 
-        def get_megatron_optimizer(config, model_chunks, *args, **kwargs):
-            optimizer = original(config, model_chunks, *args, **kwargs)
-            check_config(config, *asynchronous(per_batch=False))
-            self.release()
-            self._caught = optimizer
-            # The loop steps once per batch. By then the stage has done so for every microbatch.
-            optimizer.step = lambda: (True, None, None)
-            return optimizer
-
-        return get_megatron_optimizer
+        Args:
+            original: Megatron's function.
+            config: of the optimizer.
+            model_chunks: of this rank.
+            args: further arguments of Megatron's.
+            kwargs: the same by name.
+        """
+        optimizer = original(config, model_chunks, *args, **kwargs)
+        check_config(config, *asynchronous(per_batch=False))
+        self.release()
+        self._caught = optimizer
+        # The loop steps once per batch. By then the stage has done so for every microbatch.
+        optimizer.step = lambda: (True, None, None)
+        return optimizer
 
     def step(self, chunks: list[torch.nn.Module], reduce: Callable[[], None]) -> None:
         """Update the parameters with the gradients that are there, and clear those.
@@ -180,7 +184,7 @@ class AsynchronousTraining(Extension):
         tell(logger, WARNING, source.name, level=logging.WARNING)
 
     def replacements(self) -> Replacements:
-        replaced = [(SAVE, wrap_save(self._to_save)), (LOAD, wrap_load(self._loaded))]
+        replaced = [(SAVE, partial(save, self._to_save)), (LOAD, partial(load, self._loaded))]
         if not self._loop_updates:
             replaced += [(symbol, self._optimizer.catch) for symbol in (GET_OPTIMIZER, GET_TRAINING_OPTIMIZER)]
         return replaced

@@ -28,18 +28,21 @@ from megatron_pipemem.runtime.weight_gradients import (
 logger = logging.getLogger(__name__)
 
 
-def split_linear(original: Callable) -> Callable:
-    """Wrap the stock function: same arguments, same results, weight gradient deferred while a queue is collecting."""
-    unsplit = countable_linear(original)
+def split_linear(original: Callable, *args, **kwargs) -> torch.Tensor:
+    """Return the stock function's result; its weight gradient is deferred while a queue is collecting.
 
-    def linear_with_grad_accumulation_and_async_allreduce(*args, **kwargs) -> torch.Tensor:
-        queue = current_queue()
-        output = None if queue is None else _split(queue, *args, **kwargs)
-        return unsplit(*args, **kwargs) if output is None else output
+    Args:
+        original: the stock function.
+        args: of it.
+        kwargs: of it, by name.
+    """
+    queue = current_queue()
+    output = None if queue is None else _split(queue, *args, **kwargs)
+    return countable_linear(original, *args, **kwargs) if output is None else output
 
-    # Stock keeps a flag for its one-time warnings on the function itself.
-    linear_with_grad_accumulation_and_async_allreduce.warned = True
-    return linear_with_grad_accumulation_and_async_allreduce
+
+# Stock keeps a flag for its one-time warnings on the function itself.
+split_linear.warned = True
 
 
 def _split(
@@ -79,19 +82,21 @@ def _tell_unsplit(argument: str) -> None:
     )
 
 
-def countable_linear(original: Callable) -> Callable:
-    """Wrap the stock function so that the activation ledger may watch it.
+def countable_linear(original: Callable, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    """Return the stock function's result, in a way that the activation ledger may watch.
 
     With fused gradient accumulation its backward marks the weight that it saved, and DDP looks for the mark on the
     parameter: they have to be the same object.
+
+    Args:
+        original: the stock function.
+        input: of the layer.
+        args: further arguments of the stock function.
+        kwargs: the same by name.
     """
 
-    @functools.wraps(original)
-    def linear_with_grad_accumulation_and_async_allreduce(input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        with saved_as_is(input):
-            return original(input, *args, **kwargs)
-
-    return linear_with_grad_accumulation_and_async_allreduce
+    with saved_as_is(input):
+        return original(input, *args, **kwargs)
 
 
 @dataclass(frozen=True)

@@ -19,45 +19,42 @@ from megatron_pipemem.runtime.weight_gradients import (
 )
 
 
-def split_embedding(original: Callable) -> Callable:
-    """Wrap ``VocabParallelEmbedding.forward``: leave the weight gradient of a copy of the embedding to W.
+def split_embedding(original: Callable, embedding: VocabParallelEmbedding, input_: torch.Tensor) -> torch.Tensor:
+    """Run in the place of ``VocabParallelEmbedding.forward``: leave the weight gradient of a copy of the embedding to W.
 
     The copy on the stage of multi-token prediction may be the head's weight too. Autograd would sum what both give it within
     one backward, so both are left to one W. Other embeddings, and those cut by tensor parallelism, are stock's.
+
+    Args:
+        original: the stock function.
+        embedding: the module.
+        input_: token numbers, ``[b, s]``.
     """
-
-    def forward(self: VocabParallelEmbedding, input_: torch.Tensor) -> torch.Tensor:
-        queue = current_queue()
-        splits = queue is not None and not isinstance(queue, ImmediateWeightGradients) and torch.is_grad_enabled()
-        plain = self.tp_group.size() == 1 and not self.deterministic_mode and not self.reduce_scatter_embeddings
-        if splits and plain and getattr(self.weight, "shared", False):
-            call = _Call(queue, self.weight)
-            return _SplitEmbedding.apply(self.weight.new_empty(0, requires_grad=True), input_, call)
-        return original(self, input_)
-
-    return forward
-
-
-@dataclass(frozen=True)
-class _Call:
-    queue: WeightGradientQueue
-    weight: torch.Tensor
+    queue = current_queue()
+    splits = queue is not None and not isinstance(queue, ImmediateWeightGradients) and torch.is_grad_enabled()
+    changed = embedding.deterministic_mode or embedding.reduce_scatter_embeddings
+    if splits and embedding.tp_group.size() == 1 and not changed and getattr(embedding.weight, "shared", False):
+        empty = embedding.weight.new_empty(0, requires_grad=True)
+        return _SplitEmbedding.apply(empty, input_, queue, embedding)
+    return original(embedding, input_)
 
 
 class _SplitEmbedding(torch.autograd.Function):
     """Has an empty input that wants a gradient, so that autograd reaches it without knowing the weight."""
 
     @staticmethod
-    def forward(ctx, empty: torch.Tensor, tokens: torch.Tensor, call: _Call) -> torch.Tensor:
+    def forward(
+        ctx, empty: torch.Tensor, tokens: torch.Tensor, queue: WeightGradientQueue, embedding: VocabParallelEmbedding
+    ) -> torch.Tensor:
         ctx.save_for_backward(tokens)
-        ctx.call = call
-        return torch.nn.functional.embedding(tokens, call.weight)
+        ctx.queue, ctx.weight = queue, embedding.weight
+        return torch.nn.functional.embedding(tokens, ctx.weight)
 
     @staticmethod
     def backward(ctx, output_gradient: torch.Tensor):
         (tokens,) = ctx.saved_tensors
-        ctx.call.queue.put(_EmbeddingWeightGradient(tokens, output_gradient.detach(), ctx.call.weight))
-        return None, None, None
+        ctx.queue.put(_EmbeddingWeightGradient(tokens, output_gradient.detach(), ctx.weight))
+        return None, None, None, None
 
 
 @dataclass
@@ -69,9 +66,6 @@ class _EmbeddingWeightGradient(DeferredWeightGradient):
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.tokens, self.output_gradient
-
-    def begin(self) -> None:
-        pass
 
     def run(self) -> None:
         rows = self.weight.size(0)

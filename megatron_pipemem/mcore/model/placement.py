@@ -117,13 +117,13 @@ class ChunkPlacement(Feature):
     def replacements(self) -> Replacements:
         """Return what to rebind for this placement; nothing for round robin itself with an uncut model."""
         ranks = [
-            (RANK, self._wrap_rank),
-            (IS_FIRST, self._wrap_predicate),
-            (IS_LAST, self._wrap_predicate),
-            (TIED_GRADIENTS, self._wrap_tied_gradients),
-            (SELECT_SEGMENT, _wrap_select_segment),
+            (RANK, lambda original: original() if self._rank_now is None else self._rank_now),
+            (IS_FIRST, self._predicate),
+            (IS_LAST, self._predicate),
+            (TIED_GRADIENTS, self._tied_gradients),
+            (SELECT_SEGMENT, _select_segment),
         ]
-        building = [(BUILD_STAGES, self._wrap_build_stages), (GET_MODEL, self._wrap_get_model)]
+        building = [(BUILD_STAGES, self._build_stages), (GET_MODEL, self._get_model)]
         if self.is_round_robin:
             return [] if self._cut is None else building
         return [*ranks, *building]
@@ -209,61 +209,48 @@ class ChunkPlacement(Feature):
                     "chunks with build_model_chunks()"
                 )
 
-    def _wrap_rank(self, original: Callable[[], int]) -> Callable[[], int]:
-        return lambda: original() if self._rank_now is None else self._rank_now
+    def _predicate(
+        self, original: Callable[..., bool], ignore_virtual: bool = True, vp_stage: int | None = None
+    ) -> bool:
+        with self.chunk(vp_stage):
+            return original(ignore_virtual=ignore_virtual, vp_stage=vp_stage)
 
-    def _wrap_predicate(self, original: Callable[..., bool]) -> Callable[..., bool]:
-        def predicate(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-            with self.chunk(vp_stage):
-                return original(ignore_virtual=ignore_virtual, vp_stage=vp_stage)
+    def _tied_gradients(self, original: Callable, model, config, embd_group=None, pp_group=None) -> None:
+        size = parallel_state.get_pipeline_model_parallel_world_size() if pp_group is None else pp_group.size()
+        if self.placement(size).is_round_robin:
+            original(model, config, embd_group, pp_group)
+        else:
+            _sum_tied_gradients(model)
 
-        return predicate
+    def _build_stages(self, original: Callable, build_model_func, pg_collection, vp_size, model_type=None):
+        placement = self.for_model(pg_collection.pp.size(), vp_size)
+        if placement.is_round_robin and self._cut is None:
+            return original(build_model_func, pg_collection, vp_size, model_type)
+        chunks = self.build_chunks(
+            lambda pg_collection, **kwargs: build_model_func(pg_collection, **kwargs), pg_collection, vp_size
+        )
+        for chunk in chunks:
+            chunk.model_type = model_type
+        return chunks
 
-    def _wrap_tied_gradients(self, original: Callable) -> Callable:
-        def sum_tied_gradients(model, config, embd_group=None, pp_group=None) -> None:
-            size = parallel_state.get_pipeline_model_parallel_world_size() if pp_group is None else pp_group.size()
-            if self.placement(size).is_round_robin:
-                original(model, config, embd_group, pp_group)
-            else:
-                _sum_tied_gradients(model)
+    def _get_model(self, original: Callable, model_provider_func, *args, **kwargs):
+        built: list[torch.nn.Module] = []
+        vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+        groups = kwargs.get("pg_collection")
+        size = parallel_state.get_pipeline_model_parallel_world_size() if groups is None else groups.pp.size()
+        placement = self.for_model(size, vp_size)
+        if placement.is_round_robin and self._cut is None:
+            return original(model_provider_func, *args, **kwargs)
 
-        return sum_tied_gradients
+        def provider(*, vp_stage: int | None = None, pg_collection=None, **ignored):
+            if not built:
+                passed_on = {k: v for k, v in ignored.items() if k not in ("pre_process", "post_process")}
+                built.extend(
+                    self.build_chunks(lambda **own: model_provider_func(**passed_on, **own), pg_collection, vp_size)
+                )
+            return built[vp_stage or 0] if placement.replicas == 1 else _Chunks(built)
 
-    def _wrap_build_stages(self, original: Callable) -> Callable:
-        def build_virtual_pipeline_stages(build_model_func, pg_collection, vp_size, model_type=None):
-            placement = self.for_model(pg_collection.pp.size(), vp_size)
-            if placement.is_round_robin and self._cut is None:
-                return original(build_model_func, pg_collection, vp_size, model_type)
-            chunks = self.build_chunks(
-                lambda pg_collection, **kwargs: build_model_func(pg_collection, **kwargs), pg_collection, vp_size
-            )
-            for chunk in chunks:
-                chunk.model_type = model_type
-            return chunks
-
-        return build_virtual_pipeline_stages
-
-    def _wrap_get_model(self, original: Callable) -> Callable:
-        def get_model(model_provider_func, *args, **kwargs):
-            built: list[torch.nn.Module] = []
-            vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-            groups = kwargs.get("pg_collection")
-            size = parallel_state.get_pipeline_model_parallel_world_size() if groups is None else groups.pp.size()
-            placement = self.for_model(size, vp_size)
-            if placement.is_round_robin and self._cut is None:
-                return original(model_provider_func, *args, **kwargs)
-
-            def provider(*, vp_stage: int | None = None, pg_collection=None, **ignored):
-                if not built:
-                    passed_on = {k: v for k, v in ignored.items() if k not in ("pre_process", "post_process")}
-                    built.extend(
-                        self.build_chunks(lambda **own: model_provider_func(**passed_on, **own), pg_collection, vp_size)
-                    )
-                return built[vp_stage or 0] if placement.replicas == 1 else _Chunks(built)
-
-            return original(provider, *args, **kwargs)
-
-        return get_model
+        return original(provider, *args, **kwargs)
 
 
 class _Chunks(list):
@@ -283,16 +270,12 @@ def round_robin_rank(placement: Placement, device: int, chunk: int) -> int:
     return placement.stages[device][chunk] % placement.num_devices
 
 
-def _wrap_select_segment(original: Callable) -> Callable:
+def _select_segment(original: Callable, main_pattern, pp_group, vp_stage, *args, **kwargs):
     """Megatron asks torch for the rank of a hybrid model's chunk, and torch knows nothing of our groups."""
-
-    def select_pipeline_segment(main_pattern, pp_group, vp_stage, *args, **kwargs):
-        if isinstance(pp_group, RoundRobinRank):
-            # To a pipeline of one rank, every segment is a virtual stage.
-            vp_stage, pp_group = (vp_stage or 0) * pp_group.size() + pp_group.rank(), None
-        return original(main_pattern, pp_group, vp_stage, *args, **kwargs)
-
-    return select_pipeline_segment
+    if isinstance(pp_group, RoundRobinRank):
+        # To a pipeline of one rank, every segment is a virtual stage.
+        vp_stage, pp_group = (vp_stage or 0) * pp_group.size() + pp_group.rank(), None
+    return original(main_pattern, pp_group, vp_stage, *args, **kwargs)
 
 
 def _virtual_pipeline_size() -> int:

@@ -45,28 +45,19 @@ def replacements(splits: bool, recomputes: bool) -> Replacements:
         recomputes: whether one may recompute.
     """
 
-    def before_model(self, config, *_, **__) -> None:
+    def build_model(original: Callable, model, config, *args, **kwargs) -> None:
         check_model(config, splits, recomputes)
         if splits and getattr(config, "transformer_impl", None) == "transformer_engine":
             config.delay_wgrad_compute = True
+        original(model, config, *args, **kwargs)
 
-    def before_ddp(self, config, ddp_config, module, *_, **__) -> None:
+    def build_ddp(original: Callable, ddp, config, ddp_config, module, *args, **kwargs) -> None:
         if delayed_modules(module):
             ddp_config.delay_wgrad_compute = True
+        original(ddp, config, ddp_config, module, *args, **kwargs)
 
-    checked = [(LANGUAGE_MODULE, _preceded_by(before_model))]
-    return [*checked, (DDP, _preceded_by(before_ddp))] if splits else checked
-
-
-def _preceded_by(act: Callable[..., None]) -> Callable[[Callable], Callable]:
-    def wrap(original: Callable) -> Callable:
-        def __init__(*args, **kwargs):
-            act(*args, **kwargs)
-            original(*args, **kwargs)
-
-        return __init__
-
-    return wrap
+    checked = [(LANGUAGE_MODULE, build_model)]
+    return [*checked, (DDP, build_ddp)] if splits else checked
 
 
 def delayed_modules(module: torch.nn.Module) -> tuple[torch.nn.Module, ...]:

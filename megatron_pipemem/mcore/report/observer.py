@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -43,6 +44,7 @@ class StockObserver(Feature):
         self._costs, self._priced_by = costs, priced_by
         self._observed: Observation | None = None
         self._last_stage = 0
+        self._plans: dict[tuple[str, Shape], ChosenSchedule] = {}
         # Megatron's backward step is not told its stage and microbatch, but it gets the forward's output object.
         self._forward_of: dict[int, Action] = {}
 
@@ -50,90 +52,90 @@ class StockObserver(Feature):
         if self._record is None:
             return []
         return [
-            (WITH_INTERLEAVING, lambda original: self.wrap_schedule(original, "interleaved")),
-            (WITHOUT_INTERLEAVING, lambda original: self.wrap_schedule(original, "1f1b")),
-            (FORWARD_STEP, self.wrap_forward),
-            (BACKWARD_STEP, self.wrap_backward),
+            (WITH_INTERLEAVING, partial(self._forward_backward, "interleaved")),
+            (WITHOUT_INTERLEAVING, partial(self._forward_backward, "1f1b")),
+            (FORWARD_STEP, self._forward_step),
+            (BACKWARD_STEP, self._backward_step),
             (LINEAR, countable_linear),
         ]
 
-    def wrap_schedule(self, original: Callable, family: str) -> Callable:
-        request, known = Request(family), Knowledge(self._costs, self._priced_by)
-        plans: dict[Shape, ChosenSchedule] = {}
+    def _forward_backward(
+        self,
+        family: str,
+        original: Callable,
+        *,
+        model,
+        data_iterator,
+        num_microbatches: int,
+        forward_only: bool = False,
+        **kwargs,
+    ) -> list:
+        call = {"model": model, "num_microbatches": num_microbatches, "forward_only": forward_only, **kwargs}
+        if forward_only:
+            return original(data_iterator=data_iterator, **call)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        chunks = model if isinstance(model, list) else [model]
+        self._record.group = group
+        dist.barrier(group=group)
+        self._observed = observed = observe(chunks)
+        self._last_stage = group.size() * len(chunks) - 1
+        try:
+            result = original(data_iterator=watch_batches(data_iterator, observed.ledger), **call)
+        finally:
+            self._observed = None
+            self._forward_of.clear()
+        with self._record.guarded(STEPS):
+            group_size = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage
+            shape = Shape(group.size(), len(chunks), num_microbatches, group_size)
+            plan = self._plans.get((family, shape))
+            if plan is None:
+                known = Knowledge(self._costs, self._priced_by)
+                schedule = replace(family_schedule(Request(family), shape, known), name=STOCK)
+                plan = ChosenSchedule(schedule, self._costs, self._priced_by, "Megatron's own")
+                self._plans[family, shape] = plan
+                announce(plan)
+            # What Megatron's loop variables keep alive depends on where the loop is, so its peak is counted, not foretold.
+            program = Program(plan.schedule, plan.schedule.orders)
+            observed.weights = count_weights(chunks, plan.schedule.placement.stages[group.rank()])
+            self._record.add_step(plan, program, group.rank(), observed, foretell=False)
+        return result
 
-        def forward_backward(*, model, data_iterator, num_microbatches: int, forward_only: bool = False, **kwargs):
-            call = {"model": model, "num_microbatches": num_microbatches, "forward_only": forward_only, **kwargs}
-            if forward_only:
-                return original(data_iterator=data_iterator, **call)
-            group = parallel_state.get_pipeline_model_parallel_group()
-            chunks = model if isinstance(model, list) else [model]
-            self._record.group = group
-            dist.barrier(group=group)
-            self._observed = observed = observe(chunks)
-            self._last_stage = group.size() * len(chunks) - 1
-            try:
-                result = original(data_iterator=watch_batches(data_iterator, observed.ledger), **call)
-            finally:
-                self._observed = None
-                self._forward_of.clear()
+    def _forward_step(self, original: Callable, function, data_iterator, model, number, input_tensor, *args, **kwargs):
+        call = (function, data_iterator, model, number, input_tensor, *args)
+        observed, action = self._observed, None
+        if observed is not None:
             with self._record.guarded(STEPS):
-                group_size = get_model_config(chunks[0]).microbatch_group_size_per_vp_stage
-                shape = Shape(group.size(), len(chunks), num_microbatches, group_size)
-                if shape not in plans:
-                    schedule = replace(family_schedule(request, shape, known), name=STOCK)
-                    plans[shape] = ChosenSchedule(schedule, self._costs, self._priced_by, "Megatron's own")
-                    announce(plans[shape])
-                schedule = plans[shape].schedule
-                # What Megatron's loop variables keep alive depends on where the loop is, so its peak is counted, not foretold.
-                program = Program(schedule, schedule.orders)
-                observed.weights = count_weights(chunks, schedule.placement.stages[group.rank()])
-                self._record.add_step(plans[shape], program, group.rank(), observed, foretell=False)
-            return result
+                group = parallel_state.get_pipeline_model_parallel_group()
+                stage = (kwargs.get("vp_stage") or 0) * group.size() + group.rank()
+                action = Action(Kind.F, stage, kwargs["current_microbatch"])
+                self._hold_boundary(input_tensor)
+        if action is None:
+            return original(*call, **kwargs)
+        with observed.trace.measure(action), observed.ledger.watch_saved():
+            result = original(*call, **kwargs)
+        with self._record.guarded(STEPS):
+            for output in tensors_in(result[0]):
+                self._forward_of[id(output)] = action
+            if action.stage != self._last_stage:
+                self._hold_boundary(result[0])  # until Megatron has sent it and let go of its data
+            observed.ledger.record(action)
+        return result
 
-        return forward_backward
-
-    def wrap_forward(self, original: Callable) -> Callable:
-        def forward_step(forward_step_func, data_iterator, model, num_microbatches, input_tensor, *args, **kwargs):
-            call = (forward_step_func, data_iterator, model, num_microbatches, input_tensor, *args)
-            observed, action = self._observed, None
-            if observed is not None:
-                with self._record.guarded(STEPS):
-                    group = parallel_state.get_pipeline_model_parallel_group()
-                    stage = (kwargs.get("vp_stage") or 0) * group.size() + group.rank()
-                    action = Action(Kind.F, stage, kwargs["current_microbatch"])
-                    self._hold_boundary(input_tensor)
-            if action is None:
-                return original(*call, **kwargs)
-            with observed.trace.measure(action), observed.ledger.watch_saved():
-                result = original(*call, **kwargs)
+    def _backward_step(self, original: Callable, input_tensor, output_tensor, output_tensor_grad, config):
+        observed, action = self._observed, None
+        if observed is not None:
             with self._record.guarded(STEPS):
-                for output in tensors_in(result[0]):
-                    self._forward_of[id(output)] = action
-                if action.stage != self._last_stage:
-                    self._hold_boundary(result[0])  # until Megatron has sent it and let go of its data
-                observed.ledger.record(action)
-            return result
-
-        return forward_step
-
-    def wrap_backward(self, original: Callable) -> Callable:
-        def backward_step(input_tensor, output_tensor, output_tensor_grad, config):
-            observed, action = self._observed, None
-            if observed is not None:
-                with self._record.guarded(STEPS):
-                    (forward,) = {self._forward_of.pop(id(output)) for output in tensors_in(output_tensor)}
-                    action = forward._replace(kind=Kind.B)
-                    self._hold_boundary(output_tensor_grad)
-            if action is None:
-                return original(input_tensor, output_tensor, output_tensor_grad, config)
-            with observed.trace.measure(action):
-                result = original(input_tensor, output_tensor, output_tensor_grad, config)
-            with self._record.guarded(STEPS):
-                self._hold_boundary(result)
-                observed.ledger.record(action)
-            return result
-
-        return backward_step
+                (forward,) = {self._forward_of.pop(id(output)) for output in tensors_in(output_tensor)}
+                action = forward._replace(kind=Kind.B)
+                self._hold_boundary(output_tensor_grad)
+        if action is None:
+            return original(input_tensor, output_tensor, output_tensor_grad, config)
+        with observed.trace.measure(action):
+            result = original(input_tensor, output_tensor, output_tensor_grad, config)
+        with self._record.guarded(STEPS):
+            self._hold_boundary(result)
+            observed.ledger.record(action)
+        return result
 
     def _hold_boundary(self, tensors) -> None:
         for tensor in tensors_in(tensors):

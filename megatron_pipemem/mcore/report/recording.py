@@ -52,45 +52,34 @@ class Recording(Extension):
             self._record.add_step(step.plan, program, step.pipeline.device, observation)
 
     def replacements(self) -> Replacements:
-        return [(TRAINING_LOG, self._wrap_log), (TRAIN, self._wrap_train), (SAVE_AND_TIME, self._wrap_save)]
+        return [(TRAINING_LOG, self._training_log), (TRAIN, self._train), (SAVE_AND_TIME, self._save)]
 
-    def _wrap_log(self, original: Callable) -> Callable:
-        signature = inspect.signature(original)
+    def _training_log(self, original: Callable, loss_dict, *args, **kwargs):
+        with self._record.guarded(LOSSES):
+            arguments = inspect.signature(original).bind(loss_dict, *args, **kwargs).arguments
+            self._scalars.before_log(arguments["iteration"])  # first: it is collective
+            self._record.add_losses(loss_dict, arguments["grad_norm"])
+        return original(loss_dict, *args, **kwargs)
 
-        def training_log(loss_dict, *args, **kwargs):
-            with self._record.guarded(LOSSES):
-                arguments = signature.bind(loss_dict, *args, **kwargs).arguments
-                self._scalars.before_log(arguments["iteration"])  # first: it is collective
-                self._record.add_losses(loss_dict, arguments["grad_norm"])
-            return original(loss_dict, *args, **kwargs)
+    def _save(self, original: Callable, *args, **kwargs):
+        result = original(*args, **kwargs)
+        if self._is_due:
+            self._write()
+        return result
 
-        return training_log
-
-    def _wrap_save(self, original: Callable) -> Callable:
-        def save_checkpoint_and_time(*args, **kwargs):
+    def _train(self, original: Callable, *args, **kwargs):
+        try:
             result = original(*args, **kwargs)
-            if self._is_due:
-                self._write()
-            return result
-
-        return save_checkpoint_and_time
-
-    def _wrap_train(self, original: Callable) -> Callable:
-        def train(*args, **kwargs):
-            try:
-                result = original(*args, **kwargs)
-            except SystemExit as stop:
-                # Megatron leaves its loop this way too, on all ranks, when a time or iteration limit is reached. It has then
-                # saved its checkpoint, and closed W&B.
-                if not stop.code:
-                    self._record.write()
-                raise
-            self._is_due = saves_after(result[0])
-            if not self._is_due:
-                self._write()
-            return result
-
-        return train
+        except SystemExit as stop:
+            # Megatron leaves its loop this way too, on all ranks, when a time or iteration limit is reached. It has then
+            # saved its checkpoint, and closed W&B.
+            if not stop.code:
+                self._record.write()
+            raise
+        self._is_due = saves_after(result[0])
+        if not self._is_due:
+            self._write()
+        return result
 
     def _write(self) -> None:
         self._is_due = False

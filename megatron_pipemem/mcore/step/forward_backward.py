@@ -60,7 +60,7 @@ class ForwardBackward(Feature):
         self._in_step = False
 
     def replacements(self) -> Replacements:
-        return [(WITH_INTERLEAVING, lambda original: self), (WITHOUT_INTERLEAVING, lambda original: self)]
+        return [(symbol, lambda original, **call: self(**call)) for symbol in (WITH_INTERLEAVING, WITHOUT_INTERLEAVING)]
 
     def __call__(
         self,

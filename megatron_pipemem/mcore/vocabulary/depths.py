@@ -15,20 +15,24 @@ import torch
 from megatron_pipemem.mcore.vocabulary.layers import DepartingHead
 
 
-def keep_depths(original: Callable) -> Callable:
-    """Wrap ``process_mtp_loss``: before a cut head it keeps the outputs of all depths, and itself, for when losses are
-    known.
+def keep_depths(
+    original: Callable, *, hidden_states: torch.Tensor, output_layer: torch.nn.Module, **others
+) -> torch.Tensor:
+    """Run in the place of ``process_mtp_loss``: before a cut head keep the outputs of all depths, and the original, for when
+    losses are known.
+
+    Args:
+        original: Megatron's function.
+        hidden_states: outputs of all depths.
+        output_layer: the head.
+        others: further arguments of Megatron's.
     """
-
-    def process_mtp_loss(*, hidden_states: torch.Tensor, output_layer: torch.nn.Module, **others) -> torch.Tensor:
-        if not isinstance(output_layer, DepartingHead):
-            return original(hidden_states=hidden_states, output_layer=output_layer, **others)
-        if not output_layer.depths:  # evaluation asks for the next token only
-            return hidden_states.chunk(1 + others["config"].mtp_num_layers)[0]
-        output_layer.further = partial(weigh, original, others)
-        return hidden_states
-
-    return process_mtp_loss
+    if not isinstance(output_layer, DepartingHead):
+        return original(hidden_states=hidden_states, output_layer=output_layer, **others)
+    if not output_layer.depths:  # evaluation asks for the next token only
+        return hidden_states.chunk(1 + others["config"].mtp_num_layers)[0]
+    output_layer.further = partial(weigh, original, others)
+    return hidden_states
 
 
 def weigh(process_mtp_loss: Callable, others: dict, losses: torch.Tensor, hits: torch.Tensor) -> torch.Tensor:
