@@ -6,6 +6,7 @@ takes hundreds of them when it is imported: types answer with members on demand,
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from enum import IntEnum
 from types import ModuleType
@@ -16,29 +17,13 @@ from megatron_pipemem.errors import UnsupportedError
 NAME = "transformer_engine_torch"
 
 
-class FP8FwdTensors(IntEnum):
-    """Positions in lists of quantizers."""
-
-    GEMM1_INPUT = 0
-    GEMM1_WEIGHT = 1
-    GEMM1_OUTPUT = 2
-    GEMM2_INPUT = 3
-    GEMM2_WEIGHT = 4
-    GEMM2_OUTPUT = 5
-    GEMM3_INPUT = 6
-    GEMM3_WEIGHT = 7
-    GEMM3_OUTPUT = 8
-
-
-class FP8BwdTensors(IntEnum):
-    """Positions in lists of quantizers."""
-
-    GRAD_OUTPUT1 = 0
-    GRAD_INPUT1 = 1
-    GRAD_OUTPUT2 = 2
-    GRAD_INPUT2 = 3
-    GRAD_OUTPUT3 = 4
-    GRAD_INPUT3 = 5
+FP8FwdTensors = IntEnum(
+    "FP8FwdTensors", [f"GEMM{n}_{what}" for n in (1, 2, 3) for what in ("INPUT", "WEIGHT", "OUTPUT")], start=0
+)
+FP8BwdTensors = IntEnum(
+    "FP8BwdTensors", [f"GRAD_{what}{n}" for n in (1, 2, 3) for what in ("OUTPUT", "INPUT")], start=0
+)
+"""Positions in lists of quantizers."""
 
 
 class _Type(type):
@@ -87,8 +72,10 @@ def module() -> ModuleType:
     """Return a new module with everything in it."""
     made = _Extension(NAME, "Transformer Engine's compiled extension of that name, computed by PyTorch.")
     made.DType, made.FP8FwdTensors, made.FP8BwdTensors = kernels.DType, FP8FwdTensors, FP8BwdTensors
-    for kernel in (*kernels.KERNELS, get_fused_attn_backend):
-        setattr(made, kernel.__name__, kernel)
+    for name, kernel in inspect.getmembers(kernels, inspect.isfunction):
+        if not name.startswith("_"):
+            setattr(made, name, kernel)
+    made.get_fused_attn_backend = get_fused_attn_backend
     made.get_cublasLt_version = lambda: 130000
     made.get_cudnn_version = lambda: 91300
     made.get_num_cublas_streams = lambda: 1

@@ -182,17 +182,3 @@ def multi_tensor_adam(
         weight = weight - lr * update
         for target in (parameter, *master):
             target.copy_(weight)
-
-
-KERNELS = (
-    generic_gemm,
-    te_general_grouped_gemm,
-    layernorm_fwd,
-    layernorm_bwd,
-    rmsnorm_fwd,
-    rmsnorm_bwd,
-    multi_tensor_scale,
-    multi_tensor_scale_tensor,
-    multi_tensor_l2norm,
-    multi_tensor_adam,
-)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable, Hashable, Iterator
-from typing import NamedTuple
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_pipemem.mcore.model.stages import StepContext
 from megatron_pipemem.mcore.step.extension import Extension, Step
@@ -26,11 +27,17 @@ _ALIGNMENT = 16
 """Bytes. Tensors of every type begin at a multiple of their element's size."""
 
 
-class _Leaf(NamedTuple):
+@dataclass(frozen=True)
+class _Leaf:
     """Say where a tensor stood."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, value: object) -> object:
+        """Return what stands for a value in the form: a leaf for a tensor, anything else as it is."""
+        return cls(value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else value
 
     @property
     def nbytes(self) -> int:
@@ -64,8 +71,8 @@ class LossCarrier:
         """
         self.finish()
         key = (self._group.rank(), destination, kind)
-        tensors: list[torch.Tensor] = []
-        form = pickle.dumps(_describe(data, tensors))
+        tensors = [value.detach() for value in tree_leaves(data) if isinstance(value, torch.Tensor)]
+        form = pickle.dumps(tree_map(_Leaf.of, data))
         known = self._known.get(key)
         if known is not None:
             same, leaves = known == form, _leaves(pickle.loads(known))
@@ -189,40 +196,13 @@ def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, p
     step.num_tokens.copy_(num_tokens)
 
 
-def _describe(data: object, tensors: list[torch.Tensor]) -> object:
-    """``data`` with a ``_Leaf`` for every tensor; the tensors are added to the list in order."""
-    if isinstance(data, torch.Tensor):
-        tensors.append(data.detach())
-        return _Leaf(data.dtype, tuple(data.shape))
-    return _mapped(data, lambda value: _describe(value, tensors))
+def _leaves(form: object) -> list[_Leaf]:
+    return [value for value in tree_leaves(form) if isinstance(value, _Leaf)]
 
 
 def _restore(form: object, tensors: Iterator[torch.Tensor]) -> object:
-    """Return the inverse of ``_describe``."""
-    return next(tensors) if isinstance(form, _Leaf) else _mapped(form, lambda value: _restore(value, tensors))
-
-
-def _mapped(data: object, change: Callable[[object], object]) -> object:
-    """Return the same dictionary, list or tuple with its values changed; anything else as it is."""
-    if isinstance(data, dict):
-        return {key: change(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        values = [change(value) for value in data]
-        return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
-    return data
-
-
-def _leaves(form: object) -> list[_Leaf]:
-    found: list[_Leaf] = []
-
-    def visit(value: object) -> object:
-        if isinstance(value, _Leaf):
-            found.append(value)
-            return value
-        return _mapped(value, visit)
-
-    visit(form)
-    return found
+    """Return data of this form, with these tensors in the places of its leaves."""
+    return tree_map(lambda value: next(tensors) if isinstance(value, _Leaf) else value, form)
 
 
 def _buffer(leaves: list[_Leaf]) -> torch.Tensor:
