@@ -25,7 +25,7 @@ from megatron_pipemem.errors import PipememError
 from megatron_pipemem.planner.asynchronous import asynchronous
 from megatron_pipemem.planner.plans import Answer, Base, Entry, Group, Plan
 from megatron_pipemem.planner.prices import MeasuredSlowdown
-from megatron_pipemem.planner.replay import lengths, measured, replay, same_passes
+from megatron_pipemem.planner.replay import family_schedule, lengths, measured, same_passes
 from megatron_pipemem.planner.space import SEARCHED, Limits, Order, cuts, orders
 from megatron_pipemem.planner.step import Step, least_seconds, least_static, price
 from megatron_pipemem.planner.variants import PLAIN, Variant, variants
@@ -37,7 +37,7 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.options import AUTO, STOCK
-from megatron_pipemem.schedule.registry import build_schedule, family
+from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.request import Request
 from megatron_pipemem.schedule.resolve import resolve
 
@@ -86,10 +86,10 @@ def plan(
     with rare_collection():
         planner = _Planner(run, memory, limits, pace)
         plans = planner.best(top)
-        if search_seconds > 0 and planner.limits.admits(schedule=SEARCHED):
+        if search_seconds > 0 and limits.admits(schedule=SEARCHED):
             plans += planner.search(plans, search_seconds)
     plans = sorted(plans, key=lambda each: each.seconds)[:top]
-    rejected = planner.rejected + Counter({SLOWER: planner.waiting, UNTRIED: planner.untried})
+    rejected = planner.rejected + Counter({SLOWER: _count(planner.queue), UNTRIED: _count(planner.aside)})
     return Answer(tuple(plans), rejected, rejected.total() + len(plans), time.perf_counter() - started)
 
 
@@ -100,8 +100,8 @@ class _Planner:
         self.rejected: Counter[str] = Counter()
         self._groups: list[Group] = []
         self._serial = itertools.count()
-        self._queue: list[Entry] = []
-        self._aside: list[Entry] = []
+        self.queue: list[Entry] = []
+        self.aside: list[Entry] = []
         self._effort: float = _EFFORT
         self._times: dict[object, tuple[float, tuple[float, ...]]] = {}
         for cut in cuts(run, limits, self.rejected):
@@ -110,29 +110,19 @@ class _Planner:
             else:
                 self._put(least_seconds(cut, pace), cut)
 
-    @property
-    def untried(self) -> int:
-        """Variants that would have taken too long to work out."""
-        return _count(self._aside)
-
-    @property
-    def waiting(self) -> int:
-        """Return how many ways were never looked at, or come later."""
-        return _count(self._queue)
-
     def best(self, count: int) -> list[Plan]:
         """Return the next best plans."""
         found: list[Plan] = []
-        while (self._queue or self._aside) and len(found) < count:
-            if not self._queue:
-                self._queue, self._aside, self._effort = self._aside, [], float("inf")
-            bound, _, entry = heapq.heappop(self._queue)
+        while (self.queue or self.aside) and len(found) < count:
+            if not self.queue:
+                self.queue, self.aside, self._effort = self.aside, [], float("inf")
+            bound, _, entry = heapq.heappop(self.queue)
             if isinstance(entry, Plan) and not entry.extended:
                 found.append(entry)
                 continue
-            tell(partial(_standing, len(found), count, len(self._queue), bound))
+            tell(partial(_standing, len(found), count, len(self.queue), bound))
             if isinstance(entry, Group | Base) and not self._affords(entry):
-                heapq.heappush(self._aside, (bound, next(self._serial), entry))
+                heapq.heappush(self.aside, (bound, next(self._serial), entry))
             elif isinstance(entry, Group):
                 self._run_orders(entry)
             elif isinstance(entry, Base):
@@ -167,7 +157,7 @@ class _Planner:
             except PipememError as error:
                 logger.info("no order found: %s", error)
                 continue
-            if (made := self._found(group, Order(SEARCHED), found.schedule)) is not None:
+            if (made := self._found(Base(group, Order(SEARCHED)), found.schedule)) is not None:
                 yield made
 
     def _put(self, seconds: float, entry: Run | Group | Base | Plan) -> None:
@@ -175,7 +165,7 @@ class _Planner:
         it bounds by a rounding: it waits a hair below its sum."""
         if not isinstance(entry, Plan) or entry.extended:
             seconds *= 1 - _ROUNDING
-        heapq.heappush(self._queue, (seconds, next(self._serial), entry))
+        heapq.heappush(self.queue, (seconds, next(self._serial), entry))
 
     def _price(self, run: Run) -> None:
         for placement, found in orders(run, self.limits, self.rejected).items():
@@ -186,11 +176,9 @@ class _Planner:
                 if self.limits.admits(variant=variant.name):
                     self._bound(run, variant.prepare(run, placement, self._pace), found, variant)
         for each in asynchronous(run, self.limits, self._pace, self.rejected):
-            group = Group(each.run, each.step, (), None, each.makespan + each.step.outside, 0.0)
-            if self._fits(group, each.peaks):
-                self._put(group.bound, self._plan(group, Order(each.name), None, each.makespan, each.peaks))
-            else:
-                self.rejected[TOO_HIGH] += 1
+            base = Base(Group(each.run, each.step, (), None, each.makespan + each.step.outside, 0.0), Order(each.name))
+            fits = self._fits(base.group, each.peaks)
+            self._wait(_plan(base, None, each.makespan, each.peaks) if fits else None)
 
     def _bound(self, run: Run, step: Step, found: list[Order], variant: Variant | None) -> None:
         room = step.room(self._memory)
@@ -237,28 +225,23 @@ class _Planner:
     def _run_in_full(self, plan: Plan) -> None:
         """Let a plan whose step was extended from shorter ones wait with what all its microbatches take."""
         cut = plan.run.parallelism
-        if plan.base is not None:
+        if plan.base.group.variant is not None:
             self._vary(plan.base, cut.microbatches)
             return
-        whole = replay(plan.schedule, cut.pp, cut.microbatches, cut.chunks)
-        costs, step = plan.step.costs, plan.step
-        peaks = step.held(whole.peaks(costs))
-        made = replace(plan, makespan=whole.makespan(costs), peaks=peaks, extended=False)
-        self._wait(made if max(peaks) <= self._memory else None)
+        makespan, peaks = measured(plan.schedule, cut.pp, cut.microbatches, cut.chunks, plan.step.costs, in_full=True)
+        made = replace(plan, makespan=makespan, peaks=plan.step.held(peaks), extended=False)
+        self._wait(made if made.peak <= self._memory else None)
 
     def _run_order(self, group: Group, order: Order) -> Plan | None:
         """``None`` where it does not fit."""
         cut, costs = group.run.parallelism, group.step.costs
-        size = {"num_devices": cut.pp, "num_microbatches": cut.microbatches}
-        if order.chunks is not None:
-            size["chunks"] = order.chunks
         if "costs" in family(order.name).options:
-            return self._found(group, order, build_schedule(order.name, **size, costs=costs))
+            fitted = family_schedule(order.name, cut.pp, cut.microbatches, order.chunks, costs)
+            return self._found(Base(group, order), fitted)
         seconds, peaks = self._measured(group, order)
         if not self._may_fit(group, peaks):
             return None
-        made = self._plan(group, order, None, seconds, peaks)
-        return replace(made, extended=_extended(group.run))
+        return replace(_plan(Base(group, order), None, seconds, peaks), extended=_extended(group.run))
 
     def _measured(self, group: Group, order: Order) -> tuple[float, tuple[float, ...]]:
         """Return seconds and peaks of an order alone, which offload and both ways to cut the vocabulary start from."""
@@ -296,30 +279,23 @@ class _Planner:
     def _vary(self, base: Base, microbatches: int) -> None:
         """Let a variant wait with what so many microbatches take, and for the rest what the busiest device computes."""
         rest = base.group.run.parallelism.microbatches - microbatches
+        group, order = base.group, base.order
         try:
-            found = self._varied(base, microbatches)
+            alone = family_schedule(order.name, group.run.parallelism.pp, microbatches, order.chunks)
+            found = self._found(base, group.variant.apply(alone, group.step, group.step.room(self._memory)))
         except PipememError as error:
-            self.rejected[f"{base.group.variant.name} cannot be had with {base.order.name}: {error}"] += 1
+            self.rejected[f"{group.variant.name} cannot be had with {order.name}: {error}"] += 1
             return
         if found is not None and rest:
-            makespan = found.makespan + rest * _busiest(base.group.step)
+            makespan = found.makespan + rest * _busiest(group.step)
             found = replace(found, order=None, makespan=makespan, extended=True)
         self._wait(found)
 
-    def _varied(self, base: Base, microbatches: int) -> Plan | None:
-        """Return a step of so many microbatches with a variant."""
-        order, pp = base.order, base.group.run.parallelism.pp
-        options = {} if order.chunks is None else {"chunks": order.chunks}
-        alone = build_schedule(order.name, num_devices=pp, num_microbatches=microbatches, **options)
-        room = base.group.step.room(self._memory)
-        found = self._found(base.group, order, base.group.variant.apply(alone, base.group.step, room))
-        return None if found is None else replace(found, base=base)
-
-    def _found(self, group: Group, order: Order, schedule: Schedule) -> Plan | None:
+    def _found(self, base: Base, schedule: Schedule) -> Plan | None:
         """Return a plan for an order that no family's name stands for, if it fits."""
-        timeline = simulate(schedule, group.step.costs)
-        if self._fits(group, timeline.peaks):
-            return self._plan(group, order, schedule, timeline.makespan, timeline.peaks)
+        timeline = simulate(schedule, base.group.step.costs)
+        if self._fits(base.group, timeline.peaks):
+            return _plan(base, schedule, timeline.makespan, timeline.peaks)
         return None
 
     def _fits(self, group: Group, peaks: Sequence[float]) -> bool:
@@ -332,20 +308,9 @@ class _Planner:
         most = loosened(self._memory) if _extended(group.run) else self._memory
         return max(group.step.held(peaks)) <= most
 
-    def _plan(
-        self, group: Group, order: Order, schedule: Schedule | None, makespan: float, peaks: Sequence[float]
-    ) -> Plan:
-        step = group.step
-        return Plan(
-            run=_configured(group, order),
-            schedule=order.name,
-            variant=PLAIN if group.variant is None else group.variant.name,
-            order=schedule,
-            step=step,
-            makespan=makespan,
-            peaks=step.held(peaks),
-            memory_seconds=group.memory_seconds,
-        )
+
+def _plan(base: Base, schedule: Schedule | None, makespan: float, peaks: Sequence[float]) -> Plan:
+    return Plan(_configured(base), base, schedule, makespan, base.group.step.held(peaks))
 
 
 def _standing(found: int, count: int, waiting: int, bound: float) -> str:
@@ -377,8 +342,9 @@ def _count(entries: Sequence[Entry]) -> int:
     return sum(len(entry.orders) if isinstance(entry, Group) else 1 for _, _, entry in entries)
 
 
-def _configured(group: Group, order: Order) -> Run:
+def _configured(base: Base) -> Run:
     """Return the run with this schedule and, where layers are not shared evenly, its layout."""
+    group, order = base.group, base.order
     # Without a pipeline Megatron takes its own step, which no schedule of ours replaces.
     choice = replace(group.run.schedule, name=order.name if group.run.parallelism.pp > 1 else STOCK)
     if group.variant is not None:

@@ -13,7 +13,7 @@ from megatron_pipemem.config.runs import Run
 from megatron_pipemem.config.yaml_text import write_yaml
 from megatron_pipemem.planner.space import Order
 from megatron_pipemem.planner.step import Step, mfu
-from megatron_pipemem.planner.variants import Variant
+from megatron_pipemem.planner.variants import PLAIN, Variant
 from megatron_pipemem.schedule.core.schedule import Schedule
 
 
@@ -23,27 +23,33 @@ class Plan:
 
     Args:
         run: what `pipemem launch` takes, but for ``schedule.name`` of a searched order, which is a file still to be written.
-        schedule: name of its order.
-        variant: what else it does; ``plain`` for nothing.
+        base: the order as it stands alone, its cut and its variant.
         order: the passes, where no family's name stands for them.
-        step: stages, bytes, costs.
         makespan: seconds of the schedule alone.
         peaks: bytes per pipeline rank, everything included.
-        memory_seconds: what the least time of this cut would lose without its limit of memory.
-        base: what a variant's order is made from.
         extended: from shorter steps, until it is run in full.
     """
 
     run: Run = field(repr=False)
-    schedule: str
-    variant: str
+    base: Base
     order: Schedule | None = field(repr=False)
-    step: Step = field(repr=False)
     makespan: float
     peaks: tuple[float, ...] = field(repr=False)
-    memory_seconds: float
-    base: Base | None = field(default=None, repr=False)
     extended: bool = False
+
+    @property
+    def schedule(self) -> str:
+        """Return the name of its order."""
+        return self.base.order.name
+
+    @property
+    def variant(self) -> str:
+        """Return what else it does; ``plain`` for nothing."""
+        return PLAIN if self.base.group.variant is None else self.base.group.variant.name
+
+    @property
+    def step(self) -> Step:
+        return self.base.group.step
 
     @property
     def seconds(self) -> float:
@@ -88,7 +94,7 @@ class Plan:
         """Return what takes most of the time beside computing, and whether more memory would help."""
         cause, seconds = next(iter(self.losses.items()))
         text = f"{cause} {seconds / self.seconds:.1%}"
-        gained = self.memory_seconds / self.seconds
+        gained = self.base.group.memory_seconds / self.seconds
         return f"{text}; memory {gained:.1%}" if gained >= 0.01 else text
 
 
@@ -198,14 +204,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Base:
-    """Hold an order that a variant is still to change.
+    """Hold an order of a cut, which its variant, if it has one, is still to change.
 
     Args:
         group: cut, placement and variant.
         order: as it stands alone.
     """
 
-    group: Group
+    group: Group = field(repr=False)
     order: Order
 
 

@@ -70,8 +70,24 @@ def replay(name: str, num_devices: int, num_microbatches: int, chunks: int | Non
     Raises:
         PipememError: the family cannot be built so.
     """
+    return Replay(family_schedule(name, num_devices, num_microbatches, chunks))
+
+
+def family_schedule(name: str, p: int, m: int, chunks: int | None, costs: Costs | None = None) -> Schedule:
+    """Return a family's schedule.
+
+    Args:
+        name: of the family.
+        p: pipeline ranks.
+        m: microbatches of one step.
+        chunks: stages per device; ``None`` where the family has no choice.
+        costs: for families that fit their order to them.
+
+    Raises:
+        PipememError: the family cannot be built so.
+    """
     options = {} if chunks is None else {"chunks": chunks}
-    return Replay(build_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches, **options))
+    return build_schedule(name, num_devices=p, num_microbatches=m, costs=costs, **options)
 
 
 def lengths(num_devices: int, num_microbatches: int) -> tuple[int, ...]:
@@ -93,7 +109,7 @@ def same_passes(costs: Costs) -> tuple[object, ...]:
 
 
 def measured(
-    name: str, num_devices: int, num_microbatches: int, chunks: int | None, costs: Costs
+    name: str, num_devices: int, num_microbatches: int, chunks: int | None, costs: Costs, in_full: bool = False
 ) -> tuple[float, tuple[float, ...]]:
     """Return seconds and peaks of a family's step.
 
@@ -103,8 +119,9 @@ def measured(
         num_microbatches: of one step.
         chunks: stages per device; ``None`` where the family has no choice.
         costs: what actions take, in seconds, and hold.
+        in_full: run all microbatches, however many.
     """
-    counts = lengths(num_devices, num_microbatches)
+    counts = (num_microbatches,) if in_full else lengths(num_devices, num_microbatches)
     if len(counts) == 1:
         one = replay(name, num_devices, num_microbatches, chunks)
         return one.makespan(costs), one.peaks(costs)
