@@ -20,7 +20,7 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.bounds import lower_bound
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import Timeline, host_peaks, peaks
+from megatron_pipemem.schedule.core.simulator import Timeline, peaks
 from megatron_pipemem.schedule.core.single_queue import run_single_queues
 from megatron_pipemem.schedule.core.validator import validate_program
 from megatron_pipemem.schedule.features.offload.recompute import recomputed_by_mode
@@ -134,7 +134,7 @@ def _placements(candidates: Iterable[Candidate]) -> FittingTable:
 def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, object]:
     """Return the keys of ``--json``; peaks in activation units whatever the costs say about bytes."""
     schedule, search = timeline.schedule, loaded.chosen.search
-    activations = peaks(schedule.orders, schedule.placement, Costs(), schedule.pieces)
+    activations = peaks(schedule)
     return {
         "schedule": schedule.name,
         "devices": schedule.num_devices,
@@ -152,7 +152,7 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, object]:
         "replicas": schedule.placement.replicas,
         "weight_versions": list(timeline.weight_versions),
         "placement": schedule.placement.name,
-        "host_peak": max(host_peaks(schedule.orders, schedule.placement, Costs(), schedule.pieces)),
+        "host_peak": max(peaks(schedule, host=True)),
         "stall_seconds": list(timeline.stall_seconds),
         "transfers": sum(map(len, timeline.transfers)),
         "recomputed": recomputed_by_mode(schedule),

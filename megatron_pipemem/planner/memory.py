@@ -14,7 +14,7 @@ from megatron_pipemem.schedule.core.bounds import least_held
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_caps
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule, versions_held
-from megatron_pipemem.schedule.core.simulator import host_peaks, peaks
+from megatron_pipemem.schedule.core.simulator import peaks
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK
@@ -127,8 +127,7 @@ def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, .
     if schedule is not None:
         shape = Shape(placement.num_devices, None, microbatches)
         schedule = resolve(request, shape, Knowledge(step.costs, host_budget=step.host)).schedule
-        order = (schedule.orders, placement, step.costs, schedule.pieces)
-        kept, host = peaks(*order), host_peaks(*order)
+        kept, host = peaks(schedule, step.costs), peaks(schedule, step.costs, host=True)
     else:
         kept, host = least_held(placement, microbatches, step.costs), (0.0,) * placement.num_devices
         if request.offload != OFF:  # a stage's activations at a time

@@ -54,7 +54,7 @@ class Replay:
 
     def peaks(self, costs: Costs) -> tuple[float, ...]:
         """Return the most that every device holds."""
-        return peaks(self.schedule.orders, self.schedule.placement, costs)
+        return peaks(self.schedule, costs)
 
 
 @lru_cache(maxsize=256)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_pipemem.report.tables import FittingTable
-from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, peaks
 
@@ -15,7 +14,7 @@ _MIB = 1 << 20
 
 def peak_activation(schedule: Schedule) -> float:
     """Return the most that a device holds in activation units: parts of the peak of 1F1B."""
-    return max(peaks(schedule.orders, schedule.placement, Costs(), schedule.pieces))
+    return max(peaks(schedule))
 
 
 def announcement(timeline: Timeline) -> str:

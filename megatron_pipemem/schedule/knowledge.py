@@ -158,7 +158,7 @@ class Knowledge:
             costs: of its actions, whose memory says what is held where nothing was counted.
         """
         if self.changes is None or costs.memory is None:
-            return peaks(schedule.orders, schedule.placement, costs, schedule.pieces)
+            return peaks(schedule, costs)
         compute = replace(costs, memory=self._memory(schedule.placement, {}))
         changes = {
             **{kind: self.changes[kind] for kind in (_MESSAGES | VOCABULARY) & set(self.changes)},

@@ -245,7 +245,7 @@ def _check_count(what: str, count: object) -> None:
 
 
 def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float]) -> None:
-    held = _peaks(schedule)
+    held = peaks(schedule)
     over = [device for device, peak in enumerate(held) if peak > loosened(caps[device])]
     if not over:
         return
@@ -260,7 +260,7 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float]) -> Non
             continue
         try:
             fitted = _fitted_to(other, caps)
-            others = _peaks(_build(other, schedule.num_devices, schedule.num_microbatches, fitted))
+            others = peaks(_build(other, schedule.num_devices, schedule.num_microbatches, fitted))
         except PipememError:
             continue
         if all(peak <= loosened(cap) for peak, cap in zip(others, caps, strict=True)):
@@ -271,10 +271,6 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float]) -> Non
         f"schedule {chosen.name!r} needs {held[worst]:.4g} activation units{where} with {schedule.num_devices} devices and "
         f"{schedule.num_microbatches} microbatches, above the memory cap of {caps[worst]:.4g}; {way_out}"
     )
-
-
-def _peaks(schedule: Schedule) -> Sequence[float]:
-    return peaks(schedule.orders, schedule.placement, Costs(), schedule.pieces)
 
 
 def _load(entry: EntryPoint) -> Family:

@@ -189,7 +189,7 @@ def test_one_after_another_keeps_a_cap_that_takes_full_backwards():
     request = Request.of("auto", 1.0, offload="auto")
     order = next(one_by_one.last_resort(request, [placement], 3, Knowledge(costs), costs))
     validate(order)
-    assert max(peaks(order.orders, placement, costs)) == 1
+    assert max(peaks(order, costs)) == 1
     validate_program(lower(order))
 
 

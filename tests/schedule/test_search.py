@@ -151,7 +151,8 @@ def test_optimal_although_the_bound_is_lower(
 
 def test_exact_search_improves_what_was_found_and_gives_up_in_time() -> None:
     placement, costs = Placement.v_shape(2), Costs()
-    problem, ticks_per_second = make_problem(placement, 4, costs, [2, 2])
+    problem = make_problem(placement, 4, costs, [2, 2])
+    ticks_per_second = problem.ticks_per_second
     solved = solve(problem, round(20 * ticks_per_second), 1000)
     assert solved is not None and solved.table is not None
     schedule = to_schedule("exact", placement, problem, solved.table.orders)

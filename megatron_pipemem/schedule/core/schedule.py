@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -99,7 +99,7 @@ class Schedule:
     @cached_property
     def recomputed(self) -> Mapping[int, Kind]:
         """The stages whose forwards run again before their backwards, whole (``R``) or in part (``RS``)."""
-        return recomputed_stages(self.orders)
+        return {a.stage: a.kind for order in self.orders for a in order if a.kind in RECOMPUTE}
 
     @cached_property
     def offloads(self) -> bool:
@@ -179,11 +179,6 @@ class Schedule:
         header = table.header
         updates = None if header.update_every is None else WeightUpdates(*header[-3:])
         return cls(name, table.placement(), num_microbatches, table.orders, header.pieces, updates, header.vocabulary)
-
-
-def recomputed_stages(orders: Iterable[Order]) -> dict[int, Kind]:
-    """Return by which action the forwards of every stage run again that has one in these orders."""
-    return {a.stage: a.kind for order in orders for a in order if a.kind in RECOMPUTE}
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from megatron_pipemem.schedule.core.brief import brief
 from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Order, Schedule, recomputed_stages, versions_held
+from megatron_pipemem.schedule.core.schedule import Schedule, versions_held
 from megatron_pipemem.schedule.core.vocabulary import EVERYWHERE
 from megatron_pipemem.schedule.core.walk import Times
 
@@ -28,7 +28,8 @@ class ActionPrices:
         if schedule.offloads:
             seconds |= costs.transfer_seconds(placement, schedule.recomputed)
         self._seconds = {kind: tuple(each / pieces for each in prices) for kind, prices in seconds.items()}
-        self._sums = costs.replica_reduction_seconds(placement) if placement.replicas > 1 else ()
+        self.sums = costs.replica_reduction_seconds(placement) if placement.replicas > 1 else ()
+        """Seconds of summing the gradients of every stage over the replicas of the model."""
         self._collectives: dict[Kind, float] = {}
         if schedule.vocabulary_barriers:
             vocabulary = costs.vocabulary_costs(placement, schedule.vocabulary_barriers)
@@ -45,10 +46,6 @@ class ActionPrices:
     def of_message(self, edge: tuple[int, int]) -> float:
         """Return the seconds of a message from one device to another."""
         return self._costs.link_seconds(*edge) / self._pieces
-
-    def of_sum(self, stage: int) -> float:
-        """Return the seconds of summing the gradients of a stage of the model over its replicas."""
-        return self._sums[stage]
 
 
 _AWAITED = {Kind.WAIT_OFFLOAD: Kind.OFFLOAD, Kind.WAIT_RELOAD: Kind.RELOAD}
@@ -190,7 +187,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[
         CostsError: the costs do not fit the placement.
     """
     costs = costs or Costs()
-    placement, orders, pieces = schedule.placement, schedule.orders, schedule.pieces
+    placement, orders = schedule.placement, schedule.orders
     found = Dependencies.of_schedule(schedule, already)
     if error := found.stuck():
         raise error
@@ -212,11 +209,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[
         schedule,
         costs,
         tuple(tuple(spans[nodes.start : nodes.stop]) for nodes in lanes[: len(orders)]),
-        peaks(orders, placement, costs, pieces),
+        peaks(schedule, costs),
         count_messages(schedule),
         tuple(map(tuple, transfers.transfers)),
         tuple(map(tuple, transfers.stalls)),
-        host_peaks(orders, placement, costs, pieces),
+        peaks(schedule, costs, host=True),
         tuple(CollectiveTransfer(kind, microbatch, *span) for (kind, _, microbatch), span in served),
         _replica_reductions(placement, costs, zip(actions, times.ends, strict=True)),
     )
@@ -289,33 +286,15 @@ def held_after(actions: Sequence[Action], changes: Mapping[Kind, Sequence[float]
     return list(accumulate(changes[a.kind][a.stage] if a.kind in changes else 0 for a in actions))
 
 
-def peaks(orders: Sequence[Order], placement: Placement, costs: Costs, pieces: int = 1) -> tuple[float, ...]:
+def peaks(schedule: Schedule, costs: Costs | None = None, *, host: bool = False) -> tuple[float, ...]:
     """Return the most that every device holds after any of its actions. It depends on the orders alone, not on time.
 
     Args:
-        orders: of every device.
-        placement: of the stages.
-        costs: what actions hold.
-        pieces: into how many pieces microbatches are cut.
+        schedule: its orders.
+        costs: what actions hold; activation units by default.
+        host: count host memory instead.
     """
-    return _most_held(
-        orders, costs.memory_changes(placement, recomputed_stages(orders)), costs.memory_unit(placement) / pieces
-    )
-
-
-def host_peaks(orders: Sequence[Order], placement: Placement, costs: Costs, pieces: int = 1) -> tuple[float, ...]:
-    """Return the most host memory that every device uses after any of its actions, from the orders alone.
-
-    Args:
-        orders: of every device.
-        placement: of the stages.
-        costs: what actions hold.
-        pieces: into how many pieces microbatches are cut.
-    """
-    return _most_held(
-        orders, costs.host_changes(placement, recomputed_stages(orders)), costs.memory_unit(placement) / pieces
-    )
-
-
-def _most_held(orders: Sequence[Order], changes: Mapping[Kind, Sequence[float]], unit: float) -> tuple[float, ...]:
-    return tuple(max(held_after(order, changes), default=0) * unit for order in orders)
+    costs = costs or Costs()
+    changes = (costs.host_changes if host else costs.memory_changes)(schedule.placement, schedule.recomputed)
+    unit = costs.memory_unit(schedule.placement) / schedule.pieces
+    return tuple(max(held_after(order, changes), default=0) * unit for order in schedule.orders)

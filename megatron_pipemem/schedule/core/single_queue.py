@@ -105,7 +105,7 @@ def _meetings(program: Program, prices: ActionPrices) -> list[tuple[list[int], f
             stage = action.stage % placement.model_stages
             sums.setdefault(stage, {})[placement.device_of(action.stage)] = node
     for stage, posts in sums.items():
-        together[Kind.REDUCE_REPLICAS, stage] = [*posts.values()], prices.of_sum(stage) if len(posts) > 1 else 0.0
+        together[Kind.REDUCE_REPLICAS, stage] = [*posts.values()], prices.sums[stage] if len(posts) > 1 else 0.0
     return [*together.values()]
 
 

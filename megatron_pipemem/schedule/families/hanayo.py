@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator
-
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.families.blocks import SLOTS, Block, build
-from megatron_pipemem.schedule.families.passes import Pass, check_whole, in_microbatch_order
+from megatron_pipemem.schedule.families.passes import Pass, check_whole
 from megatron_pipemem.schedule.family import Family, Formula
+from megatron_pipemem.schedule.search.improve import dispatch
+from megatron_pipemem.schedule.search.problem import (
+    FORWARD,
+    INPUT,
+    KINDS,
+    WEIGHT,
+    Problem,
+    to_schedule,
+    waits_of,
+)
 
 # Extra slots between one chunk's forwards and the next's that are tried to make a block's lifespans shorter.
 _DELAYS = range(6)
@@ -59,57 +66,21 @@ def _waves(chunks: object) -> int:
 
 
 def _list_schedule(placement: Placement, num_microbatches: int) -> Schedule:
-    passes: list[list[Pass]] = [[] for _ in placement.stages]
-    for each in _backward_first(placement, num_microbatches):
-        passes[placement.devices[each.stage]].append(each)
-    return in_microbatch_order("hanayo", placement, num_microbatches, passes)
-
-
-def _backward_first(placement: Placement, num_microbatches: int) -> Iterator[Pass]:
     """Run what is there whenever a device is free: a backward if it can, and the oldest microbatch.
 
     A forward waits until its device holds less than 1F1B, and one stage less than that for every later chunk. So the
     oldest microbatch always finds room, whatever younger ones hold, and nothing blocks for ever.
     """
-    devices, last, most = placement.devices, placement.num_stages - 1, placement.num_stages
-    arrived = {Kind.F: [0] * (last + 1), Kind.B: [0] * (last + 1)}
-    started = {Kind.F: [0] * (last + 1), Kind.B: [0] * (last + 1)}
-    arrived[Kind.F][0] = num_microbatches
-    held = [0] * placement.num_devices
-    running: list[tuple[int, int, Kind]] = []  # end, stage, kind
-    idle = set(range(placement.num_devices))
-    now = 0
-    while True:
-        for device in sorted(idle):
-            stages = placement.stages[device]
-            room = most - held[device]
-            ready = [
-                (kind is Kind.F, started[kind][stage], -stage, kind)
-                for kind in (Kind.B, Kind.F)
-                for chunk, stage in enumerate(stages)
-                if arrived[kind][stage] > started[kind][stage] and (kind is Kind.B or room >= len(stages) - chunk)
-            ]
-            if ready:
-                *_, stage, kind = min(ready)
-                started[kind][-stage] += 1
-                held[device] += kind is Kind.F
-                idle.remove(device)
-                heapq.heappush(running, (now + SLOTS[kind], -stage, kind))
-                yield Pass(kind, -stage)
-        if not running:
-            return
-        now = running[0][0]
-        while running and running[0][0] == now:
-            _, stage, kind = heapq.heappop(running)
-            idle.add(devices[stage])
-            if kind is Kind.B:
-                held[devices[stage]] -= 1
-                if stage > 0:
-                    arrived[Kind.B][stage - 1] += 1
-            elif stage == last:
-                arrived[Kind.B][stage] += 1
-            else:
-                arrived[Kind.F][stage + 1] += 1
+    m, stages = num_microbatches, placement.num_stages
+    device = tuple(device for device in placement.devices for _ in KINDS)
+    # I is the whole backward, and its W a shadow that takes no time and goes first.
+    ticks, change = (SLOTS[Kind.F], SLOTS[Kind.B], 0) * stages, (1, -1, 0) * stages
+    waits = waits_of(placement, lambda source, destination: 0)
+    problem = Problem(m, device, ticks, change, waits, (stages,) * placement.num_devices, frozenset(range(stages)))
+    rank = {FORWARD: m, INPUT: 0, WEIGHT: -m}
+    urgency = [(k + rank[c % 3]) * stages - c // 3 for c in range(len(ticks)) for k in range(m)]
+    orders = dispatch(problem, urgency).orders
+    return to_schedule("hanayo", placement, problem, orders, problem.full_backwards)
 
 
 def _block(placement: Placement, delay: int) -> Block:

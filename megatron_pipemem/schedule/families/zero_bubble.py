@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import product, starmap
 from math import inf
 from typing import NamedTuple
@@ -93,37 +93,16 @@ def zb_auto(
             f"{NAME} holds at least {1 / p:.4g} activation units on {p} devices, one microbatch of one stage; raise the "
             f"memory cap of {cap:.4g}"
         )
-    machine = _Machine.of(costs, p)
-    policies = starmap(_Policy, product(dict.fromkeys(_forwards_ahead(machine, most)), (0.0, 0.5, 1.0)))
+    policies = starmap(_Policy, product(dict.fromkeys(_forwards_ahead(costs, p, most)), (0.0, 0.5, 1.0)))
     # What is best for a few microbatches is best for many: a longer steady state repeats its rhythm.
     few = min(num_microbatches, 2 * p + 8)
-    best = min(policies, key=lambda policy: _quality(_greedy(machine, policy, few, most), costs))
-    candidates = [_greedy(machine, best, num_microbatches, most)]
+    best = min(policies, key=lambda policy: _quality(_greedy(costs, policy, few, most), costs))
+    candidates = [_greedy(costs, best, num_microbatches, most)]
     for forwards, known in ((p, zb_h1), (2 * p - 1, zb_h2)):
         if most >= forwards:
             candidates.append(known(p, num_microbatches))
     chosen = min(candidates, key=lambda schedule: _quality(schedule, costs))
     return Schedule(NAME, chosen.placement, num_microbatches, chosen.orders)
-
-
-class _Machine(NamedTuple):
-    """Hold seconds per device and link, by kind of pass.
-
-    Args:
-        seconds: of F, I and W on every device.
-        down: of a message from every device to the next.
-        up: of a message from every device to the one before.
-    """
-
-    seconds: Mapping[Kind, Sequence[float]]
-    down: Sequence[float]
-    up: Sequence[float]
-
-    @classmethod
-    def of(cls, costs: Costs, p: int) -> _Machine:
-        down = [costs.link_seconds(device, device + 1) for device in range(p - 1)]
-        up = [costs.link_seconds(device, device - 1) for device in range(1, p)]
-        return cls(costs.seconds(Placement.linear(p)), down, (0.0, *up))
 
 
 class _Policy(NamedTuple):
@@ -138,15 +117,16 @@ class _Policy(NamedTuple):
     patience: float
 
 
-def _forwards_ahead(machine: _Machine, most: int) -> list[tuple[int, ...]]:
+def _forwards_ahead(costs: Costs, p: int, most: int) -> list[tuple[int, ...]]:
     """Return few, as in 1F1B; as many as end before the first gradient can be back; and the middle of both."""
-    forward, backward = machine.seconds[Kind.F], machine.seconds[Kind.I]
-    p = len(forward)
+    seconds = costs.seconds(Placement.linear(p))
+    forward, backward = seconds[Kind.F], seconds[Kind.I]
     few = [min(most, p - device) for device in range(p)]
     many = [1] * p
     round_trip = 0.0
     for device in reversed(range(p - 1)):
-        round_trip += forward[device + 1] + backward[device + 1] + machine.down[device] + machine.up[device + 1]
+        links = costs.link_seconds(device, device + 1), costs.link_seconds(device + 1, device)
+        round_trip += forward[device + 1] + backward[device + 1] + links[0] + links[1]
         while_waiting = int(loosened(round_trip / forward[device])) if forward[device] else most
         many[device] = min(most, max(many[device + 1], 1 + while_waiting))
     middle = [(a + b + 1) // 2 for a, b in zip(few, many, strict=True)]
@@ -159,18 +139,18 @@ def _quality(schedule: Schedule, costs: Costs) -> tuple[float, float]:
     return (float(f"{timeline.makespan:.9g}"), float(f"{timeline.device_bubble_rate:.9g}"))
 
 
-def _greedy(machine: _Machine, policy: _Policy, num_microbatches: int, most: int) -> Schedule:
+def _greedy(costs: Costs, policy: _Policy, num_microbatches: int, most: int) -> Schedule:
     p = len(policy.ahead)
     passes: list[list[Pass]] = [[] for _ in range(p)]
-    for device, kind in _run(machine, policy, num_microbatches, most):
+    for device, kind in _run(costs, policy, num_microbatches, most):
         passes[device].append(Pass(kind, device))
     return in_microbatch_order(NAME, Placement.linear(p), num_microbatches, passes)
 
 
-def _run(machine: _Machine, policy: _Policy, m: int, most: int) -> Iterator[tuple[int, Kind]]:
+def _run(costs: Costs, policy: _Policy, m: int, most: int) -> Iterator[tuple[int, Kind]]:
     """Start passes in order of time. Every device always has something to wait for, since the oldest microbatch is
     never held up by a limit on younger ones."""
-    last, seconds = len(policy.ahead) - 1, machine.seconds
+    last, seconds = len(policy.ahead) - 1, costs.seconds(Placement.linear(len(policy.ahead)))
     arrivals: dict[Kind, list[list[float]]] = {kind: [[] for _ in policy.ahead] for kind in (Kind.F, Kind.I)}
     ran = {kind: [0] * (last + 1) for kind in (Kind.F, Kind.I, Kind.W)}
     free = [0.0] * (last + 1)
@@ -205,11 +185,11 @@ def _run(machine: _Machine, policy: _Policy, m: int, most: int) -> Iterator[tupl
         end = free[device] = now + seconds[kind][device]
         heapq.heappush(awake, (end, device))
         if kind is Kind.F and device < last:
-            receiver, what, arrival = device + 1, Kind.F, end + machine.down[device]
+            receiver, what, arrival = device + 1, Kind.F, end + costs.link_seconds(device, device + 1)
         elif kind is Kind.F:
             receiver, what, arrival = device, Kind.I, end
         elif kind is Kind.I and device > 0:
-            receiver, what, arrival = device - 1, Kind.I, end + machine.up[device]
+            receiver, what, arrival = device - 1, Kind.I, end + costs.link_seconds(device, device - 1)
         else:
             continue
         arrivals[what][receiver].append(arrival)

@@ -115,7 +115,7 @@ class Window:
         run = frozenset(action for actions in self.past for action in actions)
         timeline = simulate(self.schedule, costs, run)
         orders = tuple(tuple(a for a in actions if a.kind in COMPUTE) for actions in self.up_to_its_end.actions)
-        return replace(timeline, peaks=peaks(orders, self.stream.placement, timeline.costs))
+        return replace(timeline, peaks=peaks(replace(self.stream, orders=orders), timeline.costs))
 
 
 def steady(num_devices: int, batch: int) -> Moment:

@@ -38,7 +38,6 @@ from megatron_pipemem.schedule.search.problem import (
 from megatron_pipemem.schedule.search.result import Candidate
 
 if TYPE_CHECKING:
-    from megatron_pipemem.schedule.search.periodic import Block
     from megatron_pipemem.schedule.search.problem import Problem
 
 _POLISHED = ", polished"
@@ -91,18 +90,10 @@ class Exploration:
         self.bound = lower_bound(self.placement, self.num_microbatches, self.costs, self.caps)
 
     @cached_property
-    def _in_ticks(self) -> tuple[Problem, float]:
+    def _problem(self) -> Problem:
         unit = self.costs.memory_unit(self.placement)
         caps = None if self.caps is None else [cap / unit for cap in self.caps]
         return make_problem(self.placement, self.num_microbatches, self.costs, caps, self.full)
-
-    @property
-    def _problem(self) -> Problem:
-        return self._in_ticks[0]
-
-    @property
-    def _ticks_per_second(self) -> float:
-        return self._in_ticks[1]
 
     @property
     def found_any(self) -> bool:
@@ -110,7 +101,7 @@ class Exploration:
 
     @property
     def makespan(self) -> float:
-        return self._finalists[0][0] / self._ticks_per_second
+        return self._finalists[0][0] / self._problem.ticks_per_second
 
     @property
     def is_optimal(self) -> bool:
@@ -161,7 +152,7 @@ class Exploration:
     @property
     def starts(self) -> list[tuple[float, str, Timetable]]:
         """Return what there is to improve: seconds, name and timetable, the families' first."""
-        return [(table.makespan / self._ticks_per_second, name, table) for name, table in self._starts]
+        return [(table.makespan / self._problem.ticks_per_second, name, table) for name, table in self._starts]
 
     def more_starts(self) -> Iterator[tuple[str, Timetable]]:
         """List schedules that are no starts yet."""
@@ -211,14 +202,14 @@ class Exploration:
         """
         if self.caps is not None and not keeps_memory_exactly(self.placement, self.costs):
             return 0
-        shorter_than = min(self._finalists[0][0], round(reached * self._ticks_per_second))
+        shorter_than = min(self._finalists[0][0], round(reached * self._problem.ticks_per_second))
         solved = solve(self._problem, shorter_than, most_states)
         if solved is None:
             return most_states
         if solved.table is not None:
             self._add("exact", solved.table)
         if self.caps is None or not better_full(self.placement, self.costs):
-            self.bound = max(self.bound, min(shorter_than, self._finalists[0][0]) / self._ticks_per_second)
+            self.bound = max(self.bound, min(shorter_than, self._finalists[0][0]) / self._problem.ticks_per_second)
         return solved.states
 
     def explore(self, clock: Clock, effort: float, reached: float) -> None:
@@ -238,7 +229,7 @@ class Exploration:
         passes = len(short.device) * short.num_microbatches
         trials = int(effort * min(_MOST_TRIALS, max(_FEWEST_TRIALS, _PASSES_TO_TRY / passes)))
         sampler = PeriodicStarts(short, self.seed)
-        idle_if_doubled = _LEFT_IDLE * self.num_microbatches * max(short.work) / self._ticks_per_second
+        idle_if_doubled = _LEFT_IDLE * self.num_microbatches * max(short.work) / self._problem.ticks_per_second
         evaluated = proposed = improved = 0
         while evaluated < trials * (_EFFORT_WHEN_IDLE if sampler.idles else 1) and proposed < 4 * trials:
             if sampler.exhausted or evaluated - improved > trials:
@@ -263,7 +254,10 @@ class Exploration:
                 if rest and not clock.allows(Step.JUSTIFY, self.num_passes, self.num_passes):
                     break
                 before = self.makespan
-                self._finish(block, table, rest)
+                if rest:
+                    orders = replace(block, problem=self._problem).orders()
+                    table = justify(self._problem, as_soon_as_possible(self._problem, orders))
+                self._add("periodic, justified", table)
                 improved = evaluated if self.makespan < before else improved
                 if self.is_optimal:
                     return
@@ -296,13 +290,6 @@ class Exploration:
             if table.makespan <= before.makespan:
                 pool[index] = (name, table)
 
-    def _finish(self, block: Block, table: Timetable, rest: int) -> None:
-        """Finish the block with all microbatches."""
-        if rest:
-            orders = block.repeated_in(self._problem).orders()
-            table = justify(self._problem, as_soon_as_possible(self._problem, orders))
-        self._add("periodic, justified", table)
-
     def _add(self, name: str, table: Timetable) -> None:
         entry = (table.makespan, len(self._finalists), name, table)
         self._finalists = sorted([*self._finalists, entry], key=lambda e: e[:2])[:_FINALISTS]
@@ -328,19 +315,6 @@ class Exploration:
 _SAMPLES = 4
 
 
-def with_errors(problem: Problem, error: float, rng: Random) -> Problem:
-    """Return the problem with every cost of every stage changed by up to ``error``, independently.
-
-    Args:
-        problem: in ticks.
-        error: largest relative change.
-        rng: source of the random changes.
-    """
-    return replace(
-        problem, ticks=tuple(max(1, round(ticks * (1 + rng.uniform(-error, error)))) for ticks in problem.ticks)
-    )
-
-
 def most_robust(problem: Problem, tables: Sequence[Timetable], seed: int, error: float = 0.2) -> int:
     """Return the index of the timetable whose orders are fastest on average over costs that are off by up to ``error``.
 
@@ -353,7 +327,10 @@ def most_robust(problem: Problem, tables: Sequence[Timetable], seed: int, error:
     if len(tables) == 1:
         return 0
     rng = Random(seed)
-    problems = [with_errors(problem, error, rng) for _ in range(_SAMPLES)]
+    problems = []
+    for _ in range(_SAMPLES):
+        ticks = tuple(max(1, round(ticks * (1 + rng.uniform(-error, error)))) for ticks in problem.ticks)
+        problems.append(replace(problem, ticks=ticks))
     return min(
         range(len(tables)),
         key=lambda index: sum(as_soon_as_possible(other, tables[index].orders).makespan for other in problems),

@@ -66,6 +66,7 @@ class Cycles:
             [link for link in links if {device[link.source], device[link.target]} == {d, d + 1}] for d in range(p - 1)
         ]
         self._links = [(link.source, link.target) for link in links]
+        self.num_links, self.most_orders = len(links), max(map(len, self._starts))
         self._local_waits = [[self._wait(d, link) for link in local] for d, local in enumerate(self._local)]
         shared: dict[tuple, np.ndarray] = {}
         self._hop_waits = [self._shared_waits(d, shared) for d in range(p - 1)]
@@ -116,15 +117,6 @@ class Cycles:
                 offsets.append(above[:, source, None] + link.gap - below[None, :, target])
                 signs.append(-1)
         return offsets, signs
-
-    @property
-    def num_links(self) -> int:
-        return len(self._links)
-
-    @property
-    def most_orders(self) -> int:
-        """Return the number of orders of the device that has most."""
-        return max(map(len, self._starts))
 
     def cheapest(self, prices: np.ndarray, variation: np.ndarray, among: np.ndarray | None = None) -> Block:
         """Return the combination whose activations cost least.
@@ -225,10 +217,6 @@ class Block:
                 ready = max(ready, starts[other] + problem.ticks[other] + lag)
             starts[c] = ready + (int(offsets[c]) - ready) % interval
         return cls(problem, interval, tuple(starts))
-
-    def repeated_in(self, problem: Problem) -> Block:
-        """Return the same block in a problem with another number of microbatches."""
-        return Block(problem, self.interval, self.starts)
 
     def delayed(self, after: int) -> Block:
         """Return the block with one more interval of waiting on the way.

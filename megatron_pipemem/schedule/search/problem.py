@@ -7,7 +7,7 @@ search compares sums of thousands of terms for equality.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -48,6 +48,7 @@ class Problem:
             before it at the latest. Besides, the passes of a class run in the order of their microbatches.
         caps: the most every device may hold.
         full: stages whose backwards are full ones (B): class I has the length and the change of both, W is a shadow.
+        ticks_per_second: how long a tick is.
     """
 
     num_microbatches: int
@@ -57,6 +58,7 @@ class Problem:
     waits: tuple[tuple[tuple[int, int], ...], ...]
     caps: tuple[int, ...]
     full: frozenset[int] = frozenset()
+    ticks_per_second: float = 1.0
 
     @property
     def num_devices(self) -> int:
@@ -158,7 +160,7 @@ def make_problem(
     costs: Costs,
     caps: Sequence[float] | None,
     full: frozenset[int] = frozenset(),
-) -> tuple[Problem, float]:
+) -> Problem:
     """Put a placement with its prices in whole numbers.
 
     Args:
@@ -201,19 +203,29 @@ def make_problem(
         if caps is None
         else tuple(min(total, int(loosened(cap * memory_scale))) for cap in caps)
     )
+
+    def lag(source: int, destination: int) -> int:
+        return round(costs.link_seconds(placement.devices[source], placement.devices[destination]) * scale)
+
+    device = tuple(placement.devices[stage] for stage in range(stages) for _ in KINDS)
+    return Problem(num_microbatches, device, ticks, change, waits_of(placement, lag), allowed, full, scale)
+
+
+def waits_of(placement: Placement, lag: Callable[[int, int], int]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return ``Problem.waits``.
+
+    Args:
+        placement: of the stages.
+        lag: ticks of a message from one stage to another.
+    """
     waits: list[tuple[tuple[int, int], ...]] = []
-    for stage in range(stages):
+    for stage in range(placement.num_stages):
         before, after = placement.previous_stage(stage), placement.next_stage(stage)
         forward, inputs = 3 * stage + FORWARD, 3 * stage + INPUT
-
-        def lag(source: int, destination: int) -> int:
-            return round(costs.link_seconds(placement.devices[source], placement.devices[destination]) * scale)
-
         data = () if before is None else ((3 * before + FORWARD, lag(before, stage)),)
         gradient = (forward, 0) if after is None else (3 * after + INPUT, lag(after, stage))
         waits += [data, (gradient,), ((inputs, 0),)]
-    device = tuple(placement.devices[stage] for stage in range(stages) for _ in KINDS)
-    return Problem(num_microbatches, device, ticks, change, tuple(waits), allowed, full), scale
+    return tuple(waits)
 
 
 def keeps_memory_exactly(placement: Placement, costs: Costs) -> bool:
