@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from megatron_pipemem.config.limits import MOST_DEVICES, check_amounts, check_counts
+from megatron_pipemem.config.limits import MOST_DEVICES, Amount, AmountOrZero, Devices, Limited, Part
 from megatron_pipemem.errors import ConfigError
 
 GIB = 1 << 30
@@ -14,7 +14,7 @@ DEFAULT_HOST_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Link:
+class Link(Limited):
     """A connection, each way.
 
     Args:
@@ -22,12 +22,8 @@ class Link:
         latency_us: microseconds before the first byte arrives.
     """
 
-    gb_per_s: float
-    latency_us: float = 10.0
-
-    def __post_init__(self) -> None:
-        check_amounts(self, ("gb_per_s",))
-        check_amounts(self, ("latency_us",), zero=True)
+    gb_per_s: Amount
+    latency_us: AmountOrZero = 10.0
 
     def seconds(self, nbytes: float) -> float:
         """Return the seconds of one message."""
@@ -35,7 +31,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class HostChannel:
+class HostChannel(Limited):
     """Copies between a device and its host's memory.
 
     Args:
@@ -44,14 +40,9 @@ class HostChannel:
         duplex: what each direction keeps of that while both run: 1 for independent engines, 0.5 for a shared channel.
     """
 
-    d2h_gb_per_s: float
-    h2d_gb_per_s: float
-    duplex: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_amounts(self, ("d2h_gb_per_s", "h2d_gb_per_s"))
-        if not 0 < self.duplex <= 1:
-            raise ConfigError(f"is {self.duplex}; give more than 0 and at most 1", key="duplex")
+    d2h_gb_per_s: Amount
+    h2d_gb_per_s: Amount
+    duplex: Part = 1.0
 
     def round_trip_seconds(self, nbytes: float, sharing: int = 1) -> float:
         """Return the seconds that bytes take to the host and back.
@@ -66,7 +57,7 @@ class HostChannel:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(Limited):
     """Nodes of equal devices.
 
     Args:
@@ -89,30 +80,27 @@ class Cluster:
 
     config_folder: ClassVar[str] = "clusters"
 
-    memory_gib: float
-    tflops: float
+    memory_gib: Amount
+    tflops: Amount
     intra_node: Link
     inter_node: Link
     host: HostChannel
-    host_memory_gib: float
-    nodes: int = 1
-    devices_per_node: int = 8
+    host_memory_gib: Amount
+    nodes: Devices = 1
+    devices_per_node: Devices = 8
     reserved_gib: float = 0.0
-    achieved: float = 0.6
-    memory_gb_per_s: float = 1000.0
+    achieved: Part = 0.6
+    memory_gb_per_s: Amount = 1000.0
     switches: tuple[tuple[int, ...], ...] = ()
     backend: Literal["nccl", "gloo"] = "nccl"
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_counts(self, ("nodes", "devices_per_node"), most=MOST_DEVICES)
+        super().__post_init__()
         if self.num_devices > MOST_DEVICES:
             raise ConfigError(f"makes {self.num_devices:,} devices; give at most {MOST_DEVICES:,}", key="nodes")
-        check_amounts(self, ("memory_gib", "tflops", "host_memory_gib", "memory_gb_per_s"))
         if not 0 <= self.reserved_gib < self.memory_gib:
             raise ConfigError(f"is {self.reserved_gib}; give at least 0 and less than memory_gib", key="reserved_gib")
-        if not 0 < self.achieved <= 1:
-            raise ConfigError(f"is {self.achieved}; give a part of the peak, above 0 and at most 1", key="achieved")
         seen = [device for group in self.switches for device in group]
         if len(seen) != len(set(seen)) or not set(seen) <= set(range(self.devices_per_node)):
             raise ConfigError(

@@ -2,52 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import cache
+from typing import Annotated, NamedTuple, get_args, get_type_hints
 
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.core.brief import LARGEST, shortened
 
-MOST_COUNT = 10**9
 MOST_DEVICES = 10**6
-_MOST_AMOUNT = 1e12
 
 
-def check_counts(config: object, keys: Iterable[str], least: int = 1, most: int = MOST_COUNT) -> None:
-    """Refuse whole numbers that nothing has: they would be computed with for ever.
+class Limit(NamedTuple):
+    """Bound a number: what nothing has would be computed with for ever, or sums of it would not stay finite.
 
     Args:
-        config: a dataclass.
-        keys: of its whole numbers.
-        least: that they may be.
-        most: that they may be.
+        least: that it may be.
+        most: that it may be; a whole number where only such are meant.
+        above: whether ``least`` itself is too small.
+    """
+
+    least: int
+    most: float
+    above: bool = False
+
+    def check(self, value: float, key: str) -> None:
+        """Raises ConfigError: the value of that key is outside."""
+        enough = value > self.least if self.above else value >= self.least
+        if enough and value <= self.most:
+            return
+        count, form = ("a whole number of ", ",") if isinstance(self.most, int) else ("", "g")
+        limit = f"at most {self.most:{form}}" if enough else f"{'more than' if self.above else 'at least'} {self.least}"
+        raise ConfigError(f"is {shortened(value)}; give {count}{limit}", key=key)
+
+
+Count = Annotated[int, Limit(1, 10**9)]
+CountOrZero = Annotated[int, Limit(0, 10**9)]
+Devices = Annotated[int, Limit(1, MOST_DEVICES)]
+Amount = Annotated[float, Limit(0, 1e12, above=True)]
+AmountOrZero = Annotated[float, Limit(0, 1e12)]
+Part = Annotated[float, Limit(0, 1.0, above=True)]
+
+
+class Limited:
+    """A dataclass whose annotations bound its numbers, where they are not ``None``.
 
     Raises:
         ConfigError: one of them is outside; it names the key.
     """
-    for key in keys:
-        value = getattr(config, key)
-        if not least <= value <= most:
-            limit = f"at least {least}" if value < least else f"at most {most:,}"
-            raise ConfigError(f"is {shortened(value)}; give a whole number of {limit}", key=key)
+
+    def __post_init__(self) -> None:
+        for key, limit in _limits(type(self)):
+            if (value := getattr(self, key)) is not None:
+                limit.check(value, key)
 
 
-def check_amounts(config: object, keys: Iterable[str], zero: bool = False) -> None:
-    """Refuse amounts that are not positive, or with which sums would not stay finite.
-
-    Args:
-        config: a dataclass.
-        keys: of its amounts.
-        zero: whether they may be 0.
-
-    Raises:
-        ConfigError: one of them is outside; it names the key.
-    """
-    for key in keys:
-        value = getattr(config, key)
-        if not (value >= 0 if zero else value > 0):
-            raise ConfigError(f"is {value}; give {'at least' if zero else 'more than'} 0", key=key)
-        if value > _MOST_AMOUNT:
-            raise ConfigError(f"is {shortened(value)}; give at most {_MOST_AMOUNT:g}", key=key)
+@cache
+def _limits(kind: type) -> list[tuple[str, Limit]]:
+    hints = get_type_hints(kind, include_extras=True)
+    parts = [(key, part) for key, hint in hints.items() for each in (hint, *get_args(hint)) for part in get_args(each)]
+    return list(dict.fromkeys((key, part) for key, part in parts if isinstance(part, Limit)))
 
 
 def check_magnitudes(value: object, key: str = "") -> None:

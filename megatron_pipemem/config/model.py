@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import ceil
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from megatron_pipemem.config.limits import check_amounts, check_counts
+from megatron_pipemem.config.limits import Amount, Count, CountOrZero, Limit, Limited
 from megatron_pipemem.errors import ConfigError
 
 _VOCABULARY_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by
-
-
-_MOST_LAYERS = 100_000
 
 
 class Block(StrEnum):
@@ -35,7 +32,7 @@ class Block(StrEnum):
 
 
 @dataclass(frozen=True)
-class Model:
+class Model(Limited):
     """A decoder-only transformer, as ``configs/models/NAME.yaml`` describes it.
 
     Args:
@@ -83,57 +80,49 @@ class Model:
 
     config_folder: ClassVar[str] = "models"
 
-    layers: int
-    hidden: int
-    heads: int
-    vocabulary: int
-    sequence: int
-    kv_heads: int | None = None
-    head_channels: int | None = None
-    ffn: int | None = None
+    layers: Annotated[int, Limit(1, 100_000)]
+    hidden: Count
+    heads: Count
+    vocabulary: Count
+    sequence: Count
+    kv_heads: Count | None = None
+    head_channels: Count | None = None
+    ffn: Count | None = None
     activation: Literal["gelu", "squared_relu", "swiglu", "geglu"] = "gelu"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     position: Literal["learned", "rope", "none"] = "learned"
     bias: Literal["all", "qkv_only", "none"] = "all"
     tied: bool = False
     dropout: float = 0.0
-    experts: int = 0
-    experts_per_token: int = 1
-    expert_ffn: int | None = None
-    shared_expert_ffn: int = 0
-    moe_every: int = 1
-    dense_layers: int = 0
+    experts: CountOrZero = 0
+    experts_per_token: Count = 1
+    expert_ffn: Count | None = None
+    shared_expert_ffn: CountOrZero = 0
+    moe_every: Count = 1
+    dense_layers: CountOrZero = 0
     router_score: Literal["softmax", "sigmoid"] = "softmax"
     router_bias: bool = False
-    router_groups: int = 0
-    router_groups_per_token: int = 0
+    router_groups: CountOrZero = 0
+    router_groups_per_token: CountOrZero = 0
     router_scale: float = 1.0
     qk_norm: bool = False
-    kv_lora_rank: int | None = None
-    q_lora_rank: int | None = None
-    qk_head_dim: int = 128
-    qk_pos_emb_head_dim: int = 64
-    v_head_dim: int = 128
-    mtp_layers: int = 0
+    kv_lora_rank: Count | None = None
+    q_lora_rank: Count | None = None
+    qk_head_dim: Count = 128
+    qk_pos_emb_head_dim: Count = 64
+    v_head_dim: Count = 128
+    mtp_layers: CountOrZero = 0
     pattern: str | None = None
     mtp_pattern: str | None = None
-    mamba_state: int = 128
-    mamba_heads: int | None = None
-    mamba_head_dim: int = 64
-    mamba_groups: int = 8
-    mamba_convolution: int = 4
+    mamba_state: Count = 128
+    mamba_heads: Count | None = None
+    mamba_head_dim: Count = 64
+    mamba_groups: Count = 8
+    mamba_convolution: Count = 4
     source: str = ""
 
     def __post_init__(self) -> None:
-        positive = (
-            "layers", "hidden", "heads", "vocabulary", "sequence", "experts_per_token", "moe_every", "qk_head_dim",
-            "qk_pos_emb_head_dim", "v_head_dim", "mamba_state", "mamba_head_dim", "mamba_groups", "mamba_convolution",
-        )  # fmt: skip
-        optional = ("kv_heads", "head_channels", "ffn", "expert_ffn", "kv_lora_rank", "q_lora_rank", "mamba_heads")
-        check_counts(self, (*positive, *(key for key in optional if getattr(self, key) is not None)))
-        check_counts(self, ("layers",), most=_MOST_LAYERS)
-        from_zero = ("experts", "shared_expert_ffn", "dense_layers", "mtp_layers", "router_groups")
-        check_counts(self, (*from_zero, "router_groups_per_token"), least=0)
+        super().__post_init__()
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"is {self.dropout}; give a rate of at least 0 and below 1", key="dropout")
         if self.head_channels is None and self.hidden % self.heads:
@@ -251,7 +240,7 @@ Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
-class Execution:
+class Execution(Limited):
     """Describe how a microbatch runs on one rank: the part of Megatron's flags that its costs depend on.
 
     Args:
@@ -270,22 +259,21 @@ class Execution:
         expert_load: tokens that the experts of a rank get at most, over an even share: above 1 for uneven routing.
     """
 
-    micro_batch: int = 1
-    tp: int = 1
+    micro_batch: Count = 1
+    tp: Count = 1
     sequence_parallel: bool = False
-    cp: int = 1
-    ep: int = 1
+    cp: Count = 1
+    ep: Count = 1
     recompute: Recompute = "none"
     recompute_modules: tuple[str, ...] = ("core_attn",)
     attention: Literal["flash", "unfused"] = "flash"
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     fused: bool = True
     implementation: Literal["local", "transformer_engine"] = "local"
-    expert_load: float = 1.0
+    expert_load: Amount = 1.0
 
     def __post_init__(self) -> None:
-        check_counts(self, ("micro_batch", "tp", "cp", "ep"))
-        check_amounts(self, ("expert_load",))
+        super().__post_init__()
         unknown = set(self.recompute_modules) - set(RECOMPUTABLE)
         if unknown:
             raise ConfigError(

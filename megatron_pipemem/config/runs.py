@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from megatron_pipemem.config.cluster import Cluster
-from megatron_pipemem.config.limits import MOST_DEVICES, check_amounts, check_counts
+from megatron_pipemem.config.limits import MOST_DEVICES, Amount, Count, CountOrZero, Devices, Limited
 from megatron_pipemem.config.model import Execution, Model, Recompute
 from megatron_pipemem.errors import ConfigError, PipememError
 from megatron_pipemem.schedule.options import OFFLOAD, RANDOM, STOCK, VOCABULARY
@@ -26,7 +26,7 @@ from megatron_pipemem.schedule.request import FILE_SUFFIX
 
 
 @dataclass(frozen=True)
-class Parallelism:
+class Parallelism(Limited):
     """Describe how a model is cut up.
 
     Args:
@@ -42,21 +42,19 @@ class Parallelism:
         expert_load: the most tokens that the experts of a rank get, over an even share: plans fit up to that.
     """
 
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    cp: int = 1
-    ep: int = 1
-    chunks: int | None = None
-    micro_batch: int = 1
-    global_batch: int = 1
+    tp: Devices = 1
+    pp: Devices = 1
+    dp: Devices = 1
+    cp: Devices = 1
+    ep: Devices = 1
+    chunks: Count | None = None
+    micro_batch: Count = 1
+    global_batch: Count = 1
     sequence_parallel: bool = False
-    expert_load: float = 1.0
+    expert_load: Amount = 1.0
 
     def __post_init__(self) -> None:
-        check_amounts(self, ("expert_load",))
-        check_counts(self, ("tp", "pp", "dp", "cp", "ep"), most=MOST_DEVICES)
-        check_counts(self, ("micro_batch", "global_batch", *(() if self.chunks is None else ("chunks",))))
+        super().__post_init__()
         if self.ranks > MOST_DEVICES:
             raise ConfigError(f"makes {self.ranks:,} ranks; give at most {MOST_DEVICES:,}", key="tp")
 
@@ -129,7 +127,7 @@ class ScheduleChoice:
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(Limited):
     """Say how long to train, on what, and what is kept.
 
     Args:
@@ -141,15 +139,11 @@ class Training:
         cache: folder of the datasets' index files.
     """
 
-    iterations: int = 10
-    save_interval: int = 0
+    iterations: Count = 10
+    save_interval: CountOrZero = 0
     load: str | None = None
     data: str = "mock"
     cache: str | None = None
-
-    def __post_init__(self) -> None:
-        check_counts(self, ("iterations",))
-        check_counts(self, ("save_interval",), least=0)
 
 
 @dataclass(frozen=True)
