@@ -117,12 +117,7 @@ def _facts(file: Path, table: Table, schedule: Schedule) -> dict[str, object]:
 
 
 def _headline(fault: Fault) -> str:
-    where = "" if fault.cell is None else f" ({_place(fault.cell)})"
-    return f"{fault.message}{where}"
-
-
-def _place(cell: Cell) -> str:
-    return f"line {cell.line}, cell {cell.column}"
+    return f"{fault.message}{_at(fault.cell)}"
 
 
 def _cycle_lines(cycle: tuple[Wait, ...], table: Table) -> list[str]:
@@ -142,7 +137,7 @@ def _cycle_lines(cycle: tuple[Wait, ...], table: Table) -> list[str]:
 
 
 def _at(cell: Cell | None) -> str:
-    return "" if cell is None else f" ({_place(cell)})"
+    return "" if cell is None else f" (line {cell.line}, cell {cell.column})"
 
 
 def _fault_json(fault: Fault) -> dict[str, object]:

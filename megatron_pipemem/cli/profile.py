@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, make_dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -31,35 +31,27 @@ MIB = 1 << 20
 DEFAULT_CLUSTER = "a100-80g"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cut:
-    """Say how a model is cut and runs, as typed: fields of ``Execution``.
+_CUT = {
+    "tp": "Tensor-parallel ranks.",
+    "sequence_parallel": "Split norms over them too.",
+    "cp": "Context-parallel ranks.",
+    "ep": "Expert-parallel ranks.",
+    "micro_batch": "Sequences per microbatch.",
+    "recompute": "What runs again before its backward.",
+    "attention": "Which attention the layers have.",
+    "precision": "Element type of weights and activations.",
+}
+"""Fields of ``Execution`` that can be typed, in place of a run."""
 
-    Args:
-        tp: tensor-parallel ranks.
-        sequence_parallel: whether norms are split over them too.
-        cp: context-parallel ranks.
-        ep: expert-parallel ranks.
-        micro_batch: sequences per microbatch.
-        recompute: what runs again.
-        attention: which attention the layers have.
-        precision: of weights and activations.
-    """
 
-    tp: Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.")] = 1
-    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="Split norms over them too.")] = False
-    cp: Annotated[int, typer.Option("--cp", help="Context-parallel ranks.")] = 1
-    ep: Annotated[int, typer.Option("--ep", help="Expert-parallel ranks.")] = 1
-    micro_batch: Annotated[int, typer.Option("--micro-batch", help="Sequences per microbatch.")] = 1
-    recompute: Annotated[
-        str, typer.Option("--recompute", metavar="none|selective|full", help="What runs again before its backward.")
-    ] = "none"
-    attention: Annotated[
-        str, typer.Option("--attention", metavar="flash|unfused", help="Which attention the layers have.")
-    ] = "flash"
-    precision: Annotated[
-        str, typer.Option("--precision", metavar="bf16|fp16|fp32", help="Element type of weights and activations.")
-    ] = "bf16"
+def _typed_as(name: str, told: str) -> tuple[str, Any, Any]:
+    """Return a field of ``Cut`` for one of ``Execution``: text where that has few values, which ``Execution`` checks."""
+    hint, values = get_type_hints(Execution)[name], get_args(get_type_hints(Execution)[name])
+    flag = typer.Option(f"--{name.replace('_', '-')}", metavar="|".join(values) or None, help=told)
+    return name, Annotated[str if values else hint, flag], getattr(Execution, name)
+
+
+Cut = make_dataclass("Cut", [_typed_as(*each) for each in _CUT.items()], frozen=True, kw_only=True)
 
 
 @takes_group
@@ -133,7 +125,7 @@ def _check_runs_own(context: typer.Context) -> None:
     """Refuse what would change nothing: a run says itself how it is cut and runs."""
     for parameter in context.command.params:
         given = context.get_parameter_source(parameter.name)
-        if parameter.name in Execution.__dataclass_fields__ and given is not None and given.name == "COMMANDLINE":
+        if parameter.name in _CUT and given is not None and given.name == "COMMANDLINE":
             raise UnsupportedError(f"{parameter.opts[0]} is said by the run; change it there, or profile with --model")
 
 

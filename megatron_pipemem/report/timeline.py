@@ -15,36 +15,23 @@ from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.simulator import Timeline, held_after
 from megatron_pipemem.schedule.core.walk import NEVER
 
-KIND_NAMES = {
-    Kind.F: "forward",
-    Kind.I: "input gradient",
-    Kind.W: "weight gradient",
-    Kind.B: "full backward",
-    Kind.R: "recomputed forward",
-    Kind.RS: "selective recomputation",
-    Kind.EMBED_F: "embedding forward",
-    Kind.S: "head scores",
-    Kind.LOSS: "loss",
-    Kind.T: "head gradients",
-    Kind.EMBED_B: "embedding gradient",
+# Far apart in hue and in lightness, also under the three kinds of colour blindness (tests/report/test_timeline.py).
+_LOOKS = {
+    Kind.F: ("forward", (38, 98, 168)),
+    Kind.I: ("input gradient", (244, 162, 52)),
+    Kind.W: ("weight gradient", (58, 163, 143)),
+    Kind.B: ("full backward", (196, 60, 78)),
+    Kind.R: ("recomputed forward", (16, 20, 24)),
+    Kind.RS: ("selective recomputation", (180, 150, 255)),
+    Kind.EMBED_F: ("embedding forward", (184, 225, 173)),
+    Kind.S: ("head scores", (166, 41, 245)),
+    Kind.LOSS: ("loss", (100, 48, 77)),
+    Kind.T: ("head gradients", (244, 191, 230)),
+    Kind.EMBED_B: ("embedding gradient", (37, 15, 146)),
 }
+KIND_NAMES = {kind: name for kind, (name, _) in _LOOKS.items()}
 TRANSFER_NAMES = {Kind.OFFLOAD: "copy to the host", Kind.RELOAD: "copy back"}
 TRANSFER_COLOURS = {Kind.OFFLOAD: "#6a4c93", Kind.RELOAD: "#8ac926"}
-
-# Far apart in hue and in lightness, also under the three kinds of colour blindness (tests/report/test_timeline.py).
-_BASE = {
-    Kind.F: (38, 98, 168),
-    Kind.I: (244, 162, 52),
-    Kind.W: (58, 163, 143),
-    Kind.B: (196, 60, 78),
-    Kind.R: (16, 20, 24),
-    Kind.RS: (180, 150, 255),
-    Kind.EMBED_F: (184, 225, 173),
-    Kind.S: (166, 41, 245),
-    Kind.LOSS: (100, 48, 77),
-    Kind.T: (244, 191, 230),
-    Kind.EMBED_B: (37, 15, 146),
-}
 IDLE = "#f1f3f4"
 _PALEST = 0.58
 """How far the last of many chunks is blended towards white."""
@@ -130,7 +117,7 @@ def colour(kind: Kind, chunk: int = 0, num_chunks: int = 1) -> str:
         num_chunks: per device.
     """
     pale = _PALEST * chunk / (num_chunks - 1) * min(1.0, (num_chunks + 1) / 4) if num_chunks > 1 else 0.0
-    return "#" + "".join(f"{round(part + (255 - part) * pale):02x}" for part in _BASE[kind])
+    return "#" + "".join(f"{round(part + (255 - part) * pale):02x}" for part in _LOOKS[kind][1])
 
 
 def ink(background: str) -> str:
