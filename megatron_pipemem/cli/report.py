@@ -19,9 +19,8 @@ from megatron_pipemem.launch.grid.comparison import front, save_picture, table
 from megatron_pipemem.launch.grid.config import Settings, label
 from megatron_pipemem.launch.grid.results import Result
 from megatron_pipemem.launch.grid.store import Store
-from megatron_pipemem.reading import read_json
 from megatron_pipemem.report.picture import SUFFIXES
-from megatron_pipemem.report.run import lines
+from megatron_pipemem.report.run import lines, report_of
 from megatron_pipemem.report.run import table as run_table
 
 
@@ -96,14 +95,9 @@ def show(store: Store, picture: Path, as_json: bool) -> list[Result | None]:
 
 
 def _show_run(path: Path, as_json: bool) -> None:
-    report = read_json(path, "the report of a run")
-    try:
+    with report_of(path) as report:
         told, ranks = lines(report), run_table(report)
         page = report["timelines"] and Path(report["timelines"]) / "run.html"
-    except KeyError as error:
-        raise ConfigError(f"is no report of a run, it lacks the key {error}; train again", file=path) from error
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"is no report of a run, {error}; train again", file=path) from error
     if as_json:
         print_json(report)
         return

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.model import Block, Model
-from megatron_pipemem.config.runs import BY_ACTION, Run, resolve_script
+from megatron_pipemem.config.runs import BY_ACTION, Run, ScheduleChoice, resolve_script
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.options import STOCK
 
@@ -182,14 +182,7 @@ def model_flags(model: Model) -> Flags:
         **biases,
     }
     if model.kv_lora_rank is not None:
-        flags |= {
-            "multi-latent-attention": True,
-            "q-lora-rank": model.q_lora_rank,
-            "kv-lora-rank": model.kv_lora_rank,
-            "qk-head-dim": model.qk_head_dim,
-            "qk-pos-emb-head-dim": model.qk_pos_emb_head_dim,
-            "v-head-dim": model.v_head_dim,
-        }
+        flags |= {"multi-latent-attention": True, **{name.replace("_", "-"): getattr(model, name) for name in _LATENT}}
     if Block.MAMBA in "".join(model.all_kinds):
         flags |= {
             "mamba-state-dim": model.mamba_state,
@@ -211,6 +204,10 @@ def model_flags(model: Model) -> Flags:
             "moe-router-topk-scaling-factor": model.router_scale if model.router_scale != 1 else None,
         }
     return flags
+
+
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+"""What Megatron calls as a model does."""
 
 
 def _model_flags(run: Run) -> Flags:
@@ -261,15 +258,13 @@ def _schedule_flags(run: Run) -> Flags:
             recomputes = {"recompute-granularity": "selective", "recompute-modules": choice.recompute_modules}
     elif choice.recompute == "full":
         recomputes = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
+    plain = {key: getattr(choice, key) for key in ("memory_cap", "costs", "offload", "random", "vocab_parallel")}
+    said = {key: value for key, value in plain.items() if value != getattr(ScheduleChoice, key)}
     switches = run.cluster.switches if choice.offload != "off" else ()
     return {
         "pipemem-schedule": choice.name,
         "pipemem-schedule-module": choice.module,
-        "pipemem-memory-cap": choice.memory_cap,
-        "pipemem-costs": choice.costs if choice.costs != "unit" else None,
-        "pipemem-offload": choice.offload if choice.offload != "off" else None,
-        "pipemem-random": choice.random if choice.random != STOCK else None,
-        "pipemem-vocab-parallel": choice.vocab_parallel if choice.vocab_parallel != "off" else None,
+        **{f"pipemem-{key.replace('_', '-')}": value for key, value in said.items()},
         **recomputes,
         # Repeated with one option each, as --name=value because a list would be several values of one flag.
         **{f"pipemem-option={key}={_word(value)}": True for key, value in options.items()},

@@ -164,21 +164,6 @@ def counted_layers(flags: Flags, layers: int) -> str:
     return f"{layers} layers" + (f" and what {names} adds to them" if names else "")
 
 
-def uneven_layers(flags: Flags, layers: int, stages: int) -> str | None:
-    """Return the layout to propose where Megatron cannot share the layers out evenly, or ``None``.
-
-    It is ``None`` also where a flag says already how to share them out.
-
-    Args:
-        flags: of the training script, without dashes.
-        layers: of the model.
-        stages: of the pipeline.
-    """
-    if any(given(flags, name) for name in layout.FLAGS) or (layers + accounted(flags)) % stages == 0:
-        return None
-    return _spread(flags, layers, stages)
-
-
 def checked_placements(
     flags: Flags,
     schedule: str,
@@ -226,7 +211,8 @@ def check_layers(flags: Flags, layers: int, num_devices: int, chunks: int) -> No
         UnsupportedError: the message has a layout that can, if there are enough layers.
     """
     stages = num_devices * chunks
-    if any(given(flags, name) for name in CUTS) or (proposed := uneven_layers(flags, layers, stages)) is None:
+    said = any(given(flags, name) for name in (*CUTS, *layout.FIRST_OR_LAST))
+    if said or (layers + accounted(flags)) % stages == 0:
         return
     over = f"{stages} stages ({num_devices} pipeline ranks x {chunks} chunks)"
     if layers < stages:
@@ -235,7 +221,7 @@ def check_layers(flags: Flags, layers: int, num_devices: int, chunks: int) -> No
         )
     raise UnsupportedError(
         f"{counted_layers(flags, layers)} cannot be split evenly over {over}; say what each holds, for example "
-        f"--{layout.FLAG} '{proposed}'"
+        f"--{layout.FLAG} '{_spread(flags, layers, stages)}'"
     )
 
 

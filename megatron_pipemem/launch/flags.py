@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.errors import UnsupportedError
@@ -10,7 +11,10 @@ from megatron_pipemem.schedule.options import OFF, OFFLOAD, RANDOM, RECOMPUTE, S
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UnsupportedError, with all flags, where argparse would end the process."""
+    """A parser of flags among others. Raises UnsupportedError, with all flags, where argparse would end the process."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS, **settings)
 
     def error(self, message: str):
         raise UnsupportedError(f"{message}; the flags are:\n{self.format_help()}")
@@ -18,7 +22,7 @@ class Parser(argparse.ArgumentParser):
 
 def plan_parser() -> Parser:
     """Return a parser of the flag that stands for others, which is read first."""
-    parser = Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser = Parser()
     parser.add_argument(
         "--pipemem-plan",
         metavar="FILE",
@@ -29,7 +33,7 @@ def plan_parser() -> Parser:
 
 def flag_parser() -> Parser:
     """Return a parser of all flags."""
-    parser = Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS, parents=[plan_parser()])
+    parser = Parser(parents=[plan_parser()])
     parser.add_argument("--pipemem-schedule", metavar="NAME|FILE.csv|auto|stock", help="which schedule to run")
     parser.add_argument(
         "--pipemem-schedule-module",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 from itertools import pairwise
@@ -71,7 +70,7 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
     flags = _values(arguments)
     if settings.schedule == STOCK or any(cut_flags.given(flags, name) for name in _ELSEWHERE):
         return arguments
-    parser = Parser(prog="", add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser = Parser()
     parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     parser.add_argument("--num-layers", type=int)
     sizes, _ = parser.parse_known_args(arguments)

@@ -14,7 +14,6 @@ from megatron_pipemem.launch.cut_flags import (
     check_layers,
     cut_of,
     cut_pattern,
-    uneven_layers,
 )
 from megatron_pipemem.planner.weights import head_weight, layer_weight, sizes_of
 from megatron_pipemem.schedule.model_cut import known_chunks, placements_of
@@ -132,6 +131,7 @@ def test_what_is_cut_already_or_is_no_pattern_stays(flags):
 
 def test_a_proposed_layout_has_what_predicts_ahead():
     """Megatron asserts that the layout has as many m as there are layers of it."""
-    assert uneven_layers({"mtp-num-layers": 2}, 5, 4) == "Et|t*2|t|tm*2L"
+    with pytest.raises(UnsupportedError, match=r"'Et\|t\*2\|t\|tm\*2L'"):
+        check_layers({"mtp-num-layers": 2}, 5, 4, 1)
     with pytest.raises(UnsupportedError, match=r"'Et\|t\*2\|t\|tmL'"):
         check_layers({"mtp-num-layers": "1"}, 5, 4, 1)

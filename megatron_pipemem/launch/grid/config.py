@@ -22,6 +22,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -54,19 +55,15 @@ class Grid:
 
     run: str
     set: dict[str, Any] = field(default_factory=dict)
-    points: list[Any] = field(default_factory=list)
-    product: dict[str, Any] = field(default_factory=dict)
-    only: list[Any] = field(default_factory=list)
-    exclude: list[Any] = field(default_factory=list)
+    points: list[dict[str, Any]] = field(default_factory=list)
+    product: dict[str, list[Any]] = field(default_factory=dict)
+    only: list[dict[str, Any]] = field(default_factory=list)
+    exclude: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for key in ("points", "only", "exclude"):
-            for entry in getattr(self, key):
-                if not isinstance(entry, Mapping):
-                    raise ConfigError(f"has the entry {entry!r}; give mappings of keys to values", key=key)
         for key, values in self.product.items():
-            if not isinstance(values, list) or not values:
-                raise ConfigError(f"is {values!r}; give a list of values", key=f"product.{key}")
+            if not values:
+                raise ConfigError("is empty; give a list of values", key=f"product.{key}")
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,8 @@ def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool 
     """
     grid = load(path, Grid)
     grid_file = locate(str(path), Grid)
-    base = _Base(locate(grid.run, Run, user=grid_file, key="run"))
+    base = locate(grid.run, Run, user=grid_file, key="run")
+    changed_run = partial(_run_of, base, read_raw(base))
     given = dict(map(parse_override, overrides))
     _check_keys(grid, given, grid_file)
     common = flat(grid.set) | given
@@ -119,18 +117,18 @@ def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool 
     rows = [dict(zip(grid.product, values, strict=True)) for values in itertools.product(*grid.product.values())]
     settings = [flat({**entry, **row}) for entry, row in itertools.product(grid.points or [{}], rows)]
     changes = [common | each for each in settings]
-    runs = [base.run(each) for each in changes]
+    runs = [changed_run(each) for each in changes]
     able = [run for run in runs if isinstance(run, Run)]
     if not able:
         raise ConfigError(f"no point is a run: {runs[0]}", file=grid_file)
     _check_different(settings, runs, grid_file)
-    kept = _filter(grid, grid_file, base, changes, able)
+    kept = _filter(grid, grid_file, changed_run, changes, able)
     points: list[Point] = []
     for own, everything, run in zip(settings, changes, runs, strict=True):
         if isinstance(run, ConfigError):
-            points.append(Point(len(points), own, everything, base.file, None, str(run)))
+            points.append(Point(len(points), own, everything, base, None, str(run)))
         elif kept(run):
-            points.append(Point(len(points), own, everything, base.file, run, feasible(run, any_size)))
+            points.append(Point(len(points), own, everything, base, run, feasible(run, any_size)))
     if not points:
         raise ConfigError("its filters leave no point", file=grid_file)
     return points
@@ -158,45 +156,34 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Settings:
     return result
 
 
-class _Base:
-    """The run that all points start from.
-
-    Args:
-        file: of it.
-    """
-
-    def __init__(self, file: Path):
-        self.file = file
-        self._raw = read_raw(file)
-
-    def run(self, changes: Mapping[str, Any]) -> Run | ConfigError:
-        """Return the run with these changes, or why it is none."""
-        changed = copy.deepcopy(self._raw)
-        for key, value in changes.items():
-            override(changed, key, value)
-        try:
-            return typed(changed, Run, self.file)
-        except ConfigError as error:
-            return error
+def _run_of(file: Path, raw: Mapping[str, Any], changes: Mapping[str, Any]) -> Run | ConfigError:
+    """Return the run of a file with these changes, or why it is none."""
+    changed = copy.deepcopy(raw)
+    for key, value in changes.items():
+        override(changed, key, value)
+    try:
+        return typed(changed, Run, file)
+    except ConfigError as error:
+        return error
 
 
 def _check_keys(grid: Grid, overrides: Mapping[str, Any], file: Path) -> None:
     """Refuse a key that runs do not have: it is a mistake in the grid, not in its points."""
     for key in overrides:
         check_key(Run, key)
-    for user, keys in (
-        ("set", flat(grid.set)),
-        *(("product", flat({key: value})) for key, values in grid.product.items() for value in values),
-        *(("points", flat(entry)) for entry in grid.points),
-        *(("only", flat(pattern)) for pattern in grid.only),
-        *(("exclude", flat(pattern)) for pattern in grid.exclude),
-    ):
-        for key in keys:
+    products = [{key: value} for key, values in grid.product.items() for value in values]
+    said = {"set": [grid.set], "product": products, "points": grid.points, "only": grid.only, "exclude": grid.exclude}
+    for user, mappings in said.items():
+        for key in (key for mapping in mappings for key in flat(mapping)):
             check_key(Run, key, f"{user}.", file)
 
 
 def _filter(
-    grid: Grid, file: Path, base: _Base, changes: Sequence[Settings], runs: Sequence[Run]
+    grid: Grid,
+    file: Path,
+    changed_run: Callable[[Settings], Run | ConfigError],
+    changes: Sequence[Settings],
+    runs: Sequence[Run],
 ) -> Callable[[Run], bool]:
     """Return whether a run passes the grid's filters. Their values are read as a point's would be: ``2`` may be text in
     a run.
@@ -205,7 +192,7 @@ def _filter(
     def normal(name: str, value: Any, key: str) -> Any:
         reason = None
         for each in changes:  # a value need not go with every point
-            run = base.run(each | {name: value})
+            run = changed_run(each | {name: value})
             if isinstance(run, Run):
                 return _value(run, name)
             reason = reason or run
@@ -221,16 +208,11 @@ def _filter(
             for name, values in wanted.items()
         }
 
-    def matches(run: Run, pattern: Mapping[str, list[Any]]) -> bool:
-        return all(_value(run, name) in values for name, values in pattern.items())
+    def matches(run: Run, patterns: Sequence[Mapping[str, list[Any]]]) -> bool:
+        return any(all(_value(run, name) in values for name, values in each.items()) for each in patterns)
 
     only, exclude = ([read(each, key) for each in getattr(grid, key)] for key in ("only", "exclude"))
-
-    def passes(run: Run) -> bool:
-        wanted = not only or any(matches(run, pattern) for pattern in only)
-        return wanted and not any(matches(run, pattern) for pattern in exclude)
-
-    return passes
+    return lambda run: (not only or matches(run, only)) and not matches(run, exclude)
 
 
 def _value(run: Run, name: str, absent: Any = None) -> Any:

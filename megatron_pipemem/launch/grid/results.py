@@ -15,6 +15,7 @@ from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.reading import read_json
+from megatron_pipemem.report.run import report_of
 
 Status = Literal["done", "failed", "infeasible"]
 
@@ -109,14 +110,9 @@ def _report(path: Path) -> dict[str, tuple]:
     Raises:
         ConfigError: the file holds no report.
     """
-    report = read_json(path, "the report of a run")
     keys = ("predicted_peak_bytes", "counted_peak_bytes", "predicted_bubble_rate", "measured_bubble_rate")
-    try:
+    with report_of(path) as report:
         return {key: tuple(rank[key] for rank in report["ranks"]) for key in keys} | {"losses": tuple(report["losses"])}
-    except KeyError as error:
-        raise ConfigError(f"is no report of a run, it lacks the key {error}; train again", file=path) from error
-    except TypeError as error:
-        raise ConfigError(f"is no report of a run, {error}; train again", file=path) from error
 
 
 def step_seconds(log: str) -> float | None:
