@@ -80,18 +80,14 @@ def _explain(chosen: Family, devices: int | None, microbatches: int | None, as_j
         p, m = chosen.example.num_devices, chosen.example.num_microbatches
     else:
         p, m = devices or 4, microbatches or 2 * (devices or 4)
-    schedule = build_schedule(chosen.name, num_devices=p, num_microbatches=m, **_usual(chosen))
-    timeline = simulate(schedule, with_channel(Costs(), None))
+    costs = with_channel(Costs(), None)
+    fitted = {"costs": costs} if "costs" in chosen.options else {}
+    timeline = simulate(build_schedule(chosen.name, num_devices=p, num_microbatches=m, **fitted), costs)
     out = console()
     out.print(f"{chosen.name}: {chosen.summary}", style="bold", soft_wrap=True, markup=False)
     print_facts(out, _facts(chosen))
     out.print()
     out.print(TerminalTimeline(timeline))
-
-
-def _usual(chosen: Family) -> dict[str, object]:
-    """Return costs for those that are fitted to them."""
-    return {"costs": with_channel(Costs(), None)} if "costs" in chosen.options else {}
 
 
 def _facts(chosen: Family) -> Iterator[tuple[str, str]]:

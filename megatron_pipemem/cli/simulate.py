@@ -27,15 +27,8 @@ from megatron_pipemem.schedule.features.offload.recompute import recomputed_by_m
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.search import MAX_CHUNKS, Candidate
 
-_USUAL = {
-    "search_seconds": 0,
-    "replicas": 1,
-    "weight_versions": 1,
-    "host_peak": 0,
-    "stall_seconds": 0,
-    "transfers": 0,
-    "recomputed": {},
-}
+_USUAL = {"replicas": 1, "weight_versions": 1, "recomputed": {}}
+_USUAL |= dict.fromkeys(("search_seconds", "host_peak", "stall_seconds", "transfers"), 0)
 """What nobody needs to be told; of a list, for every device."""
 
 _AS_A_RUN = (

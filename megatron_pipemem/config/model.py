@@ -237,6 +237,8 @@ class Model(Limited):
 
 
 Recompute = Literal["none", "selective", "full"]
+Recomputable = Literal["core_attn", "layernorm", "mlp", "activation"]
+"""What ``recompute: selective`` can name."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +267,7 @@ class Execution(Limited):
     cp: Count = 1
     ep: Count = 1
     recompute: Recompute = "none"
-    recompute_modules: tuple[str, ...] = ("core_attn",)
+    recompute_modules: tuple[Recomputable, ...] = ("core_attn",)
     attention: Literal["flash", "unfused"] = "flash"
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     fused: bool = True
@@ -274,11 +276,6 @@ class Execution(Limited):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        unknown = set(self.recompute_modules) - set(RECOMPUTABLE)
-        if unknown:
-            raise ConfigError(
-                f"has {sorted(unknown)[0]!r}; known are {', '.join(RECOMPUTABLE)}", key="recompute_modules"
-            )
         if self.sequence_parallel and self.tp == 1:
             object.__setattr__(self, "sequence_parallel", False)  # Megatron drops it too
 
@@ -319,10 +316,6 @@ class Execution(Limited):
             raise ConfigError("is needed where tensor-parallel ranks share experts", key="sequence_parallel")
         if self.ep > 1 and not model.experts:
             raise ConfigError(f"is {self.ep}, but the model has no experts", key="ep")
-
-
-RECOMPUTABLE = ("core_attn", "layernorm", "mlp", "activation")
-"""What ``recompute: selective`` can name."""
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Literal
 
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.limits import MOST_DEVICES, Amount, Count, CountOrZero, Devices, Limited
-from megatron_pipemem.config.model import Execution, Model, Recompute
+from megatron_pipemem.config.model import Execution, Model, Recomputable, Recompute
 from megatron_pipemem.errors import ConfigError, PipememError
-from megatron_pipemem.schedule.options import OFFLOAD, RANDOM, STOCK, VOCABULARY
+from megatron_pipemem.schedule.options import OFF, OFFLOAD, RANDOM, STOCK, VOCABULARY
 from megatron_pipemem.schedule.registry import register_module
 from megatron_pipemem.schedule.request import FILE_SUFFIX
 
@@ -100,11 +100,11 @@ class ScheduleChoice:
     memory_cap: str | None = None
     costs: str = "unit"
     options: dict[str, Any] = field(default_factory=dict)
-    offload: Any = "off"
-    random: str = STOCK
-    vocab_parallel: Any = "off"
+    offload: Literal[*OFFLOAD] = OFF
+    random: Literal[*RANDOM] = STOCK
+    vocab_parallel: Literal[*VOCABULARY] = OFF
     recompute: Recompute = "none"
-    recompute_modules: tuple[str, ...] = ("core_attn",)
+    recompute_modules: tuple[Recomputable, ...] = ("core_attn",)
     module: str | None = None
 
     @property
@@ -118,12 +118,6 @@ class ScheduleChoice:
                 register_module(self.module)
             except PipememError as error:
                 raise ConfigError(str(error), key="module") from error
-        for key, allowed in (("offload", OFFLOAD), ("random", RANDOM), ("vocab_parallel", VOCABULARY)):
-            value = getattr(self, key)
-            text = "off" if value is False else str(value)  # YAML reads off as false
-            if text not in allowed:
-                raise ConfigError(f"is {text!r}; give {', '.join(allowed[:-1])} or {allowed[-1]}", key=key)
-            object.__setattr__(self, key, text)
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ def converted(value: Any, hint: Any) -> Any:
             return None
         (hint,) = (each for each in arguments if each is not NoneType)
         return converted(value, hint)
-    if origin is Literal and value in arguments and type(value) in map(type, arguments):
-        return value
+    if origin is Literal and (text := "off" if value is False else str(value)) in arguments:  # YAML reads off as false
+        return text
     if origin in (tuple, list) and isinstance(value, (list, tuple)):
         return origin(converted(each, arguments[0]) for each in value)
     if origin is dict and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):

@@ -85,10 +85,9 @@ def _schedules(run: Run) -> None:
     request, options = request_of(run), run.schedule_options
     recomputes = request.recompute != "none"
     schedule = None if choice.name == AUTO else schedule_of(run, request)
-    if schedule is None:
-        _check_transformer_engine(run, True, recomputes)
-    elif choice.name != STOCK:
-        _check_transformer_engine(run, schedule.splits_backward, recomputes or bool(schedule.recomputed))
+    if choice.name != STOCK and run.implementation == "transformer_engine":
+        splits, again = (True, False) if schedule is None else (schedule.splits_backward, bool(schedule.recomputed))
+        refuse_transformer_engine(flag_values(run.flags), splits, recomputes or again)
     file = schedule if choice.name.endswith(FILE_SUFFIX) else None
     if file is not None and cut.chunks not in (None, file.placement.num_chunks):
         raise UnsupportedError(f"{choice.name} has {file.placement.num_chunks} chunks per rank, not {cut.chunks}")
@@ -103,11 +102,6 @@ def _schedules(run: Run) -> None:
         check_barriers(choice.name, schedule.vocabulary_barriers, choice.vocab_parallel)
         check_replicas(schedule.placement)
     _fits_in_memory(run, request if schedule is None else replace(request, file=schedule))
-
-
-def _check_transformer_engine(run: Run, splits: bool, recomputes: bool) -> None:
-    if run.implementation == "transformer_engine":
-        refuse_transformer_engine(flag_values(run.flags), splits, recomputes)
 
 
 def _fits_in_memory(run: Run, request: Request) -> None:

@@ -36,7 +36,7 @@ class Saved:
         name: which.
         nbytes: on one rank, for one microbatch.
         needed: until which pass: ``I``, or ``W`` for inputs of linear layers, whoever else needs them.
-        recompute: which of ``RECOMPUTABLE`` would make it again, if one does.
+        recompute: which of ``Recomputable`` would make it again, if one does.
         statistic: whether it is one number per token and norm or head.
     """
 

@@ -53,7 +53,7 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         report: as ``--pipemem-report`` writes it.
     """
     found = []
-    if chosen := _last_schedule(report):
+    if chosen := report["plans"] and report["plans"][-1]:
         size = _size(chosen["devices"], chosen["chunks"], chosen["microbatches"])
         times = f", planned {len(report['plans'])} times" if len(report["plans"]) > 1 else ""
         found.append(f"{chosen['schedule']}, {size}{times}: {report['steps']} steps measured")
@@ -98,10 +98,6 @@ def _size(devices: int, chunks: int, microbatches: int) -> str:
         f"{devices} pipeline rank{'s' * (devices != 1)} with {chunks} chunk{'s' * (chunks != 1)} each, "
         f"{microbatches} microbatch{'es' * (microbatches != 1)}"
     )
-
-
-def _last_schedule(report: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    return report["plans"][-1] if report["plans"] else None
 
 
 def _agreement(ranks: Sequence[Mapping[str, Any]]) -> str:
