@@ -10,10 +10,9 @@ import typer
 
 from megatron_pipemem.cli.common import console, print_facts, print_json
 from megatron_pipemem.cli.completion import complete_schedules
-from megatron_pipemem.cli.loading import Loaded, price_layers
+from megatron_pipemem.cli.loading import Loaded, load_and_simulate, price_layers
 from megatron_pipemem.cli.options import NAME_HELP, Json, Question, takes_group
 from megatron_pipemem.cli.progress import showing
-from megatron_pipemem.cli.vocabulary import load_and_simulate
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.report.timeline import DrawnRun
 from megatron_pipemem.schedule.core.action import Kind
