@@ -40,17 +40,16 @@ def grid(
         Path, typer.Argument(metavar="GRID.yaml", help="What to vary of which run; see configs/grids.")
     ],
     launcher: Annotated[
-        Launcher, typer.Option("--launcher", help="Start points here, submit an array job, or print the commands.")
+        Launcher, typer.Option(help="Start points here, submit an array job, or print the commands.")
     ] = "local",
-    max_parallel: Annotated[int, typer.Option("--max-parallel", min=1, help="Points at a time.")] = 1,
+    max_parallel: Annotated[int, typer.Option(min=1, help="Points at a time.")] = 1,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the points of the folder that have no result, or failed.")
     ] = False,
-    output: Annotated[Path | None, typer.Option("--output", help="Folder; by default out/grids/NAME.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder; by default out/grids/NAME.")] = None,
     overrides: Set = None,
     sbatch: Annotated[
-        list[str] | None,
-        typer.Option("--sbatch", metavar="OPTION", help="For sbatch, as in --sbatch=--partition=gpu; repeatable."),
+        list[str] | None, typer.Option(metavar="OPTION", help="For sbatch, as in --sbatch=--partition=gpu; repeatable.")
     ] = None,
     yes: Yes = False,
     as_json: Json = False,
@@ -117,7 +116,7 @@ def grid(
 
 def grid_result(
     place: Annotated[Path, typer.Argument(help="FOLDER/points/007")],
-    exit_code: Annotated[int, typer.Option("--exit-code", help="Of its training.")],
+    exit_code: Annotated[int, typer.Option(help="Of its training.")],
 ) -> None:
     """Collect the result of a grid's point whose training has ended; grid.sbatch calls this."""
     store, index = store_of_point(place)

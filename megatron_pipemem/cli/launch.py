@@ -42,15 +42,13 @@ def launch(
     overrides: Set = None,
     print_only: Annotated[bool, typer.Option("--print", help="Print the command and start nothing.")] = False,
     nodes: Annotated[
-        int | None,
-        typer.Option("--nodes", envvar="NNODES", help="Nodes of the run; by default as few as its ranks fill."),
+        int | None, typer.Option(envvar="NNODES", help="Nodes of the run; by default as few as its ranks fill.")
     ] = None,
-    node_rank: Annotated[int, typer.Option("--node-rank", envvar="NODE_RANK", help="Number of this node, from 0.")] = 0,
+    node_rank: Annotated[int, typer.Option(envvar="NODE_RANK", help="Number of this node, from 0.")] = 0,
     master_addr: Annotated[
-        str | None,
-        typer.Option("--master-addr", envvar="MASTER_ADDR", help="Address of node 0; needed for several nodes."),
+        str | None, typer.Option(envvar="MASTER_ADDR", help="Address of node 0; needed for several nodes.")
     ] = None,
-    master_port: Annotated[int, typer.Option("--master-port", envvar="MASTER_PORT", help="Port on node 0.")] = 29500,
+    master_port: Annotated[int, typer.Option(envvar="MASTER_PORT", help="Port on node 0.")] = 29500,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:

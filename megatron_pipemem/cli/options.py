@@ -83,31 +83,27 @@ class Prices:
     costs: Annotated[
         str,
         typer.Option(
-            "--costs",
-            metavar="F,I,W|FILE",
-            help="Seconds of one device's share: forward, input and weight gradient; or JSON.",
+            metavar="F,I,W|FILE", help="Seconds of one device's share: forward, input and weight gradient; or JSON."
         ),
     ] = "1,1,1"
-    p2p: Annotated[float | None, typer.Option("--p2p", help="Seconds of one message between two devices.")] = None
+    p2p: Annotated[float | None, typer.Option(help="Seconds of one message between two devices.")] = None
     vocab_parallel: Annotated[
         Literal["off", "1", "2", "auto"],
         typer.Option(
-            "--vocab-parallel",
             help="Cut the LM head over all devices: by Algorithm 1 (two barriers) or 2 (one barrier) of arXiv 2411.05288, or "
-            "whatever is best for --head-cost.",
+            "whatever is best for --head-cost."
         ),
     ] = "off"
     head_cost: Annotated[
         str | None,
         typer.Option(
-            "--head-cost",
             metavar="X|Xlayers",
             help="Forward and backward of the whole LM head: seconds as in --costs, or layers (with --layers). "
             "Default: none with `off`, else one device's share of the layers.",
         ),
     ] = None
     layers: Annotated[
-        int | None, typer.Option("--layers", help="Layers of the model: prices --head-cost, and lets `auto` move them.")
+        int | None, typer.Option(help="Layers of the model: prices --head-cost, and lets `auto` move them.")
     ] = None
 
 
@@ -124,7 +120,6 @@ class Question(Prices, Size):
     offload: Annotated[
         str,
         typer.Option(
-            "--offload",
             metavar="off|half|full|auto|N",
             help="Send activations to host memory: half or all chunks, N of every device, or as few as keep the cap.",
         ),
@@ -132,16 +127,12 @@ class Question(Prices, Size):
     offload_ratio: Annotated[
         float | None,
         typer.Option(
-            "--offload-ratio",
             metavar="K",
             help="Seconds of activations to the host and back over those of their F, I and W (default 1, or the costs').",
         ),
     ] = None
     host_memory: Annotated[
-        str | None,
-        typer.Option(
-            "--host-memory", metavar="X|XGiB", help="The most host memory of a device, in the unit of the cap."
-        ),
+        str | None, typer.Option(metavar="X|XGiB", help="The most host memory of a device, in the unit of the cap.")
     ] = None
 
 

@@ -31,13 +31,12 @@ def pareto(
     microbatches: Annotated[int, typer.Option("--microbatches", "-m", help="Microbatches of one step.")],
     asked: Prices,
     caps: Annotated[
-        str | None,
-        typer.Option("--caps", metavar="X,Y,...", help="Memory caps to search under; 1 is the peak of 1F1B."),
+        str | None, typer.Option(metavar="X,Y,...", help="Memory caps to search under; 1 is the peak of 1F1B.")
     ] = None,
-    seconds: Annotated[float, typer.Option("--seconds", help="Time of each search at most.")] = 10.0,
+    seconds: Annotated[float, typer.Option(help="Time of each search at most.")] = 10.0,
     show_all: Annotated[bool, typer.Option("--all", help="List the dominated schedules too.")] = False,
     yes: Yes = False,
-    output: Annotated[Path | None, typer.Option("--output", help="Picture: .png or .svg.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Picture: .png or .svg.")] = None,
     as_json: Json = False,
     _modules: ScheduleModules = None,
 ) -> None:

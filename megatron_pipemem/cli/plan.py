@@ -39,28 +39,22 @@ def plan_command(
     overrides: Set = None,
     memory: Annotated[
         str | None,
-        typer.Option(
-            "--memory", metavar="XGiB", help="Of a device, for everything; by default all that the cluster leaves."
-        ),
+        typer.Option(metavar="XGiB", help="Of a device, for everything; by default all that the cluster leaves."),
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(
-            "--only", metavar="KEY=A,B", help=f"Leave less to the planner; keys: {', '.join(KEYS)}. Repeatable."
-        ),
+        typer.Option(metavar="KEY=A,B", help=f"Leave less to the planner; keys: {', '.join(KEYS)}. Repeatable."),
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(
-            "--profile", metavar="FILE", help="What `pipemem profile` measured of this model on such a device."
-        ),
+        typer.Option(metavar="FILE", help="What `pipemem profile` measured of this model on such a device."),
     ] = None,
-    top: Annotated[int, typer.Option("--top", min=1, help="How many to list.")] = 10,
+    top: Annotated[int, typer.Option(min=1, help="How many to list.")] = 10,
     search_seconds: Annotated[
-        float, typer.Option("--search-seconds", min=0, help="For each of three searches of a better order; 0 for none.")
+        float, typer.Option(min=0, help="For each of three searches of a better order; 0 for none.")
     ] = 5.0,
     output: Annotated[
-        Path | None, typer.Option("--output", metavar="FILE.yaml", help="Write the best as a run for `pipemem launch`.")
+        Path | None, typer.Option(metavar="FILE.yaml", help="Write the best as a run for `pipemem launch`.")
     ] = None,
     yes: Yes = False,
     as_json: Json = False,

@@ -59,19 +59,15 @@ def profile(
     context: typer.Context,
     cut: Cut,
     run: Annotated[Path | None, typer.Argument(help="A run configuration; it says model, cluster and cut.")] = None,
-    model: Annotated[
-        str | None, typer.Option("--model", help="A model by name or YAML file, instead of a run.")
-    ] = None,
-    cluster: Annotated[str | None, typer.Option("--cluster", help="A cluster by name or YAML file.")] = None,
-    stages: Annotated[
-        int | None, typer.Option("--stages", min=1, help="Stages of the pipeline: ranks times chunks.")
-    ] = None,
-    sequence: Annotated[int | None, typer.Option("--sequence", help="Tokens per sequence, if not the model's.")] = None,
+    model: Annotated[str | None, typer.Option(help="A model by name or YAML file, instead of a run.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="A cluster by name or YAML file.")] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="Stages of the pipeline: ranks times chunks.")] = None,
+    sequence: Annotated[int | None, typer.Option(help="Tokens per sequence, if not the model's.")] = None,
     fake: Annotated[bool, typer.Option("--fake", help="Count bytes with fake tensors; seconds by formulas.")] = False,
     formulas: Annotated[bool, typer.Option("--formulas", help="Nothing is run, and Megatron is not needed.")] = False,
     offload: Annotated[bool, typer.Option("--offload", help="Measure the way to the host and back, too.")] = False,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Microbatches that are timed.")] = 5,
-    output: Annotated[Path | None, typer.Option("--output", help="JSON for --pipemem-costs and the planner.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Microbatches that are timed.")] = 5,
+    output: Annotated[Path | None, typer.Option(help="JSON for --pipemem-costs and the planner.")] = None,
     as_json: Json = False,
 ) -> None:
     """Measure or compute what one layer, the embedding and the head take and keep, and what stages made of them cost.

@@ -33,8 +33,7 @@ def report(
         ),
     ],
     output: Annotated[
-        Path | None,
-        typer.Option("--output", help="Picture of a grid, .png or .svg; by default report.png in the folder."),
+        Path | None, typer.Option(help="Picture of a grid, .png or .svg; by default report.png in the folder.")
     ] = None,
     as_json: Json = False,
 ) -> None:

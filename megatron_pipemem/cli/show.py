@@ -27,9 +27,7 @@ def show(
         ),
     ],
     asked: Question,
-    output: Annotated[
-        Path | None, typer.Option("--output", help=".png, .svg, .html, or .json for ui.perfetto.dev.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help=".png, .svg, .html, or .json for ui.perfetto.dev.")] = None,
     as_json: Json = False,
 ) -> None:
     """Draw when every action runs and what every device holds: in the terminal, or into a file.
