@@ -17,10 +17,10 @@ from megatron_pipemem.config.runs import REPORT
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.launch.grid.comparison import front, save_picture, table
 from megatron_pipemem.launch.grid.config import Settings, label
-from megatron_pipemem.launch.grid.results import Result
+from megatron_pipemem.launch.grid.results import Result, report_of
 from megatron_pipemem.launch.grid.store import Store
 from megatron_pipemem.report.picture import SUFFIXES
-from megatron_pipemem.report.run import lines, report_of
+from megatron_pipemem.report.run import lines
 from megatron_pipemem.report.run import table as run_table
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.reading import read_json
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, peaks
@@ -28,22 +24,6 @@ def announcement(timeline: Timeline) -> str:
         f"{schedule.name}, {_size(schedule.num_devices, schedule.placement.num_chunks, schedule.num_microbatches)}: "
         f"planned bubble {timeline.bubble_rate:.1%}, peak activations {peak_activation(schedule):.4g} of 1F1B's"
     )
-
-
-@contextmanager
-def report_of(path: Path) -> Iterator[Any]:
-    """Give what ``--pipemem-report`` wrote to the block that takes out what it needs.
-
-    Raises:
-        ConfigError: the file holds no report, or lacks what the block needs.
-    """
-    report = read_json(path, "the report of a run")
-    try:
-        yield report
-    except KeyError as error:
-        raise ConfigError(f"is no report of a run, it lacks the key {error}; train again", file=path) from error
-    except (AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"is no report of a run, {error}; train again", file=path) from error
 
 
 def lines(report: Mapping[str, Any]) -> list[str]:

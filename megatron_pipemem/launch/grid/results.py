@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +17,6 @@ from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.reading import read_json
-from megatron_pipemem.report.run import report_of
 
 Status = Literal["done", "failed", "infeasible"]
 
@@ -102,6 +103,22 @@ def collect(index: int, settings: dict[str, Any], run: Run, log: Path, exit_code
         return _read(asdict(ran) | _report(path), path)
     except ConfigError as error:
         return replace(ran, status="failed", reason=str(error), seconds_per_step=None, tokens_per_second=None)
+
+
+@contextmanager
+def report_of(path: Path) -> Iterator[Any]:
+    """Give what ``--pipemem-report`` wrote to the block that takes out what it needs.
+
+    Raises:
+        ConfigError: the file holds no report, or lacks what the block needs.
+    """
+    report = read_json(path, "the report of a run")
+    try:
+        yield report
+    except KeyError as error:
+        raise ConfigError(f"is no report of a run, it lacks the key {error}; train again", file=path) from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"is no report of a run, {error}; train again", file=path) from error
 
 
 def _report(path: Path) -> dict[str, tuple]:
