@@ -7,11 +7,12 @@ prices layers asks for it.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import ceil
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from megatron_pipemem.config.limits import Amount, Count, CountOrZero, Limit, Limited
 from megatron_pipemem.errors import ConfigError
@@ -318,8 +319,18 @@ class Execution(Limited):
             raise ConfigError(f"is {self.ep}, but the model has no experts", key="ep")
 
 
+class Summed:
+    """Add dataclasses up and multiply them, field by field."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*map(operator.add, vars(self).values(), vars(other).values()))
+
+    def __mul__(self, factor: float) -> Self:
+        return type(self)(*(each * factor for each in vars(self).values()))
+
+
 @dataclass(frozen=True)
-class Passes:
+class Passes(Summed):
     """Hold one number per pass: seconds, FLOPs or bytes of F, I and W.
 
     Args:
@@ -335,12 +346,6 @@ class Passes:
     @property
     def total(self) -> float:
         return self.forward + self.input + self.weight
-
-    def __add__(self, other: Passes) -> Passes:
-        return Passes(self.forward + other.forward, self.input + other.input, self.weight + other.weight)
-
-    def __mul__(self, factor: float) -> Passes:
-        return Passes(self.forward * factor, self.input * factor, self.weight * factor)
 
 
 def padded_vocabulary(model: Model, tp: int) -> int:

@@ -17,6 +17,7 @@ from megatron_pipemem.config.model import (
     Block,
     Execution,
     Model,
+    Summed,
     expert_visits,
     groups_per_rank,
     padded_vocabulary,
@@ -48,7 +49,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Kept(Summed):
     """Bytes that a part of a stage keeps of one microbatch.
 
     Args:
@@ -58,12 +59,6 @@ class Kept:
 
     saved: float = 0.0
     after_input: float = 0.0
-
-    def __add__(self, other: Kept) -> Kept:
-        return Kept(self.saved + other.saved, self.after_input + other.after_input)
-
-    def __mul__(self, factor: float) -> Kept:
-        return Kept(self.saved * factor, self.after_input * factor)
 
 
 def layer_tensors(model: Model, execution: Execution, kind: str | None = None) -> tuple[Saved, ...]:
@@ -281,10 +276,9 @@ def _kept(tensors: Sequence[Saved], execution: Execution) -> list[Saved]:
 
 def head_bytes(model: Model, execution: Execution) -> Kept:
     """Return the bytes that final norm, output layer and loss keep: above all the exponentials of the logits, in fp32."""
-    n = tokens(model, execution)
-    between = n * model.hidden / execution.sequence_ranks * execution.element
-    statistics = n / execution.sequence_ranks * _SUM * (2 if model.norm == "layernorm" else 1)
-    logits = n * padded_vocabulary(model, execution.tp) / execution.tp
+    between = message_bytes(model, execution)
+    statistics = _statistics("final norm's statistics", model, execution).nbytes
+    logits = tokens(model, execution) * padded_vocabulary(model, execution.tp) / execution.tp
     once = Kept(between + statistics, 0.0)
     return once + Kept(between + logits * _SUM, between + logits * execution.element) * model.heads_of_output
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 from megatron_pipemem.config.refusals import refuse_asynchronous
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.planner.plans import Base, Group
 from megatron_pipemem.planner.prices import MeasuredSlowdown, all_reduce
-from megatron_pipemem.planner.space import Limits
+from megatron_pipemem.planner.space import Limits, Order
 from megatron_pipemem.planner.step import DISTRIBUTED, Step, price
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.features.windows import family_window, steady, updates_per_batch
@@ -27,22 +27,9 @@ _SHARED = (DISTRIBUTED, "overlap-param-gather")
 _PER_MICROBATCH = ("overlap-grad-reduce",)
 
 
-class Priced(NamedTuple):
-    """An asynchronous way to run a cut.
-
-    Args:
-        name: of the family.
-        run: with the flags that the family can run with.
-        step: with all versions of the parameters among what is there all the time.
-        makespan: seconds of a step in the middle of the run.
-        peaks: per device, bytes of activations.
-    """
-
-    name: str
-    run: Run
-    step: Step
-    makespan: float
-    peaks: tuple[float, ...]
+Priced = tuple[Base, float, tuple[float, ...]]
+"""A cut with a family and all versions of the parameters among what is there all the time; seconds of a step in the middle of
+the run; and per device, bytes of activations."""
 
 
 def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, rejected: Counter[str]) -> Iterator[Priced]:
@@ -90,4 +77,5 @@ def _priced(family: Family, run: Run, step: Step, per_batch: bool) -> Priced:
         link = cluster.link(replicas, execution.tp)
         gradients = max(step.weights) / execution.element * _GRADIENT
         step = replace(step, optimizer=m * step.optimizer, reduction=m * all_reduce(gradients, replicas, link))
-    return Priced(family.name, run, replace(step, static=static), makespan, timeline.peaks)
+    group = Group(run, replace(step, static=static), (), None, makespan + step.outside, 0.0)
+    return Base(group, Order(family.name)), makespan, timeline.peaks

@@ -10,7 +10,7 @@ and the head ``2bshV`` in each (arXiv 2401.10241, arXiv 2411.05288).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -170,7 +170,7 @@ def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> 
     """
     linear = core = again = 0.0
     for block in kind or model.kinds[0]:
-        products = sum(each.inputs * each.outputs * each.visits / _shares(each, execution)
+        products = sum(each.inputs * each.outputs * each.visits / (1 if each.cut == "none" else execution.tp)
                        for each in matrices(model, execution, block))  # fmt: skip
         here, scores = 2 * tokens(model, execution) * products, core_flops(model, execution, block)
         linear, core = linear + here, core + scores
@@ -181,10 +181,6 @@ def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> 
     if execution.recompute == "full":
         again = linear + core
     return Passes(linear + core, linear + 2 * core + again, linear)
-
-
-def _shares(matrix: Matrix, execution: Execution) -> int:
-    return 1 if matrix.cut == "none" else execution.tp
 
 
 def head_flops(model: Model, execution: Execution) -> Passes:
@@ -223,12 +219,8 @@ def expert_parameters(model: Model, execution: Execution, kind: str) -> int:
         execution: how it is cut over ranks.
         kind: the blocks of the layer.
     """
-    of_experts = [
-        replace(each, copies=model.experts // execution.ep)
-        for block in kind
-        if block == Block.EXPERTS
-        for each in _ffn(model, model.expert_width)
-    ]
+    copies = model.experts // execution.ep
+    of_experts = (each for block in kind if block == Block.EXPERTS for each in _ffn(model, model.expert_width, copies))
     return sum(each.parameters(execution.tp) for each in of_experts)
 
 
@@ -244,10 +236,3 @@ def head_parameters(model: Model, execution: Execution) -> int:
     """
     rows = padded_vocabulary(model, execution.tp) // execution.tp
     return model.hidden * (rows + (2 if model.norm == "layernorm" else 1))
-
-
-def total_parameters(model: Model) -> int:
-    """Return the number of parameters of the whole model as its authors count them: a shared matrix once, no padding."""
-    ends = model.hidden * (model.vocabulary * (1 if model.tied else 2) + (2 if model.norm == "layernorm" else 1))
-    ends += model.hidden * model.sequence * (model.position == "learned")
-    return sum(layer_parameters(model, Execution(), kind) for kind in model.all_kinds) + ends

@@ -175,10 +175,8 @@ class _Planner:
             for variant in variants() if placement.replicas == 1 and run.parallelism.pp > 1 else ():
                 if self.limits.admits(variant=variant.name):
                     self._bound(run, variant.prepare(run, placement, self._pace), found, variant)
-        for each in asynchronous(run, self.limits, self._pace, self.rejected):
-            base = Base(Group(each.run, each.step, (), None, each.makespan + each.step.outside, 0.0), Order(each.name))
-            fits = self._fits(base.group, each.peaks)
-            self._wait(_plan(base, None, each.makespan, each.peaks) if fits else None)
+        for base, makespan, peaks in asynchronous(run, self.limits, self._pace, self.rejected):
+            self._wait(_plan(base, None, makespan, peaks) if self._fits(base.group, peaks) else None)
 
     def _bound(self, run: Run, step: Step, found: list[Order], variant: Variant | None) -> None:
         room = step.room(self._memory)

@@ -23,9 +23,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 from megatron_pipemem.config.cluster import Cluster, Link
 from megatron_pipemem.config.model import (
@@ -33,6 +32,7 @@ from megatron_pipemem.config.model import (
     Execution,
     Model,
     Passes,
+    Summed,
     expert_visits,
     groups_per_rank,
     padded_vocabulary,
@@ -65,7 +65,7 @@ _ADAM_BYTES = 4 + 3 * 2 * 4 + 2
 
 
 @dataclass(frozen=True)
-class Price:
+class Price(Summed):
     """One layer, the embedding or the head, on one rank and for one microbatch.
 
     Args:
@@ -85,15 +85,6 @@ class Price:
     moved: float = 0.0
     parameters: int = 0
     experts: int = 0
-
-    def __add__(self, other: Price) -> Price:
-        return Price(*(mine + its for mine, its in zip(self._values(), other._values(), strict=True)))
-
-    def __mul__(self, count: int) -> Price:
-        return Price(*(mine * count for mine in self._values()))
-
-    def _values(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, each.name) for each in fields(self))
 
 
 @dataclass(frozen=True)
@@ -127,7 +118,7 @@ def layer(
     plain = layer_flops(model, replace(execution, recompute="none"), kind)
     touched = sum(each.nbytes for each in layer_tensors(model, execution, kind))
     moving = 2 * touched / (cluster.memory_gb_per_s * 1e9)
-    messages = _layer_messages(model, execution, cluster, kind)
+    messages = sum(_block_messages(model, execution, cluster, Block(block)) for block in kind)
     everything_again = execution.recompute == "full"
     communication = Passes(messages, messages * (2 if everything_again else 1), 0.0)
     again = (flops.input - plain.input) / cluster.flops + everything_again * moving
@@ -279,11 +270,6 @@ def _tails(model: Model, execution: Execution, kind: str) -> Passes:
     products = [each for block in kind for each in matrices(model, execution, block) if each.waits]
     forward, backward = sum(each.depth(tp) for each in products), sum(each.width(tp) for each in products)
     return Passes(forward, backward, len(products) * n) * (2 * _HALF_WAVE)
-
-
-def _layer_messages(model: Model, execution: Execution, cluster: Cluster, kind: str) -> float:
-    """Return the seconds in F, and as many in I."""
-    return sum(_block_messages(model, execution, cluster, Block(block)) for block in kind)
 
 
 def _block_messages(model: Model, execution: Execution, cluster: Cluster, block: Block) -> float:

@@ -12,10 +12,11 @@ from megatron_pipemem.config.loading import nearest
 from megatron_pipemem.config.runs import Run, ScheduleChoice
 from megatron_pipemem.errors import ConfigError, PipememError
 from megatron_pipemem.planner.activations import layer_bytes
+from megatron_pipemem.planner.replay import family_schedule
 from megatron_pipemem.planner.step import DISTRIBUTED
 from megatron_pipemem.planner.variants import PLAIN, variants
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.registry import Family, build_schedule, families, family
+from megatron_pipemem.schedule.registry import families, family
 
 RECOMPUTE = ("none", "selective", "full")
 SEARCHED = "search"
@@ -168,7 +169,7 @@ def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, 
         for chunks in range(2, _MOST_CHUNKS + 1) if "chunks" in each.options else (None,):
             if not limits.admits(chunks=chunks or each.chunks):
                 continue
-            placement = _placement(each, pp, chunks)
+            placement = _placement(each.name, pp, chunks)
             if placement is None:
                 rejected[f"{each.name} does not take so many pipeline ranks or chunks"] += 1
             elif placement.model_stages > max(layers + 2, pp):
@@ -178,28 +179,12 @@ def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, 
     return found
 
 
-_BY_NAME = {
-    "linear": lambda p, v: Placement.linear(p),
-    "interleaved": Placement.interleaved,
-    "v": lambda p, v: Placement.v_shape(p),
-}
-
-
 @lru_cache(maxsize=4096)
-def _named_placement(name: str, num_devices: int, chunks: int | None) -> Placement | None:
-    """Return the placement of a family whose placement has a name of its own."""
-    options = {} if chunks is None else {"chunks": chunks}
+def _placement(name: str, num_devices: int, chunks: int | None) -> Placement | None:
     try:
-        fewest = family(name).fewest_microbatches(num_devices)
-        return build_schedule(name, num_devices=num_devices, num_microbatches=fewest, **options).placement
+        return family_schedule(name, num_devices, family(name).fewest_microbatches(num_devices), chunks).placement
     except PipememError:
         return None
-
-
-def _placement(of: Family, num_devices: int, chunks: int | None) -> Placement | None:
-    if of.placement in _BY_NAME:
-        return _BY_NAME[of.placement](num_devices, chunks or of.chunks)
-    return _named_placement(of.name, num_devices, chunks)
 
 
 def _divisors(number: int) -> list[int]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 
 from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
@@ -211,7 +211,8 @@ def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSch
         return over
 
     def find(caps: Sequence[float] | None) -> tuple[SearchResult, Sequence[float]]:
-        results.append(result := search(caps, options.get("seconds", SEARCH_SECONDS) / tries))
+        seconds = options.get("seconds", SEARCH_SECONDS) / tries
+        results.append(result := search(memory_cap=caps, seconds=seconds))
         return result, [max(each) for each in zip(*map(consider, result.candidates), strict=True)]
 
     if request.barriers:
@@ -313,7 +314,7 @@ def _under_higher_caps(
         try:
             with doing(f"orders under {factor:g} times the cap, search {number + 1} of {len(_HIGHER)}"):
                 caps = [cap * factor for cap in request.caps(shape.num_devices)]
-                found = search(caps, left)
+                found = search(memory_cap=caps, seconds=left)
         except PipememError:
             continue
         for candidate in found.candidates:
@@ -322,23 +323,18 @@ def _under_higher_caps(
 
 def _search(
     request: Request, shape: Shape, knowledge: Knowledge, costs: Costs, placements: Sequence[Placement], effort: float
-) -> Callable[[Sequence[float] | None, float], SearchResult]:
-    """Return a search for orders, to be called with the caps and the seconds that it may take."""
-
-    def search(caps: Sequence[float] | None, seconds: float) -> SearchResult:
-        return search_schedule(
-            num_devices=shape.num_devices,
-            num_microbatches=shape.num_microbatches,
-            costs=replace(costs, channel=None),  # of no use to it, and results kept before are found again
-            memory_cap=caps,
-            placements=placements,
-            seconds=seconds,
-            effort=request.options.get("effort", effort),
-            seed=request.options.get("seed", 0),
-            cache=knowledge.cache,
-        )
-
-    return search
+) -> Callable[..., SearchResult]:
+    """Return the search that takes what is left: caps and seconds."""
+    return partial(
+        search_schedule,
+        num_devices=shape.num_devices,
+        num_microbatches=shape.num_microbatches,
+        costs=replace(costs, channel=None),  # of no use to it, and results kept before are found again
+        placements=placements,
+        effort=request.options.get("effort", effort),
+        seed=request.options.get("seed", 0),
+        cache=knowledge.cache,
+    )
 
 
 def _candidate(schedule: Schedule, costs: Costs, caps: Sequence[float] | None, found_by: str) -> Candidate:

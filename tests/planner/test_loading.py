@@ -10,9 +10,9 @@ import pytest
 
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.loading import SHIPPED, load
-from megatron_pipemem.config.model import Model
+from megatron_pipemem.config.model import Execution, Model
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.planner.counts import total_parameters
+from megatron_pipemem.planner.counts import layer_parameters
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,13 @@ class Train:
     engine: Engine
     spare: Engine | None = None
     flags: dict[str, Any] = field(default_factory=dict)
+
+
+def total_parameters(model: Model) -> int:
+    """Return the number of parameters of the whole model as its authors count them: a shared matrix once, no padding."""
+    ends = model.hidden * (model.vocabulary * (1 if model.tied else 2) + (2 if model.norm == "layernorm" else 1))
+    ends += model.hidden * model.sequence * (model.position == "learned")
+    return sum(layer_parameters(model, Execution(), kind) for kind in model.all_kinds) + ends
 
 
 @pytest.fixture

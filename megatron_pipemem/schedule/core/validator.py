@@ -158,18 +158,14 @@ def _problem_of(action: Action, device: int, schedule: Schedule) -> str | None:
     if kind not in VOCABULARY and not 0 <= stage < len(devices):
         return f"needs stage {stage}, but the placement holds stages 0 to {len(devices) - 1}; remove or renumber it"
     if microbatch is None or not 0 <= microbatch < schedule.num_units:
-        what = "microbatch" if schedule.pieces == 1 else "piece"
+        what, several = ("microbatch", "microbatches") if schedule.pieces == 1 else ("piece", "pieces")
         return (
-            f"needs {what} {microbatch}, but the step has {_plural(what)} 0 to {schedule.num_units - 1}; remove or "
+            f"needs {what} {microbatch}, but the step has {several} 0 to {schedule.num_units - 1}; remove or "
             "renumber it, or change the number of microbatches"
         )
     if kind not in VOCABULARY and devices[stage] != device:
         return f"needs stage {stage}, which device {devices[stage]} holds; move it there"
     return None
-
-
-def _plural(what: str) -> str:
-    return f"{what}es" if what.endswith("ch") else f"{what}s"
 
 
 def _check_replicas(schedule: Schedule, places: Places) -> Mapping[int, int]:

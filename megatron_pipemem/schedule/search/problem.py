@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from math import ceil
 
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.core.action import Action, Kind
@@ -195,7 +196,7 @@ def make_problem(
     ticks = tuple(max(1, round(value * scale)) for value in length)
     memory_scale = 1 if keeps_memory_exactly(placement, costs) else _MEMORY_STEPS / max(map(abs, held))
     # What is held after a pass is rounded up, and not by how much the pass changes it: roundings do not add up.
-    rounded = [_ceil(value * memory_scale - _NOISE) for value in held]
+    rounded = [ceil(value * memory_scale - _NOISE) for value in held]
     change = tuple(after - (before if c % 3 else 0) for c, (before, after) in enumerate(pairwise([0, *rounded])))
     total = sum(max(0, value) for value in change) * num_microbatches
     allowed = (
@@ -241,10 +242,6 @@ def better_full(placement: Placement, costs: Costs) -> frozenset[int]:
     changes, zero = costs.memory_changes(placement), (0.0,) * placement.num_stages
     inputs, full = changes.get(Kind.I, zero), changes.get(Kind.B, zero)
     return frozenset(stage for stage, taken in enumerate(inputs) if taken > 0 and full[stage] < taken)
-
-
-def _ceil(value: float) -> int:
-    return -int(-value // 1)
 
 
 def to_schedule(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -37,6 +37,10 @@ class Cell(NamedTuple):
     action: Action
     line: int
     column: int
+
+    def fault(self, message: str) -> ScheduleFormatError:
+        """Return the error that says what is wrong with it."""
+        return ScheduleFormatError(message, line=self.line, column=self.column)
 
 
 @dataclass(frozen=True)
@@ -75,19 +79,21 @@ class Table:
 
     @property
     def has_messages(self) -> bool:
-        return any(cell.action.kind in MESSAGES for row in self.rows for cell in row)
+        return any(cell.action.kind in MESSAGES for _, cell in self.placed)
+
+    @property
+    def placed(self) -> Iterator[tuple[int, Cell]]:
+        """All cells, each with its device."""
+        return ((device, cell) for device, row in enumerate(self.rows) for cell in row)
 
     def require_orders_only(self) -> None:
         """Raises ScheduleFormatError at the first message or gradient reduction."""
-        for row in self.rows:
-            for action, line, column in row:
-                if action.kind not in ORDERED:
-                    raise ScheduleFormatError(
-                        f"{action} is not a compute action; keep F, I, W, B, R and the actions on memory, messages are "
-                        "derived from them",
-                        line=line,
-                        column=column,
-                    )
+        for _, cell in self.placed:
+            if cell.action.kind not in ORDERED:
+                raise cell.fault(
+                    f"{cell.action} is not a compute action; keep F, I, W, B, R and the actions on memory, messages are "
+                    "derived from them"
+                )
 
     def placement(self) -> Placement:
         """Return which device runs which stage, as the header says, or else as the cells do.
@@ -109,29 +115,21 @@ class Table:
                 )
             return placement
         devices: dict[int, int] = {}
-        for device, row in enumerate(self.rows):
-            for action, line, column in row:
-                # Of what is cut over the vocabulary, the number says the device.
-                if action.kind not in VOCABULARY and devices.setdefault(action.stage, device) != device:
-                    raise ScheduleFormatError(
-                        f"stage {action.stage} is on device {device} here and on device {devices[action.stage]} above; "
-                        "a stage belongs to one device",
-                        line=line,
-                        column=column,
-                    )
+        # Of what is cut over the vocabulary, the number says the device.
+        of_stages = [(device, cell) for device, cell in self.placed if cell.action.kind not in VOCABULARY]
+        for device, cell in of_stages:
+            stage = cell.action.stage
+            if devices.setdefault(stage, device) != device:
+                raise cell.fault(
+                    f"stage {stage} is on device {device} here and on device {devices[stage]} above; a stage belongs to "
+                    "one device"
+                )
         missing = sorted(set(range(len(devices))) - set(devices))
         if missing:
-            stray = next(
-                cell
-                for row in self.rows
-                for cell in row
-                if cell.action.kind not in VOCABULARY and cell.action.stage > missing[0]
-            )
-            raise ScheduleFormatError(
+            stray = next(cell for _, cell in of_stages if cell.action.stage > missing[0])
+            raise stray.fault(
                 f"{stray.action} is of stage {stray.action.stage}, but no device runs stage {missing[0]}; stages count from 0 "
-                "without a gap",
-                line=stray.line,
-                column=stray.column,
+                "without a gap"
             )
         empty = sorted(set(range(len(self.rows))) - set(devices.values()))
         if empty:
@@ -151,9 +149,7 @@ class Table:
         A stray number on a few stages is then out of range, rather than a microbatch that all others lack.
         """
         forwards: dict[int, set[int]] = {}
-        stages = (
-            len(self.header.devices) or max((cell.action.stage for row in self.rows for cell in row), default=0) + 1
-        )
+        stages = len(self.header.devices) or max((cell.action.stage for _, cell in self.placed), default=0) + 1
         model_stages = max(1, stages // self.header.replicas)  # replicas share the microbatches
         for order in self.orders:
             for kind, stage, microbatch in order:
@@ -276,17 +272,14 @@ def _letters(lines: list[list[tuple[int, int, str]]], dialect: str) -> tuple[str
 
 def _action(text: str, letters: str, line: int, column: int) -> Action:
     text = text.strip()
-    if _NEGATIVE.fullmatch(text):
-        raise ScheduleFormatError(
-            f"{shown(text)} is not an action: microbatches count from 0, so its table was computed one step too early or "
-            "uses -1 for 'none'; leave the cell empty if nothing runs there",
-            line=line,
-            column=column,
-        )
     try:
+        if _NEGATIVE.fullmatch(text):
+            raise ScheduleFormatError(
+                f"{shown(text)} is not an action: microbatches count from 0, so its table was computed one step too early or "
+                "uses -1 for 'none'; leave the cell empty if nothing runs there"
+            )
         return Action.parse(text, _READ.get(letters, {}))
     except ScheduleFormatError as error:
-        message = str(error)
-        if "BW" in text and letters != "torch-old":
-            message += "; BW is the full backward of torch before 2.6, which the dialect torch-old reads"
-        raise ScheduleFormatError(message, line=line, column=column) from None
+        old = "; BW is the full backward of torch before 2.6, which the dialect torch-old reads"
+        hint = old if "BW" in text and letters != "torch-old" else ""
+        raise ScheduleFormatError(f"{error}{hint}", line=line, column=column) from None

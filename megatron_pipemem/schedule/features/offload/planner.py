@@ -257,7 +257,8 @@ class Planner:
             over = [
                 device
                 for device in part.devices
-                if self._host_peak(device, part.timetable, group.trips) > loosened(self._budgets[device])
+                if self._placed(device, part.timetable, group.trips).host_peak(self._host_changes) * self._unit
+                > loosened(self._budgets[device])
             ]
             if not over:
                 return group
@@ -288,7 +289,8 @@ class Planner:
 
     def _group(self, part: _Part, trips: Sequence[RoundTrip], others: Sequence[Item]) -> _Group:
         """Return what these round trips come to."""
-        held = {device: self._peak(device, part.timetable, trips) for device in part.devices}
+        placed = {device: self._placed(device, part.timetable, trips) for device in part.devices}
+        held = {d: each.peak(self._changes, self._base_changes[d]) * self._unit for d, each in placed.items()}
         over = 0.0
         for device in part.devices:
             if self._caps is not None:
@@ -298,14 +300,6 @@ class Planner:
 
     def _placed(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> PlacedTrips:
         return PlacedTrips.of(device, timetable, trips, self._lives[device])
-
-    def _peak(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> float:
-        """Return the most that a device holds."""
-        return self._placed(device, timetable, trips).peak(self._changes, self._base_changes[device]) * self._unit
-
-    def _host_peak(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> float:
-        """Return the most host memory of a device."""
-        return self._placed(device, timetable, trips).host_peak(self._host_changes) * self._unit
 
 
 def _by_peak(group: _Group) -> tuple[float, ...]:
@@ -321,13 +315,6 @@ def _by_caps(group: _Group) -> tuple[float, ...]:
 def _counts(items: Sequence[Item]) -> list[int]:
     """Return how many of the longest-lived items are tried to send away: shares of all, and what the channel can take."""
     shares = {-(-len(items) * share // _SHARES) for share in range(1, _SHARES + 1)}
-    return sorted((shares | {_capacity(items)}) - {0})
-
-
-def _capacity(items: Sequence[Item]) -> int:
-    """Return how many of the first items one channel can transfer both ways in the time that they span."""
-    if not items:
-        return 0
-    span = max(item.used for item in items) - min(item.made for item in items)
-    copied = list(accumulate(item.out + item.back for item in items))
-    return bisect_right(copied, span)
+    span = max((item.used for item in items), default=0.0) - min((item.made for item in items), default=0.0)
+    capacity = bisect_right(list(accumulate(item.out + item.back for item in items)), span)
+    return sorted((shares | {capacity}) - {0})

@@ -259,10 +259,6 @@ class OffloadPlan:
         return self.timeline.peaks
 
     @property
-    def host_peaks(self) -> tuple[float, ...]:
-        return self.timeline.host_peaks
-
-    @property
     def makespan(self) -> float:
         return self.timeline.makespan
 
@@ -270,11 +266,6 @@ class OffloadPlan:
     def delay(self) -> float:
         """Seconds by which the transfers make the step longer."""
         return max(0.0, self.timeline.makespan - self.base_timeline.makespan)
-
-    @property
-    def stall_seconds(self) -> tuple[float, ...]:
-        """Per device, how long it stands still for transfers, idle time included."""
-        return self.timeline.stall_seconds
 
     @cached_property
     def offloaded(self) -> tuple[Key, ...]:
