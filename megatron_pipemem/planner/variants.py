@@ -182,18 +182,6 @@ def vocabulary_step(
     return replace(step, costs=replace(step.costs, vocabulary=costs, memory=memory))
 
 
-def vocabulary_cut(barriers: int, schedule: Schedule, step: Step, room: tuple[float, ...]) -> Schedule:
-    """Return the schedule with the passes and collectives of a vocabulary that all its devices share.
-
-    Args:
-        barriers: of the algorithm.
-        schedule: any of one pipeline.
-        step: from ``vocabulary_step``.
-        room: is not looked at: a cut vocabulary takes what it takes.
-    """
-    return with_vocabulary(schedule, barriers, step.costs)
-
-
 register_variant(
     Variant(
         "offload",
@@ -209,6 +197,6 @@ for _algorithm, _barriers in BARRIERS_OF_ALGORITHM.items():
             f"vocabulary-{_algorithm}",
             choice=partial(replace, vocab_parallel=str(_algorithm)),
             prepare=partial(vocabulary_step, _barriers),
-            apply=partial(vocabulary_cut, _barriers),
+            apply=lambda schedule, step, room, barriers=_barriers: with_vocabulary(schedule, barriers, step.costs),
         )
     )

@@ -58,6 +58,21 @@ def _value(text: str) -> object:
     return text
 
 
+def check_whole(what: str, value: object, least: int = 1) -> None:
+    """Refuse what is no count.
+
+    Args:
+        what: its name, for the error's sentence.
+        value: the count.
+        least: that it may be.
+
+    Raises:
+        UnsupportedError: it is no whole number, or less.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UnsupportedError(f"{what} must be a whole number of at least {least}, not {value!r}")
+
+
 def check_effort(seconds: object, effort: object = 1.0, seed: object = 0) -> None:
     """Check what says how long a search tries.
 
@@ -99,8 +114,7 @@ def searched_placements(num_devices: int, kind: object = None, chunks: object = 
         raise UnsupportedError(f"placement {kind!r} of a search is none of v, interleaved, linear")
     if chunks is None:
         chunks = 1 if kind == "linear" else 2
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise UnsupportedError(f"chunks of a search must be a whole number of at least 1, not {chunks!r}")
+    check_whole("chunks of a search", chunks)
     if kind is not None and (chunks == 1) != (kind == "linear"):
         needed = "1 model chunk" if kind == "linear" else "at least 2 model chunks"
         raise UnsupportedError(

@@ -27,6 +27,7 @@ from megatron_pipemem.schedule.core.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import peaks
 from megatron_pipemem.schedule.family import Family
+from megatron_pipemem.schedule.options import check_whole
 
 ENTRY_POINT_GROUP = "megatron_pipemem.schedules"
 
@@ -143,8 +144,8 @@ def build_schedule(
             can.
     """
     chosen = family(name)
-    _check_count("num_devices", num_devices)
-    _check_count("num_microbatches", num_microbatches)
+    check_whole("num_devices", num_devices)
+    check_whole("num_microbatches", num_microbatches)
     caps = None if memory_cap is None else per_device(memory_cap, num_devices)
     schedule = _build(chosen, num_devices, num_microbatches, {**options, **_fitted_to(chosen, caps, costs)})
     if caps is not None:
@@ -239,11 +240,6 @@ def _build(chosen: Family, num_devices: int, num_microbatches: int, options: Map
     return chosen.build(num_devices, num_microbatches, **options)
 
 
-def _check_count(what: str, count: object) -> None:
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise UnsupportedError(f"{what} must be a whole number of at least 1, not {count!r}")
-
-
 def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float]) -> None:
     held = peaks(schedule)
     over = [device for device, peak in enumerate(held) if peak > loosened(caps[device])]
@@ -252,11 +248,9 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float]) -> Non
     worst = max(over, key=lambda device: held[device])
     fitting = []
     for other in families():
-        if other.offloads and not chosen.offloads:  # what they hold depends on the channel to the host
-            continue
-        if other.simulated_only and not chosen.simulated_only or other.asynchronous and not chosen.asynchronous:
-            continue
-        if other.replicas > chosen.replicas:  # they save activations and pay with weights
+        # What offload holds depends on the channel to the host; replicas save activations and pay with weights.
+        own = ("offloads", "simulated_only", "asynchronous")
+        if any(getattr(other, n) and not getattr(chosen, n) for n in own) or other.replicas > chosen.replicas:
             continue
         try:
             fitted = _fitted_to(other, caps)

@@ -62,6 +62,10 @@ class Router:
         """All directed edges that messages use."""
         return {edge for edge, *_ in self._emits.values()}
 
+    def emits(self, action: Action) -> bool:
+        """Return whether a message follows the action."""
+        return action[:2] in self._emits
+
     def emitted(self, action: Action) -> Message | None:
         """Return the message that carries the result of a compute action; ``None`` when the result stays on the device."""
         kind, stage, microbatch = action

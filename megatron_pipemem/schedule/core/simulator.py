@@ -12,6 +12,7 @@ from megatron_pipemem.schedule.core.action import COLLECTIVES, Action, Kind
 from megatron_pipemem.schedule.core.brief import brief
 from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
+from megatron_pipemem.schedule.core.messages import Router
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule, versions_held
 from megatron_pipemem.schedule.core.vocabulary import EVERYWHERE
@@ -270,15 +271,8 @@ class _Transfers:
 
 def count_messages(schedule: Schedule) -> int:
     """Return the number of messages between different devices in one step."""
-    placement = schedule.placement
-    neighbour = {Kind.F: placement.next_stage, Kind.I: placement.previous_stage, Kind.B: placement.previous_stage}
-    crossing = {
-        (kind, stage)
-        for kind, neighbour_of in neighbour.items()
-        for stage in range(placement.num_stages)
-        if (other := neighbour_of(stage)) is not None and placement.devices[other] != placement.devices[stage]
-    }
-    return sum((action.kind, action.stage) in crossing for order in schedule.orders for action in order)
+    emits = Router(schedule.placement).emits
+    return sum(emits(action) for order in schedule.orders for action in order)
 
 
 def held_after(actions: Sequence[Action], changes: Mapping[Kind, Sequence[float]]) -> list[float]:

@@ -11,8 +11,8 @@ from dataclasses import replace
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.schedule import Schedule, WeightUpdates
 from megatron_pipemem.schedule.families.one_f_one_b import one_f_one_b
-from megatron_pipemem.schedule.families.passes import check_whole
 from megatron_pipemem.schedule.family import PEAK_OF_1F1B, Family, Formula
+from megatron_pipemem.schedule.options import check_whole
 
 
 def pipedream(num_devices: int, num_microbatches: int, vertical_sync: bool = False) -> Schedule:
@@ -46,7 +46,7 @@ def pipedream_2bw(num_devices: int, num_microbatches: int, update_every: int | N
         UnsupportedError: ``update_every`` is out of range.
     """
     every = num_devices if update_every is None else update_every
-    check_whole("pipedream-2bw", "update_every", every, least=num_devices)
+    check_whole("pipedream-2bw: update_every", every, least=num_devices)
     return _updating("pipedream-2bw", num_devices, num_microbatches, WeightUpdates(every=every, kept=2, delay=1))
 
 

@@ -8,8 +8,9 @@ from math import gcd
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.families.passes import Pass, check_whole, in_microbatch_order
+from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
 from megatron_pipemem.schedule.family import Family, Formula
+from megatron_pipemem.schedule.options import check_whole
 
 # F, I and W of one chunk.
 _SLOTS = 3
@@ -61,8 +62,8 @@ def grouped_slots(num_devices: int, chunks: int, group_size: int) -> tuple[list[
 
 
 def _gis(name: str, p: int, m: int, v: int, group: int) -> Schedule:
-    check_whole(name, "chunks", v, least=1)
-    check_whole(name, "group_size", group, least=1)
+    check_whole(f"{name}: chunks", v, least=1)
+    check_whole(f"{name}: group_size", group, least=1)
     few, larger = divmod(m, -(-m // group))
     sizes = [few + 1] * larger + [few] * (-(-m // group) - larger)
     # Groups of different sizes keep the rhythm only while each fills half of the pipeline.

@@ -8,8 +8,9 @@ from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.families.blocks import SLOTS, Block, build
-from megatron_pipemem.schedule.families.passes import Pass, check_whole
+from megatron_pipemem.schedule.families.passes import Pass
 from megatron_pipemem.schedule.family import Family, Formula
+from megatron_pipemem.schedule.options import check_whole
 from megatron_pipemem.schedule.search.improve import dispatch
 from megatron_pipemem.schedule.search.problem import (
     FORWARD,
@@ -43,7 +44,7 @@ def hanayo(num_devices: int, num_microbatches: int, waves: int | None = None, ch
     p, m = num_devices, num_microbatches
     if waves is None:
         waves = 2 if chunks is None else _waves(chunks)
-    check_whole("hanayo", "waves", waves, least=1)
+    check_whole("hanayo: waves", waves, least=1)
     if chunks not in (None, 2 * waves):
         raise UnsupportedError(f"hanayo: {waves} waves are {2 * waves} chunks, not {chunks!r}; leave one of them out")
     placement = Placement.wave(p, 2 * waves)
@@ -59,7 +60,7 @@ def hanayo(num_devices: int, num_microbatches: int, waves: int | None = None, ch
 
 
 def _waves(chunks: object) -> int:
-    check_whole("hanayo", "chunks", chunks, least=2)
+    check_whole("hanayo: chunks", chunks, least=2)
     if chunks % 2:
         raise UnsupportedError(f"hanayo: chunks must be even, two for each wave, not {chunks}")
     return chunks // 2

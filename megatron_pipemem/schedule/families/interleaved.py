@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
-from megatron_pipemem.schedule.families.passes import Pass, check_whole, in_microbatch_order
+from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
 from megatron_pipemem.schedule.family import Family, Formula
+from megatron_pipemem.schedule.options import check_whole
 
 
 def interleaved(num_devices: int, num_microbatches: int, chunks: int = 2, group_size: int | None = None) -> Schedule:
@@ -30,11 +30,11 @@ def interleaved(num_devices: int, num_microbatches: int, chunks: int = 2, group_
     """
     p, m = num_devices, num_microbatches
     group = p if group_size is None else group_size
-    check_whole("interleaved", "chunks", chunks, least=1)
-    check_whole("interleaved", "group_size", group, least=p)
+    check_whole("interleaved: chunks", chunks, least=1)
+    check_whole("interleaved: group_size", group, least=p)
     if group_size is not None:
         exact = _from_visits(p, m, chunks, group, [min(group, m - first) for first in range(0, m, group)])
-        if _runs(exact):
+        if Dependencies.of_schedule(exact).stuck() is None:
             return exact
     # A last group of fewer than p leaves bubbles or deadlocks (Megatron refuses it), so it is laid out for p and loses
     # its surplus passes.
@@ -53,14 +53,6 @@ def _from_visits(p: int, m: int, chunks: int, group: int, group_sizes: list[int]
         return forwards[:warm_up] + steady + backwards[len(visits) - warm_up :]
 
     return in_microbatch_order("interleaved", Placement.interleaved(p, chunks), m, map(device_passes, range(p)))
-
-
-def _runs(schedule: Schedule) -> bool:
-    try:
-        simulate(schedule)
-    except ScheduleError:
-        return False
-    return True
 
 
 INTERLEAVED = Family(
@@ -89,7 +81,7 @@ def looped_bfs(num_devices: int, num_microbatches: int, chunks: int = 2) -> Sche
     Raises:
         UnsupportedError: ``chunks`` is out of range.
     """
-    check_whole("looped-bfs", "chunks", chunks, least=1)
+    check_whole("looped-bfs: chunks", chunks, least=1)
     m, placement = num_microbatches, Placement.interleaved(num_devices, chunks)
     passes = (
         [Pass(Kind.F, stage) for stage in stages for _ in range(m)]

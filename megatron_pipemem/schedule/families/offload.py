@@ -17,10 +17,10 @@ from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.families.gis import gis_h
-from megatron_pipemem.schedule.families.passes import check_whole
 from megatron_pipemem.schedule.families.v_shape import zbv
 from megatron_pipemem.schedule.family import Family, Formula
 from megatron_pipemem.schedule.features.offload.planning import plan_offload
+from megatron_pipemem.schedule.options import check_whole
 
 _MOST_WAITING = 4
 
@@ -109,10 +109,10 @@ def pipe_offload(
     Raises:
         UnsupportedError: an option is out of range.
     """
-    check_whole(name, "chunks", chunks, least=1)
+    check_whole(f"{name}: chunks", chunks, least=1)
     if offload_chunks is None:
         offload_chunks = -(-chunks // part)
-    check_whole(name, "offload_chunks", offload_chunks, least=0)
+    check_whole(f"{name}: offload_chunks", offload_chunks, least=0)
     base = uniform_repeating(num_devices, num_microbatches, chunks, placement)
     costs = costs or Costs()
     if k is not None or costs.channel is None:

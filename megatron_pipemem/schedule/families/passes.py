@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
@@ -61,19 +60,3 @@ def _order(passes: list[Pass], num_microbatches: int) -> tuple[Action, ...]:
         if microbatch < num_microbatches:
             order.append((kind, stage, microbatch))
     return tuple(map(Action._make, order))
-
-
-def check_whole(family: str, option: str, value: object, least: int) -> None:
-    """Check that an option of a family is a whole number.
-
-    Args:
-        family: its name, for the error's sentence.
-        option: name of the option.
-        value: what was given.
-        least: the smallest number that is allowed.
-
-    Raises:
-    UnsupportedError: an option of a family is no whole number, or too small.
-    """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UnsupportedError(f"{family}: {option} must be a whole number of at least {least}, not {value!r}")

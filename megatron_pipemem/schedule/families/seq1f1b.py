@@ -5,8 +5,8 @@ from __future__ import annotations
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
-from megatron_pipemem.schedule.families.passes import check_whole
 from megatron_pipemem.schedule.family import Family, Formula
+from megatron_pipemem.schedule.options import check_whole
 
 
 def seq1f1b(num_devices: int, num_microbatches: int, pieces: int = 2) -> Schedule:
@@ -20,7 +20,7 @@ def seq1f1b(num_devices: int, num_microbatches: int, pieces: int = 2) -> Schedul
     Raises:
         UnsupportedError: ``pieces`` is out of range.
     """
-    check_whole("seq1f1b", "pieces", pieces, least=1)
+    check_whole("seq1f1b: pieces", pieces, least=1)
     p, n, units = num_devices, pieces, num_microbatches * pieces
 
     def order(device: int) -> Order:

@@ -203,9 +203,9 @@ def window(
     program = lower(stream)
     validate_program(program)
     number = {
-        (device, position): batch_of
-        for device, actions in enumerate(program.actions)
-        for position, batch_of in enumerate(_window_numbers(actions, batch))
+        action: window
+        for actions in program.actions
+        for action, window in zip(actions, _window_numbers(actions, batch), strict=True)
     }
     _check_messages(program, number, moment.before)
     first = moment.before * batch
@@ -213,14 +213,14 @@ def window(
     windows: list[list[Order]] = [[() for _ in program.actions] for _ in range(moment.before + 1)]
     for device, actions in enumerate(program.actions):
         rows: list[list[Action]] = [[] for _ in windows]
-        for position, action in enumerate(actions):
-            if action.kind is Kind.REDUCE_GRAD or number[device, position] > moment.before:
+        for action in actions:
+            if action.kind is Kind.REDUCE_GRAD or number[action] > moment.before:
                 continue
             renumbered = action._replace(microbatch=action.microbatch - first)
             if renumbered.microbatch >= (1 + moment.left) * batch:
                 continue
-            is_past = number[device, position] < moment.before and renumbered.microbatch < moment.done * batch
-            rows[number[device, position] if is_past else moment.before].append(renumbered)
+            is_past = number[action] < moment.before and renumbered.microbatch < moment.done * batch
+            rows[number[action] if is_past else moment.before].append(renumbered)
         for orders, row in zip(windows, rows, strict=True):
             orders[device] = tuple(row)
     if queued_for is not None:
@@ -262,24 +262,23 @@ def _window_numbers(actions: Order, batch: int) -> list[int]:
     return numbers
 
 
-def _check_messages(program: Program, number: Mapping[tuple[int, int], int], last: int) -> None:
+def _check_messages(program: Program, number: Mapping[Action, int], last: int) -> None:
     """Check that nothing is on its way when windows up to the ``last`` end, so that evaluation in between meets empty
     channels.
     """
     router = Router(program.placement)
-    places = {a: (device, at) for device, actions in enumerate(program.actions) for at, a in enumerate(actions)}
     for order in program.schedule.orders:
         for action in order:
             message = router.emitted(action)
             if message is None:
                 continue
-            sent, received = number[places[message.send]], number[places[message.receive]]
+            sent, received = number[message.send], number[message.receive]
             if sent != received and min(sent, received) <= last:
-                device, position = places[message.receive]
+                device = message.edge[1]
                 raise ScheduleError(
                     f"is posted in window {received}, but device {message.edge[0]} sends in window {sent}; post it before "
                     "the window ends",
-                    at=(device, position, message.receive),
+                    at=(device, program.actions[device].index(message.receive), message.receive),
                 )
 
 

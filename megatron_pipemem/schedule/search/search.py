@@ -15,7 +15,7 @@ from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.progress import rare_collection, tell
-from megatron_pipemem.schedule.options import SEARCH_SECONDS, check_effort
+from megatron_pipemem.schedule.options import SEARCH_SECONDS, check_effort, check_whole
 from megatron_pipemem.schedule.registry import Family, synchronous_families
 from megatron_pipemem.schedule.search.cache import ResultCache
 from megatron_pipemem.schedule.search.clock import Clock, Step
@@ -90,8 +90,7 @@ def search_schedule(
         )
     check_effort(seconds, effort, seed)
     caps = None if memory_cap is None else per_device(memory_cap, num_devices)
-    if not isinstance(max_chunks, int) or max_chunks < 1:
-        raise UnsupportedError(f"max_chunks must be a whole number of at least 1, not {max_chunks!r}")
+    check_whole("max_chunks", max_chunks)
     if placements is None:
         placements = usual_placements(num_devices, max_chunks, costs)
     if not placements or any(

@@ -72,12 +72,8 @@ class _Group:
     peak: float
 
 
-class Proposal(NamedTuple):
-    """Orders with round trips, why everything else stays, and when all of it runs at the latest."""
-
-    orders: tuple[Order, ...]
-    kept: dict[Key, str]
-    timetable: Timetable
+Proposal = tuple[tuple[Order, ...], dict[Key, str], Timetable]
+"""Orders with round trips, why everything else stays, and when all of it runs at the latest."""
 
 
 class Planner:
@@ -158,7 +154,7 @@ class Planner:
         for group in plan:
             for trip in group.trips:
                 del kept[trip.item.key]
-        return Proposal(tuple(orders[device] for device in range(self._base.num_devices)), kept, plan[0].part.timetable)
+        return tuple(orders[device] for device in range(self._base.num_devices)), kept, plan[0].part.timetable
 
     def _rank(self, groups: Sequence[_Group]) -> tuple[float, ...]:
         peaks, trips = [group.peak for group in groups], sum(len(group.trips) for group in groups)
