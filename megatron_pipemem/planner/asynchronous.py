@@ -44,11 +44,9 @@ def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, reject
     named = limits.allowed.get("schedule", ())
     p = run.parallelism.pp
     for family in families():
-        if not family.asynchronous or family.name not in named or p == 1:
+        if not family.asynchronous or family.name not in named or p == 1 or not limits.admits(chunks=1):
             continue
         per_batch = updates_per_batch(family.name)
-        if not limits.admits(chunks=1):
-            continue
         dropped = _SHARED if per_batch else (*_SHARED, *_PER_MICROBATCH)
         clipping = {} if per_batch else {"clip-grad": 0}
         flags = clipping | {name: value for name, value in run.flags.items() if name not in dropped}

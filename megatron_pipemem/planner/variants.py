@@ -96,14 +96,11 @@ def offload_step(
         layers: of every stage; ``None`` lets the partition choose.
     """
     step = price(run, placement, layers, pace)
-    host, sharing = run.cluster.host, run.cluster.sharing(0)
-    moved = step.moved
+    host, moved = run.cluster.host, step.moved
+    ways = (host.d2h_gb_per_s, host.h2d_gb_per_s)
+    there, back = (tuple(nbytes / (speed * host.duplex * 1e9) for nbytes in moved) for speed in ways)
     # Devices that share a switch take turns, so that one sends while another receives.
-    channel = Channel(
-        offload=tuple(nbytes / (host.d2h_gb_per_s * host.duplex * 1e9) for nbytes in moved),
-        reload=tuple(nbytes / (host.h2d_gb_per_s * host.duplex * 1e9) for nbytes in moved),
-        duplex=sharing == 1,
-    )
+    channel = Channel(there, back, duplex=run.cluster.sharing(0) == 1)
     away = {Kind.WAIT_OFFLOAD: tuple(-nbytes for nbytes in moved), Kind.RELOAD: moved}
     costs = replace(step.costs, channel=channel, memory={**(step.costs.memory or {}), **away})
     return replace(step, costs=costs, host=host_bytes(run))

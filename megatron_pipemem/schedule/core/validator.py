@@ -327,14 +327,10 @@ def _check_memory(
     unit = costs.memory_unit(placement) / schedule.pieces
     what = "activation units" if costs.memory is None else "bytes"
     device_mend = "run a W or B before it, choose a schedule with a lower peak, or raise the cap"
+    on_device, on_host = (of(placement, schedule.recomputed) for of in (costs.memory_changes, costs.host_changes))
     limits = (
-        (cap, costs.memory_changes(placement, schedule.recomputed), "over the memory cap of", device_mend),
-        (
-            host_budget,
-            costs.host_changes(placement, schedule.recomputed),
-            "in host memory, over its budget of",
-            "offload less, or raise it",
-        ),
+        (cap, on_device, "over the memory cap of", device_mend),
+        (host_budget, on_host, "in host memory, over its budget of", "offload less, or raise it"),
     )
     for wanted, changes, over, mend in limits:
         if wanted is None:

@@ -298,11 +298,7 @@ def _weights(
         later = still_used.setdefault(use.action.stage, set())
         if use.updates and 0 <= action.microbatch < batch:
             message = router.emitted(use.action)
-            behind = (
-                action
-                if message is None or not behind_messages
-                else message.send._replace(microbatch=action.microbatch)
-            )
+            behind = message.send._replace(microbatch=action.microbatch) if message and behind_messages else action
             updates[behind] = frozenset(version for version in later if version <= use.newest - newest)
         later.add(use.version - newest)
     return versions, updates

@@ -9,7 +9,7 @@ waits for something earlier in that sequence, so nothing waits in a circle.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import COLLECTIVES, Action
@@ -22,15 +22,21 @@ from megatron_pipemem.schedule.core.walk import Graph
 from megatron_pipemem.schedule.lowering.messages import add_gradient_reductions
 
 
-def add_messages_in_sequence(schedule: Schedule) -> tuple[Order, ...]:
+def add_messages_in_sequence(
+    schedule: Schedule, actions: Iterable[tuple[int, Action]] | None = None
+) -> tuple[Order, ...]:
     """Insert sends and receives, both ends of each at the same place of one sequence of all actions.
+
+    Args:
+        schedule: any.
+        actions: the sequence, each action with its device; by default that of ``sequence``.
 
     Raises:
         ScheduleError: no such sequence exists; ``validate`` says why.
     """
     router = Router(schedule.placement)
     lowered: list[list[Action]] = [[] for _ in schedule.orders]
-    for device, action in sequence(schedule):
+    for device, action in sequence(schedule) if actions is None else actions:
         lowered[device].append(action)
         if message := router.emitted(action):
             lowered[device].append(message.send)
@@ -98,13 +104,6 @@ def lower_paired(schedule: Schedule) -> Program:
         device = device_of[node]
         turns[node] = max([following[device], *(turns[n] + (device_of[n] > device) for n, _ in waits[node])])
         following[device] = turns[node] + 1
-    router = Router(schedule.placement)
-    lowered: list[list[Action]] = [[] for _ in schedule.orders]
-    for node in sorted(found.walk.nodes, key=lambda node: (turns[node], device_of[node])):
-        action = found.actions[node]
-        lowered[device_of[node]].append(action)
-        if message := router.emitted(action):
-            lowered[message.edge[0]].append(message.send)
-            lowered[message.edge[1]].append(message.receive)
-    rows: tuple[Order, ...] = tuple(map(tuple, lowered))
+    nodes = sorted(found.walk.nodes, key=lambda node: (turns[node], device_of[node]))
+    rows = add_messages_in_sequence(schedule, ((device_of[node], found.actions[node]) for node in nodes))
     return Program(schedule, tuple(map(add_gradient_reductions, rows)))

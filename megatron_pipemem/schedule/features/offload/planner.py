@@ -199,14 +199,14 @@ class Planner:
                 if found and self._at_best(part, items[:count]) > min(found)[0]:
                     break
                 group = self._plan(part, items[:count], items[count:])
-                found.append((_by_peak(group), factor, count, group))
+                found.append((self._rank([group]), factor, count, group))
         return min(found)[-1]
 
     def _at_best(self, part: _Part, items: Sequence[Item]) -> tuple[float, ...]:
-        """``_by_peak`` of these items if each had a channel to itself: no plan of them, or of fewer, is better."""
+        """Return the rank of these items if each had a channel to itself: no plan of them, or of fewer, is better."""
         trips = [RoundTrip(item, item.made, item.used - item.back) for item in items]
         trips = [trip for trip in trips if trip.out + trip.item.out <= trip.back]
-        return _by_peak(self._group(part, trips, ()))
+        return self._rank([self._group(part, trips, ())])
 
     def _with_fewer(self, part: _Part, stages: frozenset[int], factor: float, best: _Group) -> _Group:
         """Try, with caps, the longest-lived items, ever more of them, and then no more than it takes."""
@@ -214,7 +214,7 @@ class Planner:
         too_few, enough = 0, None
         for count in _counts(items):
             group = self._plan(part, items[:count], items[count:])
-            best = min(best, group, key=_by_caps)
+            best = min(best, group, key=lambda each: self._rank([each]))
             if not group.over:
                 enough = count
                 break
@@ -222,7 +222,7 @@ class Planner:
         while enough is not None and enough - too_few > 1:
             middle = (too_few + enough) // 2
             group = self._plan(part, items[:middle], items[middle:])
-            best = min(best, group, key=_by_caps)
+            best = min(best, group, key=lambda each: self._rank([each]))
             if group.over:
                 too_few = middle
             else:
@@ -296,16 +296,6 @@ class Planner:
 
     def _placed(self, device: int, timetable: Timetable, trips: Sequence[RoundTrip]) -> PlacedTrips:
         return PlacedTrips.of(device, timetable, trips, self._lives[device])
-
-
-def _by_peak(group: _Group) -> tuple[float, ...]:
-    """Rank a plan without caps: the better the smaller."""
-    return group.peak, -len(group.trips)
-
-
-def _by_caps(group: _Group) -> tuple[float, ...]:
-    """Rank a plan with caps: the better the smaller."""
-    return group.over, group.peak if group.over else 0.0, len(group.trips)
 
 
 def _counts(items: Sequence[Item]) -> list[int]:
