@@ -170,13 +170,11 @@ def test_between_steps_no_rank_waits_for_more_than_the_backwards(name):
 
 def test_a_message_across_the_end_of_a_window_is_found():
     program = lower(build_schedule("1f1b", num_devices=3, num_microbatches=6))
-    number = {
-        (d, at): n for d, actions in enumerate(program.actions) for at, n in enumerate(_window_numbers(actions, 3))
-    }
+    rows = program.actions
+    number = {a: n for actions in rows for a, n in zip(actions, _window_numbers(actions, 3), strict=True)}
     _check_messages(program, number, 0)
-    at = program.actions[1].index(Action(Kind.RECV_F, 1, 3))
     with pytest.raises(ScheduleError, match="is posted in window 1, but device 0 sends in window 0"):
-        _check_messages(program, number | {(1, at): 1}, 0)
+        _check_messages(program, number | {Action(Kind.RECV_F, 1, 3): 1}, 0)
 
 
 @pytest.mark.parametrize("single_queue", [False, True])
