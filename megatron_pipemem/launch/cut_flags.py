@@ -86,7 +86,8 @@ def pattern_of(flags: Flags) -> tuple[str, str] | tuple[None, None]:
 
 
 def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | None:
-    """Return the flag with a hybrid model's layers cut so that the slowest device is as fast as whole layers allow.
+    """Return the flag with a hybrid model's layers cut so that the slowest device is as fast as whole layers allow, and has
+    experts where `check_experts` demands them.
 
     It is ``None`` for other models, and where flags say already how the layers are shared out.
 
@@ -102,14 +103,16 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
     if name is None or hybrid.is_cut(pattern) or first_or_last:
         return None
     sizes, sequence = weights.sizes_of(flags), _whole(flags.get("seq-length")) or 0
-    loads = [weights.layer_weight(symbol, sizes, sequence) for symbol in hybrid.layers_of(pattern)]
-    if not any(loads):
+    layers = hybrid.layers_of(pattern)
+    seconds = [weights.layer_weight(symbol, sizes, sequence) for symbol in layers]
+    if not any(seconds):
         return None  # and Megatron says what is wrong
     rows = _whole(flags.get("padded-vocab-size")) or _whole(flags.get("vocab-size")) or 0
     head = weights.head_weight(sizes, rows) if with_head else 0.0
     # Two replicas go over the devices in opposite directions, so each is cut for itself.
     alone = Placement.linear(placement.num_devices) if placement.replicas > 1 else placement
-    return f"--{name}={hybrid.cut(pattern, partition(Loads(loads, last=head), alone))}"
+    needed = [symbol == "E" for symbol in layers] if _logs_experts(flags) else ()
+    return f"--{name}={hybrid.cut(pattern, partition(Loads(seconds, last=head, needed=needed), alone))}"
 
 
 def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
@@ -123,8 +126,7 @@ def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
     Raises:
         UnsupportedError: a rank has no experts, and others have.
     """
-    kinds = str(flags.get("moe-router-load-balancing-type", "aux_loss"))
-    if "E" not in hybrid.layers_of(pattern) or not ("aux_loss" in kinds or given(flags, "moe-z-loss-coeff")):
+    if "E" not in hybrid.layers_of(pattern) or not _logs_experts(flags):
         return
     segments = pattern.split(hybrid.FURTHER)[0].split(hybrid.SEGMENTS)
     for device, stages in enumerate(placement.stages):
@@ -135,6 +137,12 @@ def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
                 "losses waits for ever for those of every rank; end the stages by | so that every rank has an E, or pass "
                 "--moe-router-load-balancing-type none"
             )
+
+
+def _logs_experts(flags: Flags) -> bool:
+    """Return whether Megatron logs losses of experts, if there are any."""
+    kinds = str(flags.get("moe-router-load-balancing-type", "aux_loss"))
+    return "aux_loss" in kinds or given(flags, "moe-z-loss-coeff")
 
 
 def as_built(chunks: int) -> Cut:

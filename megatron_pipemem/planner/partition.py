@@ -4,7 +4,8 @@ Stages are contiguous slices of the model, as in Alpa's inter-operator pass (arX
 (arXiv 1811.06965): what a stage takes per microbatch is the sum of its layers, and a pipeline is as fast as its slowest
 stage. A dynamic programme over (stages, layers) is exact for that; among equals a second one takes the least memory.
 Where a device holds several stages, single layers then move away from the slowest device as long as that helps, which is
-exact too when all layers take the same.
+exact too when all layers take the same. Where every device needs a layer of some kind and one has none, the cut begins anew
+with one on every device's first stage.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Loads:
         kept: bytes of every layer's activations of one microbatch.
         first_bytes: static bytes of what stands on the first stage.
         last_bytes: likewise on the last stage.
+        needed: which layers are of the kind that every device needs one of, if there are enough.
     """
 
     seconds: Sequence[float]
@@ -43,6 +45,7 @@ class Loads:
     kept: Sequence[float] = ()
     first_bytes: float = 0.0
     last_bytes: float = 0.0
+    needed: Sequence[bool] = ()
 
 
 def partition(loads: Loads, placement: Placement) -> tuple[int, ...]:
@@ -57,12 +60,20 @@ def partition(loads: Loads, placement: Placement) -> tuple[int, ...]:
             "layer, and a placement of one replica"
         )
     measure = _Measure(loads, placement)
-    seconds, nbytes = measure.stage_tables()
+    counts = _cut(measure)
+    if sum(loads.needed) >= placement.num_devices and measure.devices_without(np.array([counts]))[0]:
+        counts = _cut(measure, with_needed=placement.num_devices)
+    return tuple(counts)
+
+
+def _cut(measure: _Measure, with_needed: int = 0) -> list[int]:
+    """Return the layers of every stage, each of the first ``with_needed`` with one that is needed to begin with."""
+    seconds, nbytes = measure.stage_tables(with_needed)
     slowest = _least_maximum(seconds)[0]
     counts = _least_maximum(
         [np.where(s <= slowest * (1 + _TOLERANCE), b, np.inf) for s, b in zip(seconds, nbytes, strict=True)]
     )[1]
-    return tuple(counts if placement.num_chunks == 1 else _move_layers(counts, measure))
+    return counts if len(measure.devices) == measure.num_devices else _move_layers(counts, measure)
 
 
 def _least_maximum(tables: Sequence[np.ndarray]) -> tuple[float, list[int]]:
@@ -97,6 +108,7 @@ class _Measure:
         self._seconds = _sums(loads.seconds)
         self._static = _sums(loads.static or [0.0] * layers)
         self._kept = _sums(loads.kept or [0.0] * layers)
+        self._needed = _sums(loads.needed or [0.0] * layers)
         # As many microbatches wait on a stage for their backward as in 1F1B: fewer towards the end.
         self._in_flight = (stages - np.arange(stages)) / stages * placement.num_devices
         self._end_seconds, self._end_bytes = np.zeros(stages), np.zeros(stages)
@@ -105,21 +117,24 @@ class _Measure:
         self._end_bytes[0] += loads.first_bytes
         self._end_bytes[-1] += loads.last_bytes
 
-    def stage_tables(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return seconds and bytes of every stage for every slice."""
+    def stage_tables(self, with_needed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return seconds and bytes of every stage for every slice; the first ``with_needed`` stages need a layer that is
+        needed.
+        """
         size = len(self._seconds)
         valid = np.arange(size)[:, None] <= np.arange(size)[None, :]
         seconds, static, kept = (
             np.where(valid, sums[None, :] - sums[:, None], np.inf) for sums in (self._seconds, self._static, self._kept)
         )
+        has_needed = np.where(self._needed[None, :] > self._needed[:, None], seconds, np.inf)
         return (
-            [seconds + end for end in self._end_seconds],
+            [(has_needed if at < with_needed else seconds) + end for at, end in enumerate(self._end_seconds)],
             [static + kept * n + end for n, end in zip(self._in_flight, self._end_bytes, strict=True)],
         )
 
     def keys(self, counts: np.ndarray) -> np.ndarray:
-        """Return, for every row of counts, what is to be minimised: the slowest device; the squares of all, so that
-        several slow ones improve one by one; the slowest stage; the most memory.
+        """Return, for every row of counts, what is to be minimised: devices without a layer that is needed; the slowest
+        device; the squares of all, so that several slow ones improve one by one; the slowest stage; the most memory.
         """
         ends = np.cumsum(counts, axis=1)
         begins = ends - counts
@@ -128,10 +143,16 @@ class _Measure:
         nbytes = nbytes + (self._kept[ends] - self._kept[begins]) * self._in_flight
         per_device = seconds @ self._owners
         memory = (nbytes @ self._owners).max(axis=1)
-        values = np.stack((per_device.max(axis=1), (per_device**2).sum(axis=1), seconds.max(axis=1), memory), axis=1)
+        lacking, slowest, squares = self.devices_without(counts), per_device.max(axis=1), (per_device**2).sum(axis=1)
+        values = np.stack((lacking, slowest, squares, seconds.max(axis=1), memory), axis=1)
         # Rounded, so that sums of equal layers are equal.
         unit = 10.0 ** (np.floor(np.log10(np.maximum(values, _SMALLEST))) - _DIGITS)
         return np.round(values / unit) * unit
+
+    def devices_without(self, counts: np.ndarray) -> np.ndarray:
+        """Return, for every row of counts, how many devices have no layer that is needed."""
+        ends = np.cumsum(counts, axis=1)
+        return ((self._needed[ends] - self._needed[ends - counts]) @ self._owners == 0).sum(axis=1)
 
     def slowest_stages(self, counts: np.ndarray) -> list[int]:
         """Return the stages with layers, of the slowest device."""

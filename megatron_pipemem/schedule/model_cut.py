@@ -44,7 +44,7 @@ def check_cut(cut: Cut, schedule: str, placement: Placement) -> None:
         placement: of its stages.
 
     Raises:
-    UnsupportedError: the schedule's placement has another number of chunks than the model.
+        UnsupportedError: the schedule's placement has another number of chunks than the model.
     """
     needed = known_chunks(placement)
     if needed != cut.chunks:

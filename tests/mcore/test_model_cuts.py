@@ -139,6 +139,16 @@ def test_a_rank_without_experts_is_refused_where_megatron_would_wait_for_its_los
     assert add_virtual_stages(settings, [*others, "--moe-router-load-balancing-type", "none"])
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "v-half", "hanayo", "chimera"])
+def test_a_pattern_without_cuts_gets_such_that_every_rank_has_experts(schedule):
+    sizes = ["--hidden-size", "64", "--num-attention-heads", "4", "--num-experts", "4", "--vocab-size", "100000"]
+    flags = ["--pipeline-model-parallel-size", "4", *sizes, "--hybrid-layer-pattern", "*-*-*-*-E*E*E*E"]
+    settings, others = take_flags([*flags, "--pipemem-schedule", schedule])
+    segments = add_virtual_stages(settings, others)[-1].split("=")[1].split("|")
+    placement = build_schedule(schedule, num_devices=4, num_microbatches=4).placement
+    assert all(any("E" in segments[s % len(segments)] for s in held) for held in placement.stages)
+
+
 def test_auto_is_held_to_the_chunks_that_it_was_asked_for():
     flags = [*SIZES, "--num-virtual-stages-per-pipeline-rank", "2"]
     settings, others = take_flags([*flags, "--pipemem-schedule", "auto", "--pipemem-option", "chunks=4"])
