@@ -16,6 +16,7 @@ from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.asynchronous.training import AsynchronousTraining
 from megatron_pipemem.mcore.layerwise import LayerwiseRandom
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
+from megatron_pipemem.mcore.optimizer_state import ReshardableState
 from megatron_pipemem.mcore.patching import Feature, PatchSet, is_imported
 from megatron_pipemem.mcore.replanning import Replanner
 from megatron_pipemem.mcore.report.observer import StockObserver
@@ -164,7 +165,7 @@ class _Enabled:
         source, offloading = source_for(settings)
         if source is None:
             observer = StockObserver(record, *prices_of(settings.costs))
-            return cls(settings, [observer, *recording, *layerwise], record=record)
+            return cls(settings, [observer, ReshardableState(), *recording, *layerwise], record=record)
         chunk_placement = ChunkPlacement(
             source.placement,
             settings.request.is_round_robin,
@@ -187,7 +188,7 @@ class _Enabled:
             *layerwise,
         ]
         forward_backward = ForwardBackward(ProgramCache(source), chunk_placement, extensions, settings.single_queue)
-        features = [forward_backward, chunk_placement, *extensions]
+        features = [forward_backward, chunk_placement, ReshardableState(), *extensions]
         return cls(settings, features, PatchSet(), forward_backward, chunk_placement, record)
 
     def install(self) -> None:

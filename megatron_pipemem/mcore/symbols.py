@@ -114,6 +114,11 @@ GET_OPTIMIZER = Symbol("megatron.core.optimizer", "get_megatron_optimizer", _OPT
 GET_TRAINING_OPTIMIZER = Symbol(_TRAINING, "get_megatron_optimizer", _OPTIMIZER)
 SAVE = Symbol(_TRAINING, "save_checkpoint", ("iteration", "non_persistent_ckpt"))
 LOAD = Symbol(_TRAINING, "load_checkpoint", ("ddp_model", "load_arg"))
+RESHARDABLE_STATE = Symbol(
+    "megatron.core.optimizer.distrib_optimizer",
+    "DistributedOptimizer.sharded_param_state_fully_reshardable",
+    ("self", "model_sharded_state_dict"),
+)
 TRAIN = Symbol(_TRAINING, "train")
 TRAINING_LOG = Symbol(_TRAINING, "training_log", ("loss_dict", "iteration", "grad_norm"))
 SAVE_AND_TIME = Symbol(_TRAINING, "save_checkpoint_and_time", ("iteration",))

@@ -62,7 +62,10 @@ def test_checkpoints_are_interchangeable(train, resume, assert_same_training, be
     assert resumed.losses == uninterrupted.losses[2:]
 
 
-DISTRIBUTED = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable", "--ckpt-format", "torch_dist")
+DISTRIBUTED = (
+    *("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable", "--ckpt-format", "torch_dist"),
+    *("--overlap-grad-reduce", "--ddp-bucket-size", "20000"),  # buckets with padding behind them, on the first rank
+)
 ASYNC = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
 PP2 = ("--pipeline-model-parallel-size", "2")
 
