@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import repeat
 
@@ -36,6 +36,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_pipemem.config.model import Block, Execution, Model, padded_vocabulary
 from megatron_pipemem.cpu.hybrid_layers import hybrid_stack_spec
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.launch.command import model_flags
 from megatron_pipemem.mcore.model import linear
 from megatron_pipemem.mcore.model.fused_kernels import FlashAttention, fused_rms_norm
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
@@ -329,48 +330,33 @@ def _config(model: Model, execution: Execution, kinds: Sequence[str], position: 
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif execution.recompute == "selective":
         recompute = {"recompute_granularity": "selective", "recompute_modules": list(execution.recompute_modules)}
+    kind_of_config = TransformerConfig if model.kv_lora_rank is None else MLATransformerConfig
+    shape = replace(
+        model, activation="gelu"
+    )  # flags know fewer activations than the configuration, which gets it below
+    known = {each.name for each in fields(kind_of_config)}
+    flags = {name.replace("-", "_"): value for name, value in model_flags(shape).items() if value is not None}
     of_kinds: dict[str, object] = {
+        "num_layers": len(kinds),
         "mtp_num_layers": model.mtp_layers if model.mtp_layers and position == LAST else None,
-        "mamba_state_dim": model.mamba_state,
-        "mamba_num_heads": model.mamba_heads,
-        "mamba_head_dim": model.mamba_head_dim,
-        "mamba_num_groups": model.mamba_groups,
     }
     if model.experts:
         of_kinds |= {
             "num_moe_experts": model.experts,
-            "moe_router_topk": model.experts_per_token,
-            "moe_router_score_function": model.router_score,
-            "moe_router_enable_expert_bias": model.router_bias,
-            "moe_router_num_groups": model.router_groups or None,
-            "moe_router_group_topk": model.router_groups_per_token or None,
             "moe_router_topk_scaling_factor": model.router_scale,
             "moe_router_load_balancing_type": "none",
-            "moe_ffn_hidden_size": model.expert_width,
-            "moe_shared_expert_intermediate_size": model.shared_expert_ffn or None,
             "moe_layer_freq": [int(Block.EXPERTS in kind) for kind in kinds],
             "moe_token_dispatcher_type": "alltoall",
         }
     if model.kv_lora_rank is not None:
-        ranks = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-        of_kinds |= {"multi_latent_attention": True, "rope_type": "rope", **{key: getattr(model, key) for key in ranks}}
-    kind_of_config = TransformerConfig if model.kv_lora_rank is None else MLATransformerConfig
+        of_kinds["rope_type"] = "rope"
     return kind_of_config(
-        **{
-            "num_layers": len(kinds),
-            "hidden_size": model.hidden,
-            "num_attention_heads": model.heads,
-            "num_query_groups": model.key_heads,
-            "kv_channels": model.channels,
-            "ffn_hidden_size": model.ffn_width,
+        **{name: value for name, value in flags.items() if name in known}
+        | {
             "gated_linear_unit": model.gated,
             "activation_func": _ACTIVATIONS[model.activation],
-            "normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
             "add_bias_linear": model.bias == "all",
             "add_qkv_bias": model.bias != "none",
-            "qk_layernorm": model.qk_norm,
-            "hidden_dropout": model.dropout,
-            "attention_dropout": model.dropout,
             "tensor_model_parallel_size": execution.tp,
             "sequence_parallel": execution.sequence_parallel,
             "context_parallel_size": execution.cp,
@@ -386,7 +372,7 @@ def _config(model: Model, execution: Execution, kinds: Sequence[str], position: 
             "apply_rope_fusion": False,
             "bias_dropout_fusion": execution.fused,
             "bias_activation_fusion": execution.fused and model.activation != "squared_relu",
-            **recompute,
-            **of_kinds,
         }
+        | recompute
+        | of_kinds
     )
