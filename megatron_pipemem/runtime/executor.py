@@ -169,7 +169,7 @@ class Executor:
             Kind.SEND_I: self._send,
             Kind.RECV_F: self._receive,
             Kind.RECV_I: self._receive,
-            Kind.REDUCE_GRAD: self._reduce_gradients,
+            Kind.REDUCE_GRAD: lambda each: self._stages[each.action.stage].reduce_gradients(),
         }
         for feature in features:
             self.handlers |= feature.extend(self)
@@ -279,7 +279,7 @@ class Executor:
         else:
             recorded = _NOTHING
             if selective:
-                self._recorders[key] = Recorder(self._made_again)
+                self._recorders[key] = Recorder(lambda tensor: self._held(tensor, "saved"))
                 recorded = self._recorders[key].record()
             with self.measured(each.action), collecting(queue), self._watched(each), recorded:
                 output = forward(key[1], input)
@@ -344,16 +344,9 @@ class Executor:
         if buffer is not None:
             self._held(buffer)
 
-    def _reduce_gradients(self, each: Instruction) -> None:
-        self._stages[each.action.stage].reduce_gradients()
-
-    def _made_again(self, tensor: torch.Tensor) -> None:
+    def _held(self, tensor: torch.Tensor, category: str = "boundary") -> torch.Tensor:
         if self.ledger is not None:
-            self.ledger.hold(tensor, "saved")
-
-    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.ledger is not None:
-            self.ledger.hold(tensor, "boundary")
+            self.ledger.hold(tensor, category)
         return tensor
 
     def _watched(self, each: Instruction) -> AbstractContextManager:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,7 @@ def connect_replicas(placement: Placement, group: dist.ProcessGroup, device: tor
     return channels
 
 
+@dataclass(eq=False)
 class ReplicaReducer:
     """The sums of one step on one rank. Lives for one step.
 
@@ -53,19 +55,12 @@ class ReplicaReducer:
         gradients: ``gradients(stage)``: what to add up in place, the same tensors in the same order for every replica.
     """
 
-    def __init__(
-        self,
-        placement: Placement,
-        device: int,
-        channels: Channels,
-        gradients: Callable[[int], Iterable[torch.Tensor]],
-    ):
-        self._placement = placement
-        self._device = device
-        self._channels = channels
-        self._gradients = gradients
-        self._posted: set[int] = set()
-        self._works: dict[int, list[dist.Work]] = {}
+    placement: Placement
+    device: int
+    channels: Channels
+    gradients: Callable[[int], Iterable[torch.Tensor]]
+    _posted: set[int] = field(default_factory=set)
+    _works: dict[int, list[dist.Work]] = field(default_factory=dict)
 
     def extend(self, executor: Executor) -> Handlers:
         """See ``StepFeature``. Data-parallel ranks reduce a stage's gradients when the sum over its replicas is there."""
@@ -85,10 +80,10 @@ class ReplicaReducer:
         here = self._here(stage)
         if not self._posted.issuperset(here):
             return
-        first, *others = ([*self._gradients(replica)] for replica in here)
+        first, *others = ([*self.gradients(replica)] for replica in here)
         for other in others:
             torch._foreach_add_(first, other)
-        channel = self._channels.get(self._placement.holders(stage))
+        channel = self.channels.get(self.placement.holders(stage))
         self._works[here[0]] = [] if channel is None else _start_sum(first, channel)
 
     def wait(self, stage: int) -> None:
@@ -99,15 +94,13 @@ class ReplicaReducer:
             return
         for work in works:
             work.wait()
-        first, *others = ([*self._gradients(replica)] for replica in here)
+        first, *others = ([*self.gradients(replica)] for replica in here)
         for other in others:
             torch._foreach_copy_(other, first)
 
     def _here(self, stage: int) -> list[int]:
         return [
-            replica
-            for replica in self._placement.counterparts(stage)
-            if self._placement.devices[replica] == self._device
+            replica for replica in self.placement.counterparts(stage) if self.placement.devices[replica] == self.device
         ]
 
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Protocol
 
 import torch
 
@@ -32,14 +31,6 @@ class TracedAction:
     end: float
 
 
-class Trace(Protocol):
-    """Times the compute actions of one step."""
-
-    def measure(self, action: Action): ...
-
-    def actions(self) -> list[TracedAction]: ...
-
-
 class _Measured:
     """Notes when an action begins and ends, unless it fails.
 
@@ -59,48 +50,42 @@ class _Measured:
             self._times.append((self._action, self._start, self._clock()))
 
 
-class HostTrace:
-    """Wall-clock times of this process: right where actions run synchronously, as on CPU."""
+class Trace:
+    """Times of actions: on the compute stream of a GPU, or on the host's clock, where actions run synchronously.
 
-    def __init__(self) -> None:
-        self._begin = time.perf_counter()
-        self._times: list[tuple[Action, float, float]] = []
+    Reading times of a GPU waits for the step's last action: read them a step later, and the GPU never runs dry.
 
-    def measure(self, action: Action) -> _Measured:
-        return _Measured(action, time.perf_counter, self._times)
+    Args:
+        on_cuda: whether the actions run on a GPU.
+    """
 
-    def actions(self) -> list[TracedAction]:
-        return [TracedAction(action, start - self._begin, end - self._begin) for action, start, end in self._times]
-
-
-class CudaTrace:
-    """Times on the compute stream. Reading them waits for the step's last action: read them a step later, and the GPU
-    never runs dry."""
-
-    def __init__(self) -> None:
-        self._begin = self._event()
-        self._events: list[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = []
+    def __init__(self, on_cuda: bool = False):
+        self._on_cuda = on_cuda
+        self._now = _event if on_cuda else time.perf_counter
+        self._begin = self._now()
+        self._times: list[tuple] = []
         self._read: list[TracedAction] | None = None
 
-    @staticmethod
-    def _event() -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def measure(self, action: Action) -> _Measured:
-        return _Measured(action, self._event, self._events)
+        return _Measured(action, self._now, self._times)
 
     def actions(self) -> list[TracedAction]:
+        """Return what has been measured; call it when everything has."""
         if self._read is None:
-            if self._events:
-                self._events[-1][2].synchronize()
-            self._read = [
-                TracedAction(action, self._begin.elapsed_time(start) / 1e3, self._begin.elapsed_time(end) / 1e3)
-                for action, start, end in self._events
-            ]
-            self._events.clear()
+            if self._on_cuda and self._times:
+                self._times[-1][2].synchronize()
+            self._read = [TracedAction(each, self._after(start), self._after(end)) for each, start, end in self._times]
+            self._times.clear()
         return self._read
+
+    def _after(self, moment) -> float:
+        return self._begin.elapsed_time(moment) / 1e3 if self._on_cuda else moment - self._begin
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 Medians = dict[tuple[Kind, int], float]

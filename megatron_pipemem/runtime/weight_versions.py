@@ -7,7 +7,8 @@ still needs is copied to a free buffer first, one that nobody needs becomes the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -146,6 +147,7 @@ class WeightVersions:
         ]
 
 
+@dataclass(frozen=True, eq=False)
 class WeightSwitch:
     """Shows every action of one call the weights that it uses, and makes the next version behind those that update.
 
@@ -156,17 +158,10 @@ class WeightSwitch:
         update: run when the parameters show the next version; ``None`` where the training loop updates after the call.
     """
 
-    def __init__(
-        self,
-        weights: WeightVersions,
-        versions: Mapping[Action, int],
-        updates: Mapping[Action, Collection[int]],
-        update=None,
-    ):
-        self._weights = weights
-        self._versions = versions
-        self._updates = updates
-        self._update = update
+    weights: WeightVersions
+    versions: Mapping[Action, int]
+    updates: Mapping[Action, Collection[int]]
+    update: Callable[[], None] | None = None
 
     def extend(self, executor: Executor) -> Handlers:
         """See ``StepFeature``."""
@@ -174,12 +169,12 @@ class WeightSwitch:
 
         def switched(each: Instruction) -> None:
             action = each.action
-            if action in self._versions:
-                self._weights.show(self._versions[action])
+            if action in self.versions:
+                self.weights.show(self.versions[action])
             others[action.kind](each)
-            if action in self._updates:
-                self._weights.advance(self._updates[action])
-                if self._update is not None:
-                    self._update()
+            if action in self.updates:
+                self.weights.advance(self.updates[action])
+                if self.update is not None:
+                    self.update()
 
-        return dict.fromkeys((action.kind for action in (*self._versions, *self._updates)), switched)
+        return dict.fromkeys((action.kind for action in (*self.versions, *self.updates)), switched)

@@ -27,7 +27,7 @@ from megatron_pipemem.cpu.emulation import emulated
 from megatron_pipemem.mcore.launch import enable_from_command_line
 from megatron_pipemem.runtime.offload.channel import Direction
 from megatron_pipemem.runtime.offload.host_channel import HostChannel
-from megatron_pipemem.runtime.trace import HostTrace
+from megatron_pipemem.runtime.trace import Trace
 
 ENTRY = Path(__file__).parents[2] / "scripts" / "gpt_pretraining.py"
 
@@ -176,7 +176,7 @@ def _report_is_lost(case: dict) -> Iterator[None]:
 
 @contextmanager
 def _clock_is_gone(case: dict) -> Iterator[None]:
-    with mock.patch.object(HostTrace, "actions", side_effect=RuntimeError("the clock is gone")):
+    with mock.patch.object(Trace, "actions", side_effect=RuntimeError("the clock is gone")):
         yield
 
 

@@ -7,8 +7,8 @@ import torch
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.mcore.source import Source
+from megatron_pipemem.mcore.step.observation import has_single_queue
 from megatron_pipemem.mcore.step.programs import ProgramCache
-from megatron_pipemem.mcore.step.single_queue import has_single_queue
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.validator import validate_program
 from megatron_pipemem.schedule.knowledge import Shape

@@ -79,8 +79,8 @@ def test_extensions_are_asked_in_their_order_and_one_may_bring_the_program(funct
     own = Compiled(SimpleNamespace(), None)
     extensions = [Asked("first", told), Asked("second", told, True, own), Asked("third", told)]
     compiled = Compiled(SimpleNamespace(), None)
-    function._programs.compile = lambda shape, **_: told.append("compiled") or compiled
-    function._extensions = tuple(extensions)
+    function.programs.compile = lambda shape, **_: told.append("compiled") or compiled
+    function.extensions = tuple(extensions)
     config = SimpleNamespace(timers=None)
     step = SimpleNamespace(
         forward_only=forward_only, context=SimpleNamespace(config=config), chunks=[], shape=None, pipeline=None

@@ -9,10 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from megatron_pipemem.errors import OffloadError  # noqa: E402
-from megatron_pipemem.runtime.offload.bandwidth import measure_bandwidths  # noqa: E402
 from megatron_pipemem.runtime.offload.channel import Copy, Direction  # noqa: E402
 from megatron_pipemem.runtime.offload.engine import OffloadEngine  # noqa: E402
 from megatron_pipemem.runtime.offload.host_channel import HostChannel  # noqa: E402
+from megatron_pipemem.runtime.offload.host_link import measure_bandwidths  # noqa: E402
 from megatron_pipemem.runtime.offload.host_pool import HostPool  # noqa: E402
 
 

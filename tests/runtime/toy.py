@@ -26,7 +26,7 @@ from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.offload import OffloadEngine
 from megatron_pipemem.runtime.offload.actions import OffloadActions
 from megatron_pipemem.runtime.selective import region
-from megatron_pipemem.runtime.trace import HostTrace
+from megatron_pipemem.runtime.trace import Trace
 from megatron_pipemem.runtime.transport import MessageFormat, Pipeline, Transport, connect
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient, current_queue
 from megatron_pipemem.schedule.core.action import Kind
@@ -174,7 +174,7 @@ def run_step(
     message = MessageFormat(None if variable else (ROWS, WIDTH), torch.float32, torch.device("cpu"))
     transport = Transport(pipeline, message, in_sequence)
     permanent = [p for runner in runners.values() for p in runner.stage.parameters()]
-    ledger, trace = ActivationLedger(permanent), HostTrace()
+    ledger, trace = ActivationLedger(permanent), Trace()
     with engine.step(permanent, lambda tensor: ledger.hold(tensor, "saved")) if engine else nullcontext():
         features = [OffloadActions(engine)] if engine else []
         Executor(program, device, runners, transport, features, ledger, trace).run()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core import parallel_state
@@ -46,10 +47,8 @@ _REAL_RANK = nullcontext()
 class RoundRobinRank(torch.distributed.ProcessGroup):
     """Stands in for the pipeline group within one chunk: knows rank and size, cannot communicate."""
 
-    def __init__(self, rank: int, size: int):
-        super().__init__(rank, size)
 
-
+@dataclass(eq=False)
 class ChunkPlacement(Feature):
     """Answers Megatron's questions about ranks for the chunks of one schedule family.
 
@@ -60,20 +59,13 @@ class ChunkPlacement(Feature):
         name: of the schedule, for messages.
     """
 
-    def __init__(
-        self,
-        find: Callable[[int, int | None], Placement],
-        is_round_robin: bool,
-        cut: Callable[[list[torch.nn.Module], Placement, ProcessGroupCollection], None] | None = None,
-        name: str = "",
-    ):
-        self._find = find
-        self._name = name
-        self.is_round_robin = is_round_robin
-        self._cut = cut
-        self._found: dict[tuple[int, int | None], Placement] = {}
-        self._rank_now: int | None = None
-        self._num_chunks: int | None = None
+    find: Callable[[int, int | None], Placement]
+    is_round_robin: bool
+    cut: Callable[[list[torch.nn.Module], Placement, ProcessGroupCollection], None] | None = None
+    name: str = ""
+    _found: dict[tuple[int, int | None], Placement] = field(default_factory=dict)
+    _rank_now: int | None = None
+    _num_chunks: int | None = None
 
     def placement(self, num_devices: int, num_chunks: int | None = None) -> Placement:
         """Return the placement on that many devices.
@@ -88,7 +80,7 @@ class ChunkPlacement(Feature):
         """
         key = (num_devices, num_chunks or self._num_chunks or _virtual_pipeline_size())
         if key not in self._found:
-            placement = self._find(*key)
+            placement = self.find(*key)
             for stages in placement.stages:
                 if [stage // num_devices for stage in stages] != list(range(placement.num_chunks)):
                     raise UnsupportedError(
@@ -125,7 +117,7 @@ class ChunkPlacement(Feature):
         ]
         building = [(BUILD_STAGES, self._build_stages), (GET_MODEL, self._get_model)]
         if self.is_round_robin:
-            return [] if self._cut is None else building
+            return [] if self.cut is None else building
         return [*ranks, *building]
 
     def for_model(self, num_devices: int, vp_size: int | None) -> Placement:
@@ -135,7 +127,7 @@ class ChunkPlacement(Feature):
             UnsupportedError: the schedule needs another number of them.
         """
         placement = self.placement(num_devices, vp_size or 1)
-        check_cut(as_built(vp_size or 1), self._name, placement)
+        check_cut(as_built(vp_size or 1), self.name, placement)
         self._num_chunks = vp_size or 1
         return placement
 
@@ -176,15 +168,15 @@ class ChunkPlacement(Feature):
             if not placement.is_round_robin:
                 _keep_rank_for_checkpoints(chunks[-1], self, chunk)
                 chunks[-1].register_forward_pre_hook(_refuse_generation, with_kwargs=True)
-        check_sharing(get_model_config(chunks[0]), self._name, placement)
+        check_sharing(get_model_config(chunks[0]), self.name, placement)
         if placement.replicas > 1:
             replicas.make_replicas(chunks, placement, pg_collection.pp)
         if not placement.is_round_robin:
             with torch.no_grad():
                 for embedding, head in _tied_weights(chunks):
                     head.data.copy_(embedding.data)
-        if self._cut is not None:
-            self._cut(chunks, placement, pg_collection)
+        if self.cut is not None:
+            self.cut(chunks, placement, pg_collection)
         return chunks
 
     def check_built(self, chunks: list[torch.nn.Module], placement: Placement, device: int) -> None:
@@ -224,7 +216,7 @@ class ChunkPlacement(Feature):
 
     def _build_stages(self, original: Callable, build_model_func, pg_collection, vp_size, model_type=None):
         placement = self.for_model(pg_collection.pp.size(), vp_size)
-        if placement.is_round_robin and self._cut is None:
+        if placement.is_round_robin and self.cut is None:
             return original(build_model_func, pg_collection, vp_size, model_type)
         chunks = self.build_chunks(
             lambda pg_collection, **kwargs: build_model_func(pg_collection, **kwargs), pg_collection, vp_size
@@ -239,7 +231,7 @@ class ChunkPlacement(Feature):
         groups = kwargs.get("pg_collection")
         size = parallel_state.get_pipeline_model_parallel_world_size() if groups is None else groups.pp.size()
         placement = self.for_model(size, vp_size)
-        if placement.is_round_robin and self._cut is None:
+        if placement.is_round_robin and self.cut is None:
             return original(model_provider_func, *args, **kwargs)
 
         def provider(*, vp_stage: int | None = None, pg_collection=None, **ignored):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from weakref import WeakSet
 
 import torch
@@ -23,9 +24,8 @@ from megatron_pipemem.mcore.model.whole_model import check_whole_model
 from megatron_pipemem.mcore.patching import Feature, Replacements
 from megatron_pipemem.mcore.refusals import check_chunks, check_config
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.mcore.step.observation import device_of, observe
+from megatron_pipemem.mcore.step.observation import device_of, has_single_queue, observe
 from megatron_pipemem.mcore.step.programs import ProgramCache
-from megatron_pipemem.mcore.step.single_queue import has_single_queue
 from megatron_pipemem.mcore.symbols import WITH_INTERLEAVING, WITHOUT_INTERLEAVING
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.groups import destroy_groups
@@ -34,6 +34,7 @@ from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.knowledge import Shape
 
 
+@dataclass(eq=False)
 class ForwardBackward(Feature):
     """Runs steps of one source's schedules. Keeps compiled programs and communicators between steps.
 
@@ -44,20 +45,13 @@ class ForwardBackward(Feature):
         single_queue: lower programs for one hardware queue per rank, whatever the device.
     """
 
-    def __init__(
-        self,
-        programs: ProgramCache,
-        chunk_placement: ChunkPlacement,
-        extensions: Sequence[Extension] = (),
-        single_queue: bool = False,
-    ):
-        self._programs = programs
-        self._chunk_placement = chunk_placement
-        self._extensions = tuple(extensions)
-        self._single_queue = single_queue
-        self._pipelines: dict[tuple[dist.ProcessGroup, Placement], Pipeline] = {}
-        self._known_models: WeakSet[torch.nn.Module] = WeakSet()
-        self._in_step = False
+    programs: ProgramCache
+    chunk_placement: ChunkPlacement
+    extensions: Sequence[Extension] = ()
+    single_queue: bool = False
+    _pipelines: dict[tuple[dist.ProcessGroup, Placement], Pipeline] = field(default_factory=dict)
+    _known_models: WeakSet[torch.nn.Module] = field(default_factory=WeakSet)
+    _in_step: bool = False
 
     def replacements(self) -> Replacements:
         return [(symbol, lambda original, **call: self(**call)) for symbol in (WITH_INTERLEAVING, WITHOUT_INTERLEAVING)]
@@ -124,7 +118,7 @@ class ForwardBackward(Feature):
             ),
             message,
             (micro_batch_size, (decoder_seq_length or seq_length) // groups.cp.size()),
-            self._programs,
+            self.programs,
             _finalizer(config, chunks, groups, force_all_reduce),
             iterators,
             finalizes=not forward_only,
@@ -146,8 +140,8 @@ class ForwardBackward(Feature):
             UnsupportedError: the model or its configuration asks for what our schedules do not run.
         """
         check_config(config, SCHEDULES)
-        placement = self._chunk_placement.placement(group.size(), len(chunks))
-        check_chunks(chunks, placement.num_chunks, self._programs.name, placement.replicas)
+        placement = self.chunk_placement.placement(group.size(), len(chunks))
+        check_chunks(chunks, placement.num_chunks, self.programs.name, placement.replicas)
         known_chunks = len(chunks) // placement.replicas
         if len(iterators) != known_chunks:
             raise UnsupportedError(
@@ -156,14 +150,14 @@ class ForwardBackward(Feature):
             )
         if chunks[0] not in self._known_models:
             check_whole_model(
-                chunks, placement, group, lambda: self._chunk_placement.check_built(chunks, placement, group.rank())
+                chunks, placement, group, lambda: self.chunk_placement.check_built(chunks, placement, group.rank())
             )
             self._known_models.add(chunks[0])
         return placement
 
     def _perform(self, step: Step) -> None:
         """Choose the step's program, run it, and settle what it leaves."""
-        config, extensions = step.context.config, self._extensions
+        config, extensions = step.context.config, self.extensions
         if step.forward_only:
             extensions = tuple(extension for extension in extensions if not extension.only_trains)
         self._choose(step, extensions)
@@ -191,12 +185,12 @@ class ForwardBackward(Feature):
 
     def _choose(self, step: Step, extensions: Sequence[Extension]) -> None:
         """Find the step's program."""
-        self._programs.single_queue = has_single_queue(device_of(step.chunks), self._single_queue)
+        self.programs.single_queue = has_single_queue(device_of(step.chunks), self.single_queue)
         chosen = None
         for extension in extensions:
             chosen = extension.choose(step) or chosen
         if chosen is None:
-            chosen = self._programs.compile(
+            chosen = self.programs.compile(
                 step.shape, forward_only=step.forward_only, agree=lambda digest: agree(digest, step.pipeline.group)
             )
         step.program, step.plan = chosen
@@ -223,7 +217,7 @@ class ForwardBackward(Feature):
                 chunk,
                 len(step.chunks) // placement.replicas,
                 placement.next_stage(stage) is None,
-                self._chunk_placement,
+                self.chunk_placement,
                 delayed_modules(step.chunks[chunk]),
             )
             for chunk, stage in enumerate(pipeline.stages)
@@ -233,7 +227,7 @@ class ForwardBackward(Feature):
             step.program,
             pipeline.device,
             step.stages,
-            Transport(pipeline, step.message, self._programs.single_queue),
+            Transport(pipeline, step.message, self.programs.single_queue),
             features,
             ledger=step.observation.ledger,
             trace=step.observation.trace,
@@ -248,12 +242,12 @@ class ForwardBackward(Feature):
     def close(self) -> None:
         """Forget everything that steps left for the next one."""
         orderly = not self._in_step  # after a step that failed, others may be gone, and a backend would wait for them
-        for extension in self._extensions:
+        for extension in self.extensions:
             extension.close(orderly)
         if orderly:
             destroy_groups([group for pipeline in self._pipelines.values() for group in pipeline.channels.values()])
         self._pipelines.clear()
-        self._programs.clear()
+        self.programs.clear()
 
 
 def _process_groups(p2p_communicator, pg_collection) -> ProcessGroupCollection:

@@ -1,7 +1,8 @@
-"""Watch one step on this rank: by a ledger of bytes and a clock."""
+"""Watch one step on this rank, by a ledger of bytes and a clock, and tell what it runs on."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -11,7 +12,10 @@ from megatron_pipemem.mcore.model.transformer_engine import uncountable
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.offload import OffloadStatistics
-from megatron_pipemem.runtime.trace import CudaTrace, HostTrace, Trace
+from megatron_pipemem.runtime.trace import Trace
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Megatron asks for 1 of them with tensor or context parallelism before Blackwell."""
 
 
 @dataclass
@@ -58,7 +62,7 @@ def observe(
         permanent = permanent_tensors(chunks) if permanent is None else permanent
         ledger = ActivationLedger(permanent) if earlier is None else earlier.continued(permanent)
         ledger.failure = ledger.failure or uncountable(chunks)
-    trace = (CudaTrace() if device_of(chunks).type == "cuda" else HostTrace()) if time else None
+    trace = Trace(device_of(chunks).type == "cuda") if time else None
     return Observation(ledger, trace)
 
 
@@ -77,3 +81,13 @@ def device_of(chunks: list[torch.nn.Module]) -> torch.device:
     """Return where the model is; a rank without parameters has the host alone."""
     parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
     return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
+
+def has_single_queue(device: torch.device, forced: bool = False) -> bool:
+    """Return whether programs for this device are to be lowered for a single queue.
+
+    Args:
+        device: where the model is.
+        forced: lower for a single queue whatever the device.
+    """
+    return forced or (device.type == "cuda" and os.environ.get(CONNECTIONS) == "1")

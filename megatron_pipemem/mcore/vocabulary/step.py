@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import torch
 import torch.distributed as dist
@@ -47,16 +48,8 @@ class VocabularySteps(Extension):
                 calls[-1], iterator = calls_of(
                     context.forward_step_func, runner.data_iterator, runner.model, context.num_microbatches
                 )
-            step.stages[stage] = kind(
-                context,
-                runner.model,
-                iterator,
-                runner.chunk,
-                runner.num_chunks,
-                is_last=False,
-                placement=runner.placement,
-                delayed=runner.delayed,
-            )
+            given = {each.name: getattr(runner, each.name) for each in fields(runner) if each.init}
+            step.stages[stage] = kind(**given | {"data_iterator": iterator, "is_last": False})
         batch = share_batch(
             (context.num_microbatches, *step.tokens),
             *calls,

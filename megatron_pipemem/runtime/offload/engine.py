@@ -30,8 +30,7 @@ from megatron_pipemem.runtime.offload.host_channel import HostChannel
 from megatron_pipemem.runtime.offload.host_pool import Block, HostPool
 from megatron_pipemem.runtime.offload.residents import Residents, storage_key
 from megatron_pipemem.runtime.offload.saved import Capture, Hold, Place, Remains, SavedStorage, SavedView, checksum
-from megatron_pipemem.runtime.offload.statistics import OffloadStatistics
-from megatron_pipemem.runtime.offload.traffic import Traffic, Transfer
+from megatron_pipemem.runtime.offload.traffic import OffloadStatistics, Traffic, Transfer
 
 _log = logging.getLogger(__name__)
 

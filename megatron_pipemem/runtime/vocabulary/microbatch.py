@@ -51,17 +51,8 @@ class HeadMicrobatch:
         kept = (self.x, self.local, self.owned, self.valid, self.statistics, self.logits, self.average)
         return tuple(tensor for tensor in kept if tensor is not None)
 
-    @property
-    def own_maximum(self) -> torch.Tensor:
-        return self.statistics[0]
-
-    @property
-    def own_sum(self) -> torch.Tensor:
-        return self.statistics[1]
-
-    @property
-    def target_logit(self) -> torch.Tensor:
-        return self.statistics[2]
+    def __post_init__(self) -> None:
+        self.own_maximum, self.own_sum, self.target_logit = self.statistics
 
     @property
     def no_rows(self) -> bool:
@@ -79,9 +70,7 @@ class HeadMicrobatch:
         maximum, others, label, softmax = self.over_logits(
             kernels.statistics, piece, raw, softmax=self.average is not None
         )
-        self.own_maximum[piece] = maximum
-        self.own_sum[piece] = others
-        self.target_logit[piece] = label
+        self.own_maximum[piece], self.own_sum[piece], self.target_logit[piece] = maximum, others, label
         if softmax is not None:
             torch.mm(softmax, self.shard.weight, out=self.average[piece])
 

@@ -87,6 +87,7 @@ class Channels:
     shards: dist.ProcessGroup
 
 
+@dataclass(eq=False)
 class VocabularyPasses:
     """One step. Holds nothing when it has ended.
 
@@ -101,28 +102,19 @@ class VocabularyPasses:
         ledger: counts held bytes, if given.
     """
 
-    def __init__(
-        self,
-        placement: Placement,
-        device: int,
-        layers: ShardedLayers,
-        channels: Channels,
-        batch: Batch,
-        last_stage: LastStage | None,
-        trains: bool,
-        ledger: ActivationLedger | None = None,
-    ):
-        self._first, self._last = placement.devices[0], placement.devices[-1]
-        self._last_index = placement.num_stages - 1
-        self._device = device
-        self._layers = layers
-        self._channels = channels
-        self._batch = batch
+    placement: Placement
+    device: int
+    layers: ShardedLayers
+    channels: Channels
+    batch: Batch
+    last_stage: LastStage | None
+    trains: bool
+    ledger: ActivationLedger | None = None
+
+    def __post_init__(self) -> None:
+        self._first, self._last = self.placement.devices[0], self.placement.devices[-1]
         # Two stages look tokens up, and both have a gradient of them.
-        self._sums_for_both = batch.looks_ahead and self._first != self._last
-        self._last_stage = last_stage
-        self._trains = trains
-        self._ledger = ledger
+        self._sums_for_both = self.batch.looks_ahead and self._first != self._last
         # Everything is keyed by microbatch.
         self._partial_embeddings: dict[int, torch.Tensor] = {}
         self._embeddings: dict[int, Pending[torch.Tensor]] = {}
@@ -162,8 +154,8 @@ class VocabularyPasses:
 
     def extend(self, executor: Executor) -> Handlers:
         """See ``StepFeature``: the passes, and the tensors of the model's ends, which come from them and go to them."""
-        others, first, last = dict(executor.handlers), 0, self._last_index
-        looks_ahead = self._batch.looks_ahead
+        others, first, last = dict(executor.handlers), 0, self.placement.num_stages - 1
+        looks_ahead = self.batch.looks_ahead
 
         def run_pass(each: Instruction) -> None:
             action = each.action
@@ -179,7 +171,7 @@ class VocabularyPasses:
             if stage == first:
                 executor.handed_inputs[each.key] = self.embedded(microbatch)
             if stage == last and looks_ahead:
-                self._last_stage.look_ahead(microbatch, self._embeddings.pop(microbatch).wait())
+                self.last_stage.look_ahead(microbatch, self._embeddings.pop(microbatch).wait())
             others[Kind.F](each)
             if stage == last:
                 self.take_head_input(microbatch, executor.handed_inputs.pop(each.to_here))
@@ -190,7 +182,7 @@ class VocabularyPasses:
                 executor.handed_gradients[each.key] = self.head_gradient(microbatch)
             others[each.action.kind](each)
             if stage == last and looks_ahead:
-                ahead = self._last_stage.ahead_gradient(microbatch)
+                ahead = self.last_stage.ahead_gradient(microbatch)
                 self._embedding_gradients[microbatch] = self._held(ahead)
             if stage == first:
                 self.take_embedding_gradient(microbatch, executor.handed_gradients.pop(each.to_here))
@@ -217,7 +209,7 @@ class VocabularyPasses:
 
     def embedded(self, microbatch: int) -> torch.Tensor:
         """Return the embedding's output, summed over the pipeline, ``[b, s, h]``: the first stage's input."""
-        if not self._batch.looks_ahead:
+        if not self.batch.looks_ahead:
             return self._embeddings.pop(microbatch).wait()
         # Where the last stage is on this device too, it comes for them later.
         waiting = self._embeddings[microbatch] if self._first == self._last else self._embeddings.pop(microbatch)
@@ -225,7 +217,7 @@ class VocabularyPasses:
 
     def take_head_input(self, microbatch: int, output: torch.Tensor) -> None:
         """Take the last stage's output, without its graph."""
-        whole = self._held(self._last_stage.gather_head_input(output))
+        whole = self._held(self.last_stage.gather_head_input(output))
         if whole is not output:
             self._released(output)  # the backend that gathered it may let go a moment later
         self._head_inputs[microbatch] = whole
@@ -234,13 +226,13 @@ class VocabularyPasses:
         """Return the gradient of the last stage's output."""
         total = self._input_gradients.pop(microbatch).wait()
         # With one barrier the sum was under way before the loss was known.
-        gradient = finish_input_gradient(total, self._layers.dtype, self._factors.pop(microbatch, None))
+        gradient = finish_input_gradient(total, self.layers.dtype, self._factors.pop(microbatch, None))
         self._released(total)
-        return self._last_stage.scatter_head_gradient(gradient)
+        return self.last_stage.scatter_head_gradient(gradient)
 
     def take_embedding_gradient(self, microbatch: int, gradient: torch.Tensor) -> None:
         """Take the gradient of what ``embedded`` gave, ``[b, s, h]``."""
-        if self._batch.looks_ahead:
+        if self.batch.looks_ahead:
             ahead = self._embedding_gradients.get(microbatch)
             if ahead is not None:  # the last stage's, on this device too
                 ahead[:, :-1] += gradient
@@ -251,33 +243,33 @@ class VocabularyPasses:
     # Embedding
 
     def _look_up(self, microbatch: int) -> None:
-        self._partial_embeddings[microbatch] = self._held(self._layers.look_up(self._batch.tokens_of(microbatch)))
+        self._partial_embeddings[microbatch] = self._held(self.layers.look_up(self.batch.tokens_of(microbatch)))
 
     def _reduce_embedding(self, microbatch: int) -> None:
         partial = self._partial_embeddings.pop(microbatch)
         if self._sums_for_both:
-            pending = collectives.all_sum(partial, self._channels.pipeline)
+            pending = collectives.all_sum(partial, self.channels.pipeline)
         else:
-            pending = collectives.reduce_sum(partial, self._first, self._channels.pipeline)
-        wanted = self._device == self._first or (self._sums_for_both and self._device == self._last)
+            pending = collectives.reduce_sum(partial, self._first, self.channels.pipeline)
+        wanted = self.device == self._first or (self._sums_for_both and self.device == self._last)
         self._await(self._embeddings, microbatch, pending, partial, wanted)
 
     def _broadcast_embedding_gradient(self, microbatch: int) -> None:
         gradient = self._embedding_gradients.pop(microbatch, None)
         if gradient is None:
-            tokens = self._batch.tokens_of(microbatch)
+            tokens = self.batch.tokens_of(microbatch)
             empty = torch.zeros if self._sums_for_both else torch.empty
-            shape = (*tokens.shape, self._layers.hidden_size)
-            gradient = self._held(empty(shape, dtype=self._layers.dtype, device=tokens.device))
+            shape = (*tokens.shape, self.layers.hidden_size)
+            gradient = self._held(empty(shape, dtype=self.layers.dtype, device=tokens.device))
         if self._sums_for_both:
-            pending = collectives.all_sum(gradient, self._channels.pipeline)
+            pending = collectives.all_sum(gradient, self.channels.pipeline)
         else:
-            pending = collectives.broadcast(gradient, self._first, self._channels.pipeline)
+            pending = collectives.broadcast(gradient, self._first, self.channels.pipeline)
         self._sent_embedding_gradients[microbatch] = pending
 
     def _embedding_weight_gradient(self, microbatch: int) -> None:
         gradient = self._sent_embedding_gradients.pop(microbatch).wait()
-        self._layers.embedding_gradient(self._batch.tokens_of(microbatch), gradient).run()
+        self.layers.embedding_gradient(self.batch.tokens_of(microbatch), gradient).run()
         self._released(gradient)
 
     # Head
@@ -285,47 +277,47 @@ class VocabularyPasses:
     def _broadcast_head_input(self, microbatch: int) -> None:
         x = self._head_inputs.pop(microbatch, None)
         if x is None:
-            shape, device = (*self._batch.head_shape, self._layers.hidden_size), self._batch.tokens.device
-            x = self._held(torch.empty(shape, dtype=self._layers.dtype, device=device))
-        self._sent_inputs[microbatch] = collectives.broadcast(x, self._last, self._channels.pipeline)
+            shape, device = (*self.batch.head_shape, self.layers.hidden_size), self.batch.tokens.device
+            x = self._held(torch.empty(shape, dtype=self.layers.dtype, device=device))
+        self._sent_inputs[microbatch] = collectives.broadcast(x, self._last, self.channels.pipeline)
 
     def _score(self, microbatch: int) -> None:
         x = self._sent_inputs.pop(microbatch).wait()
-        if self._batch.labels is None:
-            self._scored[microbatch] = self._layers.logits(x)
+        if self.batch.labels is None:
+            self._scored[microbatch] = self.layers.logits(x)
             return
-        scored = self._layers.score(x, self._batch.labels_of(microbatch), self._trains)
+        scored = self.layers.score(x, self.batch.labels_of(microbatch), self.trains)
         for tensor in scored.batch.tensors:
             self._held(tensor, "saved")
         self._scored[microbatch] = scored
 
     def _gather_statistics(self, microbatch: int) -> None:
-        if self._batch.labels is None:
+        if self.batch.labels is None:
             logits = self._scored.pop(microbatch)
-            pending = collectives.gather_logits(logits, self._layers.partition, self._channels.shards)
+            pending = collectives.gather_logits(logits, self.layers.partition, self.channels.shards)
         else:
             statistics = self._scored[microbatch].statistics
-            ranks, results = self._channels.shards.size(), Normalised.NUMBERS
+            ranks, results = self.channels.shards.size(), Normalised.NUMBERS
             # In one piece, because loss and input gradient come in either order, and the first to come combines: what it
             # takes and gives back would be now the one's bytes and now the other's.
             buffer = self._held(statistics.new_empty(ranks * statistics.size(0) + results, statistics.size(1)))
             everyones = buffer[:-results].unflatten(0, (ranks, -1))
-            pending = collectives.gather_statistics(statistics, everyones, self._channels.shards)
-        if self._trains or self._device == self._last:
+            pending = collectives.gather_statistics(statistics, everyones, self.channels.shards)
+        if self.trains or self.device == self._last:
             self._gathered[microbatch] = pending
-            if self._batch.labels is not None:
+            if self.batch.labels is not None:
                 self._results[microbatch] = buffer[-results:]
         else:
             self._scored.pop(microbatch, None)
             self._leave(pending)
 
     def _loss(self, microbatch: int) -> None:
-        if self._batch.labels is None:
-            self._last_stage.take_logits(microbatch, self._gathered.pop(microbatch).wait())
+        if self.batch.labels is None:
+            self.last_stage.take_logits(microbatch, self._gathered.pop(microbatch).wait())
             return
         done = self._normalise(microbatch)
-        gradient = self._last_stage.loss(microbatch, done)
-        if not self._trains:
+        gradient = self.last_stage.loss(microbatch, done)
+        if not self.trains:
             self._normalised.pop(microbatch)
             return
         gradient = self._held(done.without_ignored(gradient))
@@ -336,9 +328,9 @@ class VocabularyPasses:
     def _broadcast_loss_gradient(self, microbatch: int) -> None:
         gradient = self._loss_gradients.pop(microbatch, None)
         if gradient is None:
-            shape, device = self._batch.head_shape, self._batch.tokens.device
+            shape, device = self.batch.head_shape, self.batch.tokens.device
             gradient = self._held(torch.empty(shape, dtype=torch.float32, device=device))
-        self._sent_loss_gradients[microbatch] = collectives.broadcast(gradient, self._last, self._channels.pipeline)
+        self._sent_loss_gradients[microbatch] = collectives.broadcast(gradient, self._last, self.channels.pipeline)
 
     def _head_gradients(self, microbatch: int) -> None:
         done = self._normalise(microbatch)
@@ -358,8 +350,8 @@ class VocabularyPasses:
         partial = self._partial_input_gradients.pop(microbatch, None)
         if partial is None:
             partial = self._held(self._normalise(microbatch).input_gradient())
-        pending = collectives.reduce_sum(partial, self._last, self._channels.pipeline)
-        self._await(self._input_gradients, microbatch, pending, partial, self._device == self._last)
+        pending = collectives.reduce_sum(partial, self._last, self.channels.pipeline)
+        self._await(self._input_gradients, microbatch, pending, partial, self.device == self._last)
 
     def _normalise(self, microbatch: int) -> Normalised:
         if microbatch not in self._normalised:
@@ -389,10 +381,10 @@ class VocabularyPasses:
         self._nobody_waits.append(pending)
 
     def _held(self, tensor: torch.Tensor, category: str = "boundary") -> torch.Tensor:
-        if self._ledger is not None:
-            self._ledger.hold(tensor, category)
+        if self.ledger is not None:
+            self.ledger.hold(tensor, category)
         return tensor
 
     def _released(self, tensor: torch.Tensor) -> None:
-        if self._ledger is not None:
-            self._ledger.release(tensor)
+        if self.ledger is not None:
+            self.ledger.release(tensor)
