@@ -219,7 +219,7 @@ def _planned(sequence_parallel: bool) -> None:
     ):
         freed = []
         for layers in (1, 2):
-            stage = lone_stage.build_stage(model, execution, lone_stage.MIDDLE, layers)
+            stage = lone_stage.build_stage(model, execution, lone_stage.MIDDLE, [model.main_kind] * layers)
             assert len(delayed_modules(stage)) == 4 * layers
             entries = lone_stage.run_stage(stage, model, execution, lone_stage.MIDDLE, 2).entries
             freed += [a.bytes - b.bytes for a, b in pairwise(entries) if b.action.kind is Kind.W][1:]
