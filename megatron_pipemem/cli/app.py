@@ -10,9 +10,9 @@ from typer.core import TyperGroup
 
 from megatron_pipemem import __version__
 from megatron_pipemem.cli import check, convert, grid, launch, pareto, plan, profile, report, schedules, show, simulate
-from megatron_pipemem.cli.common import INTERRUPTED, fail, report_error
+from megatron_pipemem.cli.common import INTERRUPTED, INVALID, UNUSABLE, report_error
 from megatron_pipemem.cli.examples import CommandWithExamples, RunCommand, markup
-from megatron_pipemem.errors import PipememError
+from megatron_pipemem.errors import PipememError, ScheduleError
 
 
 class _Group(TyperGroup):
@@ -25,7 +25,8 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except PipememError as error:
-            fail(error)
+            report_error(str(error))
+            raise typer.Exit(INVALID if isinstance(error, ScheduleError) else UNUSABLE) from None
         except KeyboardInterrupt:
             report_error(f"pipemem {ctx.invoked_subcommand} was interrupted and has written nothing")
             raise typer.Exit(INTERRUPTED) from None

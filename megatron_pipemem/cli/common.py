@@ -6,13 +6,12 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from textwrap import wrap
-from typing import NoReturn
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from megatron_pipemem.errors import CostsError, PipememError, ScheduleError
+from megatron_pipemem.errors import CostsError
 
 CANNOT_RUN = "is valid, but cannot run here, where losses are bit-identical to stock Megatron's"
 """Of a table that other programs run."""
@@ -54,12 +53,6 @@ def print_json(result: object) -> None:
         typer.echo(json.dumps(result, indent=2, allow_nan=False))
     except ValueError:
         raise CostsError("the result holds infinite numbers, which JSON has not; give costs nearer to 1") from None
-
-
-def fail(error: PipememError) -> NoReturn:
-    """Print one red line on stderr, and exit with the code of the error."""
-    report_error(str(error))
-    raise typer.Exit(INVALID if isinstance(error, ScheduleError) else UNUSABLE)
 
 
 def report_error(message: str) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from megatron_pipemem.cli.checks import check_port
-from megatron_pipemem.cli.common import fail, print_json
+from megatron_pipemem.cli.common import print_json
 from megatron_pipemem.cli.options import Json, Yes
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
@@ -67,14 +67,14 @@ def launch(
     """
     run = load(run_file, Run, overrides or ())
     if (reason := feasible(run, yes)) is not None:
-        fail(UnsupportedError(f"{run_file}: {reason}"))
+        raise UnsupportedError(f"{run_file}: {reason}")
     check_script_flags(run)
     if nodes is not None and nodes < 1:
         raise UnsupportedError(f"--nodes {nodes}: give at least 1, or leave it out for as few as the ranks fill")
     check_port("--master-port", master_port)
     where = Nodes(min_nodes(run) if nodes is None else nodes, node_rank, master_addr, master_port)
     if not 0 <= where.rank < where.count:
-        fail(UnsupportedError(f"--node-rank {where.rank}: the run has nodes 0 to {where.count - 1}"))
+        raise UnsupportedError(f"--node-rank {where.rank}: the run has nodes 0 to {where.count - 1}")
     started = command(run, where)
     if as_json:
         facts = {"nodes": where.count, "ranks_per_node": ranks_per_node(run, where.count), "output": run.output}

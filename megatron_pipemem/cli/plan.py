@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from megatron_pipemem.cli.checks import check_output, check_seconds
-from megatron_pipemem.cli.common import console, fail, print_json
+from megatron_pipemem.cli.common import console, print_json
 from megatron_pipemem.cli.launch import Set
 from megatron_pipemem.cli.options import Json, Yes
 from megatron_pipemem.cli.progress import showing
@@ -99,7 +99,7 @@ def plan_command(
         if not as_json:
             console().print(str(path), soft_wrap=True, markup=False)
     if not answer.plans:
-        fail(UnsupportedError(f"{run_file}: nothing fits; {_advice(answer.rejected)}"))
+        raise UnsupportedError(f"{run_file}: nothing fits; {_advice(answer.rejected)}")
 
 
 def _limits(texts: Sequence[str]) -> Limits:

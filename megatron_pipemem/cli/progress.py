@@ -49,14 +49,12 @@ class _Line:
         self._text = what
 
     def show(self) -> None:
-        if self._console.is_terminal:
-            self._show_in_place()
-        else:
+        if not self._console.is_terminal:
             self._show_now_and_then()
+        elif not self.done.wait(_PATIENCE_SECONDS):
+            self._show_in_place()
 
     def _show_in_place(self) -> None:
-        if self.done.wait(_PATIENCE_SECONDS):
-            return
         with self._console.status(Text(self._told()), refresh_per_second=1 / _REFRESH_SECONDS) as status:
             while not self.done.wait(_REFRESH_SECONDS):
                 status.update(Text(self._told()))

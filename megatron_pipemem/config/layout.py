@@ -20,11 +20,6 @@ FIRST_OR_LAST = ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num
 FLAGS = (FLAG, *FIRST_OR_LAST)
 
 
-def even(layers: int, stages: int) -> tuple[int, ...] | None:
-    """Return the same number of layers for every stage, which needs no flag; ``None`` where they do not divide."""
-    return None if layers % stages else (layers // stages,) * stages
-
-
 def spread(layers: int, stages: int) -> tuple[int, ...]:
     """Share layers out as evenly as it goes: what is left over goes to the stages behind the first, which has the
     embedding.
@@ -32,17 +27,12 @@ def spread(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(layers // stages + (0 < stage <= layers % stages) for stage in range(stages))
 
 
-def stages_of(text: str) -> int:
-    """Return the stages of a layout in Megatron's words."""
-    return len(_read(text))
-
-
 def uncut(model: Model, stages: int) -> tuple[int, ...] | None:
     """Return the pieces of every stage where no flag says them: layers evenly, multi-token prediction on the last; ``None``
     where the layers do not divide.
     """
-    counts = even(model.layers, stages)
-    return counts and (*counts[:-1], counts[-1] + model.pieces - model.layers)
+    each, over = divmod(model.layers, stages)
+    return None if over else (*[each] * (stages - 1), each + model.pieces - model.layers)
 
 
 def flags(model: Model, counts: Sequence[int]) -> dict[str, str]:
@@ -100,13 +90,14 @@ def layers_of(run: Run, stages: int) -> tuple[int, ...] | None:
     if hybrid.is_cut(str(given.get(PATTERN, ""))):
         counts = tuple(map(len, str(given[PATTERN]).split("/")[0].split("|")))
     elif given.get(FLAG) is not None:
-        counts = _read(str(given[FLAG]))
+        counts = read(str(given[FLAG]))
     else:
         return uncut(model, stages)
     return counts if len(counts) == stages and sum(counts) == model.pieces else None
 
 
-def _read(text: str) -> tuple[int, ...]:
+def read(text: str) -> tuple[int, ...]:
+    """Return the pieces of every stage of a layout in Megatron's words."""
     for repeated in (r"\(([^()]*)\)\*(\d+)", r"([A-Za-z|])\*(\d+)"):
         while re.search(repeated, text):
             text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -56,7 +57,7 @@ class Command:
         """Write the command for a shell, with one flag on each line."""
         lines: list[list[str]] = [["env", *(f"{key}={value}" for key, value in self.environment.items())]]
         for number, word in enumerate(self.words):
-            if number == 0 or (word.startswith("-") and not _is_number(word)):
+            if number == 0 or re.match("-+[a-z]", word):
                 lines.append([])
             lines[-1].append(word)
         if not self.environment:
@@ -341,11 +342,3 @@ def _rendezvous(run: Run, nodes: Nodes) -> list[str]:
 
 def _word(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True

@@ -54,7 +54,7 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
             ),
         )
     if given(flags, layout.FLAG):
-        stages = layout.stages_of(str(flags[layout.FLAG]))
+        stages = len(layout.read(str(flags[layout.FLAG])))
         return Cut(
             stages / num_devices,
             f"the {stages} stages of --{layout.FLAG} on {num_devices} pipeline ranks",

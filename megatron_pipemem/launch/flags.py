@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.options import OFF, OFFLOAD, RANDOM, RECOMPUTE, STOCK, VOCABULARY
+from megatron_pipemem.schedule.options import OFFLOAD, RANDOM, RECOMPUTE, VOCABULARY
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,8 +32,8 @@ def plan_parser() -> Parser:
 
 
 def flag_parser() -> Parser:
-    """Return a parser of all flags."""
-    parser = Parser(parents=[plan_parser()])
+    """Return a parser of all flags. What is not given is not in its answer: ``Settings`` has the defaults."""
+    parser = Parser(parents=[plan_parser()], argument_default=argparse.SUPPRESS)
     parser.add_argument("--pipemem-schedule", metavar="NAME|FILE.csv|auto|stock", help="which schedule to run")
     parser.add_argument(
         "--pipemem-schedule-module",
@@ -49,13 +49,11 @@ def flag_parser() -> Parser:
     parser.add_argument(
         "--pipemem-costs",
         metavar="unit|profile|FILE",
-        default="unit",
         help="what passes take: equal, measured in the run, or as the JSON file says",
     )
     parser.add_argument(
         "--pipemem-offload",
         metavar="|".join(OFFLOAD),
-        default="off",
         help="which activations wait on the host for their backward, beside what the schedule itself says",
     )
     parser.add_argument(
@@ -66,7 +64,6 @@ def flag_parser() -> Parser:
     parser.add_argument(
         "--pipemem-recompute",
         metavar="|".join(RECOMPUTE),
-        default="none",
         help="what runs again before its backward: of every stage what is cheap (norms, activation functions, unfused "
         "attention), or all; auto: whatever of these a memory cap needs, per stage",
     )
@@ -74,7 +71,6 @@ def flag_parser() -> Parser:
         "--pipemem-offload-option",
         metavar="KEY=VALUE",
         action="append",
-        default=[],
         help="ratio, min_bytes, guard, switches, and bandwidth for CPU ranks",
     )
     parser.add_argument("--pipemem-trace", metavar="DIR", help="write timelines of plan and run")
@@ -82,7 +78,6 @@ def flag_parser() -> Parser:
     parser.add_argument(
         "--pipemem-vocab-parallel",
         metavar="|".join(VOCABULARY),
-        default=OFF,
         help="cut embedding and LM head over the pipeline's ranks, by Algorithm 1 (two barriers, two microbatches more in "
         "flight) or Algorithm 2 (one barrier, one microbatch more) of arXiv 2411.05288; auto: whichever of the three the "
         "model's sizes and layout, the costs and the cap call for",
@@ -101,11 +96,8 @@ def flag_parser() -> Parser:
     parser.add_argument(
         "--pipemem-random",
         metavar="|".join(RANDOM),
-        default=STOCK,
         help="what first weights and dropout depend on: stock: Megatron's streams of every rank; layerwise: the seed, the "
         "iteration, the microbatch and the layer alone, so that every schedule, stock included, trains the same from step 0",
     )
-    parser.add_argument(
-        "--pipemem-option", metavar="KEY=VALUE", action="append", default=[], help="option of the schedule"
-    )
+    parser.add_argument("--pipemem-option", metavar="KEY=VALUE", action="append", help="option of the schedule")
     return parser

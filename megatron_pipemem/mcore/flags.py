@@ -43,14 +43,14 @@ def take_flags(arguments: list[str]) -> tuple[Settings | None, list[str]]:
         parser.error(f"unknown flag {unknown[0]}")
     if len(others) == len(arguments):
         return None, others
-    if found.pipemem_schedule is None:
-        parser.error("--pipemem-schedule is missing")
     # Flags are called like the settings, but for those that are repeated, one option at a time.
     given = {name.removeprefix("pipemem_"): value for name, value in vars(found).items()}
-    del given["plan"]
-    given["options"] = parse_options("--pipemem-option", given.pop("option"))
-    given["offload_options"] = parse_options("--pipemem-offload-option", given.pop("offload_option"))
-    settings = Settings(**given | {"memory_cap": _units_or_text(found.pipemem_memory_cap)})
+    given.pop("plan", None)
+    if "schedule" not in given:
+        parser.error("--pipemem-schedule is missing")
+    given["options"] = parse_options("--pipemem-option", given.pop("option", []))
+    given["offload_options"] = parse_options("--pipemem-offload-option", given.pop("offload_option", []))
+    settings = Settings(**given | {"memory_cap": _units_or_text(given.get("memory_cap"))})
     _ = settings.request  # refuses what cannot be
     return settings, others
 

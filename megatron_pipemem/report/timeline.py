@@ -79,10 +79,6 @@ class Bubble(NamedTuple):
     consumer: Box | None
     producer: Box | None
 
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
-
 
 def common_end(timelines: Sequence[Timeline]) -> float:
     """Return up to when runs that are compared share a time axis: a run of more than twice the length of most would

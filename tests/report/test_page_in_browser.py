@@ -133,7 +133,7 @@ def test_pointing_at_actions_tells_all_about_them(run, open_page):
             assert when == f"{box.start:.6g} to {box.end:.6g} ({box.seconds:.6g})"
             source = needed.get(box.action)
             if box.action in idle:
-                gap = idle[box.action].seconds
+                gap = idle[box.action].end - idle[box.action].start
                 assert waits == f"waited {gap:.6g} for {source.action} of device {source.device}"
             elif source:
                 assert waits.startswith(
