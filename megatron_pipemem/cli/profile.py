@@ -44,9 +44,12 @@ _CUT = {
 """Fields of ``Execution`` that can be typed, in place of a run."""
 
 
+_HINTS = get_type_hints(Execution)
+
+
 def _typed_as(name: str, told: str) -> tuple[str, Any, Any]:
     """Return a field of ``Cut`` for one of ``Execution``: text where that has few values, which ``Execution`` checks."""
-    hint, values = get_type_hints(Execution)[name], get_args(get_type_hints(Execution)[name])
+    hint, values = _HINTS[name], get_args(_HINTS[name])
     flag = typer.Option(f"--{name.replace('_', '-')}", metavar="|".join(values) or None, help=told)
     return name, Annotated[str if values else hint, flag], getattr(Execution, name)
 
