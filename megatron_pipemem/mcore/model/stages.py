@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -21,7 +21,7 @@ from megatron_pipemem.mcore.model.transformer_engine import defer
 from megatron_pipemem.runtime.selective import is_recording
 from megatron_pipemem.runtime.weight_gradients import ImmediateWeightGradients, current_queue
 
-_NO_REGIONS = nullcontext()
+_NOTHING = nullcontext()
 
 
 @dataclass
@@ -83,7 +83,8 @@ class ChunkStage:
     _experts: tuple[torch.nn.Module, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._experts = expert_layers(self.model)
+        has_experts = getattr(self.step.config, "num_moe_experts", None)
+        self._experts = expert_layers(self.model) if has_experts else ()
         self._set_input_tensor = get_attr_wrapped_model(self.model, "set_input_tensor")
 
     def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
@@ -117,8 +118,8 @@ class ChunkStage:
         step = self.step
         # Of its own batch: asynchronous schedules run forwards of later ones as well.
         microbatch %= step.num_microbatches
-        regions = regions_of(self.model) if is_recording() else _NO_REGIONS
-        with self.as_chunk(), nothing_left_behind(self._experts), regions:
+        regions = regions_of(self.model) if is_recording() else _NOTHING
+        with self.as_chunk(), regions:
             result = schedules.forward_step(
                 self._forward_step(microbatch),
                 data,
@@ -160,7 +161,7 @@ class ChunkStage:
             output: of the forward.
             output_gradient: gradient of the output; ``None`` for a loss.
         """
-        with self.as_chunk(), nothing_left_behind(self._experts):
+        with self.as_chunk():
             gradient = schedules.backward_step(input, output, output_gradient, self.step.config)
         if self.delayed:
             defer(self.delayed, current_queue() or ImmediateWeightGradients())
@@ -176,9 +177,15 @@ class ChunkStage:
             function = functions[self.chunk] if isinstance(functions, list) else functions
             function(self.model.parameters())
 
-    def as_chunk(self):
-        """Let Megatron answer questions about ranks, within this block, for this chunk."""
-        return self.placement.chunk(self.chunk)
+    def as_chunk(self) -> AbstractContextManager:
+        """Let Megatron answer questions about ranks, within this block, for this chunk. Experts leave nothing behind in it."""
+        chunk = self.placement.chunk(self.chunk)
+        return self._leaving_nothing(chunk) if self._experts else chunk
+
+    @contextmanager
+    def _leaving_nothing(self, chunk: AbstractContextManager) -> Iterator[None]:
+        with chunk, nothing_left_behind(self._experts):
+            yield
 
 
 @contextmanager
