@@ -206,6 +206,11 @@ def price_layers(names: Sequence[str], asked: Question) -> Costs:
     return costs
 
 
+def _check_price(option: str, price: float, what: str) -> None:
+    if not (math.isfinite(price) and price >= 0):
+        raise CostsError(f"--{option} {price}: give {what} of at least 0")
+
+
 def with_channel(costs: Costs, ratio: float | None) -> Costs:
     """Return the costs with the channel of an offload ratio; without one with their own, or that of ratio 1.
 
@@ -214,6 +219,8 @@ def with_channel(costs: Costs, ratio: float | None) -> Costs:
     """
     if ratio is None and costs.channel is not None:
         return costs
+    if ratio is not None:
+        _check_price("offload-ratio", ratio, "a number")
     known = costs.channel or Channel(0.0)
     try:
         channel = Channel.of_ratio(1.0 if ratio is None else ratio, costs, known.duplex, known.switches)
@@ -230,8 +237,8 @@ def parse_costs(text: str, p2p: float | None) -> Costs:
     Raises:
         CostsError: neither, or a price is not a finite number of at least 0.
     """
-    if p2p is not None and not (math.isfinite(p2p) and p2p >= 0):
-        raise CostsError(f"--p2p {p2p}: give seconds of at least 0")
+    if p2p is not None:
+        _check_price("p2p", p2p, "seconds")
     if text.endswith(".json") or Path(text).is_file():
         costs = Costs.from_json(text)
         return costs if p2p is None else replace(costs, p2p=p2p)

@@ -133,7 +133,7 @@ def test_pareto_refuses_sizes_that_are_none(refuses):
         ('{"forward": NaN}', "NaN is no number of JSON"),
         ('{"backward_weight": [1, Infinity]}', "Infinity is no number of JSON"),
         ('{"forward": 0, "backward_input": 0, "backward_weight": 0}', "all passes cost 0"),
-        ('{"p2p": -1}', "one number of at least 0"),
+        ('{"p2p": -1}', "cost of p2p is negative: -1.0"),
         ('{"p2p": [1, 2]}', "p2p is [1, 2]; give a number"),
         ('{"memory": {"F": 1e300, "W": -1}}', "memory.F is 1e+300"),
     ],

@@ -290,7 +290,7 @@ def test_recomputation_of_a_named_schedule(pipemem, pipemem_json, refuses):
             "keeps a memory cap of 0.01 activation units: the least found is",
         ),
         (("--offload", "full", "--host-memory", "1GiB"), "is not in the unit of the memory cap"),
-        (("--offload", "full", "--offload-ratio", "-1"), "offload ratio is -1"),
+        (("--offload", "full", "--offload-ratio", "-1"), "--offload-ratio -1.0: give a number of at least 0"),
     ],
 )
 def test_offload_that_cannot_be(pipemem, arguments, message):
