@@ -26,8 +26,8 @@ def waiting(requires_grad: bool = True) -> torch.nn.Linear:
     return linear
 
 
-def wrap_of(symbol):
-    """What is made of a function of Megatron where a backward may be split."""
+def replacement_of(symbol):
+    """What runs in place of a function of Megatron, which it gets first, where a backward may be split."""
     return dict(transformer_engine.replacements(splits=True, recomputes=False))[symbol]
 
 
@@ -35,8 +35,7 @@ def test_models_built_with_transformer_engine_delay_their_weight_gradients():
     def delay_of(transformer_impl):
         config = SimpleNamespace(transformer_impl=transformer_impl, delay_wgrad_compute=False)
         seen = []
-        build = wrap_of(LANGUAGE_MODULE)(lambda self, config: seen.append(config.delay_wgrad_compute))
-        build(None, config)
+        replacement_of(LANGUAGE_MODULE)(lambda self, config: seen.append(config.delay_wgrad_compute), None, config)
         assert seen == [config.delay_wgrad_compute]
         return config.delay_wgrad_compute
 
@@ -47,7 +46,7 @@ def test_models_built_with_transformer_engine_delay_their_weight_gradients():
 def test_ddp_is_told_only_when_some_module_delays():
     def told(module):
         ddp_config = SimpleNamespace(delay_wgrad_compute=False)
-        wrap_of(DDP)(lambda self, config, ddp_config, module: None)(None, None, ddp_config, module)
+        replacement_of(DDP)(lambda self, config, ddp_config, module: None, None, None, ddp_config, module)
         return ddp_config.delay_wgrad_compute
 
     assert told(waiting()) is True
@@ -68,9 +67,9 @@ def config_of(**settings) -> SimpleNamespace:
 def refusal(config: SimpleNamespace, splits: bool = True, recomputes: bool = False) -> str | None:
     """What the building of a model says, which begins only if nothing is refused."""
     built = []
-    ((_, wrap), *_) = transformer_engine.replacements(splits, recomputes)
+    ((_, build_model), *_) = transformer_engine.replacements(splits, recomputes)
     try:
-        wrap(lambda self, config: built.append(config))(None, config)
+        build_model(lambda self, config: built.append(config), None, config)
     except UnsupportedError as error:
         assert not built and "\n" not in str(error)
         return str(error)
