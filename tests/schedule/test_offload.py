@@ -190,7 +190,7 @@ def test_a_faster_channel_or_more_room_is_never_worse(base: tuple[str, dict[str,
     schedule = build_schedule(name, num_devices=4, num_microbatches=12, **options)
     peaks = [max(plan_offload(schedule, costs_of(ratio)).peaks) for ratio in (0.0, 0.4, 0.7, 1.0, 1.5, 2.5, 5.0)]
     assert peaks == sorted(peaks)
-    whole = max(plan_offload(schedule, costs_of(0.7)).host_peaks)
+    whole = max(plan_offload(schedule, costs_of(0.7)).timeline.host_peaks)
     rooms = [
         max(plan_offload(schedule, costs_of(0.7), host_budget=whole * share).peaks) for share in (0, 0.25, 0.5, 0.75, 1)
     ]
@@ -239,7 +239,7 @@ def test_reasons_are_told() -> None:
     assert slow.offloaded == () and set(slow.kept.values()) == {"lifespan too short"}
     assert slow.binds == "lifespan too short (12 activations)", slow.kept
     poor = plan_offload(schedule, costs_of(0.5), host_budget=0.0)
-    assert "host memory" in poor.kept.values() and poor.host_peaks == (0,) * 4
+    assert "host memory" in poor.kept.values() and poor.timeline.host_peaks == (0,) * 4
     crowded = plan_offload(schedule, costs_of(2.0), memory_cap=0.01)
     assert not crowded.keeps_cap and crowded.binds
     # Those that matter are of the device that exceeds its cap, not of the fullest.
