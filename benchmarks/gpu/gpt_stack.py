@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn import functional as F
@@ -41,7 +41,7 @@ class Shape:
 
 @dataclass
 class _Gemm(DeferredWeightGradient):
-    weight: torch.nn.Parameter
+    weight: torch.nn.Parameter = field()  # always given, unlike what it inherits
     input: torch.Tensor
     grad_output: torch.Tensor
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_hybrid import ONE as LINEAR
-from test_hybrid import SPEC
-from test_hybrid import TWO as FOLDED
+from test_hybrid import CUTS, of
 from test_variants import EVALUATION, RECOMPUTE, UNTIED
 from test_vocabulary import LATER, SEARCH, TP2
 
@@ -102,9 +100,10 @@ def test_checkpoints_are_stocks(train, tmp_path, before, after):
 
 @pytest.mark.parametrize("cut", [(), ("--pipemem-vocab-parallel", "2")], ids=["whole", "cut"])
 def test_hybrid_models_predict_further_too(train, cut):
-    common = (*SMALL, UNTIED, *SPEC, "--hybrid-layer-pattern")
-    stock = train("stock", *common, f"{LINEAR}/*-")
-    run = train("v-half", *common, f"{FOLDED}/*-", *cut)
+    stock, run = (
+        train(schedule, *of(f"{CUTS[chunks]}/*-", *SMALL, UNTIED, *more))
+        for schedule, chunks, more in (("stock", 1, ()), ("v-half", 2, cut))
+    )
     assert len(logged(stock)) >= 6 and len(set(stock.losses)) > 1
     assert run.losses == (pytest.approx(stock.losses, rel=LATER) if cut else stock.losses)
     assert logged(run) == pytest.approx(logged(stock), rel=1e-5)

@@ -216,9 +216,9 @@ def test_a_wrong_key_is_the_grids_mistake(write_grid, keys, place):
     ("keys", "reason"),
     [
         ({"set": {"parallelism.tp": "many"}}, "no point is a run: .*parallelism.tp"),
-        ({"product": {"schedule.name": "stock"}}, "product.schedule.name"),
+        ({"product": {"schedule.name": "stock"}}, "product: holds under 'schedule.name'"),
         ({"product": {"schedule.name": []}}, "give a list of values"),
-        ({"points": ["v-half"]}, "mappings of keys"),
+        ({"points": ["v-half"]}, "points: is 'v-half'; give a mapping of keys"),
         ({"run": "nowhere"}, "nowhere"),
         ({"pints": []}, "did you mean 'points'"),
     ],
