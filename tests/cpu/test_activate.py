@@ -170,22 +170,6 @@ dist.destroy_process_group()
 """)
 
 
-def test_all_groups_share_the_thread_that_polls_gloos_sockets(lane: Callable[[str], object]) -> None:
-    lane("""
-import os, tempfile
-from datetime import timedelta
-dist = torch.distributed
-dist.init_process_group("gloo", store=dist.FileStore(tempfile.mktemp(), 1), rank=0, world_size=1)
-before = len(os.listdir("/proc/self/task"))
-groups = [dist.new_group([0], timeout=timedelta(seconds=7)) for _ in range(4)]
-backends = [group._get_backend(torch.device("cpu")) for group in groups]
-assert {backend.options._timeout for backend in backends} == {timedelta(seconds=7)}
-# Two threads per group run its collectives; gloo's own would be the third.
-assert len(os.listdir("/proc/self/task")) == before + 2 * len(groups)
-dist.destroy_process_group()
-""")
-
-
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
 def test_norms_accept_sequence_parallelism(lane: Callable[[str], object], norm: str) -> None:
     lane(f"""
