@@ -11,6 +11,7 @@ from megatron_pipemem.errors import CostsError
 from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.core.action import VOCABULARY, Kind
 from megatron_pipemem.schedule.core.brief import changed_fields
+from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.prices import Several, listed, numbers, price
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts, per_device
@@ -142,6 +143,8 @@ class Costs:
             as one device's share of the layers (their average), the embedding and the collectives take no time.
         copy_sum: seconds to add up the gradients of a stage over the devices that hold its replicas. Once per step, it is
             priced like the actions of a microbatch.
+        microbatch: by how much every microbatch takes longer, and holds more, than these prices say; ``None``: they are
+            alike. What prices a stage (``seconds``, ``memory_changes``) leaves it out; ``simulate`` puts it in.
     """
 
     forward: Several = 1.0
@@ -154,6 +157,7 @@ class Costs:
     vocabulary: VocabularyCosts | None = None
     copy_sum: Several = 0.0
     recompute_selective: Several | None = None
+    microbatch: MicrobatchWeights | None = None
 
     def __repr__(self) -> str:
         return changed_fields(self)

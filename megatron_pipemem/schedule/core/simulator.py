@@ -16,15 +16,22 @@ from megatron_pipemem.schedule.core.messages import Router
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule, versions_held
 from megatron_pipemem.schedule.core.vocabulary import EVERYWHERE
-from megatron_pipemem.schedule.core.walk import Times
+from megatron_pipemem.schedule.core.walk import Graph, Times
 
 
 class ActionPrices:
-    """Seconds of every action of a program."""
+    """Seconds of every action of a program.
+
+    Raises:
+        CostsError: the costs do not fit the placement, or their weights not the microbatches.
+    """
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         placement, pieces = schedule.placement, schedule.pieces
         self._costs, self._pieces = costs, pieces
+        self._weights = costs.microbatch
+        if self._weights is not None:
+            self._weights.check(schedule.num_microbatches)
         seconds = costs.seconds(placement)
         if schedule.offloads:
             seconds |= costs.transfer_seconds(placement, schedule.recomputed)
@@ -37,16 +44,52 @@ class ActionPrices:
             self._seconds |= vocabulary.seconds(placement.num_devices)
             self._collectives = vocabulary.collective_seconds()
 
-    def of(self, kind: Kind, stage: int) -> float:
+    def of(self, kind: Kind, stage: int, unit: int | None = None) -> float:
         """Return the seconds of an action that is no message. Waits for transfers, and reductions of gradients, take no
         time here.
-        """
-        prices = self._seconds.get(kind)
-        return self._collectives.get(kind, 0.0) if prices is None else prices[stage]
 
-    def of_message(self, edge: tuple[int, int]) -> float:
-        """Return the seconds of a message from one device to another."""
-        return self._costs.link_seconds(*edge) / self._pieces
+        Args:
+            kind: of the action.
+            stage: its stage, or the device of a pass of vocabulary parallelism.
+            unit: its microbatch, or the piece of one; ``None``: as priced, with weight 1.
+        """
+        weights = self._weights
+        prices = self._seconds.get(kind)
+        seconds = self._collectives.get(kind, 0.0) if prices is None else prices[stage]
+        if weights is None or unit is None:
+            return seconds
+        if kind is Kind.B and kind not in weights.kinds:
+            return self.of(Kind.I, stage, unit) + self.of(Kind.W, stage, unit)
+        return seconds * weights.seconds_of(kind)[unit // self._pieces]
+
+    def of_message(self, edge: tuple[int, int], unit: int | None = None) -> float:
+        """Return the seconds of a message from one device to another; ``unit`` as for ``of``."""
+        seconds = self._costs.link_seconds(*edge) / self._pieces
+        if self._weights is None or unit is None:
+            return seconds
+        return seconds * self._weights.tokens[unit // self._pieces]
+
+    def of_graph(self, found: Dependencies) -> tuple[Graph, list[float], list[float]]:
+        """Return the graph of a schedule, and the seconds and lags that ``Times`` takes for it.
+
+        Where microbatches are alike, a kind has one price per stage, and a link one lag. Else every node has its own
+        price, and a link has a lag per microbatch.
+        """
+        graph, links = found.graph, found.links
+        if self._weights is None:
+            return graph, [self._of_node(kind, stage) for kind, stage in found.kinds], list(map(self.of_message, links))
+        actions, units = found.actions, len(self._weights) * self._pieces
+        own = (-1 if price < 0 else node for node, price in enumerate(graph.prices))
+        waits = [[(needed, link * units + actions[needed].microbatch) for needed, link in each] for each in graph.waits]
+        return (
+            Graph(graph.lanes, waits, list(own), graph.lane_of),
+            [self._of_node(*action) for action in actions],
+            [self.of_message(link, unit) for link in links for unit in range(units)],
+        )
+
+    def _of_node(self, kind: Kind, stage: int, unit: int | None = None) -> float:
+        """Return the seconds of a node; of a collective the channel takes them, and not those who post it."""
+        return 0.0 if kind in COLLECTIVES and stage != EVERYWHERE else self.of(kind, stage, unit)
 
 
 _AWAITED = {Kind.WAIT_OFFLOAD: Kind.OFFLOAD, Kind.WAIT_RELOAD: Kind.RELOAD}
@@ -175,7 +218,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[
     Messages take ``costs.p2p`` and do not occupy the devices; nor do collectives, which run one after the other, each
     when all devices have posted it. A device posts when it has ready what it brings. Sums over replicas take
     ``costs.copy_sum`` when both ends have their last gradients, one after the other between two devices. One of ``n``
-    sequence pieces costs ``1/n`` of everything: of the seconds, of its messages, and of the memory. Transfers to the host wait
+    sequence pieces costs ``1/n`` of everything: of the seconds, of its messages, and of the memory. A microbatch with weights
+    (``costs.microbatch``) costs its multiple of everything. Transfers to the host wait
     for their channel: whose transfer is issued first is served first. A device that waits for one does nothing else.
 
     Args:
@@ -185,7 +229,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[
 
     Raises:
         ScheduleError: some action waits for ever; the message names it and what it waits for.
-        CostsError: the costs do not fit the placement.
+        CostsError: the costs do not fit the placement, or their weights not the microbatches.
     """
     costs = costs or Costs()
     placement, orders = schedule.placement, schedule.orders
@@ -195,15 +239,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[
     prices = ActionPrices(schedule, costs)
     transfers = _Transfers(schedule, costs, prices)
     actions, lanes, lane_of = found.actions, found.graph.lanes, found.graph.lane_of
-    times = Times(
-        found.graph,
-        [0.0 if kind in COLLECTIVES and stage != EVERYWHERE else prices.of(kind, stage) for kind, stage in found.kinds],
-        [prices.of_message(link) for link in found.links],
-        lambda node, start: transfers.run(lane_of[node], actions[node], start),
-    )
+    graph, seconds, lags = prices.of_graph(found)
+    times = Times(graph, seconds, lags, lambda node, start: transfers.run(lane_of[node], actions[node], start))
     # Where devices share a channel, their actions are taken in order of time, so that transfers queue up as they are issued.
     in_turn = schedule.offloads and costs.channel is not None and costs.channel.is_shared
-    times.run(found.graph.steps(found.graph.by_urgency(times.start_of) if in_turn else found.walk.nodes))
+    times.run(graph.steps(graph.by_urgency(times.start_of) if in_turn else found.walk.nodes))
     spans = list(zip(times.starts, times.ends, strict=True))
     served = zip(actions[sum(map(len, orders)) :], spans[sum(map(len, orders)) :], strict=True)
     return Timeline(
@@ -259,7 +299,7 @@ class _Transfers:
         if awaited is None:
             lane = self._channel.lane_of(device, action.kind)
             start = max(now, self._vacant.get(lane, now))
-            end = start + self._prices.of(action.kind, action.stage)
+            end = start + self._prices.of(*action)
             self._vacant[lane] = self._ends[action] = end
             self.transfers[device].append(Transfer(action, start, end))
             return now
@@ -275,9 +315,33 @@ def count_messages(schedule: Schedule) -> int:
     return sum(emits(action) for order in schedule.orders for action in order)
 
 
-def held_after(actions: Sequence[Action], changes: Mapping[Kind, Sequence[float]]) -> list[float]:
-    """Return what a device holds after each of its actions, starting from nothing."""
-    return list(accumulate(changes[a.kind][a.stage] if a.kind in changes else 0 for a in actions))
+def held_after(
+    actions: Sequence[Action], changes: Mapping[Kind, Sequence[float]], weights: Sequence[float] | None = None
+) -> list[float]:
+    """Return what a device holds after each of its actions, starting from nothing.
+
+    Args:
+        actions: in the order in which it runs them.
+        changes: per kind, by how much an action on every stage changes what is held; kinds left out change nothing.
+        weights: per microbatch (or piece of one), how many times as much it is (``unit_weights``); ``None``: once.
+    """
+    if weights is None:
+        return list(accumulate(changes[a.kind][a.stage] if a.kind in changes else 0 for a in actions))
+    return list(accumulate(changes[k][stage] * weights[unit] if k in changes else 0 for k, stage, unit in actions))
+
+
+def unit_weights(schedule: Schedule, costs: Costs) -> tuple[float, ...] | None:
+    """Return how many times what ``Costs.memory_changes`` says every microbatch (or piece of one) holds; ``None`` where
+    all hold it once.
+
+    Raises:
+        CostsError: there are not as many weights as microbatches.
+    """
+    weights = costs.microbatch
+    if weights is None:
+        return None
+    weights.check(schedule.num_microbatches)
+    return tuple(weight for weight in weights.tokens for _ in range(schedule.pieces))
 
 
 def peaks(schedule: Schedule, costs: Costs | None = None, *, host: bool = False) -> tuple[float, ...]:
@@ -287,8 +351,11 @@ def peaks(schedule: Schedule, costs: Costs | None = None, *, host: bool = False)
         schedule: its orders.
         costs: what actions hold; activation units by default.
         host: count host memory instead.
+
+    Raises:
+        CostsError: the costs do not fit the placement, or their weights not the microbatches.
     """
     costs = costs or Costs()
     changes = (costs.host_changes if host else costs.memory_changes)(schedule.placement, schedule.recomputed)
-    unit = costs.memory_unit(schedule.placement) / schedule.pieces
-    return tuple(max(held_after(order, changes), default=0) * unit for order in schedule.orders)
+    unit, weights = costs.memory_unit(schedule.placement) / schedule.pieces, unit_weights(schedule, costs)
+    return tuple(max(held_after(order, changes, weights), default=0) * unit for order in schedule.orders)

@@ -59,7 +59,7 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
     # Behind the actions stand the meetings, each in a lane of its own. Those who take part wait for it, and it waits until all
     # of them have done what is before it in their queues.
     waits: list[Waits] = [()] * len(actions)
-    seconds = [prices.of(*action[:2]) for action in actions]
+    seconds = [prices.of(*action) for action in actions]
     meeting_of: dict[int, int] = {}
     firsts = {nodes.start for nodes in lanes}
     for meeting, (posts, takes) in enumerate(meetings, start=len(actions)):
@@ -94,12 +94,12 @@ def _meetings(program: Program, prices: ActionPrices) -> list[tuple[list[int], f
     together: dict[tuple[Kind, int | None], tuple[list[int], float]] = {}
     for message in filter(None, map(router.emitted, nodes)):
         posts = [nodes[message.send], nodes[message.receive]]
-        together[message.send] = posts, prices.of_message(message.edge)
+        together[message.send] = posts, prices.of_message(message.edge, message.send.microbatch)
     sums: dict[int, dict[int, int]] = {}
     for action, node in nodes.items():
         if action.kind in COLLECTIVES:
             key = (action.kind, action.microbatch)
-            together.setdefault(key, ([], prices.of(*action[:2])))[0].append(node)
+            together.setdefault(key, ([], prices.of(*action)))[0].append(node)
         elif action.kind is Kind.REDUCE_REPLICAS:
             # Of a device that holds several replicas of a stage, the last post is the one that counts.
             stage = action.stage % placement.model_stages

@@ -96,7 +96,7 @@ class _Run:
                     self._lists[other].append(message.receive)
                     self._arrived.add(message.receive)
                     for end in message.edge:
-                        self._occupy(end, now + self._prices.of_message(message.edge))
+                        self._occupy(end, now + self._prices.of_message(message.edge, message.send.microbatch))
                     return True
         return False
 
@@ -115,7 +115,7 @@ class _Run:
         for device, action in enumerate(following):
             self._lists[device].append(action)
             self._at[device] += 1
-            self._occupy(device, now + self._prices.of(action.kind, action.stage))
+            self._occupy(device, now + self._prices.of(*action))
         return True
 
     def _compute(self, now: float) -> bool:
@@ -129,7 +129,7 @@ class _Run:
             receive = self._router.awaited(action)
             if action.kind in COLLECTIVES or (receive is not None and receive not in self._arrived):
                 continue
-            end = now + self._prices.of(action.kind, action.stage)
+            end = now + self._prices.of(*action)
             if action.kind not in MEMORY and self._should_wait(device, now, end):
                 continue
             self._lists[device].append(action)
@@ -156,5 +156,5 @@ class _Run:
         for position in range(self._at[device], self._consumers.get(receive, len(order))):
             if time >= latest:
                 break
-            time += self._prices.of(*order[position][:2])
+            time += self._prices.of(*order[position])
         return time

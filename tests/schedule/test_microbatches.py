@@ -1,0 +1,181 @@
+"""Microbatches that are not alike: their weights, and what the simulator makes of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_schedules import family_schedules, random_schedules
+from weighted_oracle import Event, play
+
+from megatron_pipemem.errors import CostsError
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, Channel, Costs
+from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import Timeline, peaks, simulate
+from megatron_pipemem.schedule.core.single_queue import run_single_queues
+from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.features.offload.recompute import with_recompute
+from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.registry import build_schedule
+
+LAYERS = ("F", "I", "W", "B", "R", "RS")
+COPY, MESSAGE, COLLECTIVE = 0.75, 0.25, 0.125
+PASSES = {"EMBED_F": 0.1, "S": 0.5, "LOSS": 0.05, "T": 0.25, "EMBED_B": 0.2}
+
+
+@st.composite
+def any_weights(draw: st.DrawFn, num_microbatches: int) -> MicrobatchWeights:
+    """Weights of a step, with some kinds that have their own."""
+    weights = st.lists(st.floats(0, 9), min_size=num_microbatches, max_size=num_microbatches)
+    kinds = st.sampled_from([Kind.F, Kind.I, Kind.W, Kind.B, Kind.R, Kind.S, Kind.STATS, Kind.OFFLOAD])
+    own = draw(st.dictionaries(kinds, weights, max_size=3))
+    return MicrobatchWeights(draw(weights), draw(st.none() | weights), own)
+
+
+def agree(schedule: Schedule, weights: MicrobatchWeights) -> Timeline:
+    """Simulate a schedule, and compare every span and every peak with the oracle's."""
+    placement, pieces = schedule.placement, schedule.pieces
+    chunks = [len(placement.stages[device]) / placement.replicas * pieces for device in placement.devices]
+    layers = {"F": 1.0, "I": 1.25, "W": 0.5, "R": 1.0, "RS": 0.05}
+    tokens = weights.memory or (1.0,) * len(weights)
+
+    def seconds(event: Event) -> float:
+        kind, stage, unit = event
+        k = unit // pieces
+        own = {name: each[k] for name, each in weights.kinds.items()}
+        if kind == "B" and "B" not in own:
+            return seconds(("I", stage, unit)) + seconds(("W", stage, unit))
+        if kind in LAYERS:
+            base = (layers["I"] + layers["W"] if kind == "B" else layers[kind]) / chunks[stage]
+            weight = own.get(kind, own.get("F", weights.time[k]) if kind == "R" else weights.time[k])
+            return base * weight
+        if kind in PASSES:
+            return PASSES[kind] * own.get(kind, tokens[k])
+        base = COLLECTIVE if stage < 0 else COPY / chunks[stage]
+        if kind in ("OFFLOAD", "RELOAD") and "RS" in schedule.recomputed.values():
+            base *= 1 - SELECTIVE_BYTES if schedule.recomputed.get(stage) == "RS" else 1
+        return base * own.get(kind, tokens[k])
+
+    played = play(
+        schedule,
+        seconds,
+        lambda unit: MESSAGE / pieces * tokens[unit // pieces],
+        lambda unit: tokens[unit // pieces] / pieces / placement.model_stages,
+        dropped=SELECTIVE_BYTES,
+    )
+    vocabulary = VocabularyCosts(0.5, 0.25, 0.1, 0.2, 0.05, COLLECTIVE) if schedule.vocabulary_barriers else None
+    costs = Costs(1.0, 1.25, 0.5, MESSAGE, channel=Channel(COPY), vocabulary=vocabulary, microbatch=weights)
+    timeline = simulate(schedule, costs)
+    for ours, theirs in zip(timeline.spans, played.spans, strict=True):
+        assert [x for span in ours for x in span] == pytest.approx([x for span in theirs for x in span], abs=1e-9)
+    assert timeline.peaks == pytest.approx(played.device_peaks, abs=1e-9)
+    assert timeline.host_peaks == pytest.approx(played.host_peaks, abs=1e-9)
+    return timeline
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_schedule_and_weights_as_the_oracle_plays_them(data: st.DataObject) -> None:
+    some = family_schedules() | random_schedules(max_replicas=2, max_pieces=3)
+    schedule = data.draw(some)
+    agree(schedule, data.draw(any_weights(schedule.num_microbatches)))
+
+
+def with_offload() -> Schedule:
+    schedule = build_schedule("po-f", num_devices=3, num_microbatches=6, chunks=2)
+    return with_recompute(schedule, {1: Kind.RS})
+
+
+FEATURES = {
+    "offload, selective recomputation": with_offload,
+    "recomputation": lambda: with_recompute(build_schedule("1f1b", num_devices=3, num_microbatches=6), {0: Kind.R}),
+    "vocabulary, 1 barrier": lambda: with_vocabulary(build_schedule("1f1b", num_devices=3, num_microbatches=6), 1),
+    "vocabulary, 2 barriers": lambda: with_vocabulary(build_schedule("zb-h1", num_devices=3, num_microbatches=6), 2),
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@settings(max_examples=8, deadline=None)
+@given(data=st.data())
+def test_transfers_recomputation_and_vocabulary_passes_as_the_oracle_plays_them(
+    feature: str, data: st.DataObject
+) -> None:
+    agree(FEATURES[feature](), data.draw(any_weights(6)))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "v-half", "seq1f1b"])
+def test_weights_of_one_change_nothing(name: str) -> None:
+    schedule = build_schedule(name, num_devices=4, num_microbatches=8)
+    ones = (1.0,) * 8
+    for given_weights in (MicrobatchWeights(ones), MicrobatchWeights(ones, ones, {Kind.F: ones})):
+        weighted, plain = (simulate(schedule, Costs(1, 2, 1, 0.5, microbatch=each)) for each in (given_weights, None))
+        assert (weighted.spans, weighted.peaks) == (plain.spans, plain.peaks)
+
+
+def test_long_microbatches_that_follow_one_another_stall_the_pipeline_once() -> None:
+    schedule = build_schedule("1f1b", num_devices=4, num_microbatches=8)
+    apart = MicrobatchWeights((1, 1, 4, 1, 1, 4, 1, 1))
+    together = apart.reordered((0, 1, 2, 5, 3, 4, 6, 7))
+    work = 3 * sum(apart.time)
+    assert (
+        work
+        < simulate(schedule, Costs(microbatch=together)).makespan
+        < simulate(schedule, Costs(microbatch=apart)).makespan
+    )
+
+
+def test_one_queue_for_everything_waits_for_long_microbatches_too() -> None:
+    schedule = build_schedule("1f1b", num_devices=2, num_microbatches=2)
+    costs = Costs(1, 1, 1, p2p=0.5, microbatch=MicrobatchWeights((1, 3), (1, 2)))
+    run = run_single_queues(lower(schedule, single_queue=True, costs=costs), costs)
+    takes = [end - start for start, end in run.spans[0]]
+    seconds = dict(zip(map(str, run.program.actions[0]), takes, strict=True))
+    assert (seconds["0F0"], seconds["0F1"], seconds["0B1"]) == (1, 3, 6)
+    assert (seconds["0SEND_F0"], seconds["0SEND_F1"]) == (0.5, 1)
+
+
+def test_memory_goes_by_its_own_weights() -> None:
+    schedule = build_schedule("gpipe", num_devices=2, num_microbatches=3)
+    held = Costs(memory={Kind.F: 100, Kind.W: -100}, microbatch=MicrobatchWeights((9, 9, 9), (1, 2.5, 0)))
+    assert peaks(schedule, held) == (350, 350)
+    assert peaks(schedule, Costs(microbatch=MicrobatchWeights((9, 9, 9)))) == peaks(schedule)
+
+
+def test_reordered() -> None:
+    weights = MicrobatchWeights((1, 2, 3), (4, 5, 6), {"W": (7, 8, 9)})
+    assert weights.reordered((2, 0, 1)) == MicrobatchWeights((3, 1, 2), (6, 4, 5), {Kind.W: (9, 7, 8)})
+    assert MicrobatchWeights([1, 2]).reordered([1, 0]).memory is None
+    with pytest.raises(CostsError, match=r"order \[0, 0, 1\] does not name every one of 3 microbatches once"):
+        weights.reordered((0, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((1, math.nan),), r"microbatch.time\[1\] is nan; give a number"),
+        (((1, math.inf),), r"microbatch.time\[1\] is inf; give numbers of at most"),
+        (((1, -2),), r"microbatch.time\[1\] is negative: -2.0"),
+        (((),), r"microbatch.time is \(\); give a list of one weight per microbatch"),
+        ((2.0,), r"microbatch.time is 2.0; give a list"),
+        (("12",), r"microbatch.time is '12'; give a list"),
+        (((1, 1), (1,)), "microbatch.memory has 1 weights and microbatch.time has 2; give one of each per microbatch"),
+        (((1, 1), None, {"F": (1, 2, 3)}), "microbatch.kinds.F has 3 weights and microbatch.time has 2"),
+        (((1, 1), None, {"SEND_F": (1, 2)}), "microbatch.kinds has 'SEND_F'; give some of B, BCAST_E"),
+    ],
+)
+def test_impossible_weights_are_refused(arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises(CostsError, match=message):
+        MicrobatchWeights(*arguments)
+
+
+def test_weights_of_another_step_are_refused() -> None:
+    schedule = build_schedule("1f1b", num_devices=2, num_microbatches=4)
+    costs = Costs(microbatch=MicrobatchWeights((1, 2)))
+    for use in (simulate, peaks):
+        with pytest.raises(CostsError, match="weights of 2 microbatches for a step of 4; give one per microbatch"):
+            use(schedule, costs)

@@ -1,0 +1,127 @@
+"""A second opinion on microbatches that are not alike, written apart from the package's simulator on purpose.
+
+It plays a step literally, one action after another: of the devices that can go on, the one that can soonest does. What every
+action takes is looked up by its name, ``(kind, stage, unit)``, what its device holds is kept in a dictionary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megatron_pipemem.schedule.core.schedule import Schedule
+from tests.schedule import vocabulary_oracle
+
+Event = tuple[str, int, int]
+
+
+class Played(NamedTuple):
+    """What a step came to: when every action of every device started and ended, and the most that it held."""
+
+    spans: list[list[tuple[float, float]]]
+    device_peaks: list[float]
+    host_peaks: list[float]
+
+
+def play(
+    schedule: Schedule,
+    seconds: Callable[[Event], float],
+    message: Callable[[int], float],
+    size: Callable[[int], float],
+    kept: float = 0.0,
+    dropped: float = 0.0,
+) -> Played:
+    """Run it.
+
+    Args:
+        schedule: a valid one.
+        seconds: of an action, a copy or a collective (whose stage is -1).
+        message: seconds of one message of a microbatch.
+        size: what a stage's forward of a microbatch holds.
+        kept: the part of that which a forward followed by R keeps.
+        dropped: the part which a forward followed by RS leaves out.
+    """
+    rows = [[(a.kind.value, a.stage, a.microbatch) for a in order] for order in schedule.orders]
+    exists = {event for row in rows for event in row}
+    again = {stage: kind for kind, stage, _ in exists if kind in ("R", "RS")}
+    home = {event: device for device, row in enumerate(rows) for event in row}
+    end: dict[Event, float] = {}
+    vacant = [0.0] * len(rows)
+    clock, at = [0.0] * len(rows), [0] * len(rows)
+    spans: list[list[tuple[float, float]]] = [[] for _ in rows]
+    held: list[dict[tuple[int, int], float]] = [{} for _ in rows]
+    host: list[dict[tuple[int, int], float]] = [{} for _ in rows]
+    peaks, host_peaks = [0.0] * len(rows), [0.0] * len(rows)
+    channel = [(kind, -1, k) for kind, _, k in rows[0] if kind in vocabulary_oracle.COLLECTIVES]
+    posted: dict[Event, list[float]] = {each: [] for each in channel}
+
+    def serve() -> None:
+        """Run the collectives that everybody has posted, in their order."""
+        free = 0.0
+        for each in channel:
+            if len(posted[each]) < len(rows):
+                return
+            free = end[each] = max([free, *posted[each]]) + seconds(each)
+
+    def earliest(device: int) -> float | None:
+        if at[device] == len(rows[device]):
+            return None
+        event = rows[device][at[device]]
+        start = clock[device]
+        for needed in _needed(event, schedule, exists):
+            if needed not in end:
+                return None
+            far = needed[1] >= 0 and home[needed] != device
+            start = max(start, end[needed] + (message(needed[2]) if far else 0.0))
+        return start
+
+    while any(at[device] < len(row) for device, row in enumerate(rows)):
+        serve()
+        start, device = min((start, device) for device in range(len(rows)) if (start := earliest(device)) is not None)
+        kind, stage, unit = event = rows[device][at[device]]
+        key = (stage, unit)
+        stop = start
+        if kind in vocabulary_oracle.COLLECTIVES:
+            posted[kind, -1, unit].append(start)
+        elif kind in ("OFFLOAD", "RELOAD"):
+            vacant[device] = end[event] = max(start, vacant[device]) + seconds(event)
+            if kind == "OFFLOAD":
+                host[device][key] = held[device][key]
+            else:
+                held[device][key] = host[device][key]
+        elif kind.startswith("WAIT"):
+            start = stop = max(start, end[kind.removeprefix("WAIT_"), stage, unit])
+            end[event] = stop
+            del (held if kind == "WAIT_OFFLOAD" else host)[device][key]
+        else:
+            stop = end[event] = start + seconds(event)
+            if kind == "F":
+                left = {"R": kept, "RS": 1 - dropped}.get(again.get(stage, ""), 1.0)
+                held[device][key] = size(unit) * left
+            elif kind in ("R", "RS"):
+                held[device][key] = size(unit)
+            elif kind in ("W", "B"):
+                del held[device][key]
+        clock[device] = stop
+        spans[device].append((start, stop))
+        at[device] += 1
+        peaks[device] = max(peaks[device], sum(held[device].values()))
+        host_peaks[device] = max(host_peaks[device], sum(host[device].values()))
+    return Played(spans, peaks, host_peaks)
+
+
+def _needed(event: Event, schedule: Schedule, exists: set[Event]) -> list[Event]:
+    """All that ends before an action starts and does not stand before it on its own device anyway."""
+    kind, stage, unit = event
+    if schedule.vocabulary_barriers:
+        computed, collected = vocabulary_oracle.inputs(event, schedule, exists)
+        return [*computed, *((each, -1, k) for each, k in collected)]
+    size, pieces = schedule.num_stages // schedule.placement.replicas, schedule.pieces
+    if kind == "F":
+        first = [("F", stage - 1, unit)] if stage % size else []
+        return first + ([("F", stage, unit - 1)] if unit % pieces else [])
+    if kind in ("I", "B"):
+        after = [(stage + 1, unit)] if stage % size < size - 1 else []
+        after += [(stage, unit + 1)] if unit % pieces < pieces - 1 else []
+        return [("I" if ("I", *each) in exists else "B", *each) for each in after]
+    return []
