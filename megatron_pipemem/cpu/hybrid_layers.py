@@ -8,6 +8,8 @@ Megatron's specification.
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -42,6 +44,30 @@ class _NoLocalLayer:
         )
 
 
+def _attention(keys: dict[str, str], **sizes: Any) -> ModuleSpec:
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=WrappedTorchNorm,
+            self_attention=get_gpt_layer_local_submodules(**sizes).self_attention,
+            self_attn_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=keys,
+        ),
+    )
+
+
+def _mlp(module: type, keys: dict[str, str], **sizes: Any) -> ModuleSpec:
+    return ModuleSpec(
+        module=module,
+        submodules=TransformerLayerSubmodules(
+            pre_mlp_layernorm=WrappedTorchNorm,
+            mlp=get_gpt_layer_local_submodules(**sizes).mlp,
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=keys,
+        ),
+    )
+
+
 # Megatron's own specification has the norms that stand in front of a linear layer within it; hence the keys.
 hybrid_stack_spec = ModuleSpec(
     module=HybridStack,
@@ -58,43 +84,13 @@ hybrid_stack_spec = ModuleSpec(
                 sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
             ),
         ),
-        attention_layer=ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=WrappedTorchNorm,
-                self_attention=get_gpt_layer_local_submodules().self_attention,
-                self_attn_bda=get_bias_dropout_add,
-                sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
-            ),
-        ),
-        mla_layer=ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=WrappedTorchNorm,
-                self_attention=get_gpt_layer_local_submodules(multi_latent_attention=True).self_attention,
-                self_attn_bda=get_bias_dropout_add,
-            ),
-        ),
+        attention_layer=_attention({"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}),
+        mla_layer=_attention({}, multi_latent_attention=True),
         gdn_layer=_NoLocalLayer,
         dsa_layer=_NoLocalLayer,
-        mlp_layer=ModuleSpec(
-            module=MLPLayer,
-            submodules=TransformerLayerSubmodules(
-                pre_mlp_layernorm=WrappedTorchNorm,
-                mlp=get_gpt_layer_local_submodules().mlp,
-                mlp_bda=get_bias_dropout_add,
-                sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
-            ),
-        ),
-        moe_layer=ModuleSpec(
-            module=MoETransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                pre_mlp_layernorm=WrappedTorchNorm,
-                # Any positive number: the configuration says how many there are.
-                mlp=get_gpt_layer_local_submodules(num_experts=1).mlp,
-                mlp_bda=get_bias_dropout_add,
-            ),
-        ),
+        mlp_layer=_mlp(MLPLayer, {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}),
+        # Any positive number: the configuration says how many there are.
+        moe_layer=_mlp(MoETransformerLayer, {}, num_experts=1),
         mtp_block_spec=ModuleSpec(
             module=MultiTokenPredictionBlock,
             submodules=MultiTokenPredictionBlockSubmodules(
