@@ -12,14 +12,19 @@ FLAGS = ("hybrid-layer-pattern", "hybrid-override-pattern")
 SEGMENTS, FURTHER = "|", "/"
 
 
+def segments(pattern: str) -> list[str]:
+    """Return the symbols of the layers of every stage, without what predicts further tokens."""
+    return pattern.split(FURTHER)[0].split(SEGMENTS)
+
+
 def layers_of(pattern: str) -> str:
     """Return the symbols of a pattern's layers, without what predicts further tokens."""
-    return pattern.split(FURTHER)[0].replace(SEGMENTS, "")
+    return "".join(segments(pattern))
 
 
 def is_cut(pattern: str) -> bool:
     """Return whether a pattern says where its stages end."""
-    return SEGMENTS in pattern.split(FURTHER)[0]
+    return len(segments(pattern)) > 1
 
 
 def cut(pattern: str, counts: Sequence[int]) -> str:

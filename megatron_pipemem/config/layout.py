@@ -88,7 +88,7 @@ def layers_of(run: Run, stages: int) -> tuple[int, ...] | None:
     if any(given.get(key) is not None for key in FIRST_OR_LAST):
         return None
     if hybrid.is_cut(str(given.get(PATTERN, ""))):
-        counts = tuple(map(len, str(given[PATTERN]).split("/")[0].split("|")))
+        counts = tuple(map(len, hybrid.segments(str(given[PATTERN]))))
     elif given.get(FLAG) is not None:
         counts = read(str(given[FLAG]))
     else:

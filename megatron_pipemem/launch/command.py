@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from megatron_pipemem.config import layout
+from megatron_pipemem.config import hybrid, layout
 from megatron_pipemem.config.model import Block, Model
 from megatron_pipemem.config.runs import BY_ACTION, Run, ScheduleChoice, resolve_script
 from megatron_pipemem.errors import ConfigError
@@ -215,7 +215,7 @@ def _model_flags(run: Run) -> Flags:
     """Return the flags of a run's shape. A run may say a hybrid model's pattern again, with cuts into stages."""
     flags = model_flags(run.model)
     cut = str(run.flags.get(layout.PATTERN, ""))
-    return {key: value for key, value in flags.items() if key != layout.PATTERN or cut.replace("|", "") != value}
+    return {key: value for key, value in flags.items() if key != layout.PATTERN or cut.replace(hybrid.SEGMENTS, "") != value}
 
 
 def _expert_layers(model: Model) -> int | str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_pipemem.config import hybrid, layout
+from megatron_pipemem.config.model import Block
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner import weights
 from megatron_pipemem.schedule.core.placement import Placement
@@ -45,7 +46,7 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
     if name is not None:
         if not hybrid.is_cut(pattern):
             return None
-        segments = pattern.split(hybrid.FURTHER)[0].count(hybrid.SEGMENTS) + 1
+        segments = len(hybrid.segments(pattern))
         return Cut(
             segments / num_devices,
             f"the {segments} segments of --{name} on {num_devices} pipeline ranks",
@@ -111,7 +112,7 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
     head = weights.head_weight(sizes, rows) if with_head else 0.0
     # Two replicas go over the devices in opposite directions, so each is cut for itself.
     alone = Placement.linear(placement.num_devices) if placement.replicas > 1 else placement
-    needed = [symbol == "E" for symbol in layers] if _logs_experts(flags) else ()
+    needed = [symbol == Block.EXPERTS for symbol in layers] if _logs_experts(flags) else ()
     return f"--{name}={hybrid.cut(pattern, partition(Loads(seconds, last=head, needed=needed), alone))}"
 
 
@@ -126,12 +127,12 @@ def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
     Raises:
         UnsupportedError: a rank has no experts, and others have.
     """
-    if "E" not in hybrid.layers_of(pattern) or not _logs_experts(flags):
+    if Block.EXPERTS not in hybrid.layers_of(pattern) or not _logs_experts(flags):
         return
-    segments = pattern.split(hybrid.FURTHER)[0].split(hybrid.SEGMENTS)
+    segments = hybrid.segments(pattern)
     for device, stages in enumerate(placement.stages):
         held = [segments[stage % len(segments)] for stage in stages]
-        if "E" not in "".join(held):
+        if Block.EXPERTS not in "".join(held):
             raise UnsupportedError(
                 f"pipeline rank {device} would hold no experts ({', '.join(held) or 'nothing'}), and Megatron's log of their "
                 "losses waits for ever for those of every rank; end the stages by | so that every rank has an E, or pass "

@@ -33,6 +33,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, 
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_pipemem.config import hybrid
 from megatron_pipemem.config.model import Block, Execution, Model, padded_vocabulary
 from megatron_pipemem.cpu.hybrid_layers import hybrid_stack_spec
 from megatron_pipemem.errors import UnsupportedError
@@ -156,7 +157,7 @@ def build_stage(
             for layer in (spec.submodules.attention_layer, spec.submodules.mla_layer):
                 layer.submodules.self_attention.submodules.core_attention = FlashAttention
         further = [model.mtp_pattern or ""] * (config.mtp_num_layers or 0)
-        stage = HybridModel(config, spec, *size, hybrid_layer_pattern="/".join(("".join(kinds), *further)), **ends)
+        stage = HybridModel(config, spec, *size, hybrid_layer_pattern=hybrid.FURTHER.join(("".join(kinds), *further)), **ends)
     stage.cuda()
     if gpu_norms:
         for module in stage.modules():

@@ -24,7 +24,7 @@ from megatron_pipemem.config.model import (
     tokens,
 )
 
-_SCAN = 7  # FLOPs per token, channel and state of a Mamba block's scan, as Megatron counts them
+SCAN = 7  # FLOPs per token, channel and state of a Mamba block's scan, as Megatron counts them
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def core_flops(model: Model, execution: Execution, block: str) -> float:
     if block == Block.LATENT_ATTENTION:
         return 2 * n * s * model.heads * (model.latent_query_channels + model.v_head_dim) / tp
     if block == Block.MAMBA:
-        return _SCAN * n * model.mamba_width * model.mamba_state / tp
+        return SCAN * n * model.mamba_width * model.mamba_state / tp
     return 0.0
 
 

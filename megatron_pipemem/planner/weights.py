@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from megatron_pipemem.config.model import Block, Execution, Model
 from megatron_pipemem.errors import ConfigError
-from megatron_pipemem.planner.counts import layer_flops
+from megatron_pipemem.planner.counts import SCAN, layer_flops
 
 Sizes = Callable[[str], float]
 """The value of an attribute of Megatron's configuration; 0 or ``None`` where it has none."""
@@ -114,4 +114,4 @@ def _delta_net(of: Sizes) -> float:
     keys = of("linear_num_key_heads") * of("linear_key_head_dim")
     values = of("linear_num_value_heads") * of("linear_value_head_dim")
     projections = of("hidden_size") * (2 * keys + 3 * values + 2 * of("linear_num_value_heads"))
-    return projections + 3.5 * values * of("linear_key_head_dim")  # a scan of 7 FLOPs forward and 14 backward
+    return projections + 3 * SCAN / 6 * values * of("linear_key_head_dim")  # forward, and twice that backward

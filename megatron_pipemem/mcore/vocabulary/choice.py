@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from megatron_pipemem.config import hybrid
+from megatron_pipemem.config.model import Block
 from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.planner.weights import Sizes, head_weight, layer_weight
 from megatron_pipemem.schedule.core.action import Kind
@@ -45,8 +46,8 @@ def _mean_weight(model: torch.nn.Module) -> float:
         weights = _weights(model, hybrid.layers_of(pattern))
         return sum(weights) / len(weights)
     of = _sizes(model)
-    attention = "+" if of("multi_latent_attention") else "*"
-    return sum(_weights(model, attention + ("E" if of("num_moe_experts") else "-")))
+    attention = Block.LATENT_ATTENTION if of("multi_latent_attention") else Block.ATTENTION
+    return sum(_weights(model, (attention, Block.EXPERTS if of("num_moe_experts") else Block.FFN)))
 
 
 def _weights(model: torch.nn.Module, symbols: Iterable[str]) -> list[float]:
