@@ -5,8 +5,10 @@ A pattern has one symbol per layer, ``|`` between the stages of the pipeline, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
+
+from megatron_pipemem.config.model import Block
 
 FLAGS = ("hybrid-layer-pattern", "hybrid-override-pattern")
 SEGMENTS, FURTHER = "|", "/"
@@ -25,6 +27,19 @@ def layers_of(pattern: str) -> str:
 def is_cut(pattern: str) -> bool:
     """Return whether a pattern says where its stages end."""
     return len(segments(pattern)) > 1
+
+
+def needed_layers(pattern: str, flags: Mapping[str, object]) -> list[bool]:
+    """Return of which layers every rank needs one: those with experts, where Megatron logs their losses. It waits for ever
+    where a rank has none.
+
+    Args:
+        pattern: of the model, cut or not.
+        flags: of the training script, without dashes.
+    """
+    balanced = "aux_loss" in str(flags.get("moe-router-load-balancing-type", "aux_loss"))
+    logged = balanced or flags.get("moe-z-loss-coeff") not in (None, False)
+    return [logged and symbol == Block.EXPERTS for symbol in layers_of(pattern)]
 
 
 def cut(pattern: str, counts: Sequence[int]) -> str:

@@ -215,7 +215,9 @@ def _model_flags(run: Run) -> Flags:
     """Return the flags of a run's shape. A run may say a hybrid model's pattern again, with cuts into stages."""
     flags = model_flags(run.model)
     cut = str(run.flags.get(layout.PATTERN, ""))
-    return {key: value for key, value in flags.items() if key != layout.PATTERN or cut.replace(hybrid.SEGMENTS, "") != value}
+    return {
+        key: value for key, value in flags.items() if key != layout.PATTERN or cut.replace(hybrid.SEGMENTS, "") != value
+    }
 
 
 def _expert_layers(model: Model) -> int | str | None:

@@ -112,7 +112,7 @@ def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | No
     head = weights.head_weight(sizes, rows) if with_head else 0.0
     # Two replicas go over the devices in opposite directions, so each is cut for itself.
     alone = Placement.linear(placement.num_devices) if placement.replicas > 1 else placement
-    needed = [symbol == Block.EXPERTS for symbol in layers] if _logs_experts(flags) else ()
+    needed = hybrid.needed_layers(pattern, flags)
     return f"--{name}={hybrid.cut(pattern, partition(Loads(seconds, last=head, needed=needed), alone))}"
 
 
@@ -127,7 +127,7 @@ def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
     Raises:
         UnsupportedError: a rank has no experts, and others have.
     """
-    if Block.EXPERTS not in hybrid.layers_of(pattern) or not _logs_experts(flags):
+    if not any(hybrid.needed_layers(pattern, flags)):
         return
     segments = hybrid.segments(pattern)
     for device, stages in enumerate(placement.stages):
@@ -138,12 +138,6 @@ def check_experts(flags: Flags, pattern: str, placement: Placement) -> None:
                 "losses waits for ever for those of every rank; end the stages by | so that every rank has an E, or pass "
                 "--moe-router-load-balancing-type none"
             )
-
-
-def _logs_experts(flags: Flags) -> bool:
-    """Return whether Megatron logs losses of experts, if there are any."""
-    kinds = str(flags.get("moe-router-load-balancing-type", "aux_loss"))
-    return "aux_loss" in kinds or given(flags, "moe-z-loss-coeff")
 
 
 def as_built(chunks: int) -> Cut:

@@ -157,7 +157,9 @@ def build_stage(
             for layer in (spec.submodules.attention_layer, spec.submodules.mla_layer):
                 layer.submodules.self_attention.submodules.core_attention = FlashAttention
         further = [model.mtp_pattern or ""] * (config.mtp_num_layers or 0)
-        stage = HybridModel(config, spec, *size, hybrid_layer_pattern=hybrid.FURTHER.join(("".join(kinds), *further)), **ends)
+        stage = HybridModel(
+            config, spec, *size, hybrid_layer_pattern=hybrid.FURTHER.join(("".join(kinds), *further)), **ends
+        )
     stage.cuda()
     if gpu_norms:
         for module in stage.modules():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 
+from megatron_pipemem.config.hybrid import needed_layers
 from megatron_pipemem.config.loading import nearest
 from megatron_pipemem.config.runs import Run, ScheduleChoice
 from megatron_pipemem.errors import ConfigError, PipememError
@@ -117,6 +118,8 @@ def _impossible(run: Run) -> str | None:
         return "the global batch is no multiple of micro_batch x dp"
     if (cut.dp * cut.cp) % cut.ep:
         return f"dp x cp is no multiple of ep {cut.ep}"
+    if 0 < sum(needed_layers(run.model.pattern or "", run.flags)) < cut.pp:
+        return "fewer layers with experts than pipeline ranks, and Megatron's log of their losses needs one on each"
     execution = run.execution
     try:
         execution.check(run.model)

@@ -25,6 +25,7 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.hybrid import needed_layers
 from megatron_pipemem.config.model import Execution, Model, Passes
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.planner.activations import Kept, layer_bytes, message_bytes
@@ -114,6 +115,7 @@ class _Cut:
     dp: int
     distributed: bool
     pace: MeasuredSlowdown
+    needed: tuple[bool, ...] = ()
     shared_ends: bool = False
 
     @property
@@ -197,8 +199,15 @@ def price(
 
 
 def _cut(run: Run, pace: MeasuredSlowdown | None) -> _Cut:
-    distributed = any(run.megatron.get(key) for key in (DISTRIBUTED, DISTRIBUTED.replace("-", "_")))
-    return _Cut(run.model, run.execution, run.cluster, run.parallelism.dp, distributed, pace or MeasuredSlowdown())
+    return _Cut(
+        run.model,
+        run.execution,
+        run.cluster,
+        run.parallelism.dp,
+        distributed=bool(run.flags.get(DISTRIBUTED)),
+        pace=pace or MeasuredSlowdown(),
+        needed=tuple(needed_layers(run.model.pattern or "", run.flags)),
+    )
 
 
 def least_seconds(run: Run, pace: MeasuredSlowdown | None = None) -> float:
@@ -233,6 +242,7 @@ def balanced(cut: _Cut, placement: Placement) -> tuple[int, ...]:
         kept=[part.kept.saved for part in parts],
         first_bytes=cut.static(first),
         last_bytes=cut.static(last) + last.kept.saved,
+        needed=cut.needed,
     )
     # Every replica is cut alike, and both of its ways run over all devices.
     counts = partition(loads, placement if placement.replicas == 1 else Placement.linear(placement.num_devices))

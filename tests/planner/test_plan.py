@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from megatron_pipemem.cli.app import app
+from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import GIB, HostChannel
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import Execution, Passes
 from megatron_pipemem.config.runs import Parallelism, Run
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
+from megatron_pipemem.launch.cut_flags import check_experts
 from megatron_pipemem.launch.feasibility import feasible
 from megatron_pipemem.planner import variants as variants_module
 from megatron_pipemem.planner.memory import held
@@ -391,3 +393,21 @@ def test_registered_variants_are_planned(monkeypatch):
     assert best.variant == "faster" and best.run.schedule.offload == "full" and best.order is not None
     plain = plan(RUN, limits=Limits({**limits, "variant": (PLAIN,)}), top=1, search_seconds=0).plans[0]
     assert plain.variant == PLAIN and plain.seconds > best.seconds
+
+
+@pytest.mark.parametrize("variant", ["plain", "vocabulary-1"])
+def test_every_rank_of_a_planned_hybrid_model_has_experts_where_megatron_waits_for_their_losses(variant):
+    """The planner asks what a run is asked."""
+    pattern = "*-*-*-*-*-*-EEEE"
+    model = replace(MODEL, layers=len(pattern), pattern=pattern, experts=4, expert_ffn=64)
+    limits = Limits({"pp": [2, 4, 8], "tp": [1], "micro_batch": [1], "recompute": ["none"], "variant": [variant]})
+    run = replace(RUN, model=model, cluster=replace(CLUSTER, memory_gib=400.0))
+    found = plan(run, limits=limits, search_seconds=0)
+    assert {each.run.parallelism.pp for each in found.plans} <= {2, 4} and len(found.plans) > 5
+    assert any("fewer layers with experts" in reason for reason in found.rejected)
+    for each in found.plans:
+        check_experts(each.run.flags, each.run.flags[layout.PATTERN], each.step.placement)
+    free = plan(replace(run, megatron={"moe-router-load-balancing-type": "none"}), limits=limits, search_seconds=0)
+    assert free.plans[0].seconds < found.plans[0].seconds
+    with pytest.raises(UnsupportedError, match="would hold no experts"):
+        check_experts({}, free.plans[0].run.flags[layout.PATTERN], free.plans[0].step.placement)
