@@ -43,6 +43,7 @@ class Replay:
 
     def makespan(self, costs: Costs) -> float:
         """Return the makespan in seconds."""
+        costs.require_alike("a replay")
         found, seconds = self._found, costs.seconds(self.schedule.placement)
         times = Times(
             found.graph,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megatron_pipemem.schedule.core.action import VOCABULARY, Action, Kind
 from megatron_pipemem.schedule.core.dependencies import Dependencies
-from megatron_pipemem.schedule.core.simulator import Timeline, held_after
+from megatron_pipemem.schedule.core.simulator import Timeline, held_after, unit_weights
 from megatron_pipemem.schedule.core.walk import NEVER
 
 # Far apart in hue and in lightness, also under the three kinds of colour blindness (tests/report/test_timeline.py).
@@ -150,7 +150,7 @@ class DrawnRun:
         schedule, costs, origin = self.timeline.schedule, self.timeline.costs, self.origin
         placement = schedule.placement
         changes = costs.memory_changes(placement, schedule.recomputed)
-        unit = costs.memory_unit(placement) / schedule.pieces
+        unit, weights = costs.memory_unit(placement) / schedule.pieces, unit_weights(schedule, costs)
         chunk = {stage: index for stages in placement.stages for index, stage in enumerate(stages)}
 
         def chunk_of(action: Action) -> int:
@@ -159,7 +159,7 @@ class DrawnRun:
         return tuple(
             tuple(
                 Box(action, device, chunk_of(action), start - origin, end - origin, held * unit)
-                for action, (start, end), held in zip(order, spans, held_after(order, changes), strict=True)
+                for action, (start, end), held in zip(order, spans, held_after(order, changes, weights), strict=True)
                 if end > start or action.kind not in VOCABULARY
             )
             for device, (order, spans) in enumerate(zip(schedule.orders, self.timeline.spans, strict=True))

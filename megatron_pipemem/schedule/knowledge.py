@@ -11,7 +11,7 @@ from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.memory_cap import loosened
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import held_after, peaks
+from megatron_pipemem.schedule.core.simulator import held_after, peaks, unit_weights
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.options import OFF
 from megatron_pipemem.schedule.request import Request
@@ -103,7 +103,8 @@ class Knowledge:
         """
         known = self
         if costs is not None:
-            costs = replace(costs, memory=self.costs.memory, channel=self.costs.channel)
+            kept = {name: getattr(self.costs, name) for name in ("memory", "channel", "microbatch")}
+            costs = replace(costs, **kept)
             known = replace(known, costs=costs, priced_by=MEASURED)
         if changes is None:
             return known
@@ -165,7 +166,8 @@ class Knowledge:
             **compute.memory_changes(schedule.placement, schedule.recomputed),
         }
         program = lower(schedule, single_queue=self.single_queue, costs=costs)
-        return [max(held_after(actions, changes), default=0) for actions in program.actions]
+        weights = unit_weights(schedule, costs)
+        return [max(held_after(actions, changes, weights), default=0) for actions in program.actions]
 
     def excess(self, request: Request, schedule: Schedule, costs: Costs) -> tuple[float, ...]:
         """Return by how much every device of a schedule exceeds the cap, in the unit of the costs' memory.

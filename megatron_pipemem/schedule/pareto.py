@@ -117,6 +117,7 @@ def choices(
         max_chunks: stages per device at most, of families and searches.
     """
     costs = costs or Costs()
+    costs.require_alike("the table of all schedules")
     size, shape = (num_devices, num_microbatches), Shape(num_devices, None, num_microbatches)
     options = {"max_chunks": max_chunks, "seconds": seconds}
     found: list[tuple[Schedule, float | None]] = []

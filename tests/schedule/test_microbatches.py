@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,18 +11,25 @@ from hypothesis import strategies as st
 from random_schedules import family_schedules, random_schedules
 from weighted_oracle import Event, play
 
-from megatron_pipemem.errors import CostsError
+from megatron_pipemem.errors import CostsError, ScheduleError
+from megatron_pipemem.planner.replay import replay
+from megatron_pipemem.report.timeline import DrawnRun
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, Channel, Costs
 from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, peaks, simulate
 from megatron_pipemem.schedule.core.single_queue import run_single_queues
+from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 from megatron_pipemem.schedule.features.offload.recompute import with_recompute
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.features.windows import family_window, steady
+from megatron_pipemem.schedule.knowledge import Knowledge
 from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.pareto import choices
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.search import search_schedule
 
 LAYERS = ("F", "I", "W", "B", "R", "RS")
 COPY, MESSAGE, COLLECTIVE = 0.75, 0.25, 0.125
@@ -179,3 +187,61 @@ def test_weights_of_another_step_are_refused() -> None:
     for use in (simulate, peaks):
         with pytest.raises(CostsError, match="weights of 2 microbatches for a step of 4; give one per microbatch"):
             use(schedule, costs)
+
+
+HEAVY = Costs(memory={Kind.F: 100, Kind.W: -100}, microbatch=MicrobatchWeights((1, 1, 1, 1), (1, 3, 1, 1)))
+
+
+def test_the_cap_is_about_what_these_microbatches_hold() -> None:
+    schedule = build_schedule("1f1b", num_devices=2, num_microbatches=4)
+    validate(schedule, HEAVY, (400, 300))
+    with pytest.raises(
+        ScheduleError, match=r"the device holds 400 bytes after it, over the memory cap of 399; run a W"
+    ):
+        validate(schedule, HEAVY, (399, 300))
+    late = replace(HEAVY, microbatch=HEAVY.microbatch.reordered((2, 3, 0, 1)))
+    assert peaks(schedule, late) == (400, 300)
+
+
+def test_a_microbatch_that_no_order_helps_is_named() -> None:
+    schedule = build_schedule("interleaved", num_devices=2, num_microbatches=4, chunks=2)
+    sentence = (
+        r"microbatch 1 alone holds 300 bytes over the memory cap of 250; split this microbatch, recompute its stages"
+    )
+    with pytest.raises(ScheduleError, match=sentence) as raised:
+        validate(schedule, HEAVY, 250)
+    assert (raised.value.device, raised.value.action) == (0, "2F1")
+
+
+def test_pictures_show_what_is_held() -> None:
+    schedule = build_schedule("1f1b", num_devices=2, num_microbatches=4)
+    rows = DrawnRun(simulate(schedule, HEAVY)).rows
+    assert tuple(max(box.held for box in row) for row in rows) == (400, 300)
+
+
+def test_messages_of_long_microbatches_count_with_their_bytes() -> None:
+    schedule = build_schedule("1f1b", num_devices=2, num_microbatches=4)
+    counted = {Kind.F: (100, 100), Kind.I: (0, -10), Kind.W: (-100, -100), Kind.RECV_F: (0, 10)}
+    known = Knowledge(HEAVY, changes=counted)
+    held = known.held(schedule, known.counted_costs(schedule.placement, True))
+    alike = replace(known, costs=replace(HEAVY, microbatch=None))
+    assert list(alike.held(schedule, alike.counted_costs(schedule.placement, True))) == [
+        200,
+        120,
+    ]  # the next message is awaited
+    assert list(held) == [400, 340]
+
+
+def test_who_takes_equal_microbatches_only_says_so() -> None:
+    stream = family_window("pipedream-2bw", 2, 4, steady(2, 4))
+    uses = {
+        "the search": lambda: search_schedule(num_devices=2, num_microbatches=4, costs=HEAVY),
+        "the table of all schedules": lambda: choices(2, 4, HEAVY),
+        "a window of a stream that is never flushed": lambda: stream.simulate(HEAVY),
+        "a replay": lambda: replay("1f1b", 2, 4, None).makespan(HEAVY),
+    }
+    for who, use in uses.items():
+        with pytest.raises(
+            CostsError, match=f"{who} takes microbatches that are alike, .*; leave the key microbatch out"
+        ):
+            use()

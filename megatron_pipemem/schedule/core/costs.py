@@ -173,6 +173,14 @@ class Costs:
             checked = {Kind(kind): numbers(f"memory.{kind}", change) for kind, change in self.memory.items()}
             object.__setattr__(self, "memory", checked)
 
+    def require_alike(self, who: str) -> None:
+        """Raise a CostsError in the name of whoever cannot take microbatches that have weights."""
+        if self.microbatch is not None:
+            raise CostsError(
+                f"{who} takes microbatches that are alike, and these costs weigh them; leave the key microbatch out of the "
+                "costs, and order the microbatches of a step with plan_step"
+            )
+
     def seconds(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
         """Return the seconds of every compute kind, one value per stage.
 

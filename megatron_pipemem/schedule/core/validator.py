@@ -31,7 +31,7 @@ from megatron_pipemem.schedule.core.messages import (
     check_sums,
 )
 from megatron_pipemem.schedule.core.schedule import Program, Schedule, weight_uses
-from megatron_pipemem.schedule.core.simulator import held_after
+from megatron_pipemem.schedule.core.simulator import held_after, unit_weights
 from megatron_pipemem.schedule.core.single_queue import check_queues, run_single_queues
 from megatron_pipemem.schedule.core.vocabulary import check_passes, check_switch, vocabulary_needs
 from megatron_pipemem.schedule.core.walk import deadlock
@@ -51,7 +51,8 @@ def validate(
 
     Args:
         schedule: the schedule to check.
-        costs: its ``memory`` is what the cap is compared with; default activation units.
+        costs: its ``memory``, times the weight of every microbatch, is what the cap is compared with; default activation
+            units.
         memory_cap: the most a device may hold after any action, one number or one per device, in activation units, or in
             bytes when ``costs.memory`` is in bytes.
         host_budget: the most host memory that a device may use, in the same unit.
@@ -59,7 +60,7 @@ def validate(
 
     Raises:
         ScheduleError: the first violation found.
-        CostsError: ``costs`` do not fit the placement.
+        CostsError: ``costs`` do not fit the placement, or their weights not the microbatches.
         UnsupportedError: there are not as many caps as devices.
     """
     check_switch(schedule)
@@ -323,7 +324,7 @@ def _check_weight_versions(schedule: Schedule) -> None:
 def _check_memory(
     schedule: Schedule, costs: Costs, cap: float | Sequence[float] | None, host_budget: float | None
 ) -> None:
-    placement = schedule.placement
+    placement, weights = schedule.placement, unit_weights(schedule, costs)
     unit = costs.memory_unit(placement) / schedule.pieces
     what = "activation units" if costs.memory is None else "bytes"
     device_mend = "run a W or B before it, choose a schedule with a lower peak, or raise the cap"
@@ -338,12 +339,36 @@ def _check_memory(
         for device, limit in enumerate(per_device(wanted, schedule.num_devices)):
             allowed = loosened(limit / unit)
             order = schedule.orders[device]
-            for position, held in enumerate(held_after(order, changes)):
+            for position, held in enumerate(held_after(order, changes, weights)):
                 if held > allowed:
+                    if weights is not None:
+                        _check_alone(schedule, device, changes, weights, allowed, f"{what} {over} {limit:.12g}", unit)
                     raise ScheduleError(
                         f"the device holds {held * unit:.12g} {what} after it, {over} {limit:.12g}; {mend}",
                         at=(device, position, order[position]),
                     )
+
+
+def _check_alone(
+    schedule: Schedule,
+    device: int,
+    changes: Mapping[Kind, Sequence[float]],
+    weights: Sequence[float],
+    allowed: float,
+    over: str,
+    unit: float,
+) -> None:
+    """Raise a ScheduleError if some microbatch alone holds too much on a device: no order of microbatches mends that."""
+    order, pieces = schedule.orders[device], schedule.pieces
+    for microbatch in range(schedule.num_microbatches):
+        own = [(at, action) for at, action in enumerate(order) if action.microbatch // pieces == microbatch]
+        for (at, action), held in zip(own, held_after([each for _, each in own], changes, weights), strict=True):
+            if held > allowed:
+                raise ScheduleError(
+                    f"microbatch {microbatch} alone holds {held * unit:.12g} {over}; split this microbatch, recompute its "
+                    "stages, or raise the cap",
+                    at=(device, at, action),
+                )
 
 
 def _check_progress(found: Dependencies) -> None:

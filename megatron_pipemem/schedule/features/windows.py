@@ -112,6 +112,8 @@ class Window:
         """Return when every action of the window runs if all devices begin it together, as a training loop makes them
         do.
         """
+        costs = costs or Costs()
+        costs.require_alike("a window of a stream that is never flushed")
         run = frozenset(action for actions in self.past for action in actions)
         timeline = simulate(self.schedule, costs, run)
         orders = tuple(tuple(a for a in actions if a.kind in COMPUTE) for actions in self.up_to_its_end.actions)

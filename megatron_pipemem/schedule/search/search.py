@@ -80,10 +80,11 @@ def search_schedule(
     Raises:
         UnsupportedError: no schedule of any of the placements fits the cap; the message says what is needed at least. Or an
             argument is out of range.
-        CostsError: the costs do not fit a placement.
+        CostsError: the costs do not fit a placement, or weigh microbatches.
     """
     clock = Clock(seconds)
     costs = costs or Costs()
+    costs.require_alike("the search")
     if num_devices < 1 or num_microbatches < 1:
         raise UnsupportedError(
             f"{num_devices} devices and {num_microbatches} microbatches are no step; give at least 1 of each"
