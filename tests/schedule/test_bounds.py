@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_schedules import random_schedules
+from weighted_oracle import Tiny, shortest
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
-from megatron_pipemem.schedule.core.bounds import lower_bound
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.bounds import least_held, lower_bound
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
@@ -162,3 +165,54 @@ def test_a_cap_written_as_a_fraction_keeps_all_its_stages() -> None:
         for k in range(2, 2 * p + 1):
             exact = lower_bound(Placement.v_shape(p), 4, UNIT_V, float(Fraction(k, 2 * p)))
             assert exact == lower_bound(Placement.v_shape(p), 4, UNIT_V, k / (2 * p) + 1e-12)
+
+
+@st.composite
+def unequal(draw: st.DrawFn) -> tuple[Tiny, Costs]:
+    """A tiny problem of microbatches that are not alike, and its costs."""
+    devices = draw(st.sampled_from([(0,), (0, 1), (0, 1, 2), (0, 1, 1, 0), (0, 0), (0, 1, 0)]))
+    stages = len(devices)
+    m = draw(st.integers(1, {1: 3, 2: 3, 3: 2, 4: 1}[stages]))
+
+    def several(least: int, most: int, count: int) -> tuple[int, ...]:
+        return draw(st.tuples(*(st.integers(least, most),) * count))
+
+    prices = [several(0 if kind == "W" else 1, 3, stages) for kind in "FIW"]
+    time, tokens = several(0, 5, m), several(0, 4, m)
+    own = draw(st.dictionaries(st.sampled_from([Kind.F, Kind.I, Kind.W, Kind.B]), st.tuples(*(st.integers(0, 5),) * m)))
+    factors = [own.get(kind, time) for kind in (Kind.F, Kind.I, Kind.W)]
+    message = draw(st.integers(0, 2))
+    forwards, inputs = several(0, 3, stages), several(-1, 1, stages)
+    inputs = tuple(max(-f, i) for f, i in zip(forwards, inputs, strict=True))
+    changes = (forwards, inputs, tuple(-f - i for f, i in zip(forwards, inputs, strict=True)))
+    weights = MicrobatchWeights(time, tokens, own)
+    memory = dict(zip((Kind.F, Kind.I, Kind.W), changes, strict=True))
+    costs = Costs(*prices, p2p=message, memory=memory, microbatch=weights)
+    placement = Placement.from_devices(devices)
+    caps = draw(st.none() | st.just(least_held(placement, m, costs)))
+    if caps is not None:
+        caps = tuple(max(0, least + draw(st.integers(-1, 6))) for least in caps)
+
+    def ticks(kind: int, stage: int, k: int) -> int:
+        if kind < 3:
+            return prices[kind][stage] * factors[kind][k]
+        full = own.get(Kind.B)
+        return (
+            ticks(1, stage, k) + ticks(2, stage, k) if full is None else (prices[1][stage] + prices[2][stage]) * full[k]
+        )
+
+    tiny = Tiny(devices, ticks, lambda k: message * tokens[k], lambda kind, s, k: changes[kind][s] * tokens[k], caps, m)
+    return tiny, costs
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=unequal())
+def test_no_order_of_microbatches_that_are_not_alike_beats_the_bound(problem: tuple[Tiny, Costs]) -> None:
+    tiny, costs = problem
+    optimum = shortest(tiny)
+    try:
+        bound = lower_bound(Placement.from_devices(tiny.devices), tiny.m, costs, tiny.caps)
+    except UnsupportedError:
+        assert optimum is None, "the bound refuses a cap that an order keeps"
+    else:
+        assert optimum is None or bound <= optimum * (1 + 1e-9)

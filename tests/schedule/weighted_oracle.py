@@ -125,3 +125,91 @@ def _needed(event: Event, schedule: Schedule, exists: set[Event]) -> list[Event]
         after += [(stage, unit + 1)] if unit % pieces < pieces - 1 else []
         return [("I" if ("I", *each) in exists else "B", *each) for each in after]
     return []
+
+
+class Tiny(NamedTuple):
+    """A problem whose microbatches are not alike.
+
+    Args:
+        devices: the device of every stage.
+        ticks: of F, I, W and B of a stage and a microbatch.
+        message: ticks of a microbatch's message between two devices.
+        changes: of what a device holds, after F, I and W of a stage and a microbatch; B changes it as I and W together.
+        caps: the most every device may hold after any action; ``None`` is no limit.
+        m: microbatches.
+    """
+
+    devices: tuple[int, ...]
+    ticks: Callable[[int, int, int], int]
+    message: Callable[[int], int]
+    changes: Callable[[int, int, int], int]
+    caps: tuple[float, ...] | None
+    m: int
+
+
+_F, _I, _W, _B = range(4)
+Pass = tuple[int, int, int]
+
+
+def shortest(tiny: Tiny) -> int | None:
+    """The least makespan of all orders, whatever microbatch goes first; ``None`` when none keeps the caps.
+
+    Of the ways to have run the same passes, those are kept that no other beats in all times that matter from there on.
+    """
+    stages, last = range(len(tiny.devices)), len(tiny.devices) - 1
+    whole = frozenset((kind, stage, k) for kind in (_F, _I, _W) for stage in stages for k in range(tiny.m))
+    idle = (0,) * (max(tiny.devices) + 1)
+    layers: list[dict[frozenset[Pass], set]] = [{} for _ in range(len(whole) + 1)]
+    layers[0] = {frozenset(): {(idle, ())}}
+
+    def sources(kind: int, stage: int, k: int) -> list[Pass]:
+        if kind == _F:
+            return [(_F, stage - 1, k)] if stage else []
+        return [(_I, stage, k)] if kind == _W else [(_F, stage, k), *([(_I, stage + 1, k)] if stage < last else [])]
+
+    def awaited(done: frozenset[Pass]) -> list[Pass]:
+        """What somebody on another device has still to use."""
+        return sorted(
+            each
+            for each in done
+            if each[0] != _W
+            and 0 <= (user := each[1] + (1 if each[0] == _F else -1)) <= last
+            and tiny.devices[user] != tiny.devices[each[1]]
+            and (each[0], user, each[2]) not in done
+        )
+
+    for count, layer in enumerate(layers[:-1]):
+        for done, ways in layer.items():
+            known = awaited(done)
+            for kind, stage, k in ((kind, s, k) for kind in range(4) for s in stages for k in range(tiny.m)):
+                new = {(_I, stage, k), (_W, stage, k)} if kind == _B else {(kind, stage, k)}
+                needed = sources(_I if kind == _B else kind, stage, k)
+                after = done | new
+                if new & done or not all(each in done for each in needed) or not _keeps(tiny, after, stage):
+                    continue
+                coming, device = awaited(after), tiny.devices[stage]
+                for free, times in _not_beaten(ways):
+                    ends = dict(zip(known, times, strict=True))
+                    arrivals = [ends[each] + tiny.message(k) for each in needed if tiny.devices[each[1]] != device]
+                    now = max([free[device], *arrivals]) + tiny.ticks(kind, stage, k)
+                    ends |= dict.fromkeys(new, now)
+                    way = (*free[:device], now, *free[device + 1 :]), tuple(ends[each] for each in coming)
+                    layers[count + len(new)].setdefault(after, set()).add(way)
+        layer.clear()
+    return min((max(free) for free, _ in layers[-1].get(whole, ())), default=None)
+
+
+def _keeps(tiny: Tiny, done: frozenset[Pass], stage: int) -> bool:
+    if tiny.caps is None:
+        return True
+    device = tiny.devices[stage]
+    return sum(tiny.changes(*each) for each in done if tiny.devices[each[1]] == device) <= tiny.caps[device]
+
+
+def _not_beaten(ways: set) -> list:
+    kept: list = []
+    for way in sorted(ways):
+        times = (*way[0], *way[1])
+        if not any(all(a <= b for a, b in zip((*other[0], *other[1]), times, strict=True)) for other in kept):
+            kept.append(way)
+    return kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from megatron_pipemem.errors import UnsupportedError
@@ -23,7 +23,8 @@ def lower_bound(
     costs: Costs | None = None,
     memory_cap: float | Sequence[float] | None = None,
 ) -> float:
-    """Return a makespan that no schedule of this placement within this cap undercuts.
+    """Return a makespan that no schedule of this placement within this cap undercuts, in whatever order it takes the
+    microbatches.
 
     The largest of three bounds, each taken on every device:
 
@@ -41,6 +42,9 @@ def lower_bound(
     takes less room, and the tail of the idle bound and the area bound count it so. Where I takes memory, it takes more,
     unless a full backward spares it.
 
+    Where microbatches have weights, the first to come back, and the last to go out, may be the shortest of all. The path is
+    that of the longest, and the cap admits whatever takes longest for what it holds.
+
     Args:
         placement: which device holds which stage; one replica of the model.
         num_microbatches: microbatches of one step.
@@ -54,23 +58,25 @@ def lower_bound(
     Raises:
         UnsupportedError: the cap does not admit one microbatch on some device, so there is no schedule at all; or there are
             not as many caps as devices.
-        CostsError: the costs do not fit the placement.
+        CostsError: the costs do not fit the placement, or their weights not the microbatches.
     """
     costs = costs or Costs()
-    chain, unit = _Chain(placement, costs), costs.memory_unit(placement)
+    step, unit = _Step(placement, num_microbatches, costs), costs.memory_unit(placement)
     p = placement.num_devices
     caps = (math.inf,) * p if memory_cap is None else per_device(memory_cap, p)
+    counts_stages = costs.memory is None and (costs.microbatch is None or costs.microbatch.memory is None)
     bounds = []
     for device, cap in enumerate(caps):
-        need = chain.least_held(device, num_microbatches) * unit
+        need = step.least_held(device) * unit
         if loosened(cap) < need:
             what = "activation units" if costs.memory is None else "bytes"
+            which = "one" if costs.microbatch is None else "the largest"
             raise UnsupportedError(
-                f"no schedule of this placement holds less than {need:.4g} {what} on device {device}, one microbatch of its "
-                f"stages; raise the memory cap of {cap:.4g}"
+                f"no schedule of this placement holds less than {need:.4g} {what} on device {device}, {which} microbatch of "
+                f"its stages; raise the memory cap of {cap:.4g}"
             )
-        room = loosened(min(cap / unit, chain.most_held(device, num_microbatches)))
-        bounds.append(chain.device_bound(device, num_microbatches, int(room) if costs.memory is None else room))
+        room = loosened(min(cap / unit, step.most_held(device)))
+        bounds.append(step.device_bound(device, int(room) if counts_stages else room))
     return max(bounds)
 
 
@@ -84,13 +90,13 @@ def least_held(placement: Placement, num_microbatches: int, costs: Costs) -> lis
     Args:
         placement: which device holds which stage; one replica of the model.
         num_microbatches: microbatches of one step.
-        costs: their ``memory``; activation units by default.
+        costs: their ``memory``; activation units by default. Where they weigh microbatches, the largest needs most.
 
     Returns:
         In activation units, or in the unit of ``costs.memory``.
     """
-    chain, unit = _Chain(placement, costs), costs.memory_unit(placement)
-    return [chain.least_held(device, num_microbatches) * unit for device in range(placement.num_devices)]
+    step, unit = _Step(placement, num_microbatches, costs), costs.memory_unit(placement)
+    return [step.least_held(device) * unit for device in range(placement.num_devices)]
 
 
 class _Held(NamedTuple):
@@ -114,92 +120,150 @@ def _held(placement: Placement, costs: Costs) -> list[_Held]:
 
 
 class _Chain:
-    """The way of one microbatch through all stages and back, in seconds."""
+    """The way of a microbatch through all stages and back, in seconds, and what it holds on it.
 
-    def __init__(self, placement: Placement, costs: Costs) -> None:
-        seconds = costs.seconds(placement)
-        self._stages = placement.stages
-        self._forward, self._input, self._weight = seconds[Kind.F], seconds[Kind.I], seconds[Kind.W]
-        self._held = _held(placement, costs)
-        devices = placement.devices
-        there = [costs.link_seconds(a, b) for a, b in zip(devices, devices[1:], strict=False)]
-        back = [costs.link_seconds(b, a) for a, b in zip(devices, devices[1:], strict=False)]
+    Args:
+        count: how many microbatches are like this one.
+        seconds: of F, I and W, per stage.
+        links: of the messages between neighbouring stages, there and back.
+        held: per stage.
+    """
+
+    def __init__(
+        self, count: int, seconds: Sequence[Sequence[float]], links: Sequence[Sequence[float]], held: Sequence[_Held]
+    ) -> None:
+        self.count, self.held = count, held
+        self.forward, self.input, self.weight = seconds
+        there, back = links
         # Earliest start of a stage's F and I; the way from the end of a stage's I to that of stage 0.
-        self._forward_start = list(accumulate((f + c for f, c in zip(self._forward, there, strict=False)), initial=0.0))
-        turn = self._forward_start[-1] + self._forward[-1]
-        returning = [i + c for i, c in zip(self._input[1:], back, strict=True)]
-        self._input_start = list(accumulate(reversed(returning), initial=turn))[::-1]
-        self._end = self._input_start[0] + self._input[0] + self._weight[0]
+        self.forward_start = list(accumulate((f + c for f, c in zip(self.forward, there, strict=False)), initial=0.0))
+        turn = self.forward_start[-1] + self.forward[-1]
+        returning = [i + c for i, c in zip(self.input[1:], back, strict=True)]
+        self.input_start = list(accumulate(reversed(returning), initial=turn))[::-1]
+        self.end = self.input_start[0] + self.input[0] + self.weight[0]
 
-    def least_held(self, device: int, m: int) -> float:
-        """See the function of this name; in the unit of ``Costs.memory_changes``."""
-        # Of one microbatch, as it is before and after its first I or B on every stage, the last first.
-        stages = [self._held[s] for s in self._stages[device]]
-        now = most = sum(held.forward for held in stages)
-        for held in reversed(stages):
-            now += min(held.input, held.weight) - held.forward
+    def most_needed(self, stages: Sequence[int]) -> float:
+        """Return the most that it holds on a device's stages as it is before and after its first I or B on every one of
+        them, the last first.
+        """
+        held = [self.held[s] for s in stages]
+        now = most = sum(each.forward for each in held)
+        for each in reversed(held):
+            now += min(each.input, each.weight) - each.forward
             most = max(most, now)
-        # What others may give rather than take.
-        others = (m - 1) * sum(min(0, *held) for held in stages)
-        return max(0, most + others)
+        return most
 
-    def most_held(self, device: int, m: int) -> float:
+    def least_given(self, stages: Sequence[int]) -> float:
+        """Return what it may give on a device's stages rather than take."""
+        return sum(min(0, *self.held[s]) for s in stages)
+
+    def lives(self, stages: Sequence[int]) -> float:
+        """Return what a device holds of it, times for how long at least."""
+        if any(min(self.held[s]) < 0 for s in stages):
+            return 0.0  # for as long as one likes, something counts for less than nothing
+        # During W, a split backward holds what I has left, a full one what F has.
+        return sum(
+            self.held[s].forward * (self.input_start[s] + self.input[s] - self.forward_start[s])
+            + min(self.held[s].forward, self.held[s].input) * self.weight[s]
+            for s in stages
+        )
+
+
+def _chains(placement: Placement, num_microbatches: int, costs: Costs) -> list[_Chain]:
+    """Return the chain of all microbatches where they are alike, and else that of every one."""
+    prices, held, devices = costs.seconds(placement), _held(placement, costs), placement.devices
+    seconds = [prices[kind] for kind in (Kind.F, Kind.I, Kind.W)]
+    links = [
+        [costs.link_seconds(*(ends if there else reversed(ends))) for ends in pairwise(devices)]
+        for there in (True, False)
+    ]
+    weights = costs.microbatch
+    if weights is None:
+        return [_Chain(num_microbatches, seconds, links, held)]
+    weights.check(num_microbatches)
+    chains = []
+    factors = zip(*map(weights.seconds_of, (Kind.F, Kind.I, Kind.W)), weights.tokens, strict=True)
+    for number, (*times, tokens) in enumerate(factors):
+        own = [[each * weight for each in stages] for stages, weight in zip(seconds, times, strict=True)]
+        if Kind.B in weights.kinds:
+            # A full backward may be shorter than I and W, which then count no more than it takes.
+            _, inputs, _ = own
+            full = [each * weights.kinds[Kind.B][number] for each in prices[Kind.B]]
+            own[1] = [min(i, b) for i, b in zip(inputs, full, strict=True)]
+            own[2] = [min(w, b - i) for w, b, i in zip(own[2], full, own[1], strict=True)]
+        ways = [[link * tokens for link in each] for each in links]
+        chains.append(_Chain(1, own, ways, [_Held(*(left * tokens for left in each)) for each in held]))
+    return chains
+
+
+class _Step:
+    """All microbatches of a step."""
+
+    def __init__(self, placement: Placement, num_microbatches: int, costs: Costs) -> None:
+        self._stages = placement.stages
+        self._chains = _chains(placement, num_microbatches, costs)
+
+    def least_held(self, device: int) -> float:
+        """See the function of this name; in the unit of ``Costs.memory_changes``."""
+        stages, chains = self._stages[device], self._chains
+        given = [chain.least_given(stages) for chain in chains]
+        return max(
+            max(
+                0,
+                chain.most_needed(stages)
+                + sum((other.count - (other is chain)) * gives for other, gives in zip(chains, given, strict=True)),
+            )
+            for chain in chains
+        )
+
+    def most_held(self, device: int) -> float:
         """Return what the device holds at most whatever the order, in the unit of ``Costs.memory_changes``."""
-        return m * sum(max(0, *self._held[s]) for s in self._stages[device])
+        return sum(chain.count * sum(max(0, *chain.held[s]) for s in self._stages[device]) for chain in self._chains)
 
-    def device_bound(self, device: int, m: int, cap: float) -> float:
+    def device_bound(self, device: int, cap: float) -> float:
         """Return the seconds that no order of a device undercuts.
 
         Args:
             device: whose work and memory are looked at.
-            m: microbatches.
             cap: what it may hold, in the unit of ``Costs.memory_changes``.
         """
-        stages = self._stages[device]
-        work = m * sum(self._forward[s] + self._input[s] + self._weight[s] for s in stages)
+        stages, chains = self._stages[device], self._chains
+        work = sum(c.count * sum(c.forward[s] + c.input[s] + c.weight[s] for s in stages) for c in chains)
         first, last = stages[0], stages[-1]
-        forwards = [(self._forward[s], self._held[s].forward, m) for s in stages]
-        head = max(self._forward_start[first], self._input_start[last] - _most(forwards, cap))
-        after_last_forward = self._end - self._forward_start[last] - self._forward[last]
-        tail = max(0.0, after_last_forward - self._left(stages, cap, m, last + 1))
-        all_at_once = m * sum(self._held[s].forward for s in stages) <= loosened(cap)
+        forwards = [(c.forward[s], c.held[s].forward, c.count) for c in chains for s in stages]
+        head = max(
+            min(c.forward_start[first] for c in chains), min(c.input_start[last] for c in chains) - _most(forwards, cap)
+        )
+        after_last_forward = min(c.end - c.forward_start[last] - c.forward[last] for c in chains)
+        tail = max(0.0, after_last_forward - self._left(stages, cap, last + 1))
+        all_at_once = sum(c.count * sum(c.held[s].forward for s in stages) for c in chains) <= loosened(cap)
         idle = max(head, tail) if all_at_once else head + tail
         for stage in stages:
-            if stage == 0 and self._held[0].input > self._held[0].forward:
+            if stage == 0 and any(c.held[0].input > c.held[0].forward for c in chains):
                 continue  # in a full backward, which takes less, nothing comes after it
-            after_last_input = self._end - self._input_start[stage] - self._input[stage]
-            idle = max(idle, head + after_last_input - self._left(stages, cap, m, stage))
-        return max(work + idle, m * self._lives(stages) / cap if cap else 0.0, self._end)
+            after_last_input = min(c.end - c.input_start[stage] - c.input[stage] for c in chains)
+            idle = max(idle, head + after_last_input - self._left(stages, cap, stage))
+        lives = sum(c.count * c.lives(stages) for c in chains)
+        return max(work + idle, lives / cap if cap else 0.0, max(c.end for c in chains))
 
-    def _lives(self, stages: Sequence[int]) -> float:
-        """Return what a device holds of one microbatch, times for how long at least."""
-        if any(min(self._held[s]) < 0 for s in stages):
-            return 0.0  # for as long as one likes, something counts for less than nothing
-        # During W, a split backward holds what I has left, a full one what F has.
-        return sum(
-            self._held[s].forward * (self._input_start[s] + self._input[s] - self._forward_start[s])
-            + min(self._held[s].forward, self._held[s].input) * self._weight[s]
-            for s in stages
-        )
-
-    def _left(self, stages: Sequence[int], cap: float, m: int, done: int) -> float:
+    def _left(self, stages: Sequence[int], cap: float, done: int) -> float:
         """Return the longest that a device's remaining backward can take when all its forwards have run.
 
         Args:
             stages: the device's.
             cap: what it may hold.
-            m: microbatches.
             done: stages from this one up have run all their I; only W are left there.
         """
         shares = []
-        for s in stages:
-            held = self._held[s]
-            if s < done:
-                shares.append((self._input[s] + self._weight[s], held.forward, m))
-            if s >= done or held.input != held.forward:
-                shares.append((self._weight[s], held.input, m))
-            if held.weight < 0:
-                shares.append((0.0, held.weight, m))
+        for chain in self._chains:
+            for s in stages:
+                held = chain.held[s]
+                if s < done:
+                    shares.append((chain.input[s] + chain.weight[s], held.forward, chain.count))
+                if s >= done or held.input != held.forward:
+                    shares.append((chain.weight[s], held.input, chain.count))
+                if held.weight < 0:
+                    shares.append((0.0, held.weight, chain.count))
         return _most(shares, cap)
 
 
