@@ -97,8 +97,6 @@ VOCABULARY = Refusals(
         "mtp_standalone": "the stage of multi-token prediction gets its embeddings where the head's input is; write m beside L "
         f"in --pipeline-model-parallel-layout{_UNCUT}",
         "mtp_detach_heads": f"one pass finds the head's gradients of all depths; drop --mtp-detach-heads{_UNCUT}",
-        "variable_seq_lengths": "tokens and labels of a whole step are sent in one message; drop "
-        f"--variable-seq-lengths{_UNCUT}",
         "fp32_residual_connection": "the head is cut for inputs in the parameters' number format; drop "
         f"--fp32-residual-connection{_UNCUT}",
         "enable_autocast": "the cut head computes in the parameters' number format; build the model in the format it is to "

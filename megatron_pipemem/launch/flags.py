@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.options import OFFLOAD, RANDOM, RECOMPUTE, VOCABULARY
+from megatron_pipemem.schedule.options import MESSAGE_SHAPES, OFFLOAD, RANDOM, RECOMPUTE, VOCABULARY
 
 
 class Parser(argparse.ArgumentParser):
@@ -98,6 +98,12 @@ def flag_parser() -> Parser:
         metavar="|".join(RANDOM),
         help="what first weights and dropout depend on: stock: Megatron's streams of every rank; layerwise: the seed, the "
         "iteration, the microbatch and the layer alone, so that every schedule, stock included, trains the same from step 0",
+    )
+    parser.add_argument(
+        "--pipemem-message-shapes",
+        metavar="|".join(MESSAGE_SHAPES),
+        help="how ranks learn the shapes of messages under variable_seq_lengths: step: all of a step at its start, from the "
+        "tokens that the first stage passes to the model; message: each from a header, which every receive waits for",
     )
     parser.add_argument("--pipemem-option", metavar="KEY=VALUE", action="append", help="option of the schedule")
     return parser

@@ -29,10 +29,11 @@ from megatron_pipemem.mcore.step.losses import Losses, MultiTokenLosses
 from megatron_pipemem.mcore.step.offloading import Offloading, OffloadSettings
 from megatron_pipemem.mcore.step.programs import ProgramCache
 from megatron_pipemem.mcore.step.replica_steps import ReplicaSteps
+from megatron_pipemem.mcore.step.shapes import StepShapes
 from megatron_pipemem.mcore.step.split_backward import SplitBackward
 from megatron_pipemem.mcore.symbols import USED
 from megatron_pipemem.mcore.vocabulary.step import VocabularySteps
-from megatron_pipemem.schedule.options import LAYERWISE, OFF, RANDOM, STOCK
+from megatron_pipemem.schedule.options import LAYERWISE, MESSAGE_SHAPES, OFF, RANDOM, STOCK
 from megatron_pipemem.schedule.registry import register_module
 from megatron_pipemem.schedule.request import PROFILE, Request, check_request, check_vocab_parallel, prices_of
 
@@ -67,6 +68,8 @@ class Settings:
         single_queue: order what ranks launch for one hardware queue each, also where ``CUDA_DEVICE_MAX_CONNECTIONS`` is not 1.
         random: what first weights and dropout depend on: ``stock`` for Megatron's streams of every rank, or ``layerwise``
             for the seed, the iteration, the microbatch and the layer alone, so that every schedule trains the same from step 0.
+        message_shapes: how ranks learn the shapes of messages under ``variable_seq_lengths``: ``step`` for all of a step at its
+            start, from the tokens that the first stage passes to the model, or ``message`` for each from a header.
         train_steps: training steps of the run, for asynchronous schedules: the last one reads no data of a next one.
             Megatron's own training loop tells it by itself.
         schedule_module: Python file (``mine.py``) or module (``package.module``) that adds the schedule to the table.
@@ -86,6 +89,7 @@ class Settings:
     vocab_piece_tokens: int | None = None
     single_queue: bool = False
     random: str = STOCK
+    message_shapes: str = "step"
     train_steps: int | None = None
     schedule_module: str | None = None
 
@@ -109,8 +113,9 @@ class Settings:
             register_module(self.schedule_module)
         offload = self.offload_settings
         check_vocab_parallel(self.vocab_parallel, self.vocab_piece_tokens)
-        if self.random not in RANDOM:
-            raise UnsupportedError(f"random {self.random!r} is none of {', '.join(RANDOM)}")
+        for name, allowed in (("random", RANDOM), ("message_shapes", MESSAGE_SHAPES)):
+            if getattr(self, name) not in allowed:
+                raise UnsupportedError(f"{name} {getattr(self, name)!r} is none of {', '.join(allowed)}")
         asked = (self.schedule, self.memory_cap, self.costs, self.options, offload.mode, offload.recompute)
         if self.schedule != STOCK:
             prices_of(self.costs)
@@ -178,8 +183,11 @@ class _Enabled:
             extensions.append(Replanner(source, profiles))
         if settings.request.is_asynchronous:
             extensions.append(AsynchronousTraining(source, settings.train_steps))
+        extensions.append(SplitBackward(settings.request, counted=record is not None))
+        # An asynchronous step runs forwards of the next one, whose shapes nobody knows.
+        if settings.message_shapes == "step" and not settings.request.is_asynchronous:
+            extensions.append(StepShapes(chunk_placement))
         extensions += [
-            SplitBackward(settings.request, counted=record is not None),
             ReplicaSteps(),
             VocabularySteps(),
             Losses(),

@@ -13,7 +13,7 @@ from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.step.programs import MeasurementUpdate
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger, bytes_per_action
 from megatron_pipemem.runtime.trace import Medians, Stopwatch, Trace, TracedAction, average, costs_from, drift
-from megatron_pipemem.runtime.transport import Edge, measure_links
+from megatron_pipemem.runtime.transport import Edge, MessageFormat, measure_links
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.knowledge import Shape
@@ -61,15 +61,17 @@ class Replanner(Extension):
         self._changes: dict[Kind, tuple[int, ...]] | None = None
         self._failure: str | None = None
         self._links: dict[Edge, float] | None = None
+        self._message: MessageFormat | None = None
+        """of the last step: where microbatches differ, those of the next one are not known when it is planned"""
 
     def choose(self, step: Step) -> None:
         """Have the step planned anew if earlier steps have shown something new, on all ranks alike."""
 
         def links() -> dict[Edge, float]:
-            if step.message.shape is None:
-                tell(logger, "messages have no fixed shape, so their time is not measured and counts as 0")
+            if self._message.typical is None:
+                tell(logger, "nobody knows the shapes of messages, so their time is not measured and counts as 0")
                 return {}
-            return measure_links(step.pipeline, step.message)
+            return measure_links(step.pipeline, self._message)
 
         update = self.before_step(step.shape, step.pipeline.device, links)
         if update is not None:
@@ -80,6 +82,7 @@ class Replanner(Extension):
         step.times_actions |= self._needs_seconds
 
     def after(self, step: Step) -> None:
+        self._message = step.message
         self.after_step(step.pipeline.placement.num_stages, step.observation.ledger, step.observation.trace)
 
     def after_step(self, num_stages: int, ledger: ActivationLedger | None, trace: Trace | None) -> None:

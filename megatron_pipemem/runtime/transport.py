@@ -13,11 +13,13 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from math import prod
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.runtime.groups import new_groups
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.messages import Edge, Router
@@ -108,15 +110,41 @@ class MessageFormat:
     """Describe the tensors between two stages.
 
     Args:
-        shape: shape of every message, or ``None`` when it changes from microbatch to microbatch. Then a header with the
-            shape goes before every payload, and receives are no longer posted ahead.
+        shape: shape of every message, or ``None`` when it changes from microbatch to microbatch.
         dtype: element type.
         device: where received tensors are allocated.
+        shapes: if it changes, the shape of every microbatch's messages, alike on all ranks. Without them a header with the
+            shape goes before every payload, and receives are no longer posted ahead.
     """
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype
     device: torch.device | int
+    shapes: Sequence[tuple[int, ...]] | None = None
+
+    def shape_of(self, microbatch: int) -> tuple[int, ...] | None:
+        """Return the shape of a microbatch's messages; ``None`` if the receiver cannot know it."""
+        return self.shape if self.shapes is None else self.shapes[microbatch]
+
+    @property
+    def typical(self) -> tuple[int, ...] | None:
+        """The shape that stands for all when one message is timed: that of the middle one by size."""
+        return self.shape if self.shapes is None else sorted(self.shapes, key=prod)[len(self.shapes) // 2]
+
+    def check(self, action: Action, tensor: torch.Tensor) -> None:
+        """Raises:
+        UnsupportedError: the tensor that ``action`` sends is not of the shape that its receiver knows.
+        """
+        known = self.shape_of(action.microbatch)
+        if known is not None and tensor.shape != known:
+            way_out = (
+                "set variable_seq_lengths=True in the model's configuration where microbatches differ"
+                if self.shapes is None
+                else "pass --pipemem-message-shapes message where they do not follow from the tokens that the model gets"
+            )
+            raise UnsupportedError(
+                f"{action} has a tensor of shape {tuple(tensor.shape)}, and its receiver expects {tuple(known)}; {way_out}"
+            )
 
 
 @dataclass(slots=True)
@@ -144,8 +172,8 @@ class Transport:
     Args:
         pipeline: from ``connect``.
         message: format of all messages.
-        in_sequence: learn shapes that differ where receives are posted and not where their tensors are needed, for programs
-            whose order is one for everything.
+        in_sequence: learn shapes that headers tell where receives are posted and not where their tensors are needed, for
+            programs whose order is one for everything.
     """
 
     pipeline: Pipeline
@@ -168,8 +196,9 @@ class Transport:
         channel = self._channel(action)
         group, peer = channel.group, channel.peer
         tensor = tensor.contiguous()
+        self.message.check(action, tensor)
         works = []
-        if self.message.shape is None:
+        if self.message.shape_of(action.microbatch) is None:
             header = torch.zeros(_MAX_DIMS + 1, dtype=torch.int64)
             header[0] = tensor.dim()
             header[1 : 1 + tensor.dim()] = torch.tensor(tensor.shape, dtype=torch.int64)
@@ -189,7 +218,7 @@ class Transport:
         """Start receiving. Returns the buffer, or ``None`` when its shape is not known yet."""
         channel = self._channel(action)
         receive = _Receive(None, None, action)
-        if self.message.shape is not None or self.in_sequence:
+        if self.in_sequence or self.message.shape_of(action.microbatch) is not None:
             self._start(receive, channel)
         channel.receives.append(receive)
         return receive.tensor
@@ -235,7 +264,7 @@ class Transport:
                 self._sends.pop(actions.popleft(), None)
 
     def _start(self, receive: _Receive, channel: _Channel) -> None:
-        shape = self.message.shape
+        shape = self.message.shape_of(receive.action.microbatch)
         if shape is None:
             header = torch.empty(_MAX_DIMS + 1, dtype=torch.int64, device=self.message.device)
             channel.group.recv([header], channel.peer, 0).wait()
@@ -271,13 +300,13 @@ def measure_links(pipeline: Pipeline, message: MessageFormat) -> dict[Edge, floa
 
     Args:
         pipeline: from ``connect``.
-        message: format of the messages; of one shape.
+        message: format of the messages; of known shapes.
 
     Returns:
         The links that this rank has timed: those to higher devices.
     """
-    assert message.shape is not None, "messages of changing shape have no one cost"
-    payload = torch.zeros(message.shape, dtype=message.dtype, device=message.device)
+    assert message.typical is not None, "messages of unknown shapes have no cost"
+    payload = torch.zeros(message.typical, dtype=message.dtype, device=message.device)
     seconds: dict[Edge, float] = {}
     device, ranks, groups = pipeline.device, pipeline.ranks, pipeline.channels
     for low, high in edges(pipeline.placement):

@@ -22,6 +22,8 @@ VOCABULARY = (OFF, *map(str, BARRIERS_OF_ALGORITHM), AUTO)
 LAYERWISE = "layerwise"
 RANDOM = (STOCK, LAYERWISE)
 """What first weights and dropout depend on: as in Megatron on the rank and the order of its forwards, or on the layer."""
+MESSAGE_SHAPES = ("step", "message")
+"""How ranks learn shapes that differ: all of a step at its start, or each from a header before its message."""
 
 SEARCH_SECONDS = 20.0
 """How long a search for an order takes at most, where nobody says."""

@@ -26,14 +26,21 @@ import megatron_pipemem
 from megatron_pipemem.errors import UnsupportedError
 
 MICROBATCHES, STEPS, SEQUENCE, VOCABULARY = 6, 2, 16, 64
+SAME = [(2, SEQUENCE)] * MICROBATCHES
+VARIABLE = [(2, 16), (1, 6), (3, 12), (2, 10), (2, 16), (1, 4), (2, 8)]
+"""``(b, s)`` of every microbatch of the first step; later ones have one microbatch less each."""
 
 
-def make_config(chunks: int, ddp: bool) -> TransformerConfig:
+def make_config(chunks: int, ddp: bool, tp: int = 1, variable: bool = False) -> TransformerConfig:
     return TransformerConfig(
         num_layers=2 * dist.get_world_size(),
         hidden_size=32,
         num_attention_heads=2,
-        pipeline_model_parallel_size=dist.get_world_size(),
+        tensor_model_parallel_size=tp,
+        sequence_parallel=tp > 1,
+        variable_seq_lengths=variable,
+        moe_token_dispatcher_type="alltoall",  # variable lengths want it, with experts and without
+        pipeline_model_parallel_size=dist.get_world_size() // tp,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         pipeline_dtype=torch.float32,
         hidden_dropout=0.0,
@@ -80,26 +87,30 @@ def build_chunk(config, hybrid: bool, **ends) -> GPTModel | HybridModel:
     return model
 
 
-def batches(step: int):
-    for microbatch in range(MICROBATCHES):
+def batches(step: int, sizes=SAME):
+    for microbatch, (b, s) in enumerate(sizes):
         generator = torch.Generator().manual_seed(1000 * step + microbatch)
-        tokens = torch.randint(VOCABULARY, (2, SEQUENCE + 1), generator=generator)
+        tokens = torch.randint(VOCABULARY, (b, s + 1), generator=generator)
         yield tokens[:, :-1], tokens[:, 1:]
 
 
-def forward_step(data, model):
+def call(data, model, with_labels: bool) -> torch.Tensor:
+    """The model's output for the next batch; without data, as on a stage that has no use for them."""
+    if data is None:
+        return model(None, None, None)
     tokens, labels = next(data)
-    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
-    output = model(tokens, torch.arange(SEQUENCE).expand_as(tokens), mask, labels=labels)
-    return output, partial(lambda output: (output.mean(), {"loss": output.mean().detach()}))
+    s = tokens.shape[1]
+    mask = torch.ones(1, 1, s, s, dtype=torch.bool).triu(1)
+    return model(tokens, torch.arange(s).expand_as(tokens), mask, labels=labels if with_labels else None)
+
+
+def forward_step(data, model):
+    return call(data, model, True), partial(lambda output: (output.mean(), {"loss": output.mean().detach()}))
 
 
 def inspection_step(data, model):
     """Asks for logits instead of losses."""
-    tokens, _ = next(data)
-    mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
-    output = model(tokens, torch.arange(SEQUENCE).expand_as(tokens), mask)
-    return output, lambda output, non_loss_data: output
+    return call(data, model, False), lambda output, non_loss_data: output
 
 
 def failing_step() -> str:
@@ -166,22 +177,30 @@ def wrongly_cut(case: dict) -> str:
 
 
 def run(case: dict) -> dict:
-    """Losses of every microbatch, exact, and logits after training, on the last pipeline rank; nothing elsewhere."""
+    """Losses of every microbatch, exact, and logits after training, on the last pipeline rank; nothing elsewhere.
+
+    Args:
+        case: ``schedule``, ``ddp``, ``chunks`` of every rank; optionally ``settings`` of the plugin, ``tp``, and ``variable``:
+            whether microbatches differ, and are read at the ends of the model alone.
+    """
     if "counted" in case:
         return {"told": wrongly_cut(case)}
     schedule, ddp, chunks = case["schedule"], case["ddp"], case["chunks"]
+    variable, tp = case.get("variable", False), case.get("tp", 1)
     told = failing_step() if case.get("fails_before") else None
     if schedule != "stock":
-        megatron_pipemem.enable(schedule, vocab_parallel=case.get("vocab_parallel", "off"))
-    devices = dist.get_world_size()
+        megatron_pipemem.enable(schedule, **case.get("settings", {}))
+    devices = dist.get_world_size() // tp
     get_forward_backward_func = imported_first
     if case["import_after"]:
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=devices, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=devices,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    config = make_config(chunks, ddp)
+    config = make_config(chunks, ddp, tp, variable)
     build = partial(build_chunk, config, case.get("hybrid", False))
     if schedule == "stock":
         groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -189,6 +208,7 @@ def run(case: dict) -> dict:
         models = [build(**ends, vp_stage=None, pg_collection=groups)]
     else:
         models = megatron_pipemem.build_model_chunks(build)
+    reads = [not variable or model.pre_process or model.post_process for model in models]
     if ddp:
         models = [
             DistributedDataParallel(config, DistributedDataParallelConfig(overlap_grad_reduce=True), model)
@@ -196,37 +216,34 @@ def run(case: dict) -> dict:
         ]
         config.no_sync_func = [model.no_sync for model in models] if chunks > 1 else models[0].no_sync
     losses = []
+
+    def forward_backward(step: int, function, sizes, **how) -> list:
+        data = [batches(step, sizes) if has_data else None for has_data in reads]
+        return get_forward_backward_func()(
+            forward_step_func=function,
+            data_iterator=data if chunks > 1 else data[0],
+            model=models if chunks > 1 else models[0],
+            num_microbatches=len(sizes),
+            seq_length=SEQUENCE,
+            micro_batch_size=2,
+            **how,
+        )
+
     for step in range(STEPS):
         for model in models:
             if ddp:
                 model.zero_grad_buffer()
             else:
                 model.zero_grad(set_to_none=True)
-        data = [batches(step) for _ in models]
-        seen = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=data if chunks > 1 else data[0],
-            model=models if chunks > 1 else models[0],
-            num_microbatches=MICROBATCHES,
-            seq_length=SEQUENCE,
-            micro_batch_size=2,
-        )
+        seen = forward_backward(step, forward_step, VARIABLE[: len(VARIABLE) - step] if variable else SAME)
         losses += [each["loss"].item().hex() for each in seen]
         with torch.no_grad():
             for model in models:
                 for parameter in model.parameters():
                     parameter -= 0.1 * (parameter.main_grad if ddp else parameter.grad)
-    data = [batches(STEPS) for _ in models]
-    logits = get_forward_backward_func()(
-        forward_step_func=inspection_step,
-        data_iterator=data if chunks > 1 else data[0],
-        model=models if chunks > 1 else models[0],
-        num_microbatches=2,
-        seq_length=SEQUENCE,
-        micro_batch_size=2,
-        forward_only=True,
-        collect_non_loss_data=True,
-    )
+    how = {"forward_only": True, "collect_non_loss_data": True}
+    logits = forward_backward(STEPS, inspection_step, (VARIABLE if variable else SAME)[:2], **how)
+    megatron_pipemem.write_report()
     megatron_pipemem.disable()
     parallel_state.destroy_model_parallel()
     assert not any(name.startswith("megatron.training") for name in sys.modules)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from ranks import Ranks
@@ -24,6 +24,25 @@ CASES = [
     )
 ]
 
+VARIABLE_STOCK = {**STOCK, "ddp": False, "variable": True}
+VARIABLE = {
+    "1f1b": {},
+    "1f1b headers": {"settings": {"message_shapes": "message"}},
+    "interleaved": {"chunks": 2},
+    "zb-h1": {"ddp": True},
+    "zb-h1 offload": {"settings": {"offload": "full", "offload_options": {"min_bytes": "1B"}}},
+    "zb-h1 single queue": {"settings": {"single_queue": True}},
+    "zb-h1 tp": {"tp": 2},
+    "v-half": {"chunks": 2},
+    "v-half tp": {"chunks": 2, "tp": 2},
+    "v-half recompute": {"chunks": 2, "settings": {"recompute": "full"}},
+}
+CUT = {
+    "1f1b": {"settings": {"vocab_parallel": "1"}},
+    "v-half": {"chunks": 2, "settings": {"vocab_parallel": "2"}},
+    "zb-h1 tp": {"tp": 2, "settings": {"vocab_parallel": "2"}},
+}
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> Iterator[Ranks]:
@@ -42,6 +61,35 @@ def test_trains_as_stock(losses, index):
     stock = CASES.index({**STOCK, "ddp": CASES[index]["ddp"]})
     assert len(set(losses[stock])) > 10
     assert losses[index] == losses[stock]
+
+
+@pytest.fixture(scope="module")
+def variable(ranks) -> Callable[..., dict]:
+    """``variable(name, **case)``: what the last rank saw of microbatches that differ."""
+    made: dict[str, dict] = {}
+
+    def run(name: str, **case) -> dict:
+        key = f"{name} {case}"
+        if key not in made:
+            made[key] = ranks.run({**VARIABLE_STOCK, "schedule": name.split()[0], **case})[-1]
+        return made[key]
+
+    return run
+
+
+@pytest.mark.parametrize("name", VARIABLE)
+def test_microbatches_that_differ_train_as_stocks_do(variable, name):
+    stock, ours = variable("stock", tp=VARIABLE[name].get("tp", 1)), variable(name, **VARIABLE[name])
+    assert len(set(stock["losses"])) == 13
+    assert ours["losses"] == stock["losses"]
+    assert ours["logits"] == stock["logits"]
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_microbatches_that_differ_train_with_a_cut_vocabulary(variable, name):
+    stock, ours = variable("stock", tp=CUT[name].get("tp", 1)), variable(name, **CUT[name])
+    whole, cut = ([float.fromhex(loss) for loss in each["losses"]] for each in (stock, ours))
+    assert cut == pytest.approx(whole, rel=1e-6)
 
 
 @pytest.mark.parametrize(

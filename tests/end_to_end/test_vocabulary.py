@@ -132,7 +132,9 @@ def test_three_ranks_and_logits_without_labels(three_ranks, schedule, chunks, al
     """Without ``megatron.training``, and once without DDP; 64 rows over 3 ranks; both classes of models."""
     case = {"ddp": chunks == 2, "import_after": False, "hybrid": hybrid}
     stock = three_ranks.run({**case, "schedule": "stock", "chunks": 1})[-1]
-    cut = three_ranks.run({**case, "schedule": schedule, "chunks": chunks, "vocab_parallel": algorithm})[-1]
+    cut = three_ranks.run({**case, "schedule": schedule, "chunks": chunks, "settings": {"vocab_parallel": algorithm}})[
+        -1
+    ]
     wanted = [float.fromhex(loss) for loss in stock["losses"]]
     assert len(set(wanted)) > 10
     assert [float.fromhex(loss) for loss in cut["losses"]] == pytest.approx(wanted, rel=LATER)

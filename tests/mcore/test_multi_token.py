@@ -99,7 +99,7 @@ def test_labels_of_all_depths_are_megatrons():
     rolled = [labels[0]]
     for _ in range(2):
         rolled.append(stock.roll_tensor(rolled[-1].clone())[0])
-    assert batch.head_shape == (18, 2)
+    assert batch.empty_for_head(0, 5, dtype=torch.float32).shape == (18, 2, 5)
     assert torch.equal(batch.labels_of(0), torch.cat(rolled, dim=1).t())
     assert batch.tokens_of(0).shape == (2, 7) and batch.tokens_of(0)[:, -1].tolist() == [0, 0]
 

@@ -18,7 +18,9 @@ from megatron_pipemem.mcore import source as run_source  # noqa: E402
 from megatron_pipemem.mcore.flags import take_flags  # noqa: E402
 from megatron_pipemem.mcore.plugin import source_for  # noqa: E402
 from megatron_pipemem.mcore.refusals import check_config  # noqa: E402
-from megatron_pipemem.mcore.vocabulary.batches import calls_of  # noqa: E402
+from megatron_pipemem.mcore.step import model_calls  # noqa: E402
+from megatron_pipemem.mcore.step.model_calls import calls_of  # noqa: E402
+from megatron_pipemem.mcore.vocabulary.batches import share_batch  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.choice import choose_barriers, head_in_layers, layers_in  # noqa: E402
 from megatron_pipemem.schedule.core.costs import Costs  # noqa: E402
 from megatron_pipemem.schedule.core.simulator import simulate  # noqa: E402
@@ -26,6 +28,11 @@ from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts  # n
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary  # noqa: E402
 from megatron_pipemem.schedule.knowledge import Shape  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def random_numbers_of_the_cpu(monkeypatch):
+    monkeypatch.setattr(model_calls.random, "_fork_rng", torch.random.fork_rng)
 
 
 class Model(torch.nn.Module):
@@ -69,8 +76,32 @@ def test_a_forward_step_may_take_its_batches_apart():
 
 
 def test_a_forward_step_that_does_not_call_its_model_is_refused():
+    calls, _ = calls_of(lambda data, model: (next(data), None), samples([]), Model(), 1)
+    assert calls == [None]
     with pytest.raises(UnsupportedError, match="does not call the model"):
-        calls_of(lambda data, model: (next(data), None), samples([]), Model(), 1)
+        share_batch([(1, 1)], calls, None, (0, 0), None, may_want_logits=False)
+    with pytest.raises(UnsupportedError, match="--pipemem-message-shapes step"):
+        share_batch(None, calls, None, (0, 0), None, may_want_logits=False)
+
+
+def test_a_forward_step_may_unwrap_its_model_and_draw_random_numbers():
+    class Wrapper(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = Model()
+
+    def unwrapping_step(data, model):
+        torch.rand(1)
+        return forward_step(data, model.module)
+
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    wrapper = Wrapper()
+    calls, again = calls_of(unwrapping_step, samples([]), wrapper, 2)
+    assert [int(call.tokens) for call in calls] == [0, 1]
+    assert torch.rand(1) == expected
+    assert int(unwrapping_step(again, wrapper)[0]) == 100, "the model is itself again"
 
 
 def test_ranks_without_an_iterator_get_none():
@@ -126,9 +157,7 @@ def test_the_cap_holds_for_the_schedule_with_passes():
         source_of("1f1b", 1.0, "unit", {}, vocab_parallel="2").plan(shape, "")
 
 
-@pytest.mark.parametrize(
-    "attribute", ["variable_seq_lengths", "fp32_residual_connection", "enable_autocast", "init_model_with_meta_device"]
-)
+@pytest.mark.parametrize("attribute", ["fp32_residual_connection", "enable_autocast", "init_model_with_meta_device"])
 def test_configurations_are_refused_with_the_way_out(attribute):
     with pytest.raises(UnsupportedError, match=f"{attribute}.*--pipemem-vocab-parallel off"):
         check_config(SimpleNamespace(**{attribute: True}), VOCABULARY)

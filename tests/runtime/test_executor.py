@@ -26,11 +26,12 @@ NAMES = [
 CASES = [
     {"schedule": name, "microbatches": m, "forward_only": forward_only, "variable": variable}
     for name, (m, forward_only, variable) in product(
-        NAMES, [(1, False, False), (3, False, False), (9, False, False), (5, True, False), (6, False, True)]
+        NAMES,
+        [(1, False, ""), (3, False, ""), (9, False, ""), (5, True, ""), (6, False, "message"), (6, False, "step")],
     )
 ]
 MOVING = [
-    {"schedule": name, "microbatches": 9, "forward_only": False, "variable": False} | extra
+    {"schedule": name, "microbatches": 9, "forward_only": False, "variable": ""} | extra
     for name in ("1f1b", "zb-h1", "interleaved", "zbv", "v-half", "gis")
     for extra in (
         {"offload": list(range(8))},
@@ -40,14 +41,15 @@ MOVING = [
         {"selective": list(range(8))},
         {"selective": list(range(8)), "offload": list(range(0, 8, 2))},
         {"offload": list(range(8)), "forward_only": True},
-        {"offload": list(range(8)), "variable": True},
+        {"offload": list(range(8)), "variable": "message"},
+        {"offload": list(range(8)), "variable": "step"},
     )
 ]
 # 12 microbatches, with which several families hang in single queues otherwise (tests/schedule/test_single_queue.py).
 QUEUED = [
     {"schedule": name, "microbatches": 12, "forward_only": False, "single_queue": True, "variable": variable}
     for name in NAMES
-    for variable in (False, True)
+    for variable in ("", "message")
 ]
 CASES += [*MOVING, *QUEUED, *({**case, "single_queue": True} for case in MOVING[:4])]
 
@@ -82,7 +84,9 @@ def alone(case: dict, num_stages: int):
 
 def case_id(index: int) -> str:
     case = CASES[index]
-    flavour = "forward-only" if case["forward_only"] else "variable" if case["variable"] else "train"
+    flavour = (
+        "forward-only" if case["forward_only"] else f"variable-{case['variable']}" if case["variable"] else "train"
+    )
     moving = "".join(f"-{what}{len(case[what])}" for what in ("offload", "recompute", "selective") if what in case)
     queued = "-queued" if case.get("single_queue") else ""
     return f"{case['schedule']}-m{case['microbatches']}-{flavour}{moving}{queued}"

@@ -141,3 +141,19 @@ def test_a_send_that_waits_keeps_no_other_edge_from_letting_go(monkeypatch):
     messages.post_send(Action(Kind.SEND_F, 1, 0), torch.zeros(1))
     messages.post_send(Action(Kind.SEND_I, 1, 0), torch.zeros(1))
     assert [*messages._sends] == [Action(Kind.SEND_F, 1, 0)]
+
+
+def test_a_tensor_of_another_shape_than_its_receiver_expects_is_not_sent():
+    device = torch.device("cpu")
+    same, step = (
+        MessageFormat((2, 3), torch.float32, device),
+        MessageFormat(None, torch.float32, device, [(2, 3), (4, 3)]),
+    )
+    send = Action(Kind.SEND_F, 1, 1)
+    for message, words in ((same, "variable_seq_lengths=True"), (step, "--pipemem-message-shapes message")):
+        assert message.shape_of(0) == (2, 3)
+        messages = Transport(Pipeline(None, Placement.linear(3), 1, range(3), {}), message)
+        messages._channel_of[send[:2]] = SimpleNamespace(group=None, peer=None)
+        with pytest.raises(UnsupportedError, match=rf"shape \(3, 3\), .* expects \([24], 3\); .*{words}"):
+            messages.post_send(send, torch.zeros(3, 3))
+    assert step.typical == (4, 3) and same.typical == (2, 3)

@@ -92,7 +92,8 @@ def batch(microbatch: int, rows: int = ROWS) -> torch.Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1000 + microbatch))
 
 
-def rows_of(microbatch: int, variable: bool) -> int:
+def rows_of(microbatch: int, variable: str) -> int:
+    """``variable``: whether every ``message`` tells its shape, or all of a ``step`` are known; empty if there is but one."""
     return ROWS + (microbatch % 3 if variable else 0)
 
 
@@ -104,7 +105,7 @@ class Runner:
         index: int,
         num_stages: int,
         engine: OffloadEngine | None = None,
-        variable: bool = False,
+        variable: str = "",
         fail_at: int | None = None,
     ):
         self.stage = Stage(index)
@@ -167,11 +168,17 @@ def run_step(
 ):
     """One step on this rank. Returns the runners, the ledger and the trace."""
     placement, device = program.placement, pipeline.device
-    variable = runner_options.get("variable", False)
+    variable = runner_options.get("variable", "")
     runners = {
         stage: Runner(stage, placement.num_stages, engine, **runner_options) for stage in placement.stages[device]
     }
-    message = MessageFormat(None if variable else (ROWS, WIDTH), torch.float32, torch.device("cpu"))
+    shapes = [(rows_of(microbatch, variable), WIDTH) for microbatch in range(program.schedule.num_microbatches)]
+    message = MessageFormat(
+        None if variable else (ROWS, WIDTH),
+        torch.float32,
+        torch.device("cpu"),
+        shapes if variable == "step" else None,
+    )
     transport = Transport(pipeline, message, in_sequence)
     permanent = [p for runner in runners.values() for p in runner.stage.parameters()]
     ledger, trace = ActivationLedger(permanent), Trace()
@@ -200,7 +207,7 @@ def run_case(case: dict, device: int, devices: int, connections: dict, engine: O
     if pipeline is None:
         pipeline = connections[schedule.placement.devices] = connect(schedule.placement, dist.group.WORLD, "cpu")
     with torch.set_grad_enabled(not forward_only):
-        runners, ledger, trace = run_step(program, pipeline, engine, single_queue, variable=case.get("variable", False))
+        runners, ledger, trace = run_step(program, pipeline, engine, single_queue, variable=case.get("variable", ""))
     moved = engine.statistics()
     seen = {
         "losses": [loss for runner in runners.values() for loss in runner.losses],

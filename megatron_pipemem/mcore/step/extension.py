@@ -35,7 +35,9 @@ class Step:
         pipeline: that runs it.
         shape: what its schedule depends on.
         message: what stages send to each other.
-        tokens: ``(b, s)`` of a microbatch on this context-parallel rank.
+        message_shape: returns the shape of a microbatch's messages from its ``(b, s)``; ``None`` where they do not follow from
+            them.
+        tokens: ``(b, s)`` of every microbatch on this context-parallel rank; ``None`` where only the batches know.
         programs: compiles the program, unless an extension has one.
         finalize: sums up all gradients of this rank, with the number of tokens if they are to be divided by it.
         iterators: one data iterator per chunk. Extensions may put others in their places.
@@ -48,7 +50,8 @@ class Step:
     pipeline: Pipeline
     shape: Shape
     message: MessageFormat
-    tokens: tuple[int, int]
+    message_shape: Callable[[int, int], tuple[int, ...]] | None
+    tokens: Sequence[tuple[int, int]] | None
     programs: ProgramCache
     finalize: Callable[[torch.Tensor | None], None]
     iterators: list[Iterator | None]

@@ -117,7 +117,8 @@ class ForwardBackward(Feature):
                 config.microbatch_group_size_per_vp_stage if len(iterators) > 1 else None,
             ),
             message,
-            (micro_batch_size, (decoder_seq_length or seq_length) // groups.cp.size()),
+            _shape_of_tokens(config, groups) if adjust_tensor_shapes_fn is None else None,
+            _same_tokens(*lengths, config, groups, num_microbatches),
             self.programs,
             _finalizer(config, chunks, groups, force_all_reduce),
             iterators,
@@ -288,6 +289,23 @@ def _message_shape(seq_length, micro_batch_size, decoder_seq_length, config, gro
             "encoder-decoder models"
         )
     return tuple(shapes[0])
+
+
+def _shape_of_tokens(config, groups) -> Callable[[int, int], tuple[int, ...]] | None:
+    """Return what makes ``[s / tp with SP, b, h]`` of the tokens' ``(b, s)``; ``None`` where messages are something else."""
+    if getattr(config, "mtp_standalone", False):
+        return None
+    ranks = groups.tp.size() if config.sequence_parallel else 1
+    return lambda b, s: (s // ranks, b, config.hidden_size)
+
+
+def _same_tokens(
+    seq_length, micro_batch_size, decoder_seq_length, config, groups, num_microbatches
+) -> list[tuple[int, int]] | None:
+    """``(b, s / cp)`` of every microbatch, or ``None`` if they may differ."""
+    if config.variable_seq_lengths:
+        return None
+    return [(micro_batch_size, (decoder_seq_length or seq_length) // groups.cp.size())] * num_microbatches
 
 
 def _start_parameter_gather(config, chunks: list[torch.nn.Module]) -> None:

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.mcore.step.model_calls import Call, calls_of
 from megatron_pipemem.mcore.symbols import PROCESS_MTP_LOSS
-from megatron_pipemem.mcore.vocabulary.batches import Call, calls_of, share_batch
+from megatron_pipemem.mcore.vocabulary.batches import share_batch
 from megatron_pipemem.mcore.vocabulary.build import shards_group_of, shards_of
 from megatron_pipemem.mcore.vocabulary.depths import keep_depths
 from megatron_pipemem.mcore.vocabulary.stages import FirstStage, LastStage
@@ -38,7 +39,7 @@ class VocabularySteps(Extension):
             self._channels[group] = _connect(group, shards_group_of(step.groups))
         channels = self._channels[group]
         ends = (0, placement.num_stages - 1)
-        calls: list[list[Call] | None] = []
+        calls: list[list[Call | None] | None] = []
         for stage, kind in zip(ends, (FirstStage, LastStage), strict=True):
             runner = step.stages.get(stage)
             calls.append(None)
@@ -51,7 +52,7 @@ class VocabularySteps(Extension):
             given = {each.name: getattr(runner, each.name) for each in fields(runner) if each.init}
             step.stages[stage] = kind(**given | {"data_iterator": iterator, "is_last": False})
         batch = share_batch(
-            (context.num_microbatches, *step.tokens),
+            step.tokens,
             *calls,
             (placement.devices[0], placement.devices[-1]),
             channels.pipeline,

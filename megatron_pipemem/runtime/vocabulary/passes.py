@@ -68,7 +68,7 @@ class LastStage(Protocol):
         """Return the gradient of what ``look_ahead`` was given, when the stage has run backward."""
 
     def loss(self, microbatch: int, scored: Normalised) -> torch.Tensor | None:
-        """Take the token losses, fp32 in ``Batch.head_shape``. Returns the training loss's gradient by them, if it trains."""
+        """Take the token losses, fp32 as ``Batch.labels_of``. Returns the training loss's gradient by them, if it trains."""
 
     def take_logits(self, microbatch: int, logits: torch.Tensor) -> None:
         """Take the logits, ``[s, b, vocabulary]``, of a batch without labels."""
@@ -277,8 +277,8 @@ class VocabularyPasses:
     def _broadcast_head_input(self, microbatch: int) -> None:
         x = self._head_inputs.pop(microbatch, None)
         if x is None:
-            shape, device = (*self.batch.head_shape, self.layers.hidden_size), self.batch.tokens.device
-            x = self._held(torch.empty(shape, dtype=self.layers.dtype, device=device))
+            hidden, dtype = self.layers.hidden_size, self.layers.dtype
+            x = self._held(self.batch.empty_for_head(microbatch, hidden, dtype=dtype))
         self._sent_inputs[microbatch] = collectives.broadcast(x, self._last, self.channels.pipeline)
 
     def _score(self, microbatch: int) -> None:
@@ -328,8 +328,7 @@ class VocabularyPasses:
     def _broadcast_loss_gradient(self, microbatch: int) -> None:
         gradient = self._loss_gradients.pop(microbatch, None)
         if gradient is None:
-            shape, device = self.batch.head_shape, self.batch.tokens.device
-            gradient = self._held(torch.empty(shape, dtype=torch.float32, device=device))
+            gradient = self._held(self.batch.empty_for_head(microbatch, dtype=torch.float32))
         self._sent_loss_gradients[microbatch] = collectives.broadcast(gradient, self._last, self.channels.pipeline)
 
     def _head_gradients(self, microbatch: int) -> None:

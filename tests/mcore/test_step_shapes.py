@@ -1,0 +1,110 @@
+"""What ranks learn of a step whose microbatches differ, before it runs; here the pipeline is one rank."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
+
+from megatron_pipemem.mcore.model.placement import ChunkPlacement  # noqa: E402
+from megatron_pipemem.mcore.step import model_calls  # noqa: E402
+from megatron_pipemem.mcore.step.extension import Step  # noqa: E402
+from megatron_pipemem.mcore.step.forward_backward import _same_tokens, _shape_of_tokens  # noqa: E402
+from megatron_pipemem.mcore.step.shapes import StepShapes  # noqa: E402
+from megatron_pipemem.runtime.transport import MessageFormat, Pipeline  # noqa: E402
+from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(model_calls.random, "_fork_rng", torch.random.fork_rng)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+
+
+class Model(torch.nn.Module):
+    def forward(self, input_ids, position_ids=None):
+        raise AssertionError("the model must not run")
+
+
+def make_step(world, iterators: list, forward_step, m: int = 3, **others) -> Step:
+    config = SimpleNamespace(hidden_size=8, sequence_parallel=True, variable_seq_lengths=True)
+    groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2))
+    context = SimpleNamespace(
+        forward_step_func=forward_step,
+        num_microbatches=m,
+        forward_only=False,
+        collect_non_loss_data=False,
+        config=config,
+    )
+    return Step(
+        context,
+        [Model()],
+        groups,
+        Pipeline(world, Placement.linear(1), 0, [0], {}),
+        None,
+        MessageFormat(None, torch.float32, torch.device("cpu")),
+        _shape_of_tokens(config, groups),
+        _same_tokens(16, 2, None, config, groups, m),
+        None,
+        None,
+        iterators,
+        True,
+        **others,
+    )
+
+
+def lengths(drawn: list[int]):
+    for number in range(10):
+        drawn.append(number)
+        yield {"tokens": torch.full((2, 4 + 2 * number), number)}
+
+
+def forward_step(data, model):
+    return model(next(data)["tokens"]), None
+
+
+def test_shapes_follow_from_the_tokens_and_no_batch_is_lost(world):
+    """The first stage reads ahead from its own iterator, and from no other."""
+    drawn: list[int] = []
+    given, other = [lengths(drawn), None], iter(())
+    given[1] = other
+    step = make_step(world, given, forward_step)
+    StepShapes(ChunkPlacement(lambda p, v: None, is_round_robin=True)).prepare(step)
+    assert step.tokens == [(2, 4), (2, 6), (2, 8)]
+    assert step.message.shapes == [(2, 2, 8), (3, 2, 8), (4, 2, 8)], "[s / tp, b, h]"
+    assert drawn == [0, 1, 2]
+    assert step.iterators[1] is other and given[0] is not step.iterators[0], "the caller's list is the caller's"
+    assert [int(next(step.iterators[0])["tokens"][0, 0]) for _ in range(4)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("passed", [lambda batch: None, lambda batch: batch["tokens"][0]])
+def test_where_calls_do_not_show_tokens_messages_tell_their_shapes(world, passed):
+    """It is found out once for every kind of step."""
+    shapes, asked = StepShapes(ChunkPlacement(lambda p, v: None, is_round_robin=True)), []
+
+    def hiding_step(data, model):
+        asked.append(model)
+        return model(passed(next(data))), None
+
+    drawn: list[int] = []
+    stream = lengths(drawn)
+    for kind, times in ((False, 3), (False, 3), (True, 6)):
+        step = make_step(world, [stream], hiding_step)
+        step.context.forward_only = kind
+        shapes.prepare(step)
+        assert step.tokens is None and step.message.shapes is None and step.message.shape_of(0) is None
+        assert len(asked) == times
+        assert [int(next(step.iterators[0])["tokens"][0, 0]) for _ in range(3)] == drawn[-3:]
+
+
+def test_microbatches_that_are_alike_need_no_agreement():
+    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))
+    config = SimpleNamespace(variable_seq_lengths=False, mtp_standalone=True)
+    assert _same_tokens(16, 2, None, config, groups, 3) == [(2, 8)] * 3
+    assert _same_tokens(16, 2, 32, config, groups, 3) == [(2, 16)] * 3
+    assert _shape_of_tokens(config, groups) is None, "messages hold the outputs of all depths"
+    StepShapes(None).prepare(SimpleNamespace(forward_only=False, context=SimpleNamespace(collect_non_loss_data=False),
+                                             tokens=[(2, 8)], message_shape=lambda b, s: None))  # fmt: skip
