@@ -290,6 +290,24 @@ class Execution(Limited):
         """Over how many tensor-parallel ranks what lies between layers is split."""
         return self.tp if self.sequence_parallel else 1
 
+    def tokens(self, model: Model) -> float:
+        """Return the tokens of a microbatch on one context-parallel rank."""
+        return self.micro_batch * model.sequence / self.cp
+
+    def vocabulary_rows(self, model: Model) -> int:
+        """Return the rows of the embedding on one tensor-parallel rank, padded as Megatron does."""
+        return ceil(model.vocabulary / (_VOCABULARY_MULTIPLE * self.tp)) * _VOCABULARY_MULTIPLE
+
+    def key_groups(self, model: Model) -> int:
+        """Return the key heads that a tensor-parallel rank attends with. Where they are fewer than ranks, several ranks
+        share one.
+        """
+        return max(1, model.key_heads // self.tp)
+
+    def expert_visits(self, model: Model) -> float:
+        """Return how many experts of a rank a token of the rank meets: as many as it visits, where all are used evenly."""
+        return model.experts_per_token * self.expert_load
+
     def recomputes(self, module: str) -> bool:
         return self.recompute == "selective" and module in self.recompute_modules
 
@@ -346,26 +364,3 @@ class Passes(Summed):
     @property
     def total(self) -> float:
         return self.forward + self.input + self.weight
-
-
-def padded_vocabulary(model: Model, tp: int) -> int:
-    """Return the rows of the embedding as Megatron pads them."""
-    multiple = _VOCABULARY_MULTIPLE * tp
-    return ceil(model.vocabulary / multiple) * multiple
-
-
-def groups_per_rank(model: Model, execution: Execution) -> int:
-    """Return the key heads that a tensor-parallel rank attends with. Where they are fewer than ranks, several ranks
-    share one.
-    """
-    return max(1, model.key_heads // execution.tp)
-
-
-def tokens(model: Model, execution: Execution) -> float:
-    """Return the tokens of a microbatch on one context-parallel rank."""
-    return execution.micro_batch * model.sequence / execution.cp
-
-
-def expert_visits(model: Model, execution: Execution) -> float:
-    """Return how many experts of a rank a token of the rank meets: as many as it visits, where all are used evenly."""
-    return model.experts_per_token * execution.expert_load

@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_pipemem.config import hybrid
-from megatron_pipemem.config.model import Block, Execution, Model, padded_vocabulary
+from megatron_pipemem.config.model import Block, Execution, Model
 from megatron_pipemem.cpu.hybrid_layers import hybrid_stack_spec
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.command import model_flags
@@ -143,7 +143,7 @@ def build_stage(
         "position_embedding_type": {"learned": "learned_absolute"}.get(model.position, model.position),
         "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
     }
-    size = (padded_vocabulary(model, execution.tp), model.sequence)
+    size = (execution.tp * execution.vocabulary_rows(model), model.sequence)
     if model.pattern is None:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization)
         if execution.attention == "flash":

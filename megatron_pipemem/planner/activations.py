@@ -13,16 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_pipemem.config.model import (
-    Block,
-    Execution,
-    Model,
-    Summed,
-    expert_visits,
-    groups_per_rank,
-    padded_vocabulary,
-    tokens,
-)
+from megatron_pipemem.config.model import Block, Execution, Model, Summed
 from megatron_pipemem.planner.counts import matrices
 
 _AHEAD = "next token's embedding"
@@ -87,7 +78,7 @@ def _block_tensors(model: Model, execution: Execution, block: Block) -> Iterable
 
 
 def _statistics(name: str, model: Model, execution: Execution, recompute: str | None = None) -> Saved:
-    rows = tokens(model, execution) / execution.sequence_ranks
+    rows = execution.tokens(model) / execution.sequence_ranks
     return Saved(name, rows * _SUM * (2 if model.norm == "layernorm" else 1), "I", recompute, statistic=True)
 
 
@@ -97,8 +88,8 @@ def _attention_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 
     Where there are fewer key heads than tensor-parallel ranks, every rank gathers the output of all of them to find its own.
     """
-    n, e, tp = tokens(model, execution), execution.element, execution.tp
-    groups = groups_per_rank(model, execution)
+    n, e, tp = execution.tokens(model), execution.element, execution.tp
+    groups = execution.key_groups(model)
     heads, keys = (n * count * model.channels * e for count in (model.heads / tp, groups))
     output = n * model.qkv_width * e / (1 if model.key_heads < tp else tp)
     rotated = model.position == "rope"
@@ -131,7 +122,7 @@ def _rotations(model: Model, execution: Execution, channels: int) -> Saved:
 
 
 def _score_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
-    n, e, tp = tokens(model, execution), execution.element, execution.tp
+    n, e, tp = execution.tokens(model), execution.element, execution.tp
     if execution.attention == "flash":
         yield Saved("softmax's sums", n * model.heads / tp * _SUM, "I", "core_attn", statistic=True)
         return
@@ -146,7 +137,7 @@ def _score_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 
 def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     """List the tensors of multi-head latent attention. The latents are whole on every rank, or split by sequence."""
-    n, e, tp = tokens(model, execution), execution.element, execution.tp
+    n, e, tp = execution.tokens(model), execution.element, execution.tp
     rows = n / execution.sequence_ranks * e
     # Megatron's own layers gather the latents, and a rank's part of the queries' is a view of all of it.
     gathered = n * e if execution.implementation == "local" else rows
@@ -169,7 +160,7 @@ def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
 
 
 def _ffn_tensors(model: Model, execution: Execution, width: int) -> Iterable[Saved]:
-    inner = tokens(model, execution) * width / execution.tp * execution.element
+    inner = execution.tokens(model) * width / execution.tp * execution.element
     yield Saved("activation's input", inner * (model.projections - 1), "I", "mlp")
     yield Saved("second projection's input", inner, "W", "activation")
     if model.gated and not execution.fused:
@@ -178,8 +169,8 @@ def _ffn_tensors(model: Model, execution: Execution, width: int) -> Iterable[Sav
 
 def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     """List the tensors of experts. Tensor-parallel ranks gather the tokens of all of them, and cut the experts."""
-    n, e = tokens(model, execution), execution.element
-    visits = n * expert_visits(model, execution)
+    n, e = execution.tokens(model), execution.element
+    visits = n * execution.expert_visits(model)
     inner = visits * model.expert_width / execution.tp * e
     yield Saved("router's choice", _router_bytes(model) * n / execution.sequence_ranks, "I")
     yield Saved("experts' shares", visits * e, "I", statistic=True)
@@ -206,7 +197,7 @@ def _mamba_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     """List the tensors of a Mamba block with the kernel that Megatron takes by default, ``mamba_split_conv1d_scan_combined``
     of the package mamba_ssm: it keeps its input and its output before the gate, and scans again in I.
     """
-    n, e, tp = tokens(model, execution), execution.element, execution.tp
+    n, e, tp = execution.tokens(model), execution.element, execution.tp
     inner = n * model.mamba_width / tp * e
     projected = next(iter(matrices(model, execution, Block.MAMBA))).width(tp)
     yield Saved("projected input", n * projected * e, "I")
@@ -278,20 +269,20 @@ def head_bytes(model: Model, execution: Execution) -> Kept:
     """Return the bytes that final norm, output layer and loss keep: above all the exponentials of the logits, in fp32."""
     between = message_bytes(model, execution)
     statistics = _statistics("final norm's statistics", model, execution).nbytes
-    logits = tokens(model, execution) * padded_vocabulary(model, execution.tp) / execution.tp
+    logits = execution.tokens(model) * execution.vocabulary_rows(model)
     once = Kept(between + statistics, 0.0)
     return once + Kept(between + logits * _SUM, between + logits * execution.element) * model.heads_of_output
 
 
 def embedding_bytes(model: Model, execution: Execution) -> Kept:
     """Return the bytes that the embedding keeps: its output is its first layer's input, so only a dropout's mask."""
-    mask = tokens(model, execution) * model.hidden / execution.sequence_ranks if model.dropout else 0.0
+    mask = execution.tokens(model) * model.hidden / execution.sequence_ranks if model.dropout else 0.0
     return Kept(mask, 0.0)
 
 
 def message_bytes(model: Model, execution: Execution) -> float:
     """Return the bytes of one microbatch's activations between two stages, as of their gradients."""
-    return tokens(model, execution) * model.hidden / execution.sequence_ranks * execution.element
+    return execution.tokens(model) * model.hidden / execution.sequence_ranks * execution.element
 
 
 def _gradient_bytes(model: Model, execution: Execution, kind: str) -> float:
@@ -305,7 +296,7 @@ def _gradient_bytes(model: Model, execution: Execution, kind: str) -> float:
         for each in matrices(model, execution, block)
         if each.waits
     )
-    return execution.element * tokens(model, execution) * widths
+    return execution.element * execution.tokens(model) * widths
 
 
 def gathered_bytes(model: Model, execution: Execution, kind: str | None = None) -> float:
@@ -327,4 +318,4 @@ def gathered_bytes(model: Model, execution: Execution, kind: str | None = None) 
         for each in matrices(model, execution, block)
         if each.cut == "columns" and each.copies == 1  # experts get their tokens from a dispatcher
     )
-    return inputs * tokens(model, execution) * execution.element * (1 - 1 / execution.sequence_ranks)
+    return inputs * execution.tokens(model) * execution.element * (1 - 1 / execution.sequence_ranks)

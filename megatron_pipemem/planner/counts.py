@@ -14,15 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from megatron_pipemem.config.model import (
-    Block,
-    Execution,
-    Model,
-    Passes,
-    expert_visits,
-    padded_vocabulary,
-    tokens,
-)
+from megatron_pipemem.config.model import Block, Execution, Model, Passes
 
 SCAN = 7  # FLOPs per token, channel and state of a Mamba block's scan, as Megatron counts them
 
@@ -102,7 +94,7 @@ def _ffn(model: Model, width: int, copies: int = 1, visits: float = 1.0) -> Iter
 
 def _experts(model: Model, execution: Execution) -> Iterable[Matrix]:
     yield Matrix(model.hidden, model.experts, "none", waits=False)
-    yield from _ffn(model, model.expert_width, model.experts // execution.ep, expert_visits(model, execution))
+    yield from _ffn(model, model.expert_width, model.experts // execution.ep, execution.expert_visits(model))
     if model.shared_expert_ffn:
         yield from _ffn(model, model.shared_expert_ffn)
 
@@ -149,7 +141,7 @@ def core_flops(model: Model, execution: Execution, block: str) -> float:
         execution: how it is cut over ranks.
         block: one of ``Block``.
     """
-    n, s, tp = tokens(model, execution), model.sequence, execution.tp
+    n, s, tp = execution.tokens(model), model.sequence, execution.tp
     if block == Block.ATTENTION:
         return 4 * n * s * model.query_width / tp
     if block == Block.LATENT_ATTENTION:
@@ -172,7 +164,7 @@ def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> 
     for block in kind or model.kinds[0]:
         products = sum(each.inputs * each.outputs * each.visits / (1 if each.cut == "none" else execution.tp)
                        for each in matrices(model, execution, block))  # fmt: skip
-        here, scores = 2 * tokens(model, execution) * products, core_flops(model, execution, block)
+        here, scores = 2 * execution.tokens(model) * products, core_flops(model, execution, block)
         linear, core = linear + here, core + scores
         if block in (Block.FFN, Block.EXPERTS):
             again += here * execution.recomputes("mlp")
@@ -185,7 +177,7 @@ def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> 
 
 def head_flops(model: Model, execution: Execution) -> Passes:
     """Return the FLOPs of the output layer, one microbatch and one rank, for the predictions of all depths."""
-    product = 2 * tokens(model, execution) * model.hidden * padded_vocabulary(model, execution.tp) / execution.tp
+    product = 2 * execution.tokens(model) * model.hidden * execution.vocabulary_rows(model)
     return Passes(product, product, product) * model.heads_of_output
 
 
@@ -226,13 +218,11 @@ def expert_parameters(model: Model, execution: Execution, kind: str) -> int:
 
 def embedding_parameters(model: Model, execution: Execution) -> int:
     """Return the number of parameters of the input embedding on one rank, learned positions included."""
-    rows = padded_vocabulary(model, execution.tp) // execution.tp
-    return model.hidden * (rows + (model.sequence if model.position == "learned" else 0))
+    return model.hidden * (execution.vocabulary_rows(model) + (model.sequence if model.position == "learned" else 0))
 
 
 def head_parameters(model: Model, execution: Execution) -> int:
     """Return the number of parameters of final norm and output layer on one rank. A tied head far from its embedding
     has a copy of it, which is counted too.
     """
-    rows = padded_vocabulary(model, execution.tp) // execution.tp
-    return model.hidden * (rows + (2 if model.norm == "layernorm" else 1))
+    return model.hidden * (execution.vocabulary_rows(model) + (2 if model.norm == "layernorm" else 1))

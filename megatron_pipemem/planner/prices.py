@@ -27,35 +27,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_pipemem.config.cluster import Cluster, Link
-from megatron_pipemem.config.model import (
-    Block,
-    Execution,
-    Model,
-    Passes,
-    Summed,
-    expert_visits,
-    groups_per_rank,
-    padded_vocabulary,
-    tokens,
-)
-from megatron_pipemem.planner.activations import (
-    Kept,
-    embedding_bytes,
-    head_bytes,
-    layer_bytes,
-    layer_tensors,
-    moved_bytes,
-)
-from megatron_pipemem.planner.counts import (
-    core_flops,
-    embedding_parameters,
-    expert_parameters,
-    head_flops,
-    head_parameters,
-    layer_flops,
-    layer_parameters,
-    matrices,
-)
+from megatron_pipemem.config.model import Block, Execution, Model, Passes, Summed
+from megatron_pipemem.planner import activations, counts
 
 _HALF_WAVE = 2**20  # results: half of some 120 multiprocessors times a tile of 128 x 128
 _AS_MODELLED = Passes(1.0, 1.0, 1.0)
@@ -81,7 +54,7 @@ class Price(Summed):
     seconds: Passes = Passes()
     communication: Passes = Passes()
     again: float = 0.0
-    kept: Kept = Kept()
+    kept: activations.Kept = activations.Kept()
     moved: float = 0.0
     parameters: int = 0
     experts: int = 0
@@ -114,9 +87,9 @@ def layer(
         pace: how many times as long as modelled F, I and W take.
     """
     kind = kind or model.kinds[0]
-    flops = layer_flops(model, execution, kind)
-    plain = layer_flops(model, replace(execution, recompute="none"), kind)
-    touched = sum(each.nbytes for each in layer_tensors(model, execution, kind))
+    flops = counts.layer_flops(model, execution, kind)
+    plain = counts.layer_flops(model, replace(execution, recompute="none"), kind)
+    touched = sum(each.nbytes for each in activations.layer_tensors(model, execution, kind))
     moving = 2 * touched / (cluster.memory_gb_per_s * 1e9)
     messages = sum(_block_messages(model, execution, cluster, Block(block)) for block in kind)
     everything_again = execution.recompute == "full"
@@ -124,8 +97,8 @@ def layer(
     again = (flops.input - plain.input) / cluster.flops + everything_again * moving
     if execution.recompute == "selective":
         # What is made again is written, from about as much that is read.
-        dropped = layer_bytes(model, replace(execution, recompute="none"), kind).saved
-        dropped -= layer_bytes(model, execution, kind).saved
+        dropped = activations.layer_bytes(model, replace(execution, recompute="none"), kind).saved
+        dropped -= activations.layer_bytes(model, execution, kind).saved
         again += 2 * max(0.0, dropped) / (cluster.memory_gb_per_s * 1e9)
     tails = _tails(model, execution, kind)
     computing = (plain + tails) * (1 / cluster.flops) + Passes(moving, 2 * moving)
@@ -137,10 +110,10 @@ def layer(
         seconds=computing + Passes(messages, messages + again),
         communication=communication,
         again=again,
-        kept=layer_bytes(model, execution, kind),
-        moved=moved_bytes(model, execution, kind),
-        parameters=layer_parameters(model, execution, kind),
-        experts=expert_parameters(model, execution, kind),
+        kept=activations.layer_bytes(model, execution, kind),
+        moved=activations.moved_bytes(model, execution, kind),
+        parameters=counts.layer_parameters(model, execution, kind),
+        experts=counts.expert_parameters(model, execution, kind),
     )
 
 
@@ -154,14 +127,14 @@ def embedding(model: Model, execution: Execution, cluster: Cluster) -> Price:
         execution: how a microbatch of it runs on one rank.
         cluster: speeds and links of the machines.
     """
-    nbytes = tokens(model, execution) * model.hidden * execution.element
+    nbytes = execution.tokens(model) * model.hidden * execution.element
     moving = 2 * nbytes / (cluster.memory_gb_per_s * 1e9)
     messages = all_reduce(nbytes, execution.tp, cluster.link(execution.tp))
     return Price(
         seconds=Passes(moving + messages, 0.0, moving),
         communication=Passes(messages),
-        kept=embedding_bytes(model, execution),
-        parameters=embedding_parameters(model, execution),
+        kept=activations.embedding_bytes(model, execution),
+        parameters=counts.embedding_parameters(model, execution),
     )
 
 
@@ -176,20 +149,20 @@ def head(model: Model, execution: Execution, cluster: Cluster, pace: Passes = _A
         cluster: speeds and links of the machines.
         pace: how many times as long as modelled F, I and W take.
     """
-    flops = head_flops(model, execution)
-    between = tokens(model, execution) * model.hidden * execution.element
+    flops = counts.head_flops(model, execution)
+    between = execution.tokens(model) * model.hidden * execution.element
     depths = model.heads_of_output
     moving = 2 * depths * logit_bytes(model, execution) / (cluster.memory_gb_per_s * 1e9)
     messages = depths * all_reduce(between, execution.tp, cluster.link(execution.tp))
     computing = each_pass(operator.mul, flops * (1 / cluster.flops) + Passes(2 * moving, moving), pace)
-    sums = depths * 3 * all_reduce(tokens(model, execution) * _LOGIT, execution.tp, cluster.link(execution.tp))
+    sums = depths * 3 * all_reduce(execution.tokens(model) * _LOGIT, execution.tp, cluster.link(execution.tp))
     gathered = messages / 2 if execution.sequence_parallel else 0.0
     communication = Passes(gathered + sums, messages / 2 if execution.sequence_parallel else messages)
     return Price(
         seconds=computing + communication,
         communication=communication,
-        kept=head_bytes(model, execution),
-        parameters=head_parameters(model, execution),
+        kept=activations.head_bytes(model, execution),
+        parameters=counts.head_parameters(model, execution),
     )
 
 
@@ -216,7 +189,7 @@ def ahead(
     if not looks_up:
         return own
     lookup = replace(embedding(model, execution, cluster), parameters=0) * len(layers)
-    return own + lookup + Price(parameters=embedding_parameters(model, execution))
+    return own + lookup + Price(parameters=counts.embedding_parameters(model, execution))
 
 
 def last(model: Model, execution: Execution, cluster: Cluster) -> Price:
@@ -232,7 +205,7 @@ def last(model: Model, execution: Execution, cluster: Cluster) -> Price:
 
 def logit_bytes(model: Model, execution: Execution) -> float:
     """Return the bytes of the logits of one microbatch on one rank, in fp32."""
-    return tokens(model, execution) * padded_vocabulary(model, execution.tp) / execution.tp * _LOGIT
+    return execution.tokens(model) * execution.vocabulary_rows(model) * _LOGIT
 
 
 def adam_seconds(cluster: Cluster) -> float:
@@ -266,17 +239,17 @@ def _tails(model: Model, execution: Execution, kind: str) -> Passes:
     """Return FLOPs that the time of half-empty waves would be enough for: inner dimensions of all products of a layer,
     summed. An expert's products count once: they are computed in groups.
     """
-    tp, n = execution.tp, tokens(model, execution)
-    products = [each for block in kind for each in matrices(model, execution, block) if each.waits]
+    tp, n = execution.tp, execution.tokens(model)
+    products = [each for block in kind for each in counts.matrices(model, execution, block) if each.waits]
     forward, backward = sum(each.depth(tp) for each in products), sum(each.width(tp) for each in products)
     return Passes(forward, backward, len(products) * n) * (2 * _HALF_WAVE)
 
 
 def _block_messages(model: Model, execution: Execution, cluster: Cluster, block: Block) -> float:
-    n, e, tp = tokens(model, execution), execution.element, execution.tp
+    n, e, tp = execution.tokens(model), execution.element, execution.tp
     link = cluster.link(tp)
     seconds = all_reduce(n * model.hidden * e, tp, link)
-    keys = 2 * n * groups_per_rank(model, execution) * model.channels * e
+    keys = 2 * n * execution.key_groups(model) * model.channels * e
     if block is Block.ATTENTION and model.key_heads < tp:
         # Every rank gathers queries, keys and values of all heads, and scatters their gradients.
         seconds += gather(n * model.qkv_width * e, tp, link)
@@ -287,8 +260,8 @@ def _block_messages(model: Model, execution: Execution, cluster: Cluster, block:
             seconds += gather(n * width * e, tp, link)
     if block in (Block.ATTENTION, Block.LATENT_ATTENTION) and execution.cp > 1:
         ring = cluster.link(execution.cp, tp).seconds(keys) * (execution.cp - 1)
-        seconds += max(0.0, ring - core_flops(model, execution, block) / cluster.flops)
+        seconds += max(0.0, ring - counts.core_flops(model, execution, block) / cluster.flops)
     if block is Block.EXPERTS and execution.ep > 1:
-        visits = n * expert_visits(model, execution) * model.hidden / execution.sequence_ranks * e
+        visits = n * execution.expert_visits(model) * model.hidden / execution.sequence_ranks * e
         seconds += 2 * gather(visits, execution.ep, cluster.link(execution.ep, tp))
     return seconds

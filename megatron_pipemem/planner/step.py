@@ -28,20 +28,10 @@ from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.hybrid import needed_layers
 from megatron_pipemem.config.model import Execution, Model, Passes
 from megatron_pipemem.config.runs import Run
+from megatron_pipemem.planner import prices
 from megatron_pipemem.planner.activations import Kept, layer_bytes, message_bytes
 from megatron_pipemem.planner.counts import model_flops
-from megatron_pipemem.planner.prices import (
-    MeasuredSlowdown,
-    Price,
-    adam_seconds,
-    ahead,
-    all_reduce,
-    embedding,
-    gather,
-    head,
-    layer,
-    logit_bytes,
-)
+from megatron_pipemem.planner.prices import MeasuredSlowdown, Price
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
@@ -125,12 +115,14 @@ class _Cut:
 
     def parts(self) -> list[Price]:
         """Return the price of every piece of the model, in order."""
-        layers = [layer(self.model, self.execution, self.cluster, kind, self.pace.layer) for kind in self.model.kinds]
+        layers = [
+            prices.layer(self.model, self.execution, self.cluster, kind, self.pace.layer) for kind in self.model.kinds
+        ]
         return [*layers, self.ahead()][: self.model.pieces]
 
     def ahead(self) -> Price:
         """Return the price of multi-token prediction; where all devices share the embedding, without a copy of it."""
-        return ahead(self.model, self.execution, self.cluster, self.pace, not self.shared_ends)
+        return prices.ahead(self.model, self.execution, self.cluster, self.pace, not self.shared_ends)
 
     def ends(self) -> tuple[Price, Price]:
         """Return what stands before and behind the pieces: embedding and head, unless all devices share them; and a hybrid
@@ -156,8 +148,8 @@ class _Cut:
     def vocabulary(self) -> tuple[Price, Price]:
         """Return the prices of embedding and head."""
         return (
-            embedding(self.model, self.execution, self.cluster),
-            head(self.model, self.execution, self.cluster, self.pace.head),
+            prices.embedding(self.model, self.execution, self.cluster),
+            prices.head(self.model, self.execution, self.cluster, self.pace.head),
         )
 
     def everything(self) -> list[Price]:
@@ -288,7 +280,7 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> Step:
         work=tuple(sum(part.seconds.total for part in device) / replicas for device in held),
         reduction=max(_exposed(cut, device, replicas) for device in held)
         + max(_sums(cut, device, placement) for device in held),
-        optimizer=max(updated) * adam_seconds(cut.cluster),
+        optimizer=max(updated) * prices.adam_seconds(cut.cluster),
     )
 
 
@@ -317,7 +309,7 @@ def _buffers(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> tuple[
     return tuple(
         per_stage * len(owned)
         + whole * any(layers[stage % placement.model_stages] for stage in owned)
-        + logit_bytes(model, execution)
+        + prices.logit_bytes(model, execution)
         * (not cut.shared_ends and any(placement.next_stage(stage) is None for stage in owned))
         for owned in placement.stages
     )
@@ -329,7 +321,7 @@ def _sums(cut: _Cut, device: list[Price], placement: Placement) -> float:
         return 0.0
     nbytes = sum(part.parameters for part in device) * _GRADIENT
     link = cut.cluster.link(placement.num_devices, cut.execution.tp * cut.execution.cp * cut.dp)
-    return all_reduce(nbytes, placement.replicas, link)
+    return prices.all_reduce(nbytes, placement.replicas, link)
 
 
 def _exposed(cut: _Cut, device: list[Price], replicas: int) -> float:
@@ -343,7 +335,7 @@ def _exposed(cut: _Cut, device: list[Price], replicas: int) -> float:
     apart = cut.cluster.link(of_experts, cut.execution.tp * cut.execution.ep)
 
     def messages(nbytes: int) -> float:
-        return gather(others * nbytes, cut.replicas, link) + gather(experts * nbytes, of_experts, apart)
+        return prices.gather(others * nbytes, cut.replicas, link) + prices.gather(experts * nbytes, of_experts, apart)
 
     forward = sum(part.seconds.forward for part in device)
     backward = sum(part.seconds.input + part.seconds.weight for part in device) if replicas == 1 else 0.0

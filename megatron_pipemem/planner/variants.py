@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
-from megatron_pipemem.config.model import tokens
 from megatron_pipemem.config.runs import Run, ScheduleChoice
 from megatron_pipemem.errors import MemoryCapError, UnsupportedError
 from megatron_pipemem.planner.activations import message_bytes
@@ -159,7 +158,7 @@ def vocabulary_step(
     link = run.cluster.link(p, cut.tp * cut.cp * cut.dp)
     # Predictions of all depths are one head's work, on as many times the tokens.
     depths, once = run.model.heads_of_output, message_bytes(run.model, execution)
-    hidden, n = depths * once, depths * tokens(run.model, execution)
+    hidden, n = depths * once, depths * execution.tokens(run.model)
     # A ring passes on what it gets while more arrives. Further predictions need the same embeddings on the last stage.
     apart = depths > 1 and placement.devices[0] != placement.devices[placement.model_stages - 1]
     whole, lookup = link.seconds(hidden), link.seconds(once) * (2 if apart else 1)
