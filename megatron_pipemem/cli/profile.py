@@ -81,7 +81,6 @@ def profile(
         # without Megatron
         pipemem profile --model llama3-8b --tp 2 --stages 8 --formulas
     """
-    placement: Placement | None = None
     if (run is None) == (model is None):
         raise UnsupportedError("what is to be profiled? give a run configuration, or --model NAME")
     if fake and formulas:
@@ -96,7 +95,7 @@ def profile(
         placement = _placement(asked) if stages is None else None
         stages = placement.num_stages if placement else stages or asked.parallelism.pp * (asked.parallelism.chunks or 1)
     else:
-        shape, machine = load(model, Model), load(cluster or DEFAULT_CLUSTER, Cluster)
+        placement, shape, machine = None, load(model, Model), load(cluster or DEFAULT_CLUSTER, Cluster)
         execution = typed(asdict(cut), Execution)
     if sequence is not None:
         shape = replace(shape, sequence=sequence)
@@ -133,8 +132,7 @@ def _placement(run: Run) -> Placement | None:
     cut, name = run.parallelism, run.schedule.name
     if name in (STOCK, AUTO) or name.endswith(FILE_SUFFIX):
         return None
-    options = {**run.schedule.options, **({} if cut.chunks is None else {"chunks": cut.chunks})}
-    return build_schedule(name, num_devices=cut.pp, num_microbatches=cut.microbatches, **options).placement
+    return build_schedule(name, num_devices=cut.pp, num_microbatches=cut.microbatches, **run.schedule_options).placement
 
 
 def _run(model: Model, execution: Execution, cluster: Cluster, fake: bool, repeats: int) -> Profile:
@@ -173,17 +171,15 @@ def _bandwidths() -> Bandwidths | None:
 
 def _ratios(found: Profile, cluster: Cluster) -> dict[str, float]:
     """Return k as the layer runs, and with what is cheap recomputed: by the cluster file, or by what was measured."""
-    cheap = cheap_recompute(found.execution)
-    measured = found.bandwidths
-    if measured is None:
-        as_is, recomputed = (cluster_offload_ratio(found.model, each, cluster) for each in (found.execution, cheap))
-    else:
-        channel = replace(cluster.host, d2h_gb_per_s=measured.d2h_computing, h2d_gb_per_s=measured.h2d_computing)
-        as_is, recomputed = (
-            offload_ratio(found.model, each, cluster.flops, channel, seconds=found.layer.seconds.total)
-            for each in (found.execution, cheap)
-        )
-    return {"as_is": as_is, "cheap_recomputed": recomputed}
+    executions = {"as_is": found.execution, "cheap_recomputed": cheap_recompute(found.execution)}
+    if (measured := found.bandwidths) is None:
+        return {name: cluster_offload_ratio(found.model, each, cluster) for name, each in executions.items()}
+    channel = replace(cluster.host, d2h_gb_per_s=measured.d2h_computing, h2d_gb_per_s=measured.h2d_computing)
+    seconds = found.layer.seconds.total
+    return {
+        name: offload_ratio(found.model, each, cluster.flops, channel, seconds=seconds)
+        for name, each in executions.items()
+    }
 
 
 def _print(found: Profile, layers: list[int], ratios: dict[str, float], name: object) -> None:

@@ -17,6 +17,8 @@ from typing import Annotated, ClassVar, Literal, Self
 from megatron_pipemem.config.limits import Amount, Count, CountOrZero, Limit, Limited
 from megatron_pipemem.errors import ConfigError
 
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+"""Fields of latent attention, which Megatron calls as a model does."""
 _VOCABULARY_MULTIPLE = 128  # Megatron's --make-vocab-size-divisible-by
 
 

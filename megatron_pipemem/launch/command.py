@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from megatron_pipemem.config import hybrid, layout
-from megatron_pipemem.config.model import Block, Model
+from megatron_pipemem.config.model import LATENT, Block, Model
 from megatron_pipemem.config.runs import BY_ACTION, Run, ScheduleChoice, resolve_script
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.options import STOCK
@@ -183,7 +183,7 @@ def model_flags(model: Model) -> Flags:
         **biases,
     }
     if model.kv_lora_rank is not None:
-        flags |= {"multi-latent-attention": True, **{name.replace("_", "-"): getattr(model, name) for name in _LATENT}}
+        flags |= {"multi-latent-attention": True, **{name.replace("_", "-"): getattr(model, name) for name in LATENT}}
     if Block.MAMBA in "".join(model.all_kinds):
         flags |= {
             "mamba-state-dim": model.mamba_state,
@@ -205,10 +205,6 @@ def model_flags(model: Model) -> Flags:
             "moe-router-topk-scaling-factor": model.router_scale if model.router_scale != 1 else None,
         }
     return flags
-
-
-_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-"""What Megatron calls as a model does."""
 
 
 def _model_flags(run: Run) -> Flags:

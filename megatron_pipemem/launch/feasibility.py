@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megatron_pipemem.config import refusals
 from megatron_pipemem.config.cluster import GIB
-from megatron_pipemem.config.refusals import (
-    CPU,
-    SCHEDULES,
-    flag_values,
-    refuse,
-    refuse_asynchronous,
-    refuse_transformer_engine,
-)
 from megatron_pipemem.config.runs import Run, resolve_script
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.launch import cut_flags
@@ -75,7 +68,7 @@ def _has_command(run: Run) -> None:
     resolve_script(run)
     script_flags(run)
     if run.on_cpu:
-        refuse(flag_values(run.flags), CPU)
+        refusals.refuse(refusals.flag_values(run.flags), refusals.CPU)
 
 
 def _schedules(run: Run) -> None:
@@ -87,16 +80,16 @@ def _schedules(run: Run) -> None:
     schedule = None if choice.name == AUTO else schedule_of(run, request)
     if choice.name != STOCK and run.implementation == "transformer_engine":
         splits, again = (True, False) if schedule is None else (schedule.splits_backward, bool(schedule.recomputed))
-        refuse_transformer_engine(flag_values(run.flags), splits, recomputes or again)
+        refusals.refuse_transformer_engine(refusals.flag_values(run.flags), splits, recomputes or again)
     file = schedule if choice.name.endswith(FILE_SUFFIX) else None
     if file is not None and cut.chunks not in (None, file.placement.num_chunks):
         raise UnsupportedError(f"{choice.name} has {file.placement.num_chunks} chunks per rank, not {cut.chunks}")
     if choice.name == STOCK:
         cut_flags.check_layers(run.flags, run.model.layers, cut.pp, known_chunks(schedule.placement))
     else:
-        refuse(flag_values(run.flags), SCHEDULES)
+        refusals.refuse(refusals.flag_values(run.flags), refusals.SCHEDULES)
         if file is None and schedule is not None and family(choice.name).asynchronous:
-            refuse_asynchronous(run, choice.name)
+            refusals.refuse_asynchronous(run, choice.name)
         cut_flags.checked_placements(run.flags, choice.name, options, cut.pp, run.model.layers, file)
     if schedule is not None:
         check_barriers(choice.name, schedule.vocabulary_barriers, choice.vocab_parallel)

@@ -17,12 +17,11 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner.plans import Base, Group
 from megatron_pipemem.planner.prices import MeasuredSlowdown, all_reduce
 from megatron_pipemem.planner.space import Limits, Order
-from megatron_pipemem.planner.step import DISTRIBUTED, Step, price
+from megatron_pipemem.planner.step import DISTRIBUTED, GRADIENT, Step, price
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.features.windows import family_window, steady, updates_per_batch
 from megatron_pipemem.schedule.registry import Family, families
 
-_GRADIENT = 4  # bytes per parameter
 _SHARED = (DISTRIBUTED, "overlap-param-gather")
 _PER_MICROBATCH = ("overlap-grad-reduce",)
 
@@ -73,7 +72,7 @@ def _priced(family: Family, run: Run, step: Step, per_batch: bool) -> Priced:
         execution, cluster = run.execution, run.cluster
         replicas = run.parallelism.dp * run.parallelism.cp
         link = cluster.link(replicas, execution.tp)
-        gradients = max(step.weights) / execution.element * _GRADIENT
+        gradients = max(step.weights) / execution.element * GRADIENT
         step = replace(step, optimizer=m * step.optimizer, reduction=m * all_reduce(gradients, replicas, link))
     group = Group(run, replace(step, static=static), (), None, makespan + step.outside, 0.0)
     return Base(group, Order(family.name)), makespan, timeline.peaks

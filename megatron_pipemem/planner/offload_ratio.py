@@ -25,10 +25,9 @@ def offload_ratio(
     flops: float,
     channel: HostChannel,
     sharing: int = 1,
-    kind: str | None = None,
     seconds: float | None = None,
 ) -> float:
-    """Return k of one layer.
+    """Return k of one layer, of those that the model has most of.
 
     Args:
         model: the shape.
@@ -36,26 +35,22 @@ def offload_ratio(
         flops: per second that the device achieves.
         channel: between device and host.
         sharing: devices that use the channel at the same time.
-        kind: the blocks of the layer; by default those of most layers.
         seconds: of the layer's F, I and W where they were measured; otherwise they follow from ``flops``.
     """
-    kind = kind or model.main_kind
     if seconds is None:
-        seconds = layer_flops(model, execution, kind).total / flops
-    moved = moved_bytes(model, execution, kind)
-    return channel.round_trip_seconds(moved, sharing) / seconds
+        seconds = layer_flops(model, execution, model.main_kind).total / flops
+    return channel.round_trip_seconds(moved_bytes(model, execution, model.main_kind), sharing) / seconds
 
 
-def cluster_offload_ratio(model: Model, execution: Execution, cluster: Cluster, device: int = 0) -> float:
-    """Return k of one layer on a device of a cluster, with the devices that share its switch moving as much.
+def cluster_offload_ratio(model: Model, execution: Execution, cluster: Cluster) -> float:
+    """Return k of one layer on the first device of a node, with the devices that share its switch moving as much.
 
     Args:
         model: its shape.
         execution: how a microbatch of it runs on one rank.
         cluster: with the device's speed, the channel to the host, and the switches.
-        device: number of the device within its node.
     """
-    return offload_ratio(model, execution, cluster.flops, cluster.host, cluster.sharing(device))
+    return offload_ratio(model, execution, cluster.flops, cluster.host, cluster.sharing(0))
 
 
 def cheap_recompute(execution: Execution) -> Execution:

@@ -7,7 +7,6 @@ every pass waits for is worked out once; a replay is then one sweep over the pas
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_pipemem.schedule.core.action import Kind
@@ -21,7 +20,6 @@ from megatron_pipemem.schedule.registry import build_schedule
 _LONG = 4  # a step of more microbatches per device than this is two shorter ones, extended
 
 
-@dataclass(frozen=True)
 class Replay:
     """A schedule, ready to be priced.
 
@@ -32,14 +30,12 @@ class Replay:
         ScheduleError: the schedule waits for ever.
     """
 
-    schedule: Schedule
-
-    def __post_init__(self) -> None:
-        found = Dependencies.of_schedule(self.schedule)
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self._found = found = Dependencies.of_schedule(schedule)
         if error := found.stuck():
             raise error
-        object.__setattr__(self, "_found", found)
-        object.__setattr__(self, "_steps", list(found.graph.steps(found.walk.nodes)))
+        self._steps = list(found.graph.steps(found.walk.nodes))
 
     def makespan(self, costs: Costs) -> float:
         """Return the makespan in seconds."""

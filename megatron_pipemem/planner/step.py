@@ -38,7 +38,7 @@ from megatron_pipemem.schedule.core.placement import Placement
 
 DISTRIBUTED = "use-distributed-optimizer"
 """The flag that shares the optimizer out."""
-_GRADIENT = 4  # bytes per parameter
+GRADIENT = 4  # bytes per parameter
 _OPTIMIZER = {"bf16": 12, "fp16": 12, "fp32": 8}  # master parameters where they are not fp32 already, and two moments
 _MESSAGES_IN_FLIGHT = 2  # per stage and direction: one that is used, one that arrives
 
@@ -159,7 +159,7 @@ class _Cut:
     def static(self, part: Price) -> float:
         """Return the bytes of parameters, gradients and optimizer on one rank."""
         element, optimizer = self.execution.element, _OPTIMIZER[self.execution.precision]
-        return part.parameters * (element + _GRADIENT) + optimizer * self.updated(part)
+        return part.parameters * (element + GRADIENT) + optimizer * self.updated(part)
 
     def updated(self, part: Price) -> float:
         """Return the number of parameters in the rank's shard of the optimizer."""
@@ -319,7 +319,7 @@ def _sums(cut: _Cut, device: list[Price], placement: Placement) -> float:
     """Return the seconds in which one rank adds up the gradients of its stages with those of their replicas, elsewhere."""
     if placement.replicas == 1:
         return 0.0
-    nbytes = sum(part.parameters for part in device) * _GRADIENT
+    nbytes = sum(part.parameters for part in device) * GRADIENT
     link = cut.cluster.link(placement.num_devices, cut.execution.tp * cut.execution.cp * cut.dp)
     return prices.all_reduce(nbytes, placement.replicas, link)
 
@@ -340,8 +340,8 @@ def _exposed(cut: _Cut, device: list[Price], replicas: int) -> float:
     forward = sum(part.seconds.forward for part in device)
     backward = sum(part.seconds.input + part.seconds.weight for part in device) if replicas == 1 else 0.0
     if not cut.distributed:
-        return max(0.0, 2 * messages(_GRADIENT) - backward)
-    return max(0.0, messages(_GRADIENT) - backward) + max(0.0, messages(cut.execution.element) - forward)
+        return max(0.0, 2 * messages(GRADIENT) - backward)
+    return max(0.0, messages(GRADIENT) - backward) + max(0.0, messages(cut.execution.element) - forward)
 
 
 def mfu(run: Run, seconds: float) -> float:

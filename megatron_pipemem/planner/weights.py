@@ -8,18 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from megatron_pipemem.config.model import Block, Execution, Model
+from megatron_pipemem.config.model import LATENT, Block, Execution, Model
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.planner.counts import SCAN, layer_flops
 
 Sizes = Callable[[str], float]
 """The value of an attribute of Megatron's configuration; 0 or ``None`` where it has none."""
 
-# Attributes whose flags are called otherwise, and what Megatron takes where there is no flag.
+# Attributes of Megatron's configuration that a model's fields of other names stand for.
+_ATTRIBUTES = {
+    **{"hidden": "hidden_size", "heads": "num_attention_heads", "kv_heads": "num_query_groups"},
+    **{"head_channels": "kv_channels", "ffn": "ffn_hidden_size"},
+    **{"experts": "num_moe_experts", "experts_per_token": "moe_router_topk"},
+    **{"expert_ffn": "moe_ffn_hidden_size", "shared_expert_ffn": "moe_shared_expert_intermediate_size"},
+    **{"mamba_state": "mamba_state_dim", "mamba_heads": "mamba_num_heads", "mamba_groups": "mamba_num_groups"},
+}
+# Attributes whose flags are called otherwise, and what Megatron takes where there is no flag and a model has no default.
 _RENAMED = {"gated_linear_unit": "swiglu", "num_moe_experts": "num-experts"}
 _DEFAULTS = {
-    **{"moe_router_topk": 2, "mamba_state_dim": 128, "mamba_head_dim": 64, "mamba_num_groups": 8},
-    **{"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128},
+    **{"moe_router_topk": 2, "kv_lora_rank": 32},
     **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     **{"linear_num_key_heads": 16, "linear_num_value_heads": 32},
 }
@@ -77,36 +84,21 @@ def _model(symbol: str, of: Sizes, sequence: int) -> Model:
         ConfigError: there is none of these sizes.
     """
 
-    def size(attribute: str) -> int | None:
-        return int(of(attribute)) or None
-
-    hidden, heads, gated = size("hidden_size") or 0, size("num_attention_heads") or 1, bool(of("gated_linear_unit"))
-    ffn = size("ffn_hidden_size") or (hidden * 8 // 3 // 64 * 64 if gated else 4 * hidden)
-    latent = symbol == Block.LATENT_ATTENTION
+    names = {**_ATTRIBUTES, "mamba_head_dim": "mamba_head_dim"}
+    if symbol == Block.LATENT_ATTENTION:
+        names |= {name: name for name in LATENT}
+    sizes = {field: int(size) for field, attribute in names.items() if (size := of(attribute))}
+    hidden, heads, gated = sizes.get("hidden", 0), sizes.get("heads", 1), bool(of("gated_linear_unit"))
+    usual = {"hidden": hidden, "heads": heads, "head_channels": max(1, hidden // heads)}
+    if gated:
+        usual["ffn"] = hidden * 8 // 3 // 64 * 64
     return Model(
         layers=1,
         pattern=symbol,
-        hidden=hidden,
-        heads=heads,
         vocabulary=1,
         sequence=max(1, sequence),
-        kv_heads=size("num_query_groups"),
-        head_channels=size("kv_channels") or max(1, hidden // heads),
-        ffn=ffn,
         activation="swiglu" if gated else "gelu",
-        experts=size("num_moe_experts") or 0,
-        experts_per_token=size("moe_router_topk") or 1,
-        expert_ffn=size("moe_ffn_hidden_size") or ffn,
-        shared_expert_ffn=size("moe_shared_expert_intermediate_size") or 0,
-        kv_lora_rank=size("kv_lora_rank") if latent else None,
-        q_lora_rank=size("q_lora_rank") if latent else None,
-        qk_head_dim=size("qk_head_dim") or 1,
-        qk_pos_emb_head_dim=size("qk_pos_emb_head_dim") or 1,
-        v_head_dim=size("v_head_dim") or 1,
-        mamba_state=size("mamba_state_dim") or 1,
-        mamba_heads=size("mamba_num_heads"),
-        mamba_head_dim=size("mamba_head_dim") or 1,
-        mamba_groups=size("mamba_num_groups") or 1,
+        **usual | sizes,
     )
 
 
