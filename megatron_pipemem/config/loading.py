@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import cache
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -116,10 +116,10 @@ def check_key(kind: type, key: str, user: str = "", file: Path | None = None) ->
     for part in key.split("."):
         if get_origin(here) is dict:
             return
-        known = list(_fields(here)) if is_dataclass(here) else []
+        known = _parameters(here) if is_dataclass(here) else {}
         if part != BASE and part not in known:
             raise ConfigError(f"unknown key; {nearest(part, known)}", key=f"{user}{key}", file=file)
-        hint = str if part == BASE else _fields(here)[part].type
+        hint = str if part == BASE else known[part].annotation
         here = _dataclass_in(hint) or hint
 
 
@@ -176,7 +176,7 @@ def locate(name: str, kind: type, user: Path | None = None, key: str | None = No
 
 def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[Path, ...]) -> dict[str, Any]:
     """Put what files say in the place of their names, and refuse keys that ``kind`` does not have."""
-    hints = {name: field.type for name, field in _fields(kind).items()}
+    hints = {name: parameter.annotation for name, parameter in _parameters(kind).items()}
     own = {BASE: raw} if isinstance(raw, str) else raw
     if not isinstance(own, Mapping):
         raise ConfigError(
@@ -232,16 +232,16 @@ def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, i
         is_whole: otherwise what is missing may still come, and nothing is returned.
     """
     arguments = {}
-    for name, field in _fields(kind).items():
-        inner, key = _dataclass_in(field.type), f"{prefix}{name}"
+    for name, parameter in _parameters(kind).items():
+        inner, key = _dataclass_in(parameter.annotation), f"{prefix}{name}"
         if name not in raw:
-            if is_whole and field.default is MISSING and field.default_factory is MISSING:
+            if is_whole and parameter.default is Parameter.empty:
                 raise ConfigError("is missing and has no default", key=key, file=file)
         elif inner is not None and isinstance(raw[name], Mapping):
             arguments[name] = _build(inner, raw[name], file, f"{key}.", is_whole)
         else:
             try:
-                arguments[name] = converted(raw[name], field.type)
+                arguments[name] = converted(raw[name], parameter.annotation)
             except ValueError as error:
                 raise ConfigError(str(error), key=key, file=file) from error
     try:
@@ -251,13 +251,10 @@ def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, i
 
 
 @cache
-def _fields(kind: type) -> dict[str, Field]:
-    """Return what a dataclass is made of, with types in the place of their names."""
+def _parameters(kind: type) -> dict[str, Parameter]:
+    """Return what a dataclass is made from, with types in the place of their names."""
     hints = get_type_hints(kind)
-    found = {field.name: copy(field) for field in fields(kind) if field.init}
-    for name, field in found.items():
-        field.type = hints[name]
-    return found
+    return {name: each.replace(annotation=hints[name]) for name, each in signature(kind).parameters.items()}
 
 
 def _dataclass_in(hint: Any) -> type | None:

@@ -40,8 +40,7 @@ def draw(timelines: Sequence[Timeline]) -> Figure:
     figure, panels = _panels(width, heights, stretches)
     left_out = set()
     for run, axes, stretch in zip(runs, panels, stretches, strict=True):
-        tops = [max(r.timeline.peak, 1.0 if r.in_units else 0.0) for r in runs if r.in_units == run.in_units]
-        left_out |= draw_run(run, axes, stretch, points, 1.12 * max(tops) or 1.0)
+        left_out |= draw_run(run, axes, stretch, points, run.memory_scale(runs))
         axes[0].set_title(
             _title(run, runs[0]), loc="left", fontsize=13 if len(runs) == 1 else 11, fontweight="bold", pad=7
         )

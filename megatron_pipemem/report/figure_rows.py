@@ -51,6 +51,14 @@ class PicturedRun(DrawnRun):
     def shade(self, box: Box) -> str:
         return self.colour(box.action.kind, box.chunk)
 
+    def seen(self, window: Window) -> list[list[Box]]:
+        """Return the boxes of every row that a window shows."""
+        start, end = window
+        return [
+            [box for box in row if box.end >= start and box.start <= end and box.action.kind not in MEMORY]
+            for row in self.rows
+        ]
+
 
 def draw_run(run: PicturedRun, panels: Sequence[Axes], windows: Windows, points: float, top: float) -> set[str]:
     """Draw one run into the panels of its windows.
@@ -73,10 +81,7 @@ def draw_run(run: PicturedRun, panels: Sequence[Axes], windows: Windows, points:
     for panel, (start, end) in zip(panels, windows, strict=True):
         panel.set_xlim(start, end)
         panel.set_ylim(len(run.rows), 0)
-        seen = [
-            [box for box in row if box.end >= start and box.start <= end and box.action.kind not in MEMORY]
-            for row in run.rows
-        ]
+        seen = run.seen((start, end))
         _draw_boxes(panel, run, seen, points)
         if size:
             for box in (box for row in seen for box in row):
@@ -124,13 +129,8 @@ def _number_size(run: PicturedRun, windows: Windows, points: float, row_points: 
     """Return the size in points at which microbatch numbers fit the shortest box; 0 when they would be too small or too
     many.
     """
-    seen = [
-        box.action.microbatch or 0
-        for row in run.rows
-        for box in row
-        if box.action.kind not in MEMORY and any(box.end >= start and box.start <= end for start, end in windows)
-    ]
-    digits = len(str(max(seen, default=0)))
+    seen = {box for window in windows for row in run.seen(window) for box in row}
+    digits = len(str(max((box.action.microbatch or 0 for box in seen), default=0)))
     size = min(8.0, run.shortest * points / (0.62 * digits + 0.25), 0.8 * _ACTION_HEIGHT * row_points)
     return size if size >= _LABEL_POINTS and len(seen) <= _MOST_NUMBERS else 0.0
 

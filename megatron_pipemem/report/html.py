@@ -26,16 +26,11 @@ from megatron_pipemem.schedule.core.simulator import Timeline
 def page(timelines: Sequence[Timeline]) -> str:
     """Return the page as text. It loads nothing from elsewhere."""
     runs = [DrawnRun(timeline) for timeline in timelines]
-    # Runs in bytes have one scale, and those in units another, on which 1 is seen.
-    tops = {
-        kind: max((run.timeline.peak for run in runs if run.in_units is kind), default=0.0) for kind in (True, False)
-    }
-    tops = {True: max(tops[True], 1.0), False: tops[False] or 1.0}
     data = {
         "kinds": {kind.value: name for kind, name in KIND_NAMES.items()},
         "idle": IDLE,
         "shared": common_end(timelines),
-        "runs": [_data(run, 1.12 * tops[run.in_units]) for run in runs],
+        "runs": [_data(run, run.memory_scale(runs)) for run in runs],
     }
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     in_units = any(run.in_units for run in runs)

@@ -66,7 +66,7 @@ def table(report: Mapping[str, Any]) -> FittingTable:
     for rank in report["ranks"]:
         rows.add_row(
             str(rank["rank"]),
-            _shown_range(rank),
+            _range(*_predicted(rank)),
             _shown(rank["counted_peak_bytes"], 1 / _MIB, ".5g"),
             *(_shown(rank[key], 1, ".1%") for key in ("predicted_bubble_rate", "measured_bubble_rate")),
         )
@@ -94,9 +94,8 @@ def _agreement(ranks: Sequence[Mapping[str, Any]]) -> str:
         uneven = any(least < most for least, most, *_ in known)
         return "counted; every rank within its prediction" if uneven else "predicted = counted on every rank"
     least, most, counted, rank = max(off, key=lambda each: max(each[0] - each[2], each[2] - each[1]))
-    predicted = f"{most / _MIB:.5g}" if least == most else f"{least / _MIB:.5g} to {most / _MIB:.5g}"
     return (
-        f"counted; {len(off)} ranks differ from the prediction, rank {rank} most: {predicted} MiB predicted, "
+        f"counted; {len(off)} ranks differ from the prediction, rank {rank} most: {_range(least, most)} MiB predicted, "
         f"{counted / _MIB:.5g} counted"
     )
 
@@ -120,7 +119,6 @@ def _shown(value: float | None, scale: float, form: str) -> str:
     return "-" if value is None else format(value * scale, form)
 
 
-def _shown_range(rank: Mapping[str, Any]) -> str:
-    least, most = _predicted(rank)
+def _range(least: float | None, most: float | None) -> str:
     shown = _shown(most, 1 / _MIB, ".5g")
     return shown if least == most else f"{_shown(least, 1 / _MIB, '.5g')} to {shown}"

@@ -234,6 +234,13 @@ class DrawnRun:
         """Return ``#rrggbb`` of a chunk's action."""
         return colour(kind, chunk, self.num_chunks)
 
+    def memory_scale(self, runs: Sequence[DrawnRun]) -> float:
+        """Return the most memory that the run's scale shows beside others: runs in bytes share one scale, and those in units
+        another, on which 1 is seen.
+        """
+        tops = [max(run.timeline.peak, float(run.in_units)) for run in runs if run.in_units == self.in_units]
+        return 1.12 * (max(tops) or 1.0)
+
     @property
     def headline(self) -> str:
         """The run in one line, for example ``v-half: p=8, m=33, bubble 7.9%, peak 0.625``."""
