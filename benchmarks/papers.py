@@ -249,7 +249,7 @@ def vocabulary() -> dict[str, list[Row]]:
 def _vocabulary(run: Run, method: str, known: dict) -> float:
     cut = run.parallelism
     schedule = build_schedule("1f1b", num_devices=cut.pp, num_microbatches=cut.microbatches)
-    even = layout.even(run.model.layers, cut.pp) if method == "baseline" else None
+    even = layout.uncut(run.model, cut.pp) if method == "baseline" else None
     step = price(run, Placement.linear(cut.pp), even)
     if method in known:
         step = known[method].prepare(run, Placement.linear(cut.pp), None)
