@@ -9,8 +9,8 @@ the same chunks through Megatron's own forward and backward steps, in one proces
 Host time is processor time of the rank's main thread (``time.thread_time``): waiting for a neighbour does not count, nor does
 a busy machine, but for its caches. All gloo groups of a rank share one device here, for stock and for us alike: torch opens
 a device with a polling thread for every group, and we have several groups, so that a rank would measure how its main thread
-and gloo's threads take turns on few cores. NCCL has no such threads. A played rank runs its real program alone; its neighbours
-are torch's ``fake`` backend, whose messages arrive at once. An action is one forward or one backward of a chunk.
+and gloo's threads take turns on few cores, which says nothing about NCCL. A played rank runs its real program alone; its
+neighbours are torch's ``fake`` backend, whose messages arrive at once. An action is one forward or one backward of a chunk.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ from megatron_pipemem.files import write_whole
 
 ROWS, WIDTH = 2, 8
 """Tokens and features of a message: as small as can be."""
+
+TURN_ACTIONS = 600
+"""Actions of a rank in an engine's turn, at least: a turn of few of them measures the machine's moods."""
 
 SCHEDULES = {"1f1b": 1, "interleaved": 2}
 """The schedules that stock Megatron-Core has, and their chunks per device."""
@@ -91,13 +94,13 @@ def sizes(quick: bool) -> list[Size]:
     return real + played
 
 
-def run_sizes(all_sizes: Iterable[Size], rounds: int, steps: int) -> list[Row]:
+def run_sizes(all_sizes: Iterable[Size], rounds: int, turn_actions: int = TURN_ACTIONS) -> list[Row]:
     """Every size on fresh processes.
 
     Args:
         all_sizes: what to compare.
         rounds: how often each engine's turn comes.
-        steps: per turn.
+        turn_actions: of a rank, per turn, at least.
     """
     import torch
 
@@ -107,6 +110,7 @@ def run_sizes(all_sizes: Iterable[Size], rounds: int, steps: int) -> list[Row]:
     for size in all_sizes:
         with tempfile.TemporaryDirectory() as folder:
             processes = size.devices if size.played is None else 1
+            steps = max(3, turn_actions // size.actions)
             torch.multiprocessing.spawn(_rank, (size, rounds, steps, folder), nprocs=processes)
             spent = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)]
         rows += _rows(size, spent)
@@ -285,7 +289,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("out/benchmarks/overhead.json"), help="JSON of the rows")
     arguments = parser.parse_args()
     rounds = arguments.rounds or (3 if arguments.quick else 15)
-    rows = run_sizes(sizes(arguments.quick), rounds, steps=3)
+    rows = run_sizes(sizes(arguments.quick), rounds)
     console = Console(width=100)
     console.print(table(rows))
     data = [asdict(row) | {"per_action": row.per_action} for row in rows]
