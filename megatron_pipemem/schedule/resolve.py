@@ -30,7 +30,7 @@ from megatron_pipemem.schedule.knowledge import UNIT, Knowledge, Shape
 from megatron_pipemem.schedule.model_cut import searched
 from megatron_pipemem.schedule.one_by_one import COUNTING, ONE_BY_ONE, counting, last_resort
 from megatron_pipemem.schedule.options import OFF, SEARCH_SECONDS
-from megatron_pipemem.schedule.registry import build_schedule, family
+from megatron_pipemem.schedule.registry import build_schedule, family, synchronous_schedules
 from megatron_pipemem.schedule.request import Request, check_devices_of_file, check_microbatches_of_file
 from megatron_pipemem.schedule.search import Candidate, SearchResult, search_schedule
 from megatron_pipemem.schedule.search.result import fastest_first
@@ -273,9 +273,10 @@ def _with_searched_offload(request: Request, shape: Shape, knowledge: Knowledge)
     costs = knowledge.offload_costs(request, placements[0])
     plans, allowed = Plans(request, knowledge, costs), request.options.get("seconds", SEARCH_SECONDS)
     deadline = started + allowed
-    plans.add_all(known_orders(p, m, costs, placements), math.inf if allowed >= SEARCH_SECONDS else deadline)
+    families = [schedule for schedule in synchronous_schedules(p, m, costs) if schedule.placement in placements]
+    plans.add_all(known_orders(families, m, placements), math.inf if allowed >= SEARCH_SECONDS else deadline)
     higher = _under_higher_caps(request, shape, knowledge, costs, placements, deadline)
-    plans.add_all(chain(prompt_orders(p, m, costs, placements), higher), deadline)
+    plans.add_all(chain(prompt_orders(families, costs), higher), deadline)
     seconds = time.perf_counter() - started
     if not plans.kept:
         with suppress(UnsupportedError):

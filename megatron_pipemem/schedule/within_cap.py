@@ -20,44 +20,32 @@ from megatron_pipemem.schedule.features.offload.planning import plan_offload
 from megatron_pipemem.schedule.features.offload.recompute import recompute_plans, with_early_recompute
 from megatron_pipemem.schedule.features.offload.transfers import OffloadPlan
 from megatron_pipemem.schedule.knowledge import Knowledge
-from megatron_pipemem.schedule.registry import synchronous_schedules
 from megatron_pipemem.schedule.request import Request
 
 UNIFORM = "uniform repeating"
 
 
 def known_orders(
-    num_devices: int, num_microbatches: int, costs: Costs, placements: Collection[Placement]
+    families: Iterable[Schedule], num_microbatches: int, placements: Sequence[Placement]
 ) -> Iterator[tuple[str, Schedule]]:
-    """Yield the orders of the families and of uniform repeating in these placements, by name.
+    """Yield the orders of the families, and those of uniform repeating in these placements, by name.
 
     Args:
-        num_devices: pipeline ranks.
+        families: their schedules in these placements.
         num_microbatches: of one step.
-        costs: what actions take and hold.
         placements: which to consider.
     """
-    p, m = num_devices, num_microbatches
-    found = [(schedule.name, schedule) for schedule in synchronous_schedules(p, m, costs)]
-    chunks = {each.num_chunks for each in placements}
-    found += [(f"{UNIFORM}, {v} chunks", uniform_repeating(p, m, v)) for v in chunks]
+    p, m = placements[0].num_devices, num_microbatches
+    found = [(schedule.name, schedule) for schedule in families]
+    found += [(f"{UNIFORM}, {v} chunks", uniform_repeating(p, m, v)) for v in {each.num_chunks for each in placements}]
     found.append((f"{UNIFORM} over a V", uniform_repeating(p, m, 2, "v")))
     return ((name, schedule) for name, schedule in found if schedule.placement in placements)
 
 
-def prompt_orders(
-    num_devices: int, num_microbatches: int, costs: Costs, placements: Collection[Placement]
-) -> Iterator[tuple[str, Schedule]]:
-    """Yield the orders of families over a V with fewer W waiting, by name.
-
-    Args:
-        num_devices: pipeline ranks.
-        num_microbatches: of one step.
-        costs: what actions take and hold.
-        placements: which to consider.
-    """
-    for schedule in synchronous_schedules(num_devices, num_microbatches, costs):
-        if schedule.placement.name == "v" and schedule.placement in placements:
+def prompt_orders(families: Iterable[Schedule], costs: Costs) -> Iterator[tuple[str, Schedule]]:
+    """Yield the orders of those of the families that are over a V with fewer W waiting, by name."""
+    for schedule in families:
+        if schedule.placement.name == "v":
             for most, prompt in enumerate(with_prompt_weights(schedule, costs)):
                 yield f"{schedule.name}, at most {most} W waiting", prompt
 
