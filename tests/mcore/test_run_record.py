@@ -18,7 +18,7 @@ from megatron_pipemem.errors import OutputError, UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore import plugin  # noqa: E402
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes  # noqa: E402
 from megatron_pipemem.mcore.report import recording  # noqa: E402
-from megatron_pipemem.mcore.report.recording import Scalars  # noqa: E402
+from megatron_pipemem.mcore.report.recording import Recording  # noqa: E402
 from megatron_pipemem.mcore.report.run_record import RunRecord  # noqa: E402
 from megatron_pipemem.mcore.source import Source  # noqa: E402
 from megatron_pipemem.mcore.step.observation import Observation  # noqa: E402
@@ -101,8 +101,8 @@ def test_what_uneven_routing_may_hold_follows_what_the_run_has_shown(record):
     shown = []
     for routed in ((10, 30), (20, 20), (25, 90), (5, 40)):
         record.add_step(PLAN, PROGRAM, 0, observed(routed=routed))
-        shown.append((record.held.predicted_least_peak, record.held.predicted_peak))
-        assert shown[-1][0] <= record.held.counted_peak <= shown[-1][1]
+        shown.append((record.held.predicted_least_peak_bytes, record.held.predicted_peak_bytes))
+        assert shown[-1][0] <= record.held.counted_peak_bytes <= shown[-1][1]
     of = [4 * (1024 + tokens) for tokens in (10, 30, 90)]
     assert shown == [(of[0], of[1]), (of[0], of[1]), (of[0], of[2]), (of[0], of[2])]
     assert record.held.expert_load == 4.5
@@ -165,7 +165,7 @@ def test_bytes_are_counted_until_two_steps_in_a_row_held_the_same(record):
     assert record.counts(other) and not record.counts(PROGRAM)
     record.read()
     assert [step.peak for step in record.steps] == [2048, 4096, 4096, 4096]
-    assert record.held.counted_peak == 4096
+    assert record.held.counted_peak_bytes == 4096
 
 
 def test_a_run_without_a_step_has_a_report(record):
@@ -205,19 +205,19 @@ class Loop:
         monkeypatch.setattr(recording.parallel_state, "get_pipeline_model_parallel_group", lambda: dist.group.WORLD)
 
 
-def iterate(record: RunRecord, writer: Scalars, steps: int) -> None:
+def iterate(record: RunRecord, writer: Recording, steps: int) -> None:
     record.trace = None
     for iteration in range(1, steps + 1):
         record.add_step(PLAN, PROGRAM, 0, observed())
-        writer.before_log(iteration)
+        writer.write_scalars(iteration)
     record.write()
-    writer.before_log(None)
+    writer.write_scalars(None)
 
 
 def test_scalars_go_where_megatron_writes_its_own(record, monkeypatch):
     loop = Loop(monkeypatch, tensorboard_dir="somewhere", tensorboard_log_interval=2)
-    iterate(record, Scalars(record), 5)
-    peak = float(record.held.counted_peak)
+    iterate(record, Recording(record), 5)
+    peak = float(record.held.counted_peak_bytes)
     assert [(value, at) for name, value, at in loop.written if name.endswith("/peak-activation-bytes")] == [
         (peak, 2),
         (peak, 4),
@@ -231,12 +231,12 @@ def test_scalars_never_fail_a_run(record, monkeypatch, caplog):
     loop = Loop(monkeypatch, wandb_project="p")
     loop.tensorboard = None
     loop.wandb.log = None
-    iterate(record, Scalars(record), 3)
+    iterate(record, Recording(record), 3)
     assert len([each for each in caplog.records if "without scalars" in each.message]) == 1
     assert record.report.is_file()
 
 
 def test_without_writers_nothing_is_gathered(record, monkeypatch):
     loop = Loop(monkeypatch, tensorboard_dir=None, wandb_project="")
-    iterate(record, Scalars(record), 2)
+    iterate(record, Recording(record), 2)
     assert not loop.written and not loop.logged

@@ -24,6 +24,9 @@ from megatron_pipemem.mcore.symbols import SAVE_AND_TIME, TRAIN, TRAINING_LOG
 class Recording(Extension):
     """Notes every training step, and writes the report when the training loop ends: after its last checkpoint.
 
+    Of the pipeline of the last rank, which is the rank that has the loop's writers, it writes scalars where and when Megatron
+    does. A step's times are known one step later, so its numbers are written then, under its own iteration.
+
     Args:
         record: of the run.
     """
@@ -32,7 +35,7 @@ class Recording(Extension):
 
     def __init__(self, record: RunRecord):
         self._record = record
-        self._scalars = Scalars(record)
+        self._iteration: int | None = None
         self._is_due = False
 
     def prepare(self, step: Step) -> None:
@@ -57,7 +60,7 @@ class Recording(Extension):
     def _training_log(self, original: Callable, loss_dict, *args, **kwargs):
         with self._record.guarded(LOSSES):
             arguments = inspect.signature(original).bind(loss_dict, *args, **kwargs).arguments
-            self._scalars.before_log(arguments["iteration"])  # first: it is collective
+            self.write_scalars(arguments["iteration"])  # first: it is collective
             self._record.add_losses(loss_dict, arguments["grad_norm"])
         return original(loss_dict, *args, **kwargs)
 
@@ -84,36 +87,17 @@ class Recording(Extension):
     def _write(self) -> None:
         self._is_due = False
         self._record.write()
-        self._scalars.before_log(None)
+        self.write_scalars(None)
 
-
-class Scalars:
-    """Writes what a run measures beside what Megatron logs, where and when Megatron does.
-
-    Of the pipeline of the last rank, which is the rank that has the writers. A step's times are known one step later, so its
-    numbers are written then, under its own iteration.
-
-    Args:
-        record: of the run.
-    """
-
-    def __init__(self, record: RunRecord):
-        self._record = record
-        self._iteration: int | None = None
-
-    def before_log(self, iteration: int | None) -> None:
-        """Write the step before. Every rank must call this when its loop is about to log ``iteration``.
+    def write_scalars(self, following: int | None) -> None:
+        """Write the numbers of the step before. Every rank must call this when its loop is about to log another one.
 
         Args:
-            iteration: ``None`` when no more come, and the last step's times have been read.
+            following: iteration of that one; ``None`` when no more come, and the last step's times have been read.
         """
-        before, self._iteration = self._iteration, iteration
-        if before is not None:
-            self._write(before)
-
-    def _write(self, iteration: int) -> None:
+        iteration, self._iteration = self._iteration, following
         interval = scalar_interval()
-        if interval is None or iteration % interval:  # on every rank alike
+        if iteration is None or interval is None or iteration % interval:  # on every rank alike
             return
         with self._record.guarded("scalars"):
             everyones = gather(self._numbers(), parallel_state.get_pipeline_model_parallel_group())
@@ -135,7 +119,7 @@ class Scalars:
         record = self._record
         with record.guarded(STEPS):
             if record.is_whole and record.steps:
-                return record.steps[-1], record.held.predicted_peak, record.last_plan.timeline.bubble_rate
+                return record.steps[-1], record.held.predicted_peak_bytes, record.last_plan.timeline.bubble_rate
         return None
 
 

@@ -61,7 +61,7 @@ class RunRecord:
     grad_norms: list[float | None] = field(default_factory=list)
     group: dist.ProcessGroup | None = None
     steps: list[run_report.Step] = field(default_factory=list)
-    held: run_report.Bytes = field(default_factory=run_report.Bytes)
+    held: run_report.OfRank = field(default_factory=run_report.OfRank)
     _failures: dict[str, str] = field(default_factory=dict)
     _plans: list[tuple[int, ChosenSchedule]] = field(default_factory=list)
     _program: Program | None = None
@@ -168,14 +168,14 @@ class RunRecord:
         if foretell and (self._uneven or program is not self._program):
             actions = program.actions[device]
             least, most = (predict_peak_bytes(actions, self._changes[most]) for most in (False, True))
-            held.predicted_peak = max(held.predicted_peak or 0, most)
-            held.predicted_least_peak = max(held.predicted_least_peak or 0, least)
+            held.predicted_peak_bytes = max(held.predicted_peak_bytes or 0, most)
+            held.predicted_least_peak_bytes = max(held.predicted_least_peak_bytes or 0, least)
             away = predict_peak_bytes(actions, self._host_changes)
-            held.predicted_host_peak = max(held.predicted_host_peak, away)
+            held.predicted_host_peak_bytes = max(held.predicted_host_peak_bytes, away)
         loads = [entry.routed / entry.evenly for entry in ledger.entries if entry.evenly]
         held.expert_load = max([held.expert_load or 0.0, *loads]) if loads else held.expert_load
-        held.counted_peak = max(held.counted_peak, ledger.peak)
-        held.counted_host_peak = max(held.counted_host_peak, ledger.host_peak)
+        held.counted_peak_bytes = max(held.counted_peak_bytes, ledger.peak)
+        held.counted_host_peak_bytes = max(held.counted_host_peak_bytes, ledger.host_peak)
         counted = [(entry.bytes, entry.host_bytes) for entry in ledger.entries]
         self._is_settled = program is self._program and counted == self._counted
         self._counted = counted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -55,24 +55,42 @@ class Shared:
 
 
 @dataclass
-class Bytes:
-    """Hold what a rank held at most so far.
+class OfRank:
+    """A rank's entry of the report, under the same names. What it held at most is added step by step, all else at the end.
 
     Args:
-        predicted_peak: activations, as foretold; ``None`` where nobody foretold it. Of uneven routing, the most.
-        predicted_least_peak: the same of the least uneven routing; equal where nothing is routed.
-        counted_peak: activations, as counted.
         expert_load: the most tokens that the rank's experts got of a microbatch, over an even share; ``None`` without any.
-        predicted_host_peak: what was away on the host, as foretold.
-        counted_host_peak: what was away, as counted.
+        predicted_least_peak_bytes: activations, as foretold for the least uneven routing; the next where nothing is routed.
+        predicted_peak_bytes: activations, as foretold; ``None`` where nobody foretold it. Of uneven routing, the most.
+        counted_peak_bytes: activations, as counted.
+        predicted_weight_bytes: parameters, as the schedule says; ``None`` where a rank of the pipeline could not measure.
+        counted_weight_bytes: parameters, as they are there.
+        weight_versions: of them, at once.
+        predicted_host_peak_bytes: what was away on the host, as foretold.
+        counted_host_peak_bytes: what was away, as counted.
+        offloaded_bytes: of the last step, to the host.
+        reloaded_bytes: of the last step, back.
+        stall_seconds: of a step, on average, in which the rank waited for transfers.
+        stalls: these by what was waited for.
+        predicted_bubble_rate: of the plan.
+        measured_bubble_rate: on average.
     """
 
-    predicted_peak: int | None = None
-    predicted_least_peak: int | None = None
-    counted_peak: int = 0
     expert_load: float | None = None
-    predicted_host_peak: int = 0
-    counted_host_peak: int = 0
+    predicted_least_peak_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    counted_peak_bytes: int = 0
+    predicted_weight_bytes: int | None = None
+    counted_weight_bytes: int = 0
+    weight_versions: int = 1
+    predicted_host_peak_bytes: int = 0
+    counted_host_peak_bytes: int = 0
+    offloaded_bytes: int = 0
+    reloaded_bytes: int = 0
+    stall_seconds: float = 0.0
+    stalls: Sequence[dict] = ()
+    predicted_bubble_rate: float = 0.0
+    measured_bubble_rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -94,29 +112,10 @@ class Summary:
     losses: list[float | None]
     grad_norms: list[float | None]
     failure: str | None
-    measured: dict | None = None
+    measured: OfRank | None = None
     plans: Sequence[dict] = ()
     steps: int = 0
     last: Sequence[TracedAction] = ()
-
-
-_OF_A_RANK = (
-    "expert_load",
-    "predicted_least_peak_bytes",
-    "predicted_peak_bytes",
-    "counted_peak_bytes",
-    "predicted_weight_bytes",
-    "counted_weight_bytes",
-    "weight_versions",
-    "predicted_host_peak_bytes",
-    "counted_host_peak_bytes",
-    "offloaded_bytes",
-    "reloaded_bytes",
-    "stall_seconds",
-    "stalls",
-    "predicted_bubble_rate",
-    "measured_bubble_rate",
-)
 
 
 def report_of(ranks: Sequence[Summary], timelines: Path | None) -> dict:
@@ -130,7 +129,7 @@ def report_of(ranks: Sequence[Summary], timelines: Path | None) -> dict:
     def known(values: list[list[float | None]]) -> list[float | None]:
         return next(([_finite(each) for each in own] for own in reversed(values) if own), [])
 
-    first = ranks[0]
+    first, nothing = ranks[0], dict.fromkeys(each.name for each in fields(OfRank))
     return {
         "schedule": first.plans[-1]["schedule"] if first.plans else "",
         "steps": first.steps,
@@ -139,7 +138,7 @@ def report_of(ranks: Sequence[Summary], timelines: Path | None) -> dict:
         "timelines": None if timelines is None else str(timelines),
         "plans": list(first.plans),
         "ranks": [
-            {"rank": each.rank, **(each.measured or dict.fromkeys(_OF_A_RANK)), "failure": each.failure}
+            {"rank": each.rank, **(asdict(each.measured) if each.measured else nothing), "failure": each.failure}
             for each in ranks
         ],
     }
@@ -149,17 +148,17 @@ def measured(
     steps: Sequence[Step],
     plan: ChosenSchedule,
     device: int,
-    held: Bytes,
+    held: OfRank,
     weights: WeightBytes,
     shared: Sequence[Shared] | None,
-) -> dict:
+) -> OfRank:
     """Return a rank's entry of the report.
 
     Args:
         steps: of the rank.
         plan: of the last one.
         device: its place in the pipeline.
-        held: activations.
+        held: with its activations.
         weights: of the rank.
         shared: of all ranks of its pipeline; ``None`` where one of them could not measure.
     """
@@ -170,22 +169,16 @@ def measured(
         predicted_weights = predict_weights(placement, device, of_stages, weights.planned_versions)
         rates = [1 - step.work / makespan for step, makespan in zip(steps, makespans(shared), strict=True)]
     # The first step pays for lazily opened channels and allocator growth.
-    values = {
-        "expert_load": held.expert_load,
-        "predicted_least_peak_bytes": held.predicted_least_peak,
-        "predicted_peak_bytes": held.predicted_peak,
-        "counted_peak_bytes": held.counted_peak,
-        "predicted_weight_bytes": predicted_weights,
-        "counted_weight_bytes": weights.counted,
-        "weight_versions": weights.versions,
-        "predicted_host_peak_bytes": held.predicted_host_peak,
-        "counted_host_peak_bytes": held.counted_host_peak,
+    # The first step pays for lazily opened channels and allocator growth.
+    return replace(
+        held,
+        predicted_weight_bytes=predicted_weights,
+        counted_weight_bytes=weights.counted,
+        weight_versions=weights.versions,
         **_offload_summary([step.offload for step in steps]),
-        "predicted_bubble_rate": 1 - timeline.work[device] / timeline.makespan,
-        "measured_bubble_rate": fmean(rates[1:] or rates) if rates else None,
-    }
-    assert tuple(values) == _OF_A_RANK
-    return values
+        predicted_bubble_rate=1 - timeline.work[device] / timeline.makespan,
+        measured_bubble_rate=fmean(rates[1:] or rates) if rates else None,
+    )
 
 
 def makespans(shared: Sequence[Shared]) -> list[float]:
