@@ -49,7 +49,9 @@ class SleepingVocabulary:
         drawn = torch.Generator().manual_seed(0)
         self._embedding, self._head = (torch.randn(WORDS, WIDTH, generator=drawn) for _ in range(2))
         embedding, head = (
-            WeightShard(torch.nn.Parameter(self.partition.split(whole)[rank]), self.partition, rank)
+            WeightShard(
+                torch.nn.Parameter(whole.tensor_split(self.partition.shards)[rank].clone()), self.partition, rank
+            )
             for whole in (self._embedding, self._head)
         )
         self._shards = (

@@ -147,13 +147,15 @@ def head_of(weight, compiled: bool):
 
 def run(head, x, labels):
     """One microbatch: losses, dX, and seconds of S and T."""
-    from megatron_pipemem.runtime.vocabulary.head_gradients import differentiate
+    import torch
+
+    from megatron_pipemem.runtime.vocabulary.head_gradients import finish_input_gradient
 
     kept = []
     s = proof.seconds(lambda: kept.append(head.score(x, labels)))
     done = kept[0].combine(kept[0].statistics.clone()[None])
-    g = differentiate(done.losses, lambda losses: losses.sum())[1]
-    dx = done.finish_input_gradient(done.input_gradient(), g)
+    g = torch.ones_like(done.losses)  # of their sum
+    dx = finish_input_gradient(done.input_gradient(), x.dtype, done.without_ignored(g))
     t = proof.seconds(done.weight_gradient(g).run)
     return done.losses, dx, {"S": s, "T": t}
 

@@ -17,6 +17,16 @@ GRADIENT_READY = "_pipemem_gradient_ready"
 """Set on a weight to what wants to be told when a microbatch's gradient of it is complete."""
 
 
+def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return where the gradient of a parameter accumulates: Megatron's ``main_grad``, or ``grad``, which is made if there is
+    none.
+    """
+    main = getattr(parameter, "main_grad", None)
+    if main is None and parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad if main is None else main
+
+
 class DeferredWeightGradient(Protocol):
     """One weight-gradient GEMM, ready to run."""
 

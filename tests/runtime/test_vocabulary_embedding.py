@@ -8,18 +8,19 @@ torch = pytest.importorskip("torch")
 
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from vocabulary_model import shards_of  # noqa: E402
 
 from megatron_pipemem.errors import VocabularyError  # noqa: E402
 from megatron_pipemem.runtime.vocabulary.embedding import VocabularyEmbedding  # noqa: E402
 from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition, WeightShard  # noqa: E402
 
-sizes = st.builds(VocabularyPartition, st.integers(1, 70), st.integers(1, 9), st.booleans())
+sizes = st.builds(VocabularyPartition, st.integers(1, 70), st.integers(1, 9))
 
 
 def embeddings_of(partition: VocabularyPartition, weight: torch.Tensor) -> list[VocabularyEmbedding]:
     return [
         VocabularyEmbedding(WeightShard(torch.nn.Parameter(piece), partition, rank))
-        for rank, piece in enumerate(partition.split(weight))
+        for rank, piece in enumerate(shards_of(weight, partition))
     ]
 
 
@@ -27,11 +28,10 @@ def embeddings_of(partition: VocabularyPartition, weight: torch.Tensor) -> list[
 def test_every_row_has_one_owner_and_storage_differs_by_a_row(partition):
     rows = [row for shard in range(partition.shards) for row in partition.rows(shard)]
     assert rows == list(range(partition.vocab_size))
-    stored = [partition.stored_rows(shard) for shard in range(partition.shards)]
-    assert max(stored) - min(stored) <= (0 if partition.padded else 1)
+    stored = [len(piece) for piece in torch.arange(partition.vocab_size).tensor_split(partition.shards)]
+    assert stored == [len(partition.rows(shard)) for shard in range(partition.shards)]
+    assert max(stored) - min(stored) <= 1
     assert max(stored) == partition.largest < partition.vocab_size / partition.shards + 1
-    weight = torch.arange(2 * partition.vocab_size).view(-1, 2)
-    assert torch.equal(partition.join(partition.split(weight)), weight)
 
 
 @settings(max_examples=150, deadline=None)
@@ -59,10 +59,9 @@ def test_outputs_are_exact_and_gradients_those_of_the_whole_matrix(partition, dt
         if gradients[-1] is None:
             assert not each.shard.rows
             gradients[-1] = torch.zeros_like(parameter)
-        assert not gradients[-1][len(each.shard.rows) :].any(), "padding learns nothing"
     # 16 bit sums round at every step unless they go to a main gradient.
     tolerance = 1e-6 if main_grad or dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(partition.join(gradients).double(), reference.grad, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(torch.cat(gradients).double(), reference.grad, rtol=tolerance, atol=tolerance)
 
 
 def test_gradients_of_several_uses_add_up():
@@ -97,10 +96,6 @@ def test_what_does_not_fit_is_refused():
         embedding.forward(torch.tensor([0, 5]))
     with pytest.raises(VocabularyError, match="gradient of shape"):
         embedding.weight_gradient(torch.tensor([0, 1]), torch.ones(3, 3))
-    with pytest.raises(VocabularyError, match="4 rows cannot be a vocabulary of 5"):
-        partition.split(torch.ones(4, 3))
-    with pytest.raises(VocabularyError, match="1 shards given"):
-        partition.join([torch.ones(3, 3)])
     with pytest.raises(VocabularyError, match="at least 1"):
         VocabularyPartition(0, 2)
     with pytest.raises(VocabularyError, match="shard 2 of 2"):

@@ -15,11 +15,11 @@ from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from vocabulary_heads import assert_close, heads_of, inputs_of, losses_of, sharded  # noqa: E402
-from vocabulary_model import Case  # noqa: E402
+from vocabulary_model import Case, loss_gradient  # noqa: E402
 
 from megatron_pipemem.runtime.vocabulary import kernels  # noqa: E402
 from megatron_pipemem.runtime.vocabulary.head import HeadOptions  # noqa: E402
-from megatron_pipemem.runtime.vocabulary.head_gradients import add_product, differentiate  # noqa: E402
+from megatron_pipemem.runtime.vocabulary.head_gradients import add_product  # noqa: E402
 
 CAPPED = {"scale": 0.25, "softcap": 3.0, "z_loss": 0.01}
 
@@ -99,7 +99,7 @@ def test_an_fp32_gradient_gets_products_of_16_bit_factors_unrounded(dtype, optio
     (head,) = heads_of(case, weight)
     gradient = head.shard.parameter.main_grad
     (done,) = losses_of([head], x, labels)
-    g = differentiate(done.losses, case.loss)[1]
+    g = loss_gradient(done.losses, case.loss)
     factors = torch.cat([done._logit_gradient(piece, g).clone() for piece in done.pieces])
     (again,) = losses_of([head], x, labels)
     again.weight_gradient(g).run()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import torch
-from vocabulary_model import Case, whole_losses
+from vocabulary_model import Case, loss_gradient, shards_of, whole_losses
 
 from megatron_pipemem.runtime.vocabulary.head import VocabularyHead
-from megatron_pipemem.runtime.vocabulary.head_gradients import OneBarrier, differentiate
+from megatron_pipemem.runtime.vocabulary.head_gradients import OneBarrier, finish_input_gradient
 from megatron_pipemem.runtime.vocabulary.partition import WeightShard
 
 
 def heads_of(case: Case, weight: torch.Tensor) -> list[VocabularyHead]:
     heads = []
-    for rank, piece in enumerate(case.partition.split(weight)):
+    for rank, piece in enumerate(shards_of(weight, case.partition)):
         parameter = torch.nn.Parameter(piece)
         if case.dtype != torch.float32:
             parameter.main_grad = torch.zeros(piece.shape)
@@ -28,12 +28,14 @@ def losses_of(heads: list[VocabularyHead], x: torch.Tensor, labels: torch.Tensor
 
 def gradients_of(case: Case, heads: list[VocabularyHead], done: list) -> tuple[torch.Tensor, list]:
     """The input gradient, and the weight gradients to run."""
-    g = differentiate(done[0].losses, case.loss)[1]
+    g = loss_gradient(done[0].losses, case.loss)
     if isinstance(done[0], OneBarrier):
         total = torch.stack([each.input_gradient() for each in done]).sum(0)
-        return done[0].finish_input_gradient(total, g), [each.weight_gradient(g) for each in done]
+        dx = finish_input_gradient(total, case.dtype, done[0].without_ignored(g))
+        return dx, [each.weight_gradient(g) for each in done]
     parts = [each.input_gradient(g) for each in done]
-    return done[0].finish_input_gradient(torch.stack([part for part, _ in parts]).sum(0)), [work for _, work in parts]
+    total = torch.stack([part for part, _ in parts]).sum(0)
+    return finish_input_gradient(total, case.dtype), [work for _, work in parts]
 
 
 def joined_gradient(case: Case, heads: list[VocabularyHead]) -> torch.Tensor:
@@ -41,8 +43,7 @@ def joined_gradient(case: Case, heads: list[VocabularyHead]) -> torch.Tensor:
     for head in heads:
         parameter = head.shard.parameter
         gradients.append(getattr(parameter, "main_grad", parameter.grad))
-        assert not gradients[-1][len(head.shard.rows) :].any(), "padding learns nothing"
-    return case.partition.join(gradients)
+    return torch.cat(gradients)
 
 
 def sharded(case: Case, weight: torch.Tensor, x: torch.Tensor, labels: torch.Tensor):

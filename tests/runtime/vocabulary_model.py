@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from megatron_pipemem.runtime.vocabulary import collectives
 from megatron_pipemem.runtime.vocabulary.embedding import VocabularyEmbedding
 from megatron_pipemem.runtime.vocabulary.head import HeadOptions, VocabularyHead
-from megatron_pipemem.runtime.vocabulary.head_gradients import OneBarrier, differentiate
+from megatron_pipemem.runtime.vocabulary.head_gradients import OneBarrier, finish_input_gradient
 from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition, WeightShard
 from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue
 
@@ -36,7 +37,6 @@ class Case:
     ranks: int
     shape: tuple[int, ...] = (3, 2)
     hidden: int = 4
-    padded: bool = False
     tied: bool = False
     masked: tuple[int, ...] = ()
     ignored: tuple[int, ...] = ()
@@ -50,7 +50,7 @@ class Case:
 
     @property
     def partition(self) -> VocabularyPartition:
-        return VocabularyPartition(self.vocab_size, self.ranks, self.padded)
+        return VocabularyPartition(self.vocab_size, self.ranks)
 
     def generator(self, salt: int) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed * 1000 + salt)
@@ -97,6 +97,17 @@ def whole_losses(logits: torch.Tensor, labels: torch.Tensor, options: HeadOption
     return losses.view(labels.shape) + torch.where(valid, z, 0)
 
 
+def loss_gradient(losses: torch.Tensor, loss_function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """How the training loss depends on every token's."""
+    leaf = losses.detach().requires_grad_()
+    return torch.autograd.grad(loss_function(leaf), leaf)[0]
+
+
+def shards_of(weight: torch.Tensor, partition: VocabularyPartition) -> list[torch.Tensor]:
+    """Copies of the rows of every rank."""
+    return [piece.clone() for piece in weight.tensor_split(partition.shards)]
+
+
 def run_whole(case: Case) -> dict[str, torch.Tensor]:
     """The unsharded model in fp64, from the same (rounded) weights."""
     embedding = case.matrix(0).double().requires_grad_()
@@ -121,7 +132,7 @@ def run_rank(case: Case, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
     """The sharded model on one rank: first stage on the group's rank 0, last stage (with the loss) on its last rank."""
     partition, rank = case.partition, group.rank()
     first, last = 0, group.size() - 1
-    parameters = [torch.nn.Parameter(partition.split(case.matrix(which))[rank]) for which in (0, 1)]
+    parameters = [torch.nn.Parameter(shards_of(case.matrix(which), partition)[rank]) for which in (0, 1)]
     if case.tied:
         parameters[1] = parameters[0]
     if case.dtype != torch.float32:
@@ -146,19 +157,19 @@ def run_rank(case: Case, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
         done = scored.combine(collectives.gather_statistics(scored.statistics, everyones, group).wait())
         if isinstance(done, OneBarrier):
             under_way = collectives.reduce_sum(done.input_gradient(), last, group)
-        g = differentiate(done.losses, case.loss)[1] if rank == last else torch.empty(case.shape)
+        g = loss_gradient(done.losses, case.loss) if rank == last else torch.empty(case.shape)
         g = collectives.broadcast(g, last, group).wait()
         if isinstance(done, OneBarrier):
             queue.put(done.weight_gradient(g))
-            finish = (g,)
+            factor = done.without_ignored(g)
         else:
             partial, later = done.input_gradient(g)
             queue.put(later)
-            under_way, finish = collectives.reduce_sum(partial, last, group), ()
+            under_way, factor = collectives.reduce_sum(partial, last, group), None
         total = under_way.wait()
         back = torch.empty_like(output)
         if rank == last:
-            dx = done.finish_input_gradient(total, *finish)
+            dx = finish_input_gradient(total, case.dtype, factor)
             seen["input_gradients"].append(dx)
             back = torch.autograd.grad(x, output, dx)[0]
         back = collectives.broadcast(back, last, group).wait()
@@ -177,7 +188,7 @@ def run_example(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
     namespace: dict = {}
     exec(re.search(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)[1], namespace)
     rank, last = group.rank(), group.size() - 1
-    parameter = torch.nn.Parameter(EXAMPLE.partition.split(EXAMPLE.matrix(1))[rank])
+    parameter = torch.nn.Parameter(shards_of(EXAMPLE.matrix(1), EXAMPLE.partition)[rank])
     head = VocabularyHead(WeightShard(parameter, EXAMPLE.partition, rank))
     x = torch.tanh(EXAMPLE.matrix(0)[EXAMPLE.batch()[0]])
     sent = x if rank == last else torch.empty_like(x)

@@ -37,6 +37,7 @@ from megatron_pipemem.mcore.symbols import (
     SELECT_SEGMENT,
     TIED_GRADIENTS,
 )
+from megatron_pipemem.runtime.weight_gradients import gradient_of
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.model_cut import check_cut
 from megatron_pipemem.schedule.request import check_replicas
@@ -318,7 +319,7 @@ def _sum_tied_gradients(model: list[torch.nn.Module]) -> None:
     for embedding, head in _tied_weights(model):
         if not embedding.requires_grad:  # frozen, and without gradients
             continue
-        gradients = [w.main_grad if hasattr(w, "main_grad") else w.grad for w in (embedding, head)]
+        gradients = [gradient_of(weight) for weight in (embedding, head)]
         total = gradients[0] + gradients[1]
         for gradient in gradients:
             gradient.copy_(total)

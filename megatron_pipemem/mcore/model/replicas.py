@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_pipemem.config.refusals import REPLICAS
 from megatron_pipemem.mcore.refusals import check_config
+from megatron_pipemem.runtime.weight_gradients import gradient_of
 from megatron_pipemem.schedule.core.placement import Placement
 
 _TIED_ENDS = 2
@@ -80,14 +81,4 @@ def _behind(replica_id: int | tuple[int, ...]) -> int | tuple[int, ...]:
 
 def gradients(chunk: torch.nn.Module) -> list[torch.Tensor]:
     """Return where the gradients of a chunk are, parameter by parameter; zeros for those that got none."""
-    found = []
-    for parameter in chunk.parameters():
-        if not parameter.requires_grad:
-            continue
-        if hasattr(parameter, "main_grad"):
-            found.append(parameter.main_grad)
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        found.append(parameter.grad)
-    return found
+    return [gradient_of(parameter) for parameter in chunk.parameters() if parameter.requires_grad]

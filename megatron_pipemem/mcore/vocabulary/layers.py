@@ -121,11 +121,8 @@ class VocabularyShards(torch.nn.Module):
     def embedding_gradient(self, tokens: torch.Tensor, output_gradient: torch.Tensor) -> EmbeddingWeightGradient:
         return self.embedding.layer.weight_gradient(tokens, output_gradient)
 
-    def score(self, x: torch.Tensor, labels: torch.Tensor, for_backward: bool) -> Scored:
+    def score(self, x: torch.Tensor, labels: torch.Tensor | None, for_backward: bool) -> Scored | torch.Tensor:
         return self.head(x, labels, self.embedding.weight, for_backward)
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x, None, self.embedding.weight, False)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

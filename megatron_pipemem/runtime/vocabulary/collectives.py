@@ -17,23 +17,20 @@ from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition
 
 @dataclass
 class Pending[Result]:
-    """A collective under way. Keeps its buffers alive until it is done."""
+    """A collective under way. Keeps its buffers alive until it is done.
 
-    _work: dist.Work
-    _result: Callable[[], Result]
+    Args:
+        work: waited for alone, it leaves the result to be taken later.
+        result: gives it when ``work`` is done.
+    """
+
+    work: dist.Work
+    result: Callable[[], Result]
 
     def wait(self) -> Result:
         """Return the collective's result. On a GPU it is ready for what is queued on the current stream from here on."""
-        self._work.wait()
-        return self._result()
-
-    def settle(self) -> None:
-        """Wait without taking the result."""
-        self._work.wait()
-
-    def is_completed(self) -> bool:
-        """Return whether its buffers are free; never blocks."""
-        return self._work.is_completed()
+        self.work.wait()
+        return self.result()
 
 
 def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Pending[torch.Tensor]:

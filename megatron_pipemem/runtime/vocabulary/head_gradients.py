@@ -9,7 +9,7 @@ Input gradients are first partial: sums over this rank's rows, to be summed over
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,25 +22,6 @@ from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient
 
 _TIE = 1e-5
 """Logits this close are taken for equal."""
-
-
-def differentiate(
-    losses: torch.Tensor, loss_function: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the loss pass: return the training loss, and how it depends on each token's loss.
-
-    Args:
-        losses: ``Normalised.losses``.
-        loss_function: gives the scalar to differentiate. Masks, means and the loss scale are its business.
-
-    Returns:
-        The scalar, and the gradient ``g`` that the head's backward wants, fp32 in the shape of ``losses``.
-    """
-    leaf = losses.detach().requires_grad_()
-    with torch.enable_grad():
-        scalar = loss_function(leaf)
-        (gradient,) = torch.autograd.grad(scalar, leaf)
-    return scalar.detach(), gradient
 
 
 @torch.no_grad()
@@ -196,16 +177,6 @@ class OneBarrier(Normalised):
             message[piece] = part
         return self._shaped(message)
 
-    def finish_input_gradient(self, total: torch.Tensor, loss_gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the training loss by the head's input, in its dtype, on the rank that has the sum over
-        the ranks.
-
-        Args:
-            total: sum of all ranks' ``input_gradient``.
-            loss_gradient: gradient of the training loss by ``losses``, the loss scale included.
-        """
-        return finish_input_gradient(total, self._batch.x.dtype, self.without_ignored(loss_gradient))
-
     def weight_gradient(self, loss_gradient: torch.Tensor) -> HeadWeightGradient:
         """Return T: the weight gradient, to run now or later; nothing depends on it but the optimizer."""
         g = self._flat(loss_gradient)
@@ -234,10 +205,6 @@ class TwoBarriers(Normalised):
             message[piece] = self._logit_gradient(piece, g) @ self._batch.shard.weight
         later = HeadWeightGradient(self, g, logits_differentiated=self._batch.logits is not None)
         return self._shaped(message), later
-
-    def finish_input_gradient(self, total: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the training loss by the head's input, in its dtype, from the sum of all ranks' parts."""
-        return finish_input_gradient(total, self._batch.x.dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,17 +39,14 @@ class ShardedLayers(Protocol):
     def embedding_gradient(self, tokens: torch.Tensor, output_gradient: torch.Tensor) -> DeferredWeightGradient:
         """See ``VocabularyEmbedding.weight_gradient``."""
 
-    def score(self, x: torch.Tensor, labels: torch.Tensor, for_backward: bool) -> Scored:
-        """Score a microbatch, as ``VocabularyHead.score`` does.
+    def score(self, x: torch.Tensor, labels: torch.Tensor | None, for_backward: bool) -> Scored | torch.Tensor:
+        """Score a microbatch, as ``VocabularyHead.score`` does; without labels, return its logits.
 
         Args:
             x: the head's input, ``[s, b, h]``.
-            labels: ``[s, b]``.
+            labels: ``[s, b]``, or ``None``.
             for_backward: whether gradients will be asked for.
         """
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``VocabularyHead.logits``."""
 
 
 class LastStage(Protocol):
@@ -159,7 +156,10 @@ class VocabularyPasses:
 
         def run_pass(each: Instruction) -> None:
             action = each.action
-            self.wait_for(action)
+            # Waited for here, so that the pass's own time can be told from that of the collectives that it needs.
+            for waiting in self._needed.get(action.kind, ()):
+                if action.microbatch in waiting:
+                    waiting[action.microbatch].work.wait()
             if action.kind not in VOCABULARY_COMPUTE:
                 self.perform(action)
                 return
@@ -190,12 +190,6 @@ class VocabularyPasses:
         executor.at_end.append(self.finish)
         return {**dict.fromkeys(VOCABULARY, run_pass), Kind.F: forward, Kind.I: backward, Kind.B: backward}
 
-    def wait_for(self, action: Action) -> None:
-        """Wait for the collectives that a pass needs, so that its own time can be told from theirs."""
-        for waiting in self._needed.get(action.kind, ()):
-            if action.microbatch in waiting:
-                waiting[action.microbatch].settle()
-
     def perform(self, action: Action) -> None:
         """Run a pass, or post a collective."""
         self._perform[action.kind](action.microbatch)
@@ -203,7 +197,7 @@ class VocabularyPasses:
     def finish(self) -> None:
         """Wait for what nobody has waited for, so that buffers may be used again."""
         while self._nobody_waits:
-            self._nobody_waits.pop().settle()
+            self._nobody_waits.pop().work.wait()
 
     # Between the passes and the stages of this device
 
@@ -283,13 +277,10 @@ class VocabularyPasses:
 
     def _score(self, microbatch: int) -> None:
         x = self._sent_inputs.pop(microbatch).wait()
-        if self.batch.labels is None:
-            self._scored[microbatch] = self.layers.logits(x)
-            return
-        scored = self.layers.score(x, self.batch.labels_of(microbatch), self.trains)
-        for tensor in scored.batch.tensors:
+        labels = None if self.batch.labels is None else self.batch.labels_of(microbatch)
+        scored = self._scored[microbatch] = self.layers.score(x, labels, self.trains)
+        for tensor in () if labels is None else scored.batch.tensors:
             self._held(tensor, "saved")
-        self._scored[microbatch] = scored
 
     def _gather_statistics(self, microbatch: int) -> None:
         if self.batch.labels is None:
@@ -376,7 +367,7 @@ class VocabularyPasses:
             self._leave(pending)
 
     def _leave(self, pending: Pending) -> None:
-        self._nobody_waits = [each for each in self._nobody_waits if not each.is_completed()]
+        self._nobody_waits = [each for each in self._nobody_waits if not each.work.is_completed()]
         self._nobody_waits.append(pending)
 
     def _held(self, tensor: torch.Tensor, category: str = "boundary") -> torch.Tensor:
