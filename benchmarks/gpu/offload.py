@@ -275,8 +275,10 @@ def measure_layer(machine: Machine, settings: Settings, shape: Shape, recompute:
     with engine.step():
         with collecting(WeightGradientQueue()), engine.capture(0):
             output = stack(x)
+        engine.offload(0)
+        engine.wait(0)
         # The input of a stage is its message's memory, and stays.
-        moved = (engine.captured_bytes(0) - x.nbytes) // 2
+        moved = (engine.statistics().bytes_out - x.nbytes) // 2
         del output
     engine.close()
     total = forward + input_gradient + weight_gradient

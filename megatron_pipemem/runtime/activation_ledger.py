@@ -55,7 +55,9 @@ class LedgerEntry:
         return sum(self.bytes_by_category.values())
 
 
-def bytes_per_action(entries: Sequence[LedgerEntry], num_stages: int, most: bool = True) -> dict[Kind, tuple[int, ...]]:
+def bytes_per_action(
+    entries: Sequence[LedgerEntry], num_stages: int, most: bool = True, on_host: bool = False
+) -> dict[Kind, tuple[int, ...]]:
     """Return by how many bytes every kind of action changes what this rank holds, per stage, as its first microbatch
     shows.
 
@@ -67,26 +69,9 @@ def bytes_per_action(entries: Sequence[LedgerEntry], num_stages: int, most: bool
         entries: of one step.
         num_stages: of the pipeline.
         most: ``False`` asks for the microbatch that gives experts the fewest tokens.
+        on_host: ask for what this rank has away on its host instead.
     """
-    return _changes(entries, [entry.bytes for entry in entries], num_stages, most)
-
-
-def host_bytes_per_action(
-    entries: Sequence[LedgerEntry], num_stages: int, most: bool = True
-) -> dict[Kind, tuple[int, ...]]:
-    """Return the same for what this rank has away on its host.
-
-    Args:
-        entries: of one step.
-        num_stages: of the pipeline.
-        most: as above.
-    """
-    return _changes(entries, [entry.host_bytes for entry in entries], num_stages, most)
-
-
-def _changes(
-    entries: Sequence[LedgerEntry], held: Sequence[int], num_stages: int, most: bool
-) -> dict[Kind, tuple[int, ...]]:
+    held = [entry.host_bytes if on_host else entry.bytes for entry in entries]
     forwards = {
         (entry.action.stage, entry.action.microbatch): entry for entry in entries if entry.action.kind is Kind.F
     }
@@ -165,13 +150,13 @@ class ActivationLedger:
 
     @_counting
     def _leave_out(self, permanent: Iterable[torch.Tensor]) -> None:
-        self._permanent = {_key(tensor) for tensor in permanent}
+        self._permanent = {storage_key(tensor) for tensor in permanent}
 
     @_counting
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do not count these tensors: the batch, which somebody else keeps anyway."""
         for tensor in tensors:
-            self._batch[_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
+            self._batch[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     @_counting
     def hold(self, tensor: torch.Tensor, category: str) -> bool:
@@ -180,7 +165,7 @@ class ActivationLedger:
         Returns:
             Whether it was not counted before, so that who holds it may ``release`` it too.
         """
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key in self._permanent:
             return False
         batch = self._batch.get(key)
@@ -196,7 +181,7 @@ class ActivationLedger:
     @_counting
     def release(self, tensor: torch.Tensor) -> None:
         """Stop counting a tensor whose remaining life is a communication backend's business and depends on timing."""
-        self._held.pop(_key(tensor), None)
+        self._held.pop(storage_key(tensor), None)
 
     def route(self, tokens: int, most: int, evenly: int) -> None:
         """Note tokens that the experts of a layer get in the action that is running.
@@ -271,5 +256,6 @@ def saved_as_is(*counted: torch.Tensor) -> Iterator[None]:
         autograd._push_saved_tensors_default_hooks(*hooks)
 
 
-def _key(tensor: torch.Tensor) -> int:
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what tells a storage from all others that are alive."""
     return tensor.untyped_storage()._cdata

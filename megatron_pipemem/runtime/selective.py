@@ -4,6 +4,9 @@ A *region* is a function of the stage that is cheap to run again. While a ``Reco
 saves inside a region nor what a region returns is kept for the backward: saved tensors of both are empty places, which
 ``Recorder.run_again`` fills by running all regions once more, from their inputs. The graph is that of the forward itself, so
 that gradients flow, and hooks fire, as without it.
+
+Hooks for saved tensors stand in the place of whatever hooks there are, because whoever takes them off for a moment
+(``saved_as_is``) means all.
 """
 
 from __future__ import annotations
@@ -14,7 +17,10 @@ from typing import NamedTuple
 from weakref import ref
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron_pipemem.runtime.activation_ledger import saved_as_is, storage_key
 
 Replay = Callable[[], AbstractContextManager]
 """Within what it returns, random numbers are those that a region met first."""
@@ -44,7 +50,7 @@ class Recorder:
             self._unpack,
         )
         try:
-            with _hooks(self._save, self._load):
+            with saved_as_is(), saved_tensors_hooks(self._save, self._load):
                 yield
         finally:
             _recording = outer
@@ -69,21 +75,21 @@ class Recorder:
             arguments: of the function; tensors among them are its inputs.
         """
         region = _Region(function, replay, [self._input(each) for each in arguments])
-        with _hooks(region.save, _filled):
+        with saved_as_is(), saved_tensors_hooks(region.save, _filled):
             output = function(*arguments)
         self._regions.append(region)
-        inputs = {_key(each) for each in arguments if isinstance(each, torch.Tensor)}
+        inputs = {storage_key(each) for each in arguments if isinstance(each, torch.Tensor)}
         for index, each in enumerate(_listed(output)):
-            if isinstance(each, torch.Tensor) and _key(each) not in inputs:
+            if isinstance(each, torch.Tensor) and storage_key(each) not in inputs:
                 alive = StorageWeakRef(each.untyped_storage())
-                self._results[_key(each)] = _Result(alive, region, index, each.dtype, each._version)
+                self._results[storage_key(each)] = _Result(alive, region, index, each.dtype, each._version)
         return output
 
     def _input(self, argument: object) -> object:
         return _Input(self._save(argument), argument.requires_grad) if isinstance(argument, torch.Tensor) else argument
 
     def _save(self, tensor: torch.Tensor) -> object:
-        result = self._results.get(_key(tensor))
+        result = self._results.get(storage_key(tensor))
         # The storage of a result that is gone, or was overwritten, holds something else.
         if (
             result is None
@@ -165,7 +171,7 @@ class _Region:
             for each in self._arguments
         ]
         self._arguments = []
-        with self._replay(), torch.enable_grad(), _hooks(collect, _filled):
+        with self._replay(), torch.enable_grad(), saved_as_is(), saved_tensors_hooks(collect, _filled):
             results = _listed(self._function(*arguments))
         if len(again) != len(self._saved):
             raise RuntimeError(
@@ -207,25 +213,3 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 def _listed(result: object) -> tuple:
     return result if isinstance(result, tuple) else (result,)
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-@contextmanager
-def _hooks(pack: Callable, unpack: Callable) -> Iterator[None]:
-    """Put these hooks for saved tensors in the place of whatever hooks there are, because whoever takes them off for a
-    moment (``saved_as_is``) means all.
-    """
-    autograd = torch._C._autograd
-    outer = autograd._top_saved_tensors_default_hooks(True)
-    if outer is not None:
-        autograd._pop_saved_tensors_default_hooks()
-    autograd._push_saved_tensors_default_hooks(pack, unpack)
-    try:
-        yield
-    finally:
-        autograd._pop_saved_tensors_default_hooks()
-        if outer is not None:
-            autograd._push_saved_tensors_default_hooks(*outer)

@@ -7,7 +7,7 @@ still needs is copied to a free buffer first, one that nobody needs becomes the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,10 +47,6 @@ class WeightVersions:
         for parameter, view in zip(self._parameters, self._views(0), strict=True):
             view.copy_(parameter.detach())
         self.show(0)
-
-    @property
-    def parameters(self) -> Sequence[torch.nn.Parameter]:
-        return self._parameters
 
     @property
     def sizes(self) -> Mapping[torch.dtype, int]:
@@ -93,9 +89,7 @@ class WeightVersions:
             self._free.append(self._held.pop(version))
         following = self.newest + 1
         if self.newest in needed:
-            self._held[following] = self._free.pop() if self._free else self._allocate()
-            for dtype, buffer in self._held[following].items():
-                buffer.copy_(self._held[self.newest][dtype])
+            self._copy_to(following, self._held[self.newest])
         else:
             self._held[following] = self._held.pop(self.newest)
         self.newest = following
@@ -112,8 +106,7 @@ class WeightVersions:
     def keep_only_newest(self) -> None:
         """Forget the older versions, and show the newest."""
         self.show(self.newest)
-        for version in [v for v in self._held if v != self.newest]:
-            self._free.append(self._held.pop(version))
+        self._free += map(self._held.pop, self.older())
 
     def forget_updates(self) -> None:
         """Tell autograd that no weights have changed which a kept graph still needs.
@@ -131,9 +124,13 @@ class WeightVersions:
         """Take in older versions that ``older`` gave; the newest stays as it is."""
         self.keep_only_newest()
         for version, saved in older.items():
-            self._held[version] = self._free.pop() if self._free else self._allocate()
-            for dtype, buffer in self._held[version].items():
-                buffer.copy_(saved[dtype])
+            self._copy_to(version, saved)
+
+    def _copy_to(self, version: int, source: Mapping[torch.dtype, torch.Tensor]) -> None:
+        """Make a version of these values."""
+        self._held[version] = self._free.pop() if self._free else self._allocate()
+        for dtype, buffer in self._held[version].items():
+            buffer.copy_(source[dtype])
 
     def _allocate(self) -> Buffers:
         device = self._parameters[0].device if self._parameters else None

@@ -157,7 +157,7 @@ def test_perfetto_slices_counters_and_arrows(run, tmp_path, name):
     slices = [event for event in events if event["ph"] == "X"]
     assert sorted(event["name"] for event in slices) == [f"PP:{action}" for action in actions_of(timeline)]
     placement = timeline.schedule.placement
-    assert all(event["tid"] == placement.device_of(event["args"]["stage"]) for event in slices)
+    assert all(event["tid"] == placement.devices[event["args"]["stage"]] for event in slices)
     assert max(event["ts"] + event["dur"] for event in slices) == pytest.approx(timeline.makespan * 1e6)
     for device, peak in enumerate(timeline.peaks):
         counter = [event["args"]["units"] for event in events if event["name"] == f"held by device {device}"]

@@ -13,7 +13,6 @@ from megatron_pipemem.runtime.activation_ledger import (  # noqa: E402
     ActivationLedger,
     LedgerEntry,
     bytes_per_action,
-    host_bytes_per_action,
     predict_peak_bytes,
 )
 from megatron_pipemem.schedule.core.action import Action, Kind  # noqa: E402
@@ -117,9 +116,9 @@ def test_uneven_routing_is_foretold_as_a_range(routable, top):
     probe = [
         LedgerEntry(Action.parse(name), {"saved": nbytes}, nbytes, tokens, routable) for name, nbytes, tokens in held
     ]
-    for count in (bytes_per_action, host_bytes_per_action):
-        assert count(probe, 1, most=False) == {Kind.F: (14,), Kind.B: (-14,)}
-        assert count(probe, 1) == {Kind.F: (top,), Kind.B: (-top,)}
+    for on_host in (False, True):
+        assert bytes_per_action(probe, 1, most=False, on_host=on_host) == {Kind.F: (14,), Kind.B: (-14,)}
+        assert bytes_per_action(probe, 1, on_host=on_host) == {Kind.F: (top,), Kind.B: (-top,)}
 
 
 def test_tokens_are_noted_with_the_action_that_routes_them():

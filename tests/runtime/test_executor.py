@@ -103,7 +103,7 @@ def test_executes_as_scheduled_and_equals_one_process(seen, index):
         here = seen[device][index]
         assert here["actions"] == [str(action) for action in order if action.kind in COMPUTE]
         assert here["left_bytes"] == here["left_away_bytes"] == 0, "the step left activations behind"
-        if device == schedule.placement.device_of(schedule.num_stages - 1):
+        if device == schedule.placement.devices[schedule.num_stages - 1]:
             assert here["losses"] == losses, "losses are bit-identical"
         if case["forward_only"]:
             continue

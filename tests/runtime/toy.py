@@ -19,7 +19,6 @@ from offload_orders import with_offload, with_recompute
 from megatron_pipemem.runtime.activation_ledger import (
     ActivationLedger,
     bytes_per_action,
-    host_bytes_per_action,
     predict_peak_bytes,
 )
 from megatron_pipemem.runtime.executor import Executor
@@ -228,7 +227,7 @@ def run_case(case: dict, device: int, devices: int, connections: dict, engine: O
         }
         changes = bytes_per_action(ledger.entries, program.placement.num_stages)
         seen["predicted_peak"] = predict_peak_bytes(program.actions[device], changes)
-        host = host_bytes_per_action(ledger.entries, program.placement.num_stages)
+        host = bytes_per_action(ledger.entries, program.placement.num_stages, on_host=True)
         seen["predicted_host_peak"] = predict_peak_bytes(program.actions[device], host)
     return seen
 

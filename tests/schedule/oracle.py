@@ -28,7 +28,7 @@ def disordered_weight_gradients(schedule: Schedule) -> list[str]:
     """Stages whose weight gradients are not accumulated in the order of the microbatches."""
     found = []
     for stage in range(schedule.num_stages):
-        order = schedule.orders[schedule.placement.device_of(stage)]
+        order = schedule.orders[schedule.placement.devices[stage]]
         pieces = [divmod(a.microbatch, schedule.pieces) for a in order if a.stage == stage and a.kind.value in "WB"]
         ran = [(microbatch, -piece) for microbatch, piece in pieces]
         if ran != sorted(ran):
@@ -141,7 +141,7 @@ def _misplaced(schedule: Schedule) -> list[str]:
             name = f"{stage}{letter}{microbatch}"
             if letter not in ("F", "I", "W", "B"):
                 found.append(f"{name} on device {device} is no compute action")
-            elif not 0 <= stage < schedule.num_stages or schedule.placement.device_of(stage) != device:
+            elif not 0 <= stage < schedule.num_stages or schedule.placement.devices[stage] != device:
                 found.append(f"{name} does not belong on device {device}")
             elif microbatch is None or not 0 <= microbatch < schedule.num_microbatches * schedule.pieces:
                 found.append(f"{name} is of no microbatch of the step")

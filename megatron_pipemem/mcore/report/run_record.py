@@ -26,7 +26,6 @@ from megatron_pipemem.report.run import lines
 from megatron_pipemem.runtime.activation_ledger import (
     ActivationLedger,
     bytes_per_action,
-    host_bytes_per_action,
     predict_peak_bytes,
 )
 from megatron_pipemem.runtime.trace import TracedAction
@@ -285,7 +284,7 @@ class RunRecord:
         if unknown:
             for changes, seen in (
                 *((self._changes[most], bytes_per_action(ledger.entries, stages, most)) for most in (False, True)),
-                (self._host_changes, host_bytes_per_action(ledger.entries, stages)),
+                (self._host_changes, bytes_per_action(ledger.entries, stages, on_host=True)),
             ):
                 for kind, stage in unknown:
                     changes.setdefault(kind, [0] * stages)[stage] = seen[kind][stage]

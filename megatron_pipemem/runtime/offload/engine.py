@@ -24,11 +24,12 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pipemem.errors import OffloadError
+from megatron_pipemem.runtime.activation_ledger import storage_key
 from megatron_pipemem.runtime.offload.channel import Channel, Copy, Direction
 from megatron_pipemem.runtime.offload.cuda_channel import CudaChannel
 from megatron_pipemem.runtime.offload.host_channel import HostChannel
 from megatron_pipemem.runtime.offload.host_pool import Block, HostPool
-from megatron_pipemem.runtime.offload.residents import Residents, storage_key
+from megatron_pipemem.runtime.offload.residents import Residents
 from megatron_pipemem.runtime.offload.saved import Capture, Hold, Place, Remains, SavedStorage, SavedView, checksum
 from megatron_pipemem.runtime.offload.traffic import OffloadStatistics, Traffic, Transfer
 
@@ -56,7 +57,6 @@ class OffloadEngine:
         min_bytes: storages below this stay; a copy costs the host a few microseconds however small it is.
         guard: overwrite device memory with NaN when it is let go, and again when it is allocated for a reload, and compare
             checksums of what left and what returned. Finds users of memory that is away; waits for the device.
-        on_device: called with whatever takes device memory: every saved tensor and every reloaded run of bytes.
 
     Attributes:
         channel: as given.
@@ -70,14 +70,13 @@ class OffloadEngine:
         permanent: Iterable[torch.Tensor] = (),
         min_bytes: int = 1 << 16,
         guard: bool = False,
-        on_device: Callable[[torch.Tensor], None] | None = None,
     ):
         self.channel = channel
         self._pool = pool
         self._permanent = tuple(permanent)
         self._residents = Residents(channel.device, min_bytes)
         self._guard = guard
-        self._on_device = self._on_device_always = on_device
+        self._on_device: Callable[[torch.Tensor], None] | None = None
         self._ended: deque[Remains] = deque()
         self._captures: dict[Hashable, Capture] = {}
         self._by_storage: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
@@ -111,17 +110,17 @@ class OffloadEngine:
 
         Args:
             permanent: of this step, beside those of the engine.
-            on_device: in this step, in place of the engine's.
+            on_device: called with whatever takes device memory: every saved tensor and every reloaded run of bytes.
 
         Raises:
             OffloadError: a copy failed that nobody had waited for.
         """
         self._begin_step()
         self._residents.add_permanent(permanent)
-        self._on_device = on_device or self._on_device_always
+        self._on_device = on_device
         try:
             yield self
-            for transfer in self._traffic.under_way():
+            for transfer in list(self._traffic.transfers):
                 self._settle(transfer)
         finally:
             self._drop_everything()
@@ -252,14 +251,10 @@ class OffloadEngine:
         """
         if key not in self._captures:
             raise _unknown(key)
-        for transfer in self._traffic.under_way(key, list(self._captures[key].storages.values())):
+        moving = {id(storage.transfer) for storage in list(self._captures[key].storages.values())}
+        # Transfers that another key has started move some of its storages too.
+        for transfer in [each for each in self._traffic.transfers if each.key == key or id(each) in moving]:
             self._settle(transfer)
-
-    def captured_bytes(self, key: Hashable) -> int:
-        """Return the bytes that move when ``key`` is offloaded, were nothing shared or kept."""
-        if key not in self._captures:
-            raise _unknown(key)
-        return sum(storage.nbytes for storage in list(self._captures[key].storages.values()))
 
     @property
     def device_bytes(self) -> int:
@@ -392,7 +387,7 @@ class OffloadEngine:
 
 
 def _unpack(saved: torch.Tensor | SavedView) -> torch.Tensor:
-    return saved.restore() if isinstance(saved, SavedView) else saved
+    return saved.home.restore(saved) if isinstance(saved, SavedView) else saved
 
 
 def _unknown(key: Hashable) -> OffloadError:

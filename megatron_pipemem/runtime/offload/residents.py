@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_pipemem.runtime.activation_ledger import storage_key
+
 
 class Residents:
     """Tells the saved tensors that stay on the device from those that may leave it.
@@ -66,8 +68,3 @@ class Residents:
             return "permanent"
         excluded = self._excluded.get(key)
         return "batch" if excluded is not None and not excluded.expired() else None
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Return what tells a storage from all others that are alive."""
-    return tensor.untyped_storage()._cdata

@@ -110,6 +110,11 @@ class SavedStorage:
         return Remains(self.device_bytes, self.host_bytes, self.block, self.departure)
 
     def restore(self, view: SavedView) -> torch.Tensor:
+        """Return the saved tensor, on the device.
+
+        Raises:
+            OffloadError: it is away.
+        """
         if self.place is not Place.DEVICE:
             raise OffloadError(
                 f"activations of {self.key} are used while {self.place.value}: reload them and wait for the reload before "
@@ -143,14 +148,6 @@ class SavedView:
     shape: torch.Size
     stride: tuple[int, ...]
     start: int
-
-    def restore(self) -> torch.Tensor:
-        """Return the saved tensor, on the device.
-
-        Raises:
-            OffloadError: it is away.
-        """
-        return self.home.restore(self)
 
 
 class Capture:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -94,6 +94,7 @@ class Traffic:
         channel: carries them.
 
     Attributes:
+        transfers: that nobody has joined.
         bytes_out: moved to the host since the step began.
         bytes_in: moved back.
         stalls: every time that computing stood still for one.
@@ -101,7 +102,7 @@ class Traffic:
 
     def __init__(self, channel: Channel):
         self._channel = channel
-        self._transfers: list[Transfer] = []
+        self.transfers: list[Transfer] = []
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -109,18 +110,6 @@ class Traffic:
         self._channel.forget_stalls()
         self.bytes_out = self.bytes_in = 0
         self.stalls: list[Stall] = []
-
-    def under_way(self, key: Hashable = None, storages: Iterable[SavedStorage] | None = None) -> list[Transfer]:
-        """Return all transfers that nobody has joined, or those of one key.
-
-        Args:
-            key: whose transfers to return.
-            storages: of the key; transfers that another key has started move some of them too. By default all are wanted.
-        """
-        if storages is None:
-            return list(self._transfers)
-        moving = {id(storage.transfer) for storage in storages if storage.transfer is not None}
-        return [transfer for transfer in self._transfers if transfer.key == key or id(transfer) in moving]
 
     def start(
         self,
@@ -145,7 +134,7 @@ class Traffic:
         transfer = Transfer(key, direction, ticket, tuple(copies), WeakSet(moving))
         for storage in moving:
             storage.transfer = transfer
-        self._transfers.append(transfer)
+        self.transfers.append(transfer)
         if direction is Direction.OUT:
             self.bytes_out += transfer.nbytes
         else:
@@ -164,7 +153,7 @@ class Traffic:
             self.stalls.append(Stall(transfer.key, transfer.direction, nbytes, seconds))
 
         self._channel.join(transfer.ticket, stalled)
-        self._transfers.remove(transfer)
+        self.transfers.remove(transfer)
         arrived = [storage for storage in transfer.moving if storage.transfer is transfer]
         transfer.copies = ()
         for storage in arrived:
@@ -173,7 +162,7 @@ class Traffic:
 
     def drop(self) -> None:
         """Wait for all transfers, and forget them, whatever has become of them."""
-        transfers, self._transfers = self._transfers, []
+        transfers, self.transfers = self.transfers, []
         for transfer in transfers:
             try:
                 self._channel.join(transfer.ticket, lambda seconds: None)

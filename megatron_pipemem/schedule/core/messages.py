@@ -196,7 +196,7 @@ def check_reductions(program: Program, places: Mapping[Action, tuple[int, int]])
 
 def _check_there(action: Action, program: Program, places: Mapping[Action, tuple[int, int]]) -> None:
     """Check that it exists, on its stage's device, whether or not that has gradients of its own for the stage."""
-    home = program.placement.device_of(action.stage)
+    home = program.placement.devices[action.stage]
     if action not in places:
         raise ScheduleError(
             f"is missing, and {_others(action, program)} of its copies waits for it; add it",

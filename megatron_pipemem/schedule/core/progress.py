@@ -3,7 +3,6 @@ garbage collector look rarely meanwhile."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -63,7 +62,7 @@ def tell(what: Callable[[], str]) -> None:
     told.listener(told.around + what())
 
 
-@contextlib.contextmanager
+@contextmanager
 def rare_collection() -> Iterator[None]:
     """Look for cycles rarely, within this block.
 

@@ -103,7 +103,7 @@ def _meetings(program: Program, prices: ActionPrices) -> list[tuple[list[int], f
         elif action.kind is Kind.REDUCE_REPLICAS:
             # Of a device that holds several replicas of a stage, the last post is the one that counts.
             stage = action.stage % placement.model_stages
-            sums.setdefault(stage, {})[placement.device_of(action.stage)] = node
+            sums.setdefault(stage, {})[placement.devices[action.stage]] = node
     for stage, posts in sums.items():
         together[Kind.REDUCE_REPLICAS, stage] = [*posts.values()], prices.sums[stage] if len(posts) > 1 else 0.0
     return [*together.values()]

@@ -81,8 +81,8 @@ def vocabulary_needs(
 _AWAITED = {Kind.S: Kind.BCAST_X, Kind.LOSS: Kind.STATS, Kind.T: Kind.BCAST_G, Kind.EMBED_B: Kind.BCAST_E}
 
 
-def vocabulary_actions(placement: Placement, num_microbatches: int, backwards: bool) -> Iterator[tuple[int, Action]]:
-    """Yield ``(device, action)`` of everything that vocabulary parallelism adds to a step.
+def vocabulary_actions(placement: Placement, num_microbatches: int, backwards: bool) -> Iterator[tuple[Action, int]]:
+    """Yield ``(action, device)`` of everything that vocabulary parallelism adds to a step.
 
     Args:
         placement: of the stages.
@@ -95,9 +95,9 @@ def vocabulary_actions(placement: Placement, num_microbatches: int, backwards: b
     for microbatch in range(num_microbatches):
         for device in range(placement.num_devices):
             for kind in everywhere:
-                yield device, Action(kind, device, microbatch)
+                yield Action(kind, device, microbatch), device
         last = placement.devices[-1]
-        yield last, Action(Kind.LOSS, last, microbatch)
+        yield Action(Kind.LOSS, last, microbatch), last
 
 
 def check_switch(schedule: Schedule) -> None:
@@ -137,10 +137,7 @@ def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> N
         ScheduleError: the first violation.
     """
     backwards = any(action.kind in (Kind.I, Kind.W, Kind.B) for action in places)
-    wanted = dict(
-        (action, device)
-        for device, action in vocabulary_actions(schedule.placement, schedule.num_microbatches, backwards)
-    )
+    wanted = dict(vocabulary_actions(schedule.placement, schedule.num_microbatches, backwards))
     for action, device in wanted.items():
         if action not in places:
             raise ScheduleError(

@@ -54,7 +54,7 @@ class Block:
         backwards = _backwards(self.starts)
         taken: dict[tuple[int, int], Pass] = {}
         for each, start in self.starts.items():
-            device = self.placement.device_of(each.stage)
+            device = self.placement.devices[each.stage]
             for needed in _inputs(each, self.placement, backwards):
                 ready = self.starts[needed] + SLOTS[needed.kind]
                 if start < ready:
@@ -85,9 +85,9 @@ class Block:
             ScheduleError: as for a block, or when no slot is vacant.
         """
         starts = dict(starts)
-        taken = {(placement.device_of(each.stage), slot % interval) for each, slot in starts.items()}
+        taken = {(placement.devices[each.stage], slot % interval) for each, slot in starts.items()}
         for slot, stage in sorted((slot, each.stage) for each, slot in starts.items() if each.kind is Kind.I):
-            device = placement.device_of(stage)
+            device = placement.devices[stage]
             following = range(slot + 1, slot + 1 + interval)
             vacant = next((s for s in following if (device, s % interval) not in taken), None)
             if vacant is None:

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible
-from megatron_pipemem.schedule.search.problem import FORWARD, INPUT, WEIGHT, Orders, Problem
+from megatron_pipemem.schedule.search.problem import INPUT, WEIGHT, Orders, Problem
 
 
 class Solved(NamedTuple):
@@ -104,10 +104,9 @@ class _Steps:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        m, stages = problem.num_microbatches, range(len(problem.ticks) // 3)
-        way = [3 * s + FORWARD for s in stages] + [3 * s + INPUT for s in reversed(stages)]
+        m, way = problem.num_microbatches, problem.way
         weights: dict[tuple[int, int, int], list[int]] = {}
-        for c in (3 * s + WEIGHT for s in stages):
+        for c in range(WEIGHT, len(problem.device), 3):
             weights.setdefault((problem.device[c], problem.ticks[c], problem.change[c]), []).append(c)
         self._pools = [*([c] for c in way), *weights.values()]
         self._length = len(way)

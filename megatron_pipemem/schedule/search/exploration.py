@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from random import Random
-from typing import TYPE_CHECKING
 
 from megatron_pipemem.schedule.core.bounds import lower_bound
 from megatron_pipemem.schedule.core.costs import Costs
@@ -36,9 +35,6 @@ from megatron_pipemem.schedule.search.problem import (
     to_schedule,
 )
 from megatron_pipemem.schedule.search.result import Candidate
-
-if TYPE_CHECKING:
-    from megatron_pipemem.schedule.search.problem import Problem
 
 _POLISHED = ", polished"
 _EXACT = 1 + 1e-6

@@ -172,9 +172,8 @@ class Cycles:
     def _weights(self, prices: np.ndarray, variation: np.ndarray) -> dict[tuple[int, int], float]:
         """Return what one tick of waiting on a link costs: the price of all that is held across it."""
         problem = self.problem
-        stages = len(problem.device) // 3
-        held = [0.0] * (stages + 1)
-        for stage in range(stages):
+        held = [0.0] * (problem.num_stages + 1)
+        for stage in range(problem.num_stages):
             held[stage + 1] = held[stage] + prices[problem.device[3 * stage]] * problem.change[3 * stage]
         weights = {}
         for (source, target), factor in zip(self._links, variation, strict=True):
@@ -210,8 +209,7 @@ class Block:
             offsets: of every pass class within the interval, in ticks, ``[classes]``.
         """
         starts = [0] * len(offsets)
-        stages = len(offsets) // 3
-        for c in (*_way(stages), *(3 * s + WEIGHT for s in range(stages))):
+        for c in (*problem.way, *range(WEIGHT, len(offsets), 3)):
             ready = int(offsets[c]) if c == FORWARD else 0
             for other, lag in problem.waits[c]:
                 ready = max(ready, starts[other] + problem.ticks[other] + lag)
@@ -225,11 +223,10 @@ class Block:
             after: how many passes of the way to the loss and back keep their time; with a negative number, ``-n``, only
                 the ``n``-th W is put off.
         """
-        chain = _way(len(self.starts) // 3)
         if after < 0:
             later = {3 * (-after - 1) + WEIGHT}
         else:
-            later = set(chain[after:])
+            later = set(self.problem.way[after:])
             later |= {c + 1 for c in later if c % 3 == INPUT}
         starts = tuple(start + self.interval * (c in later) for c, start in enumerate(self.starts))
         return Block(self.problem, self.interval, starts)
@@ -256,11 +253,6 @@ class Block:
             passes = (np.array(classes)[:, None] * m + microbatches[None, :]).ravel()
             orders.append(passes[np.argsort(times, kind="stable")].tolist())
         return orders
-
-
-def _way(stages: int) -> list[int]:
-    """Return the classes of a microbatch's way to the loss and back."""
-    return [3 * s + FORWARD for s in range(stages)] + [3 * s + INPUT for s in reversed(range(stages))]
 
 
 def _cycle_starts(ticks: tuple[int, ...], idle: int, rng: np.random.Generator) -> np.ndarray:

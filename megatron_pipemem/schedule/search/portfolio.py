@@ -26,9 +26,8 @@ def first_start(problem: Problem) -> Timetable | None:
     Returns:
         ``None`` when even one microbatch after the other exceeds the caps.
     """
-    m, stages = problem.num_microbatches, len(problem.ticks) // 3
-    starts, now = [0] * len(problem.ticks), 0
-    for c in (*(3 * s + FORWARD for s in range(stages)), *(3 * s + INPUT for s in reversed(range(stages)))):
+    m, starts, now = problem.num_microbatches, [0] * len(problem.ticks), 0
+    for c in problem.way:
         now += next((lag for _, lag in problem.waits[c]), 0)
         starts[c] = now
         now += problem.ticks[c]
@@ -148,7 +147,7 @@ def random_list_schedule(problem: Problem, rng: Random) -> Timetable | None:
 
     None of the fixed rules is best for costs that tile badly, and no one weighting is for all of them.
     """
-    m, stages, longest = problem.num_microbatches, len(problem.device) // 3, max(problem.ticks)
+    m, stages, longest = problem.num_microbatches, problem.num_stages, max(problem.ticks)
     age, way, put_off = 2 ** rng.uniform(0, 3), rng.uniform(0.2, 0.8), rng.uniform(0.2, 1.0)
     rank = []
     for stage in range(stages):
@@ -163,8 +162,7 @@ def _depths(problem: Problem) -> list[float]:
     """Return, per class, minus how far it is along a microbatch's way: what is nearer its end goes first, W fill the
     gaps.
     """
-    stages = len(problem.device) // 3
-    longest = max(problem.ticks)
+    stages, longest = problem.num_stages, max(problem.ticks)
     depths = []
     for stage in range(stages):
         forward, inputs = stage, 2 * stages - 1 - stage

@@ -70,6 +70,16 @@ class Problem:
         """The classes of every device."""
         return tuple(tuple(c for c, device in enumerate(self.device) if device == d) for d in range(self.num_devices))
 
+    @property
+    def num_stages(self) -> int:
+        return len(self.device) // 3
+
+    @cached_property
+    def way(self) -> tuple[int, ...]:
+        """Return the classes of a microbatch's way to the loss and back."""
+        forwards = range(FORWARD, len(self.device), 3)
+        return (*forwards, *(c + INPUT for c in reversed(forwards)))
+
     @cached_property
     def work(self) -> tuple[int, ...]:
         """Ticks every device computes for one microbatch."""
