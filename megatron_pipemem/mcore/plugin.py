@@ -25,7 +25,7 @@ from megatron_pipemem.mcore.report.run_record import RunRecord
 from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step.extension import Extension
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward
-from megatron_pipemem.mcore.step.losses import Losses, MultiTokenLosses
+from megatron_pipemem.mcore.step.losses import Losses
 from megatron_pipemem.mcore.step.offloading import Offloading, OffloadSettings
 from megatron_pipemem.mcore.step.programs import ProgramCache
 from megatron_pipemem.mcore.step.replica_steps import ReplicaSteps
@@ -191,7 +191,6 @@ class _Enabled:
             ReplicaSteps(),
             VocabularySteps(),
             Losses(),
-            MultiTokenLosses(),
             *recording,
             *layerwise,
         ]

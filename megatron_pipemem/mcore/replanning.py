@@ -11,7 +11,7 @@ from megatron_pipemem.mcore.agreement import gather, is_first_rank, tell
 from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.step.programs import MeasurementUpdate
-from megatron_pipemem.runtime.activation_ledger import ActivationLedger, bytes_per_action
+from megatron_pipemem.runtime.activation_ledger import bytes_per_action
 from megatron_pipemem.runtime.trace import Medians, Stopwatch, Trace, TracedAction, average, costs_from, drift
 from megatron_pipemem.runtime.transport import Edge, MessageFormat, measure_links
 from megatron_pipemem.schedule.core.action import Kind
@@ -82,30 +82,20 @@ class Replanner(Extension):
         step.times_actions |= self._needs_seconds
 
     def after(self, step: Step) -> None:
-        self._message = step.message
-        self.after_step(step.pipeline.placement.num_stages, step.observation.ledger, step.observation.trace)
-
-    def after_step(self, num_stages: int, ledger: ActivationLedger | None, trace: Trace | None) -> None:
-        """Note a training step of this rank.
-
-        Args:
-            num_stages: of the pipeline.
-            ledger: that counted the step, or ``None``.
-            trace: that timed it, or ``None``.
-        """
+        self._message, ledger = step.message, step.observation.ledger
         # Whether something was counted or timed is alike on every rank, whatever has become of it here.
         if self._source.needs_bytes and ledger is not None:
             self._counted = True
             self._failure = self._failure or ledger.failure
             with self._noting_failure():
-                self._changes = bytes_per_action(ledger.entries, num_stages)
+                self._changes = bytes_per_action(ledger.entries, step.pipeline.placement.num_stages)
         if self._unread is not None:
             actions: list[TracedAction] = []
             with self._noting_failure():
                 actions = self._unread.actions()
             self._stopwatch.add(actions)
         # The first step pays for lazily opened channels, kernels and allocator growth.
-        self._unread = trace if self._warm and self._needs_seconds else None
+        self._unread = step.observation.trace if self._warm and self._needs_seconds else None
         self._warm = True
 
     def before_step(

@@ -22,7 +22,7 @@ from megatron_pipemem.mcore.model.multi_token import logged_before, split_embedd
 from megatron_pipemem.mcore.model.placement import _tied_weights  # noqa: E402
 from megatron_pipemem.mcore.refusals import check_chunks, check_config, check_sharing  # noqa: E402
 from megatron_pipemem.mcore.step.forward_backward import _message_shape  # noqa: E402
-from megatron_pipemem.mcore.step.losses import MultiTokenLosses  # noqa: E402
+from megatron_pipemem.mcore.step.losses import sum_depths  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.depths import weigh  # noqa: E402
 from megatron_pipemem.mcore.vocabulary.stages import _swapped  # noqa: E402
 from megatron_pipemem.runtime.vocabulary.batch import Batch  # noqa: E402
@@ -193,7 +193,7 @@ def test_losses_of_depths_are_summed_over_a_pipeline_that_ends_elsewhere(monkeyp
     def settle(placement):
         pipeline = SimpleNamespace(placement=placement, group="pipeline")
         step = SimpleNamespace(context=SimpleNamespace(config=config), pipeline=pipeline, groups=groups)
-        MultiTokenLosses().settle(step)
+        sum_depths(step)
 
     settle(Placement.linear(4))
     assert stock.MTPLossLoggingHelper.tracker == {}

@@ -54,6 +54,12 @@ def wishes(run: Run) -> tuple[bool, bool]:
     return step.counts_bytes, step.times_actions
 
 
+def stepped(ledger, trace):
+    pipeline = SimpleNamespace(placement=Placement.linear(1))
+    observation = SimpleNamespace(ledger=ledger, trace=trace)
+    return SimpleNamespace(pipeline=pipeline, message=None, observation=observation)
+
+
 class Run:
     """Steps of one rank, as ``ForwardBackward`` makes them."""
 
@@ -68,7 +74,7 @@ class Run:
             self.programs.renew(news)
         plan = self.programs.compile(ALONE, forward_only=False, agree=lambda digest: None).plan
         ledger = Ledger() if self.source.needs_bytes else None
-        self.replanner.after_step(1, ledger, trace or Trace())
+        self.replanner.after(stepped(ledger, trace or Trace()))
         return news, plan
 
     def _links(self):
@@ -187,7 +193,7 @@ def test_bytes_that_cannot_be_counted_leave_the_first_plan():
 
     run = Run(source_of("auto", "150B", "unit", {"seconds": 1, "placement": "linear"}), profile=False)
     _, first = run.step()
-    run.replanner.after_step(1, Uncountable(), None)
+    run.replanner.after(stepped(Uncountable(), None))
     assert run.step() == (None, first)
 
 

@@ -329,14 +329,25 @@ class AsynchronousTraining(Extension):
         return left
 
     def _plan(self, shape: Shape, moment: windows.Moment, group: dist.ProcessGroup) -> WindowPlan:
-        key = (shape, moment)
-        if key not in self._plans:
-            plan = _window_plan(self._source, shape, moment)
-            agree(digest_of(plan.window.program), group)
+        source, size = self._source, (shape.num_devices, shape.num_microbatches)
+        if (shape, moment) not in self._plans:
+            windows.check_batch(source.name, *size)
+            window = windows.family_window(
+                source.name,
+                *size,
+                moment,
+                memory_cap=source.request.cap_in_units,
+                costs=source.costs,
+                single_queue=source.single_queue,
+                **source.request.options,
+            )
+            when = "start" if moment.before == 0 else "end" if moment.left == 0 else "no flush between steps"
+            plan = WindowPlan(window.schedule, source.costs, source.knowledge.priced_by, when, window=window)
+            agree(digest_of(window.program), group)
             if not self._plans:
                 announce(plan)
-            self._plans[key] = plan
-        return self._plans[key]
+            self._plans[shape, moment] = plan
+        return self._plans[shape, moment]
 
     def close(self, orderly: bool) -> None:
         """Leave the model with its newest weights, and the loop with its optimizer."""
@@ -345,20 +356,3 @@ class AsynchronousTraining(Extension):
             self._stream = None
         self._optimizer.release()
         self._plans.clear()
-
-
-def _window_plan(source: Source, shape: Shape, moment: windows.Moment) -> WindowPlan:
-    batch = shape.num_microbatches
-    windows.check_batch(source.name, shape.num_devices, batch)
-    window = windows.family_window(
-        source.name,
-        shape.num_devices,
-        batch,
-        moment,
-        memory_cap=source.request.cap_in_units,
-        costs=source.costs,
-        single_queue=source.single_queue,
-        **source.request.options,
-    )
-    when = "start" if moment.before == 0 else "end" if moment.left == 0 else "no flush between steps"
-    return WindowPlan(window.schedule, source.costs, source.knowledge.priced_by, when, window=window)

@@ -123,7 +123,7 @@ class LossCarrier:
 
 
 class Losses(Extension):
-    """Brings the losses of every step to the last rank of its pipeline."""
+    """Brings the losses of every step to the last rank of its pipeline, and has those of further depths summed over it."""
 
     def __init__(self) -> None:
         self._carriers: dict[dist.ProcessGroup, LossCarrier] = {}
@@ -133,6 +133,8 @@ class Losses(Extension):
         if group not in self._carriers:
             self._carriers[group] = LossCarrier(group)
         gather_losses(step.context, step.program.schedule, self._carriers[group], group)
+        if not step.forward_only:
+            sum_depths(step)
 
     def close(self, orderly: bool) -> None:
         carriers, self._carriers = self._carriers, {}
@@ -144,21 +146,17 @@ _LOGGED = ("loss_values", "correct_values", "total_values")
 """What Megatron keeps for every depth of multi-token prediction."""
 
 
-class MultiTokenLosses(Extension):
-    """Brings the losses of every depth from wherever the last stages are to where Megatron logs them."""
-
-    only_trains = True
-
-    def settle(self, step: Step) -> None:
-        """Let Megatron sum its numbers over the pipeline too, which have them on other devices than its last one."""
-        depths = getattr(step.context.config, "mtp_num_layers", None)
-        placement = step.pipeline.placement
-        if not depths or placement.is_round_robin:
-            return
-        tracker = MTPLossLoggingHelper.tracker
-        for name in _LOGGED:
-            tracker.setdefault(name, torch.zeros(depths, device=torch.cuda.current_device()))
-        tracker["reduce_group"], tracker["avg_group"] = step.pipeline.group, step.groups.dp_cp
+def sum_depths(step: Step) -> None:
+    """Let Megatron sum the losses of every depth of multi-token prediction over the pipeline too, before it logs them, where
+    the last stages are on other devices than its last one.
+    """
+    depths = getattr(step.context.config, "mtp_num_layers", None)
+    if not depths or step.pipeline.placement.is_round_robin:
+        return
+    tracker = MTPLossLoggingHelper.tracker
+    for name in _LOGGED:
+        tracker.setdefault(name, torch.zeros(depths, device=torch.cuda.current_device()))
+    tracker["reduce_group"], tracker["avg_group"] = step.pipeline.group, step.groups.dp_cp
 
 
 def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, pp_group: dist.ProcessGroup) -> None:

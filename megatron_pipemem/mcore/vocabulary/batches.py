@@ -21,51 +21,6 @@ from megatron_pipemem.runtime.vocabulary.batch import Batch
 _NO_LABELS = torch.iinfo(torch.int64).min
 
 
-def share(
-    name: str,
-    shapes: Sequence[tuple[int, int]],
-    values: list[torch.Tensor | None] | None,
-    source: int,
-    group: dist.ProcessGroup,
-    may_be_missing: bool,
-) -> Sequence[torch.Tensor] | None:
-    """Send a step's tokens or labels from the pipeline rank ``source`` to all.
-
-    Args:
-        name: for messages.
-        shapes: ``(b, s)`` of every microbatch, known to every rank.
-        values: of every microbatch, on the source; ``None`` where a microbatch has none.
-        source: rank within ``group``.
-        group: the pipeline.
-        may_be_missing: whether the microbatches may all be without.
-
-    Returns:
-        ``[b, s]`` of every microbatch, or ``None`` if they are missing.
-
-    Raises:
-        UnsupportedError: on the source, when they have another shape, or are missing but must not.
-    """
-    device, sizes = torch.cuda.current_device(), [b * s for b, s in shapes]
-    if values is None:
-        shared = torch.empty(sum(sizes), dtype=torch.int64, device=device)
-    elif may_be_missing and all(value is None for value in values):
-        shared = torch.full((sum(sizes),), _NO_LABELS, dtype=torch.int64, device=device)
-    else:
-        for value, shape in zip(values, shapes, strict=True):
-            found = None if value is None else tuple(value.shape)
-            if found != shape:
-                raise UnsupportedError(
-                    f"the forward step passes {name} of shape {found} to the model where {shape} was expected: "
-                    "vocabulary parallelism needs them for every microbatch, of its sequence length and micro-batch size; "
-                    "pass --pipemem-vocab-parallel off"
-                )
-        shared = torch.cat([value.flatten() for value in values]).to(torch.int64)
-    dist.broadcast(shared, src=dist.get_global_rank(group, source), group=group)
-    if may_be_missing and bool((shared == _NO_LABELS).all()):
-        return None
-    return [part.view(shape) for part, shape in zip(shared.split(sizes), shapes, strict=True)]
-
-
 def share_batch(
     shapes: Sequence[tuple[int, int]] | None,
     first: list[Call | None] | None,
@@ -99,11 +54,30 @@ def share_batch(
             "the forward step does not call the model it is given, so nobody knows its tokens and labels; call it, or "
             "pass --pipemem-vocab-parallel off"
         )
-    tokens = None if first is None else [call.tokens for call in first]
+    sizes = [b * s for b, s in shapes]
+
+    def share(name: str, values: list[torch.Tensor | None] | None, source: int) -> Sequence[torch.Tensor]:
+        """Send what the source has of every microbatch to all, ``[b, s]`` of each."""
+        if values is None:
+            shared = torch.empty(sum(sizes), dtype=torch.int64, device=torch.cuda.current_device())
+        else:
+            for value, shape in zip(values, shapes, strict=True):
+                found = None if value is None else tuple(value.shape)
+                if found != shape:
+                    raise UnsupportedError(
+                        f"the forward step passes {name} of shape {found} to the model where {shape} was expected: "
+                        "vocabulary parallelism needs them for every microbatch, of its sequence length and micro-batch size; "
+                        "pass --pipemem-vocab-parallel off"
+                    )
+            shared = torch.cat([value.flatten() for value in values]).to(torch.int64)
+        dist.broadcast(shared, src=dist.get_global_rank(group, source), group=group)
+        return [part.view(shape) for part, shape in zip(shared.split(sizes), shapes, strict=True)]
+
+    tokens = share("tokens", None if first is None else [call.tokens for call in first], sources[0])
     labels = None if last is None else [call.labels for call in last]
-    return Batch(
-        share("tokens", shapes, tokens, sources[0], group, False),
-        share("labels", shapes, labels, sources[1], group, may_want_logits),
-        looks_ahead=bool(depths),
-        depths=0 if may_want_logits else depths,
-    )
+    if may_want_logits and labels is not None and all(each is None for each in labels):
+        labels = [torch.full_like(each, _NO_LABELS) for each in tokens]
+    labels = share("labels", labels, sources[1])
+    if may_want_logits and all(bool((each == _NO_LABELS).all()) for each in labels):
+        labels = None
+    return Batch(tokens, labels, looks_ahead=bool(depths), depths=0 if may_want_logits else depths)
