@@ -35,7 +35,7 @@ from megatron_pipemem.mcore.symbols import USED
 from megatron_pipemem.mcore.vocabulary.step import VocabularySteps
 from megatron_pipemem.schedule.options import LAYERWISE, MESSAGE_SHAPES, OFF, RANDOM, STOCK
 from megatron_pipemem.schedule.registry import register_module
-from megatron_pipemem.schedule.request import PROFILE, Request, check_request, check_vocab_parallel, prices_of
+from megatron_pipemem.schedule.request import PROFILE, Request, check_vocab_parallel, prices_of
 
 logger = logging.getLogger(__name__)
 
@@ -116,18 +116,16 @@ class Settings:
         for name, allowed in (("random", RANDOM), ("message_shapes", MESSAGE_SHAPES)):
             if getattr(self, name) not in allowed:
                 raise UnsupportedError(f"{name} {getattr(self, name)!r} is none of {', '.join(allowed)}")
-        asked = (self.schedule, self.memory_cap, self.costs, self.options, offload.mode, offload.recompute)
         if self.schedule != STOCK:
             prices_of(self.costs)
-            return Request.of(*asked, offload.host_memory is not None, self.vocab_parallel)
-        if self.single_queue:
+        elif self.single_queue:
             raise UnsupportedError(
                 f"--pipemem-single-queue orders schedules of this package, and {STOCK} is Megatron's own; leave one of them "
                 "out"
             )
-        plans_offload = Request(STOCK, offload=offload.mode, recompute=offload.recompute).plans_offload
-        check_request(*asked[:4], plans_offload, self.vocab_parallel)
-        return None
+        asked = (self.schedule, self.memory_cap, self.costs, self.options, offload.mode, offload.recompute)
+        request = Request.of(*asked, offload.host_memory is not None, self.vocab_parallel)
+        return None if self.schedule == STOCK else request
 
 
 def source_for(settings: Settings) -> tuple[Source | None, Offloading]:

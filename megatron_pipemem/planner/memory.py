@@ -11,14 +11,14 @@ from megatron_pipemem.planner.step import price
 from megatron_pipemem.planner.variants import HOST_MEMORY, offload_step, vocabulary_step
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.bounds import least_held
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_caps
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule, versions_held
 from megatron_pipemem.schedule.core.simulator import peaks
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.options import AUTO, OFF, STOCK
-from megatron_pipemem.schedule.request import Request, check_request, prices_of
+from megatron_pipemem.schedule.request import Request, prices_of
 from megatron_pipemem.schedule.resolve import resolve, without_offload
 
 
@@ -79,14 +79,12 @@ def request_of(run: Run) -> Request:
     """
     choice, cut = run.schedule, run.parallelism
     recompute = "selective" if choice.recomputes_by_action else str(run.flags.get("pipemem-recompute", "none"))
-    asked = (choice.memory_cap, choice.costs, run.schedule_options)
+    asked = (choice.name, choice.memory_cap, choice.costs, run.schedule_options, choice.offload, recompute)
     prices_of(choice.costs)
-    if choice.name == STOCK:
-        check_request(STOCK, *asked, choice.offload != OFF or recompute != "none", choice.vocab_parallel)
-        cap = None if choice.memory_cap is None else parse_caps(choice.memory_cap)
-        return Request("1f1b" if (cut.chunks or 1) == 1 else "interleaved", cap, run.schedule_options)
-    bounds_host = HOST_MEMORY in run.flags
-    return Request.of(choice.name, *asked, choice.offload, recompute, bounds_host, choice.vocab_parallel)
+    request = Request.of(*asked, HOST_MEMORY in run.flags, choice.vocab_parallel)
+    if choice.name != STOCK:
+        return request
+    return replace(request, name="1f1b" if (cut.chunks or 1) == 1 else "interleaved")
 
 
 def schedule_of(run: Run, request: Request) -> Schedule:

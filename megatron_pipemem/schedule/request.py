@@ -32,7 +32,7 @@ class Request:
     """Describe what a user asks of the schedules of a run.
 
     Args:
-        name: a family, ``auto`` for a search, or the path of a file.
+        name: a family, ``auto`` for a search, the path of a file, or ``stock`` for Megatron's own schedule.
         memory_cap: the most a device may hold; ``None`` for no limit.
         options: of the family or of the search.
         offload: which activations wait on the host, see ``plan_offload``.
@@ -80,20 +80,17 @@ class Request:
         Raises:
             PipememError: its parts do not go together, or the file must not run.
         """
-        options = dict(options or {})
-        request = cls(name, None, options, offload, recompute, bounds_host, vocabulary=vocabulary)
-        check_request(name, memory_cap, costs, options, request.plans_offload, vocabulary)
         cap = None if memory_cap is None else parse_caps(memory_cap)
+        request = cls(name, cap, dict(options or {}), offload, recompute, bounds_host, vocabulary=vocabulary)
+        _check(request, costs)
         file = None
-        if name != AUTO and not name.endswith(FILE_SUFFIX):
-            chunks_per_device(name, **options)  # which refuses options that the family has not
         if name.endswith(FILE_SUFFIX):
             file = schedule_of_file(name, None if cap is None or request.plans_offload else cap.amount)
             check_barriers(name, file.vocabulary_barriers, vocabulary)
             if file.vocabulary_barriers:
-                return replace(request, memory_cap=cap, file=file).decided(file.vocabulary_barriers)
+                return replace(request, file=file).decided(file.vocabulary_barriers)
         barriers = 0 if vocabulary in (OFF, AUTO) else BARRIERS_OF_ALGORITHM[int(vocabulary)]
-        return replace(request, memory_cap=cap, barriers=barriers, file=file)
+        return replace(request, barriers=barriers, file=file)
 
     def decided(self, barriers: int) -> Request:
         """Return the request, with the vocabulary cut so, or not at all."""
@@ -181,59 +178,6 @@ class Request:
         return self.options.get("placement", family(self.name).placement) in ("linear", "interleaved")
 
 
-def check_request(
-    schedule: str,
-    memory_cap: float | str | None,
-    costs: str,
-    options: Mapping[str, object],
-    plans_offload: bool,
-    vocab_parallel: str,
-) -> None:
-    """Refuse a request whose parts do not go together.
-
-    Args:
-        schedule: a family, a schedule file, ``auto`` or ``stock``.
-        memory_cap: as ``parse_caps`` reads it, or ``None``.
-        costs: ``unit``, ``profile`` or a JSON file.
-        options: of the schedule.
-        plans_offload: whether offload or recomputation is to be added to what the schedule says itself.
-        vocab_parallel: ``off``, ``1``, ``2`` or ``auto``.
-
-    Raises:
-        UnknownScheduleError: no such family.
-        UnsupportedError: they do not; the message says what to change.
-    """
-    cap = None if memory_cap is None else parse_caps(memory_cap)
-    cuts = vocab_parallel != OFF
-    if schedule == STOCK:
-        _check_stock(plans_offload, cuts)
-        return
-    if cuts and plans_offload:
-        raise UnsupportedError(
-            "offload and recomputation are not planned together with vocabulary passes; pass --pipemem-vocab-parallel off, or "
-            "--pipemem-offload off and --pipemem-recompute none with Megatron's own --recompute-* flags"
-        )
-    if cap is not None and cap.in_bytes and schedule != AUTO and not plans_offload:
-        raise UnsupportedError(
-            f"a memory cap in bytes ({cap}) needs --pipemem-schedule auto, which fits a schedule to it, "
-            f"or --pipemem-offload; {schedule!r} is what it is, so give the cap in activation units (1.0 is what 1F1B's "
-            "first rank holds)"
-        )
-    if schedule == AUTO:
-        check_search_options(options)
-    elif schedule.endswith(FILE_SUFFIX):
-        if options:
-            raise UnsupportedError(
-                f"a schedule file has no options; drop --pipemem-option {next(iter(options))}={next(iter(options.values()))}"
-            )
-    else:
-        chosen = family(schedule)
-        check_runs(schedule, chosen.simulated_only)
-        check_options(schedule, options)
-        if chosen.asynchronous:
-            _check_asynchronous(schedule, costs, options, plans_offload, cuts)
-
-
 def check_vocab_parallel(vocab_parallel: str, piece_tokens: int | None = None) -> None:
     """Raises:
     UnsupportedError: no such algorithm, or pieces of no tokens or of an uncut head.
@@ -279,7 +223,7 @@ def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
     Args:
         name: of the schedule.
         barriers: of its passes; 0 when it has none, so that any can be added.
-        vocab_parallel: see ``check_request``.
+        vocab_parallel: ``off``, ``1``, ``2`` or ``auto``.
 
     Raises:
         UnsupportedError: others are asked for, or none.
@@ -360,36 +304,66 @@ def check_microbatches_of_file(schedule: Schedule, num_microbatches: int) -> Non
         )
 
 
-def _check_stock(plans_offload: bool, cuts: bool) -> None:
-    if plans_offload:
+def _check(request: Request, costs: str) -> None:
+    """Refuse a request whose parts do not go together."""
+    name, options, cap = request.name, request.options, request.memory_cap
+    if name == STOCK:
+        _check_stock(request)
+        return
+    if request.cuts_vocabulary and request.plans_offload:
+        raise UnsupportedError(
+            "offload and recomputation are not planned together with vocabulary passes; pass --pipemem-vocab-parallel off, or "
+            "--pipemem-offload off and --pipemem-recompute none with Megatron's own --recompute-* flags"
+        )
+    if request.in_bytes and name != AUTO and not request.plans_offload:
+        raise UnsupportedError(
+            f"a memory cap in bytes ({cap}) needs --pipemem-schedule auto, which fits a schedule to it, "
+            f"or --pipemem-offload; {name!r} is what it is, so give the cap in activation units (1.0 is what 1F1B's "
+            "first rank holds)"
+        )
+    if name == AUTO:
+        check_search_options(options)
+    elif name.endswith(FILE_SUFFIX):
+        if options:
+            raise UnsupportedError(
+                f"a schedule file has no options; drop --pipemem-option {next(iter(options))}={next(iter(options.values()))}"
+            )
+    else:
+        check_runs(name, family(name).simulated_only)
+        check_options(name, options)
+        if request.is_asynchronous:
+            _check_asynchronous(request, costs)
+        chunks_per_device(name, **options)  # which refuses options that the family has not
+
+
+def _check_stock(request: Request) -> None:
+    if request.plans_offload:
         raise UnsupportedError(
             "Megatron's own schedule has no place for offload or recomputation of ours; name another one, for example "
             "--pipemem-schedule 1f1b, or use Megatron's own flags"
         )
-    if cuts:
+    if request.cuts_vocabulary:
         raise UnsupportedError(
             "Megatron's own schedules have no passes for a cut vocabulary; take a schedule of this package, or pass "
             "--pipemem-vocab-parallel off"
         )
 
 
-def _check_asynchronous(
-    schedule: str, costs: str, options: Mapping[str, object], plans_offload: bool, cuts: bool
-) -> None:
+def _check_asynchronous(request: Request, costs: str) -> None:
     """Refuses what plans a step as one that ends empty, and an option that the training loop decides."""
     for asked, off in (
-        (plans_offload, "--pipemem-offload off and --pipemem-recompute none"),
-        (cuts, "--pipemem-vocab-parallel off"),
+        (request.plans_offload, "--pipemem-offload off and --pipemem-recompute none"),
+        (request.cuts_vocabulary, "--pipemem-vocab-parallel off"),
         (costs == PROFILE, "--pipemem-costs unit or a file"),
     ):
         if asked:
             raise UnsupportedError(
-                f"schedule {schedule!r} leaves microbatches in flight between steps, which offload, recomputation, "
+                f"schedule {request.name!r} leaves microbatches in flight between steps, which offload, recomputation, "
                 f"vocabulary parallelism and profiles do not know; pass {off}"
             )
-    if UPDATE_EVERY in options:
+    if UPDATE_EVERY in request.options:
         raise UnsupportedError(
-            f"{UPDATE_EVERY} of schedule {schedule!r} is the number of microbatches of a step here; drop the option and "
+            f"{UPDATE_EVERY} of schedule {request.name!r} is the number of microbatches of a step here; drop the option and "
             "choose --global-batch-size"
         )
 
