@@ -174,7 +174,8 @@ class LayerwiseRandom(Extension):
 
     def _build_model(self, original: Callable, model, config, *args, **kwargs) -> None:
         _check(config)
-        with _drawing(derived(_seed(), "build")):
+        _, seed = iteration_and_seed()
+        with _drawing(derived(seed, "build")):
             original(model, config, *args, **kwargs)
         self._models.add(model)
 
@@ -220,10 +221,6 @@ def _check(config) -> None:
         "is_inference_rng_tracker": tracker.is_inference_rng_tracker,
     }
     refuse(lambda attribute: of_tracker.get(attribute, getattr(config, attribute, None)), LAYERWISE)
-
-
-def _seed() -> int:
-    return iteration_and_seed()[1]
 
 
 def _build_embedding(original: Callable, embedding, *args, **kwargs) -> None:

@@ -118,7 +118,7 @@ def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, .
         step = offload_step(run, placement, layers=layers)
         if request.cap_in_units is not None:
             unit = sum(step.costs.memory[Kind.F])
-            caps = tuple(cap * unit for cap in request.memory_cap.of(placement.num_devices))
+            caps = tuple(cap * unit for cap in request.caps(placement.num_devices))
             request = replace(request, memory_cap=MemoryCap(caps, True))
     else:
         step = price(run, placement, layers)

@@ -38,7 +38,7 @@ class Recorder:
         self._regions: list[_Region] = []
         self._results: dict[int, _Result] = {}
         self._pack: Callable = torch.Tensor.detach
-        self._unpack: Callable = _same
+        self._unpack: Callable = lambda tensor: tensor
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -205,10 +205,6 @@ def _filled(place: _Place) -> torch.Tensor:
     if place.tensor is None:
         raise RuntimeError("a backward began before its RS has run")
     return place.tensor
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _listed(result: object) -> tuple:

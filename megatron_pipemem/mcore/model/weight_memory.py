@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,11 +22,6 @@ class WeightBytes(NamedTuple):
     """how many there have been at once"""
 
 
-def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes that these take, each once."""
-    return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
-
-
 def count_weights(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> WeightBytes:
     """Count the bytes of chunks with one version of their parameters.
 
@@ -34,7 +29,8 @@ def count_weights(chunks: Sequence[torch.nn.Module], stages: Sequence[int]) -> W
         chunks: of this rank.
         stages: their numbers.
     """
-    of_stages = {stage: tensor_bytes(chunk.parameters()) for stage, chunk in zip(stages, chunks, strict=True)}
+    numbered = zip(stages, chunks, strict=True)
+    of_stages = {stage: sum(parameter.nbytes for parameter in chunk.parameters()) for stage, chunk in numbered}
     return WeightBytes(of_stages, sum(of_stages.values()), 1, 1)
 
 

@@ -208,23 +208,20 @@ class RunRecord:
         Raises nothing: what cannot be written is warned of.
         """
         with self.guarded("the report"):  # all of it: what may fail on one rank alone has a guard of its own
-            self._write()
-
-    def _write(self) -> None:
-        with self.guarded(STEPS):
-            self.read()
-        ranks = gather(self._summary(self._shared()))
-        if not is_first_rank():
-            return
-        report = run_report.report_of(ranks, self.trace)
-        for line in lines(report):
-            logger.info("%s", line)
-        if self.report is not None:
-            with self.guarded(str(self.report)):
-                write_whole(self.report, json.dumps(report, indent=2, allow_nan=False) + "\n")
-                logger.info("wrote %s", self.report)
-        if self.trace is not None and self.last_plan is not None:
-            self._draw([ranks[member] for member in dist.get_process_group_ranks(self.group)])
+            with self.guarded(STEPS):
+                self.read()
+            ranks = gather(self._summary(self._shared()))
+            if not is_first_rank():
+                return
+            report = run_report.report_of(ranks, self.trace)
+            for line in lines(report):
+                logger.info("%s", line)
+            if self.report is not None:
+                with self.guarded(str(self.report)):
+                    write_whole(self.report, json.dumps(report, indent=2, allow_nan=False) + "\n")
+                    logger.info("wrote %s", self.report)
+            if self.trace is not None and self.last_plan is not None:
+                self._draw([ranks[member] for member in dist.get_process_group_ranks(self.group)])
 
     def _draw(self, pipeline: list[run_report.Summary]) -> None:
         """Draw the last step, planned and as it ran on the data-parallel and tensor-parallel peers of rank 0."""

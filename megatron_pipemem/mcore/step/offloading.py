@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -76,7 +75,7 @@ class OffloadSettings:
                 raise UnsupportedError(f"--pipemem-{what} {given!r} is none of {', '.join(allowed)}")
         readers = {
             "bandwidth": _bytes,
-            "min_bytes": _whole_bytes,
+            "min_bytes": lambda what, value: int(_bytes(what, value)),
             "guard": _switch,
             "ratio": _positive,
             "switches": _groups,
@@ -163,7 +162,7 @@ class Offloading(Extension):
             own_turn = next((group.index(place) for group in groups if place in group), 0)
             # A plan takes turns on a channel that it knows to be shared. Who shares one unknown to it measures it together.
             for turn in range(max(map(len, groups), default=1)):
-                measured = done_by_all(partial(measure_host_link, engine.channel) if turn == own_turn else _wait)
+                measured = done_by_all(lambda own=turn == own_turn: measure_host_link(engine.channel) if own else None)
                 own = measured or own
             seen = gather((place, own))
             self._links = tuple(_slowest([link for at, link in seen if at == device]) for device in range(num_devices))
@@ -192,10 +191,6 @@ class Offloading(Extension):
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-
-
-def _wait() -> None:
-    """Wait for others, whose turn it is."""
 
 
 def _place() -> int:
@@ -255,10 +250,6 @@ def _rank_budget(nodes: Sequence[_Node], per_node: float | None) -> int:
 
 def _bytes(what: str, value: object) -> float:
     return parse_bytes(what, value if isinstance(value, str) else f"{value}B")
-
-
-def _whole_bytes(what: str, value: object) -> int:
-    return int(_bytes(what, value))
 
 
 def _switch(what: str, value: object) -> bool:

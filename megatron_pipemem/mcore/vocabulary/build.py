@@ -107,9 +107,9 @@ def cut_vocabulary(
         last.output_layer = DepartingHead(last.output_layer)
         last.compute_language_model_loss = last.output_layer.losses_without_values
     for model in models:
-        # Nothing is left at either end for Megatron to tie, to sum up or to save there.
+        # Nothing is left at either end for Megatron to tie, to sum up or to save there: the shards save themselves.
         model.share_embeddings_and_output_weights = True
-        model.tie_embeddings_and_output_weights_state_dict = _nothing_to_tie
+        model.tie_embeddings_and_output_weights_state_dict = lambda *args, **kwargs: None
     scale = config.mup_output_mult if config.use_mup else 1.0
     options = HeadOptions(barriers=barriers, piece_tokens=piece_tokens, scale=scale)
     models[0].add_module(NAME, VocabularyShards(partition, index, embedding, head, options))
@@ -242,7 +242,3 @@ def _save_no_copy(model: torch.nn.Module) -> None:
             model.mtp_process = True
 
     model.sharded_state_dict = sharded_state_dict
-
-
-def _nothing_to_tie(*args, **kwargs) -> None:
-    """Do nothing in the place of Megatron's tying of state dicts: the shards save themselves."""

@@ -115,8 +115,7 @@ class OffloadEngine:
         Raises:
             OffloadError: a copy failed that nobody had waited for.
         """
-        self._begin_step()
-        self._residents.add_permanent(permanent)
+        self._begin_step(permanent)
         self._on_device = on_device
         try:
             yield self
@@ -292,10 +291,10 @@ class OffloadEngine:
         self._drop_everything()
         self.channel.close()
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, permanent: Iterable[torch.Tensor] = ()) -> None:
         self._drop_everything()
         self._traffic.begin_step()
-        self._residents.begin_step(self._permanent)
+        self._residents.begin_step((*self._permanent, *permanent))
         self._held_elsewhere = 0
         self._device_peak, self._host_peak = self._device_bytes, self._host_bytes
 

@@ -37,10 +37,6 @@ class Residents:
         self._excluded: dict[int, StorageWeakRef] = {}
         self.stayed: Counter[str] = Counter()
 
-    def add_permanent(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are no activations either."""
-        self._permanent.update(map(storage_key, tensors))
-
     def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
         """These stay for the rest of the step, as long as they live."""
         for tensor in tensors:

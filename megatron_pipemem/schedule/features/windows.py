@@ -12,7 +12,7 @@ backward, when the stream ends, or that earlier windows did not run, when it beg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -154,54 +154,26 @@ def check_batch(name: str, num_devices: int, batch: int) -> None:
 def family_window(
     name: str, num_devices: int, batch: int, moment: Moment, *, single_queue: bool = False, **arguments: object
 ) -> Window:
-    """Return a window of a registered family's stream.
+    """Cut a window out of the stream of a registered family.
 
     Args:
         name: of the family.
         num_devices: ``p``.
         batch: microbatches per call.
         moment: the window's place.
-        single_queue: see ``lower``.
+        single_queue: see ``lower``; the places of messages are chosen for the ``costs`` among the arguments.
         arguments: of ``build_schedule``.
 
     Raises:
         UnsupportedError: the family cannot be built so.
+        ScheduleError: the stream is wrong, or its messages cross the ends of windows.
     """
     per_batch = updates_per_batch(name)
     if per_batch:
         arguments = {**arguments, UPDATE_EVERY: batch}
-
-    def build(num_microbatches: int) -> Schedule:
-        return build_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches, **arguments)
-
-    costs = (arguments.get("costs") or Costs()) if single_queue else None
-    return window(build, num_devices, batch, moment, per_batch, costs)
-
-
-def window(
-    build: Callable[[int], Schedule],
-    num_devices: int,
-    batch: int,
-    moment: Moment,
-    reduces: bool = True,
-    queued_for: Costs | None = None,
-) -> Window:
-    """Cut a window out of a stream.
-
-    Args:
-        build: ``build(num_microbatches)`` gives a stream of that many microbatches with ``updates``.
-        num_devices: ``p``.
-        batch: microbatches per call.
-        moment: the window's place.
-        reduces: gradients are complete at the end of a window, and are to be summed over data-parallel ranks then.
-        queued_for: lower the window for single queues, with places of its messages that are chosen for these costs.
-
-    Raises:
-        ScheduleError: the stream is wrong, or its messages cross the ends of windows.
-    """
     # One batch more than is looked at, so that the window is none of those in which a stream runs dry.
-    behind = horizon(num_devices, batch) + 1
-    stream = build((moment.before + 1 + behind) * batch)
+    batches = moment.before + 1 + horizon(num_devices, batch) + 1
+    stream = build_schedule(name, num_devices=num_devices, num_microbatches=batches * batch, **arguments)
     program = lower(stream)
     validate_program(program)
     number = {
@@ -225,15 +197,16 @@ def window(
             rows[number[action] if is_past else moment.before].append(renumbered)
         for orders, row in zip(windows, rows, strict=True):
             orders[device] = tuple(row)
-    if queued_for is not None:
-        windows = [_in_single_queues(stream, orders, queued_for) for orders in windows]
+    if single_queue:
+        costs = arguments.get("costs") or Costs()
+        windows = [_in_single_queues(stream, orders, costs) for orders in windows]
     *earlier, own = windows
     past = [tuple(chain.from_iterable(orders[device] for orders in earlier)) for device in range(num_devices)]
-    if reduces:
+    if per_batch:  # gradients are complete then, and are to be summed over data-parallel ranks
         own = list(map(add_gradient_reductions, own))
-    uses = _weights(stream, batch, first, behind_messages=queued_for is None)
+    uses = _weights(stream, batch, first, behind_messages=not single_queue)
     found = Window(stream, batch, moment, tuple(own), tuple(past), *uses)
-    if queued_for is not None:
+    if single_queue:
         run_single_queues(found.program)
     return found
 

@@ -17,6 +17,7 @@ from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline
+from megatron_pipemem.schedule.core.walk import Times
 from megatron_pipemem.schedule.features.offload.transfers import Item, Key, RoundTrip
 
 
@@ -50,22 +51,17 @@ def paced(schedule: Schedule, costs: Costs, share: float) -> Timetable:
     interval = share * max(work) / schedule.num_units * (1 - 1e-9)
     found = Dependencies.of_schedule(schedule)
     lags = [costs.link_seconds(*link) / pieces for link in found.links]
-    starts: list[list[float]] = [[] for _ in schedule.orders]
-    ends: list[list[float]] = [[] for _ in schedule.orders]
-    ended = [0.0] * len(found.actions)
+    times = Times(found.graph, (), lags)
     last: dict[int, float] = {}
     for node in found.walk.nodes:
-        device, action = found.graph.lane_of[node], found.actions[node]
-        start = ends[device][-1] if ends[device] else 0.0
-        for needed, link in found.graph.waits[node]:
-            start = max(start, ended[needed] + lags[link])
-        if action.kind is Kind.F:
-            start = max(start, last.get(action.stage, -interval) + interval)
-            last[action.stage] = start
-        starts[device].append(start)
-        ended[node] = start + seconds[action.kind][action.stage]
-        ends[device].append(ended[node])
-    return Timetable.of(starts, ends)
+        kind, stage, _ = found.actions[node]
+        start = times.start_of(node)
+        if kind is Kind.F:
+            start = last[stage] = max(start, last.get(stage, -interval) + interval)
+        times.starts[node] = start
+        times.ends[node] = times.free[found.graph.lane_of[node]] = start + seconds[kind][stage]
+    lanes = found.graph.lanes
+    return Timetable.of(*([each[nodes.start : nodes.stop] for nodes in lanes] for each in (times.starts, times.ends)))
 
 
 def timetables(timeline: Timeline) -> tuple[Timetable, ...]:

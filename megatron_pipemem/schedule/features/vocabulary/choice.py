@@ -108,10 +108,6 @@ class VocabularyOption:
         return f"<VocabularyOption {self.name}: {self.timeline!r}>"
 
     @property
-    def schedule(self) -> Schedule:
-        return self.timeline.schedule
-
-    @property
     def makespan(self) -> float:
         return self.timeline.makespan
 
