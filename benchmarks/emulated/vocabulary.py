@@ -10,8 +10,9 @@ import torch.distributed as dist
 from emulated.device import ROWS, WIDTH, Device
 from megatron_pipemem.runtime.vocabulary.batch import Batch
 from megatron_pipemem.runtime.vocabulary.embedding import EmbeddingWeightGradient, VocabularyEmbedding
-from megatron_pipemem.runtime.vocabulary.head import HeadOptions, Scored, VocabularyHead
+from megatron_pipemem.runtime.vocabulary.head import HeadOptions, VocabularyHead
 from megatron_pipemem.runtime.vocabulary.head_gradients import Normalised
+from megatron_pipemem.runtime.vocabulary.microbatch import HeadMicrobatch
 from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition, WeightShard
 from megatron_pipemem.runtime.vocabulary.passes import Channels, VocabularyPasses
 from megatron_pipemem.schedule.core.action import VOCABULARY_COMPUTE, Action
@@ -81,7 +82,7 @@ class SleepingVocabulary:
     def embedding_gradient(self, tokens: torch.Tensor, output_gradient: torch.Tensor) -> EmbeddingWeightGradient:
         return self._shards[0].weight_gradient(tokens, output_gradient)
 
-    def score(self, x: torch.Tensor, labels: torch.Tensor, for_backward: bool) -> Scored:
+    def score(self, x: torch.Tensor, labels: torch.Tensor, for_backward: bool) -> HeadMicrobatch:
         return self._shards[1].score(x, labels, for_backward=for_backward)
 
     # Last stage

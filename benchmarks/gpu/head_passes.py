@@ -149,11 +149,11 @@ def run(head, x, labels):
     """One microbatch: losses, dX, and seconds of S and T."""
     import torch
 
-    from megatron_pipemem.runtime.vocabulary.head_gradients import finish_input_gradient
+    from megatron_pipemem.runtime.vocabulary.head_gradients import combine, finish_input_gradient
 
     kept = []
     s = proof.seconds(lambda: kept.append(head.score(x, labels)))
-    done = kept[0].combine(kept[0].statistics.clone()[None])
+    done = combine(kept[0], kept[0].statistics.clone()[None])
     g = torch.ones_like(done.losses)  # of their sum
     dx = finish_input_gradient(done.input_gradient(), x.dtype, done.without_ignored(g))
     t = proof.seconds(done.weight_gradient(g).run)

@@ -1,9 +1,8 @@
 """Count the bytes that one rank holds between its actions.
 
-Counted are unique storages, in three categories: ``saved`` (kept for the backward, by autograd or by a shard of the LM
-head), ``boundary`` (received inputs and gradients, results that have not been sent yet, and tensors handed to a
-neighbouring stage on the same device or to a collective) and ``weight_gradients`` (what a deferred weight gradient keeps
-beyond the saved activations). A storage belongs to the category that met it first.
+Counted are unique storages: what is kept for the backward, by autograd or by a shard of the LM head; received inputs and
+gradients, results that have not been sent yet, and tensors handed to a neighbouring stage on the same device or to a
+collective; and what a deferred weight gradient keeps beyond the saved activations.
 
 Not counted are parameters and their gradients, the batch itself, temporaries within one action, and outgoing messages from
 the moment they are posted: how long the transport keeps one depends on when its receiver gets there, which no two runs
@@ -13,7 +12,6 @@ share.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,8 +25,6 @@ from megatron_pipemem.schedule.core.simulator import held_after
 
 logger = logging.getLogger(__name__)
 
-CATEGORIES = ("saved", "boundary", "weight_gradients")
-
 
 @dataclass(frozen=True)
 class LedgerEntry:
@@ -36,7 +32,7 @@ class LedgerEntry:
 
     Args:
         action: that has run.
-        bytes_by_category: bytes on the device.
+        bytes: on the device.
         host_bytes: activations that are away on the host.
         routed: tokens that experts got in it, one for each visit of an expert.
         routable: the most that they could have got under a capacity factor; 0 without one.
@@ -44,15 +40,11 @@ class LedgerEntry:
     """
 
     action: Action
-    bytes_by_category: dict[str, int]
+    bytes: int
     host_bytes: int = 0
     routed: int = 0
     routable: int = 0
     evenly: int = 0
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.bytes_by_category.values())
 
 
 def bytes_per_action(
@@ -132,7 +124,7 @@ class ActivationLedger:
         self._permanent: set[int] = set()
         # The batch lives as long as the data iterator keeps it; held here so that its keys stay taken.
         self._batch: dict[int, StorageWeakRef] = {}
-        self._held: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
         self._routed = self._routable = self._evenly = 0
         self._leave_out(permanent)
 
@@ -159,7 +151,7 @@ class ActivationLedger:
             self._batch[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     @_counting
-    def hold(self, tensor: torch.Tensor, category: str) -> bool:
+    def hold(self, tensor: torch.Tensor) -> bool:
         """Count the tensor's storage for as long as anything keeps it alive.
 
         Returns:
@@ -175,7 +167,7 @@ class ActivationLedger:
         if known is not None and not known[0].expired():
             return False
         storage = tensor.untyped_storage()
-        self._held[key] = (StorageWeakRef(storage), storage.nbytes(), category)
+        self._held[key] = (StorageWeakRef(storage), storage.nbytes())
         return True
 
     @_counting
@@ -203,7 +195,7 @@ class ActivationLedger:
             return
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
-            self.hold(tensor, "saved")
+            self.hold(tensor)
             # Never the tensor itself: an output saved by its own node would keep itself alive for ever.
             return tensor.detach()
 
@@ -214,12 +206,8 @@ class ActivationLedger:
     def record(self, action: Action, host_bytes: int = 0) -> None:
         """Note what is held now that ``action`` has ended, and what is away."""
         self._held = {key: known for key, known in self._held.items() if not known[0].expired()}
-        held: Counter[str] = Counter()
-        for _, nbytes, category in self._held.values():
-            held[category] += nbytes
-        by_category = {category: held[category] for category in CATEGORIES}
-        routing = self._routed, self._routable, self._evenly
-        self.entries.append(LedgerEntry(action, by_category, host_bytes, *routing))
+        held = sum(nbytes for _, nbytes in self._held.values())
+        self.entries.append(LedgerEntry(action, held, host_bytes, self._routed, self._routable, self._evenly))
         self._routed = self._routable = self._evenly = 0
 
     @property

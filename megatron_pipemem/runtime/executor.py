@@ -279,7 +279,7 @@ class Executor:
         else:
             recorded = _NOTHING
             if selective:
-                self._recorders[key] = Recorder(lambda tensor: self._held(tensor, "saved"))
+                self._recorders[key] = Recorder(self._held)
                 recorded = self._recorders[key].record()
             with self.measured(each.action), collecting(queue), self._watched(each), recorded:
                 output = forward(key[1], input)
@@ -304,7 +304,7 @@ class Executor:
                 gradient = backward(input, output, output_gradient)
             if self.ledger is not None:
                 for tensor in queue.tensors():
-                    self.ledger.hold(tensor, "weight_gradients")
+                    self.ledger.hold(tensor)
         else:
             with self.measured(each.action):
                 gradient = backward(input, output, output_gradient)
@@ -330,7 +330,7 @@ class Executor:
             queue.run()
 
     def _put_out(self, send: Action, tensor: torch.Tensor) -> None:
-        self._outbox[send] = tensor, self.ledger is not None and bool(self.ledger.hold(tensor, "boundary"))
+        self._outbox[send] = tensor, self.ledger is not None and bool(self.ledger.hold(tensor))
 
     def _send(self, each: Instruction) -> None:
         tensor, is_counted_here = self._outbox.pop(each.action)
@@ -344,9 +344,9 @@ class Executor:
         if buffer is not None:
             self._held(buffer)
 
-    def _held(self, tensor: torch.Tensor, category: str = "boundary") -> torch.Tensor:
+    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.ledger is not None:
-            self.ledger.hold(tensor, category)
+            self.ledger.hold(tensor)
         return tensor
 
     def _watched(self, each: Instruction) -> AbstractContextManager:

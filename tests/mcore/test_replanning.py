@@ -42,9 +42,7 @@ class Trace:
 
 class Ledger:
     failure = None
-    entries = [
-        LedgerEntry(Action(kind, 0, 0), {"saved": held}) for kind, held in ((Kind.F, 100), (Kind.I, 70), (Kind.W, 0))
-    ]
+    entries = [LedgerEntry(Action(kind, 0, 0), held) for kind, held in ((Kind.F, 100), (Kind.I, 70), (Kind.W, 0))]
 
 
 def wishes(run: Run) -> tuple[bool, bool]:

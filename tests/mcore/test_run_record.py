@@ -53,14 +53,14 @@ def observed(fails: str | None = None, size: int = 1024, routed: tuple[int, int]
         if action.kind is Kind.F:
             kept[action.microbatch] = torch.empty(size + routed[action.microbatch])
             ledger.route(routed[action.microbatch], 0, 20 if any(routed) else 0)
-            ledger.hold(kept[action.microbatch], "saved")
+            ledger.hold(kept[action.microbatch])
         elif action.kind is Kind.W:
             del kept[action.microbatch]
         ledger.record(action)
         if action.kind in COMPUTE:
             times.append(TracedAction(action, float(len(times)), len(times) + 1.0))
     if fails == "ledger":
-        ledger.hold(torch.eye(2).to_sparse(), "saved")
+        ledger.hold(torch.eye(2).to_sparse())
 
     def actions() -> list[TracedAction]:
         if fails == "trace":

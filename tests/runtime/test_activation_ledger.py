@@ -75,14 +75,14 @@ def test_an_output_saved_by_its_own_node_does_not_live_for_ever():
     assert node() is None and saved(ledger) == 0
 
 
-def test_categories_belong_to_who_met_the_storage_first():
+def test_a_storage_counts_once_whoever_holds_views_of_it():
     ledger = ActivationLedger()
     received, gradient = torch.randn(8), torch.randn(2)
-    ledger.hold(received, "boundary")
-    ledger.hold(received.view(2, 4), "saved")
-    ledger.hold(gradient, "weight_gradients")
+    ledger.hold(received)
+    ledger.hold(received.view(2, 4))
+    ledger.hold(gradient)
     ledger.record(F0)
-    assert ledger.entries[-1].bytes_by_category == {"saved": 0, "boundary": 32, "weight_gradients": 8}
+    assert ledger.entries[-1].bytes == 32 + 8
     ledger.release(received)
     assert saved(ledger) == 8
 
@@ -90,14 +90,14 @@ def test_categories_belong_to_who_met_the_storage_first():
 def test_a_reused_address_is_a_new_storage():
     ledger = ActivationLedger()
     for _ in range(20):
-        ledger.hold(torch.randn(32), "boundary")  # freed at once; the allocator gives the same block again
+        ledger.hold(torch.randn(32))  # freed at once; the allocator gives the same block again
     tensor = torch.randn(32)
-    ledger.hold(tensor, "boundary")
+    ledger.hold(tensor)
     assert saved(ledger) == 128
 
 
 def entries(*held: tuple[str, int]) -> list[LedgerEntry]:
-    return [LedgerEntry(Action.parse(action), {"saved": count}) for action, count in held]
+    return [LedgerEntry(Action.parse(action), count) for action, count in held]
 
 
 def test_the_first_microbatch_of_every_stage_foretells_the_rest():
@@ -113,9 +113,7 @@ def test_the_first_microbatch_of_every_stage_foretells_the_rest():
 def test_uneven_routing_is_foretold_as_a_range(routable, top):
     """Of microbatches whose experts get 5, 4 and 10 tokens; a microbatch holds 6 bytes and 2 for each token."""
     held = (("0F0", 16, 5), ("0B0", 0, 0), ("0F1", 14, 4), ("0F2", 40, 10), ("0B1", 26, 0), ("0B2", 0, 0))
-    probe = [
-        LedgerEntry(Action.parse(name), {"saved": nbytes}, nbytes, tokens, routable) for name, nbytes, tokens in held
-    ]
+    probe = [LedgerEntry(Action.parse(name), nbytes, nbytes, tokens, routable) for name, nbytes, tokens in held]
     for on_host in (False, True):
         assert bytes_per_action(probe, 1, most=False, on_host=on_host) == {Kind.F: (14,), Kind.B: (-14,)}
         assert bytes_per_action(probe, 1, on_host=on_host) == {Kind.F: (top,), Kind.B: (-top,)}
@@ -134,7 +132,7 @@ def test_a_tensor_that_cannot_be_counted_ends_the_count_and_nothing_else(caplog)
     ledger = ActivationLedger()
     ledger.record(Action(Kind.F, 0, 0))
     with ledger.watch_saved():
-        ledger.hold(torch.eye(2).to_sparse(), "saved")
+        ledger.hold(torch.eye(2).to_sparse())
         weight = torch.ones(2, requires_grad=True)
         (weight * weight).sum().backward()
     ledger.release(torch.ones(1))

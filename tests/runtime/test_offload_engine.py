@@ -81,7 +81,7 @@ def test_the_ledger_counts_what_is_really_on_the_device():
     small = [saved_bytes(model, x, 1) - size for x, size in zip(batches, moving, strict=True)]
     ledger = ActivationLedger(model.parameters())
     ledger.exclude(batches)
-    with closing(make()) as engine, engine.step(on_device=lambda tensor: ledger.hold(tensor, "saved")):
+    with closing(make()) as engine, engine.step(on_device=lambda tensor: ledger.hold(tensor)):
         offloaded_gradients(model, engine, batches, lambda: ledger.record(ANY))
     counted = [entry.bytes for entry in ledger.entries]
     last = len(batches) - 1

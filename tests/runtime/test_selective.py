@@ -55,7 +55,7 @@ def run(selective: bool, blocks: int = 2):
     model = torch.nn.Sequential(*(Block() for _ in range(blocks)))
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
     ledger = ActivationLedger([*model.parameters(), x])
-    recorder = Recorder(lambda tensor: ledger.hold(tensor, "saved"))
+    recorder = Recorder(lambda tensor: ledger.hold(tensor))
     torch.manual_seed(2)
     with ledger.watch_saved(), recorder.record() if selective else nullcontext():
         output = model(x)

@@ -181,7 +181,7 @@ def run_step(
     transport = Transport(pipeline, message, in_sequence)
     permanent = [p for runner in runners.values() for p in runner.stage.parameters()]
     ledger, trace = ActivationLedger(permanent), Trace()
-    with engine.step(permanent, lambda tensor: ledger.hold(tensor, "saved")) if engine else nullcontext():
+    with engine.step(permanent, lambda tensor: ledger.hold(tensor)) if engine else nullcontext():
         features = [OffloadActions(engine)] if engine else []
         Executor(program, device, runners, transport, features, ledger, trace).run()
     return runners, ledger, trace

@@ -6,7 +6,7 @@ import torch
 from vocabulary_model import Case, loss_gradient, shards_of, whole_losses
 
 from megatron_pipemem.runtime.vocabulary.head import VocabularyHead
-from megatron_pipemem.runtime.vocabulary.head_gradients import OneBarrier, finish_input_gradient
+from megatron_pipemem.runtime.vocabulary.head_gradients import OneBarrier, combine, finish_input_gradient
 from megatron_pipemem.runtime.vocabulary.partition import WeightShard
 
 
@@ -23,7 +23,7 @@ def heads_of(case: Case, weight: torch.Tensor) -> list[VocabularyHead]:
 def losses_of(heads: list[VocabularyHead], x: torch.Tensor, labels: torch.Tensor, **options) -> list:
     scored = [head.score(x, labels, **options) for head in heads]
     gathered = torch.stack([each.statistics for each in scored])
-    return [each.combine(gathered) for each in scored]
+    return [combine(each, gathered) for each in scored]
 
 
 def gradients_of(case: Case, heads: list[VocabularyHead], done: list) -> tuple[torch.Tensor, list]:

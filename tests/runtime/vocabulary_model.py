@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_pipemem.runtime.vocabulary import collectives
 from megatron_pipemem.runtime.vocabulary.embedding import VocabularyEmbedding
 from megatron_pipemem.runtime.vocabulary.head import HeadOptions, VocabularyHead
-from megatron_pipemem.runtime.vocabulary.head_gradients import OneBarrier, finish_input_gradient
+from megatron_pipemem.runtime.vocabulary.head_gradients import OneBarrier, combine, finish_input_gradient
 from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition, WeightShard
 from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue
 
@@ -154,7 +154,7 @@ def run_rank(case: Case, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
 
         scored = head.score(sent, labels)
         everyones = torch.empty(group.size(), *scored.statistics.shape)
-        done = scored.combine(collectives.gather_statistics(scored.statistics, everyones, group).wait())
+        done = combine(scored, collectives.gather_statistics(scored.statistics, everyones, group).wait())
         if isinstance(done, OneBarrier):
             under_way = collectives.reduce_sum(done.input_gradient(), last, group)
         g = loss_gradient(done.losses, case.loss) if rank == last else torch.empty(case.shape)

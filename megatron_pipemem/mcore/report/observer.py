@@ -139,4 +139,4 @@ class StockObserver(Feature):
 
     def _hold_boundary(self, tensors) -> None:
         for tensor in tensors_in(tensors):
-            self._observed.ledger.hold(tensor, "boundary")
+            self._observed.ledger.hold(tensor)

@@ -37,8 +37,7 @@ class Observation:
     @property
     def on_device(self) -> Callable[[torch.Tensor], None] | None:
         """For an offload engine: how it tells the ledger what takes device memory."""
-        ledger = self.ledger
-        return None if ledger is None else lambda tensor: ledger.hold(tensor, "saved")
+        return None if self.ledger is None else self.ledger.hold
 
 
 def observe(

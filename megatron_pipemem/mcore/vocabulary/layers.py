@@ -15,7 +15,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTe
 from megatron.core.utils import get_pg_rank
 
 from megatron_pipemem.runtime.vocabulary.embedding import EmbeddingWeightGradient, VocabularyEmbedding
-from megatron_pipemem.runtime.vocabulary.head import HeadOptions, Scored, VocabularyHead
+from megatron_pipemem.runtime.vocabulary.head import HeadOptions, VocabularyHead
+from megatron_pipemem.runtime.vocabulary.microbatch import HeadMicrobatch
 from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition, WeightShard
 
 NAME = "vocabulary"
@@ -67,7 +68,7 @@ class HeadShard(torch.nn.Module):
 
     def forward(
         self, x: torch.Tensor, labels: torch.Tensor | None, embedding: torch.nn.Parameter, for_backward: bool
-    ) -> Scored | torch.Tensor:
+    ) -> HeadMicrobatch | torch.Tensor:
         """Return what the losses need; logits where there are no labels.
 
         Args:
@@ -121,7 +122,7 @@ class VocabularyShards(torch.nn.Module):
     def embedding_gradient(self, tokens: torch.Tensor, output_gradient: torch.Tensor) -> EmbeddingWeightGradient:
         return self.embedding.layer.weight_gradient(tokens, output_gradient)
 
-    def score(self, x: torch.Tensor, labels: torch.Tensor | None, for_backward: bool) -> Scored | torch.Tensor:
+    def score(self, x: torch.Tensor, labels: torch.Tensor | None, for_backward: bool) -> HeadMicrobatch | torch.Tensor:
         return self.head(x, labels, self.embedding.weight, for_backward)
 
     def sharded_state_dict(

@@ -46,7 +46,7 @@ def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Pe
 
 
 def gather_statistics(tensor: torch.Tensor, everyones: torch.Tensor, group: dist.ProcessGroup) -> Pending[torch.Tensor]:
-    """Gather ``Scored.statistics`` of all ranks: one message, not three reductions.
+    """Gather ``HeadMicrobatch.statistics`` of all ranks: one message, not three reductions.
 
     Args:
         tensor: of this rank, ``[3, tokens]``.

@@ -4,7 +4,7 @@ One microbatch goes through a chain of objects, one per phase:
 
     scored = head.score(x, labels)                          # S: local logits and their statistics
     gathered = gather_statistics(scored.statistics).wait()
-    done = scored.combine(gathered)                         # done.losses, then the gradients
+    done = combine(scored, gathered)                        # done.losses, then the gradients
 
 Nothing here communicates, and nothing is recorded by autograd.
 """
@@ -17,7 +17,6 @@ import torch
 
 from megatron_pipemem.errors import VocabularyError
 from megatron_pipemem.runtime.vocabulary import kernels
-from megatron_pipemem.runtime.vocabulary.head_gradients import Normalised, OneBarrier, TwoBarriers
 from megatron_pipemem.runtime.vocabulary.microbatch import HeadMicrobatch
 from megatron_pipemem.runtime.vocabulary.options import HeadOptions
 from megatron_pipemem.runtime.vocabulary.partition import WeightShard
@@ -36,7 +35,7 @@ class VocabularyHead:
     options: HeadOptions = field(default_factory=HeadOptions)
 
     @torch.no_grad()
-    def score(self, x: torch.Tensor, labels: torch.Tensor, *, for_backward: bool = True) -> Scored:
+    def score(self, x: torch.Tensor, labels: torch.Tensor, *, for_backward: bool = True) -> HeadMicrobatch:
         """Run S: the logits of this rank's rows, and what the loss needs to know of them.
 
         Args:
@@ -64,7 +63,7 @@ class VocabularyHead:
         for piece in options.pieces(tokens):
             raw = torch.mm(x[piece], weight.t(), out=None if batch.logits is None else batch.logits[piece])
             batch.score(piece, raw)
-        return Scored(batch)
+        return batch
 
     @torch.no_grad()
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -88,33 +87,3 @@ class VocabularyHead:
                 f"{parameter.dtype}: both must agree"
             )
         return x.detach().reshape(-1, x.size(-1))
-
-
-@dataclass(frozen=True, eq=False)
-class Scored:
-    """After S. ``statistics`` (fp32, three per token) is what every rank must get of every other."""
-
-    batch: HeadMicrobatch
-
-    @property
-    def statistics(self) -> torch.Tensor:
-        """``[3, tokens]``: the largest logit, the sum of exponentials relative to it, and the label's logit where owned."""
-        return self.batch.statistics
-
-    @torch.no_grad()
-    def combine(self, gathered: torch.Tensor, into: torch.Tensor | None = None) -> Normalised:
-        """Return the losses, and the way to the gradients: a ``OneBarrier`` or a ``TwoBarriers``, as the options say.
-
-        Args:
-            gathered: the ``statistics`` of all ranks, ``[ranks, 3, tokens]``, in the same order on every rank.
-            into: fp32, ``[Normalised.NUMBERS, tokens]``: memory for what is kept per token, new by default.
-        """
-        batch = self.batch
-        maxima, sums, labels = gathered.unbind(1)
-        maximum = maxima.amax(0)
-        others = (sums * torch.exp(maxima - maximum)).sum(0)
-        # One rank owns a token's label, the others say 0; nobody owns a label outside the vocabulary.
-        label = torch.where(batch.valid, labels.sum(0) - maximum, 0.0)
-        batch.own_sum.mul_(torch.exp(batch.own_maximum - maximum))
-        kind = OneBarrier if batch.options.barriers == 1 else TwoBarriers
-        return kind(batch, maximum, others, label, into)

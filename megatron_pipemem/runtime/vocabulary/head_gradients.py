@@ -268,3 +268,22 @@ def add_product(gradient: torch.Tensor, output_gradient: torch.Tensor, input: to
         torch.addmm(gradient, transposed, input, out_dtype=gradient.dtype, out=gradient)
     else:
         gradient.add_(transposed @ input)
+
+
+@torch.no_grad()
+def combine(batch: HeadMicrobatch, gathered: torch.Tensor, into: torch.Tensor | None = None) -> Normalised:
+    """Return the losses, and the way to the gradients: a ``OneBarrier`` or a ``TwoBarriers``, as the options say.
+
+    Args:
+        batch: what this rank has scored.
+        gathered: the ``statistics`` of all ranks, ``[ranks, 3, tokens]``, in the same order on every rank.
+        into: fp32, ``[Normalised.NUMBERS, tokens]``: memory for what is kept per token, new by default.
+    """
+    maxima, sums, labels = gathered.unbind(1)
+    maximum = maxima.amax(0)
+    others = (sums * torch.exp(maxima - maximum)).sum(0)
+    # One rank owns a token's label, the others say 0; nobody owns a label outside the vocabulary.
+    label = torch.where(batch.valid, labels.sum(0) - maximum, 0.0)
+    batch.own_sum.mul_(torch.exp(batch.own_maximum - maximum))
+    kind = OneBarrier if batch.options.barriers == 1 else TwoBarriers
+    return kind(batch, maximum, others, label, into)

@@ -18,8 +18,13 @@ from megatron_pipemem.runtime.instructions import Instruction
 from megatron_pipemem.runtime.vocabulary import collectives
 from megatron_pipemem.runtime.vocabulary.batch import Batch
 from megatron_pipemem.runtime.vocabulary.collectives import Pending
-from megatron_pipemem.runtime.vocabulary.head import Scored
-from megatron_pipemem.runtime.vocabulary.head_gradients import Normalised, OneBarrier, finish_input_gradient
+from megatron_pipemem.runtime.vocabulary.head_gradients import (
+    Normalised,
+    OneBarrier,
+    combine,
+    finish_input_gradient,
+)
+from megatron_pipemem.runtime.vocabulary.microbatch import HeadMicrobatch
 from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition
 from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient
 from megatron_pipemem.schedule.core.action import VOCABULARY, VOCABULARY_COMPUTE, Action, Kind
@@ -39,7 +44,7 @@ class ShardedLayers(Protocol):
     def embedding_gradient(self, tokens: torch.Tensor, output_gradient: torch.Tensor) -> DeferredWeightGradient:
         """See ``VocabularyEmbedding.weight_gradient``."""
 
-    def score(self, x: torch.Tensor, labels: torch.Tensor | None, for_backward: bool) -> Scored | torch.Tensor:
+    def score(self, x: torch.Tensor, labels: torch.Tensor | None, for_backward: bool) -> HeadMicrobatch | torch.Tensor:
         """Score a microbatch, as ``VocabularyHead.score`` does; without labels, return its logits.
 
         Args:
@@ -117,7 +122,7 @@ class VocabularyPasses:
         self._embeddings: dict[int, Pending[torch.Tensor]] = {}
         self._head_inputs: dict[int, torch.Tensor] = {}
         self._sent_inputs: dict[int, Pending[torch.Tensor]] = {}
-        self._scored: dict[int, Scored | torch.Tensor] = {}
+        self._scored: dict[int, HeadMicrobatch | torch.Tensor] = {}
         self._gathered: dict[int, Pending[torch.Tensor]] = {}
         self._results: dict[int, torch.Tensor] = {}
         self._normalised: dict[int, Normalised] = {}
@@ -279,8 +284,8 @@ class VocabularyPasses:
         x = self._sent_inputs.pop(microbatch).wait()
         labels = None if self.batch.labels is None else self.batch.labels_of(microbatch)
         scored = self._scored[microbatch] = self.layers.score(x, labels, self.trains)
-        for tensor in () if labels is None else scored.batch.tensors:
-            self._held(tensor, "saved")
+        for tensor in () if labels is None else scored.tensors:
+            self._held(tensor)
 
     def _gather_statistics(self, microbatch: int) -> None:
         if self.batch.labels is None:
@@ -346,7 +351,7 @@ class VocabularyPasses:
     def _normalise(self, microbatch: int) -> Normalised:
         if microbatch not in self._normalised:
             gathered, into = self._gathered.pop(microbatch).wait(), self._results.pop(microbatch)
-            self._normalised[microbatch] = self._scored.pop(microbatch).combine(gathered, into)
+            self._normalised[microbatch] = combine(self._scored.pop(microbatch), gathered, into)
         return self._normalised[microbatch]
 
     # Bookkeeping
@@ -370,9 +375,9 @@ class VocabularyPasses:
         self._nobody_waits = [each for each in self._nobody_waits if not each.work.is_completed()]
         self._nobody_waits.append(pending)
 
-    def _held(self, tensor: torch.Tensor, category: str = "boundary") -> torch.Tensor:
+    def _held(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.ledger is not None:
-            self.ledger.hold(tensor, category)
+            self.ledger.hold(tensor)
         return tensor
 
     def _released(self, tensor: torch.Tensor) -> None:
