@@ -44,7 +44,10 @@ PEAK_OF_1F1B = Formula("1", lambda p, m, **_: min(p, m) / p)
 
 
 class _Fact:
-    """A field of ``Family`` that its example tells unless it was declared."""
+    """A field of ``Family`` that is found out, by its example, unless it was declared."""
+
+    def __init__(self, found: Callable[[Family], object]) -> None:
+        self.found = found
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -53,7 +56,7 @@ class _Fact:
         if family is None:
             return None  # the default of the field: not declared
         declared = family.__dict__[self._name]
-        return family.facts[self._name] if declared is None else declared
+        return self.found(family) if declared is None else declared
 
     def __set__(self, family: Family, declared: object) -> None:
         family.__dict__[self._name] = declared
@@ -99,13 +102,13 @@ class Family:
     options: Mapping[str, str] = field(default_factory=dict)
     needs: str = ""
     fewest_microbatches: Callable[[int], int] = lambda num_devices: 1
-    placement: str = _Fact()
-    splits_backward: bool = _Fact()
-    chunks: int | None = _Fact()
-    asynchronous: bool = _Fact()
-    simulated_only: str = _Fact()
-    offloads: bool = _Fact()
-    replicas: int = _Fact()
+    placement: str = _Fact(lambda family: family.example.placement.name)
+    splits_backward: bool = _Fact(lambda family: family.example.splits_backward)
+    chunks: int | None = _Fact(lambda f: None if "chunks" in f.options else f.example.placement.num_chunks)
+    asynchronous: bool = _Fact(lambda family: family.example.updates is not None)
+    simulated_only: str = _Fact(lambda family: WHY_NOT_RUN["pieces"] if family.example.pieces > 1 else "")
+    offloads: bool = _Fact(lambda family: family.example.offloads)
+    replicas: int = _Fact(lambda family: family.example.placement.replicas)
 
     def __repr__(self) -> str:
         return f"<Family {brief(self.name)}: peak {brief(self.peak)}, bubble {brief(self.bubble)}>"
@@ -133,28 +136,16 @@ class Family:
             f"{type(refusal).__name__}: {refusal}; mend its build function or min_devices"
         ) from refusal
 
-    @cached_property
-    def facts(self) -> dict[str, object]:
-        """What the schedules have in common, with the options left alone, as the example shows it: fields of this class."""
-        example = self.example
-        return dict(
-            placement=example.placement.name,
-            splits_backward=example.splits_backward,
-            chunks=None if "chunks" in self.options else example.placement.num_chunks,
-            asynchronous=example.updates is not None,
-            simulated_only=WHY_NOT_RUN["pieces"] if example.pieces > 1 else "",
-            offloads=example.offloads,
-            replicas=example.placement.replicas,
-        )
-
     def check(self) -> None:
         """Hold what is declared against what ``build`` does.
 
         Raises:
             UnsupportedError: the family builds nothing, or something else than it declares.
         """
-        for name, found in self.facts.items():
-            declared = self.__dict__[name]
+        for name, fact in vars(Family).items():
+            if not isinstance(fact, _Fact):
+                continue
+            declared, found = self.__dict__[name], fact.found(self)
             if declared is None or declared == found or (name, found) in (("simulated_only", ""), ("chunks", None)):
                 continue
             size = f"{self.example.num_devices} devices and {self.example.num_microbatches} microbatches"

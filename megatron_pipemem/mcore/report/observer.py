@@ -41,7 +41,7 @@ class StockObserver(Feature):
 
     def __init__(self, record: RunRecord | None, costs: Costs, priced_by: str):
         self._record = record
-        self._costs, self._priced_by = costs, priced_by
+        self._known = Knowledge(costs, priced_by)
         self._observed: Observation | None = None
         self._last_stage = 0
         self._plans: dict[tuple[str, Shape], ChosenSchedule] = {}
@@ -89,9 +89,8 @@ class StockObserver(Feature):
             shape = Shape(group.size(), len(chunks), num_microbatches, group_size)
             plan = self._plans.get((family, shape))
             if plan is None:
-                known = Knowledge(self._costs, self._priced_by)
-                schedule = replace(family_schedule(Request(family), shape, known), name=STOCK)
-                plan = ChosenSchedule(schedule, self._costs, self._priced_by, "Megatron's own")
+                schedule = replace(family_schedule(Request(family), shape, self._known), name=STOCK)
+                plan = ChosenSchedule(schedule, self._known.costs, self._known.priced_by, "Megatron's own")
                 self._plans[family, shape] = plan
                 announce(plan)
             # What Megatron's loop variables keep alive depends on where the loop is, so its peak is counted, not foretold.

@@ -58,9 +58,9 @@ def cut_vocabulary(
     device, t = pg_collection.pp.rank(), pg_collection.tp.size()
     index = device * t + pg_collection.tp.rank()
     if shards_group.rank() != index:
-        raise UnsupportedError(
+        raise _uncuttable(
             f"this rank is {shards_group.rank()} of its model-parallel group, not {index}: vocabulary parallelism needs "
-            "pipeline-major rank orders such as Megatron's default; pass --pipemem-vocab-parallel off"
+            "pipeline-major rank orders such as Megatron's default;"
         )
     models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
     first, last = (_end(models, placement, device, stage) for stage in (0, placement.num_stages - 1))
@@ -73,10 +73,7 @@ def cut_vocabulary(
     whole = gather(told, shards_group)[first_device * t]
     partition = VocabularyPartition(whole.vocab_size, shards_group.size())
     if whole.vocab_size < partition.shards:
-        raise UnsupportedError(
-            f"a vocabulary of {whole.vocab_size} cannot be cut over {partition.shards} ranks; pass "
-            "--pipemem-vocab-parallel off"
-        )
+        raise _uncuttable(f"a vocabulary of {whole.vocab_size} cannot be cut over {partition.shards} ranks;")
     config = models[0].config
 
     def shard_of(weight: torch.Tensor | None, owner: int) -> torch.nn.Parameter:
@@ -176,28 +173,28 @@ def _check_ends(model: torch.nn.Module, first: torch.nn.Module | None, last: tor
             "do not; pass --context-parallel-size 1, or --pipemem-vocab-parallel off"
         )
     if first is not None and type(getattr(first, "embedding", None)) is not LanguageModelEmbedding:
-        raise UnsupportedError(
-            f"{type(first).__name__} has no LanguageModelEmbedding whose rows could be cut over the pipeline; pass "
-            "--pipemem-vocab-parallel off"
+        raise _uncuttable(
+            f"{type(first).__name__} has no LanguageModelEmbedding whose rows could be cut over the pipeline;"
         )
     if last is None:
         return
     head = getattr(last, "output_layer", None)
     if type(head) is not tensor_parallel.ColumnParallelLinear:
-        raise UnsupportedError(
+        raise _uncuttable(
             f"the output layer of {type(last).__name__} is a {type(head).__name__}; only Megatron's ColumnParallelLinear can "
-            "be cut over the pipeline: use it (no fp8 output projection), or pass --pipemem-vocab-parallel off"
+            "be cut over the pipeline: use it (no fp8 output projection), or"
         )
     if getattr(head, "output_dtype", None) is not None:
-        raise UnsupportedError(
-            "logits of a number format of their own cannot be cut over the pipeline; drop --output-logit-dtype, or pass "
-            "--pipemem-vocab-parallel off"
+        raise _uncuttable(
+            "logits of a number format of their own cannot be cut over the pipeline; drop --output-logit-dtype, or"
         )
     if head.bias is not None:
-        raise UnsupportedError(
-            "an output layer with a bias cannot be cut over the pipeline; drop the bias, or pass "
-            "--pipemem-vocab-parallel off"
-        )
+        raise _uncuttable("an output layer with a bias cannot be cut over the pipeline; drop the bias, or")
+
+
+def _uncuttable(reason: str) -> UnsupportedError:
+    """Return the error for a model whose vocabulary cannot be cut; the way out is always the same."""
+    return UnsupportedError(f"{reason} pass --pipemem-vocab-parallel off")
 
 
 @torch.no_grad()
