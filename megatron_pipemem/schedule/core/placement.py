@@ -78,6 +78,10 @@ class Placement:
             device == stage % self.num_devices for stage, device in enumerate(self.devices)
         )
 
+    def chunk_of(self, stage: int) -> int:
+        """Return the index of ``stage`` among its device's stages."""
+        return self.stages[self.devices[stage]].index(stage)
+
     def next_stage(self, stage: int) -> int | None:
         """Return the stage that consumes this stage's output; ``None`` for the stage that computes the loss."""
         return stage + 1 if (stage + 1) % self.model_stages else None
