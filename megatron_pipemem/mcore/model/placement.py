@@ -167,7 +167,8 @@ class ChunkPlacement(Feature):
                     )
                 )
             if not placement.is_round_robin:
-                _keep_rank_for_checkpoints(chunks[-1], self, chunk)
+                # Layer numbers in checkpoint keys are computed anew at every save and load.
+                chunks[-1].sharded_state_dict = self._as_rank_of(chunk)(chunks[-1].sharded_state_dict)
                 chunks[-1].register_forward_pre_hook(_refuse_generation, with_kwargs=True)
         check_sharing(get_model_config(chunks[0]), self.name, placement)
         if placement.replicas > 1:
@@ -273,17 +274,6 @@ def _select_segment(original: Callable, main_pattern, pp_group, vp_stage, *args,
 
 def _virtual_pipeline_size() -> int:
     return parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-
-
-def _keep_rank_for_checkpoints(module: torch.nn.Module, placement: ChunkPlacement, chunk: int) -> None:
-    """Layer numbers in checkpoint keys are computed anew at every save and load."""
-    original = module.sharded_state_dict
-
-    def sharded_state_dict(*args, **kwargs):
-        with placement.chunk(chunk):
-            return original(*args, **kwargs)
-
-    module.sharded_state_dict = sharded_state_dict
 
 
 def _refuse_generation(module: torch.nn.Module, args: tuple, kwargs: Mapping[str, object]) -> None:
