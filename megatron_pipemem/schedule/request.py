@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_caps, per_device
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_caps
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.validator import validate
@@ -133,7 +133,7 @@ class Request:
         Raises:
             UnsupportedError: there are not as many as devices.
         """
-        return None if self.memory_cap is None else per_device(self.memory_cap.amount, num_devices)
+        return None if self.memory_cap is None else self.memory_cap.of(num_devices)
 
     @property
     def is_asynchronous(self) -> bool:

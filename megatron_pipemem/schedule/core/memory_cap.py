@@ -34,6 +34,14 @@ class MemoryCap:
             return ", ".join(map(format_bytes, each))
         return f"{', '.join(f'{amount:.4g}' for amount in each)} activation units"
 
+    def of(self, num_devices: int) -> tuple[float, ...]:
+        """Return the amount of every device.
+
+        Raises:
+            UnsupportedError: see ``per_device``.
+        """
+        return per_device(self.amount, num_devices)
+
 
 def per_device(limit: float | Sequence[float], num_devices: int, what: str = "memory caps") -> tuple[float, ...]:
     """A limit of every device, where one number is that of all.
