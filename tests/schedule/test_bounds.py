@@ -201,7 +201,10 @@ def unequal(draw: st.DrawFn) -> tuple[Tiny, Costs]:
             ticks(1, stage, k) + ticks(2, stage, k) if full is None else (prices[1][stage] + prices[2][stage]) * full[k]
         )
 
-    tiny = Tiny(devices, ticks, lambda k: message * tokens[k], lambda kind, s, k: changes[kind][s] * tokens[k], caps, m)
+    def change(kind: int, stage: int, k: int) -> int:
+        return changes[kind][stage] * tokens[k]
+
+    tiny = Tiny(devices, ticks, lambda k: message * tokens[k], change, caps, m, draw(st.booleans()))
     return tiny, costs
 
 
@@ -211,8 +214,15 @@ def test_no_order_of_microbatches_that_are_not_alike_beats_the_bound(problem: tu
     tiny, costs = problem
     optimum = shortest(tiny)
     try:
-        bound = lower_bound(Placement.from_devices(tiny.devices), tiny.m, costs, tiny.caps)
+        bound = lower_bound(Placement.from_devices(tiny.devices), tiny.m, costs, tiny.caps, splits=tiny.splits)
     except UnsupportedError:
         assert optimum is None, "the bound refuses a cap that an order keeps"
     else:
         assert optimum is None or bound <= optimum * (1 + 1e-9)
+
+
+def test_full_backwards_take_longer() -> None:
+    weights = MicrobatchWeights((1, 1, 4, 1))
+    for costs, least, most in ((Costs(), 12 + 3, 12 + 9), (Costs(microbatch=weights), 36, 48)):
+        assert lower_bound(Placement.linear(4), 4, costs) == least
+        assert lower_bound(Placement.linear(4), 4, costs, splits=False) == most

@@ -137,6 +137,7 @@ class Tiny(NamedTuple):
         changes: of what a device holds, after F, I and W of a stage and a microbatch; B changes it as I and W together.
         caps: the most every device may hold after any action; ``None`` is no limit.
         m: microbatches.
+        splits: whether orders may have I and W.
     """
 
     devices: tuple[int, ...]
@@ -145,6 +146,7 @@ class Tiny(NamedTuple):
     changes: Callable[[int, int, int], int]
     caps: tuple[float, ...] | None
     m: int
+    splits: bool = True
 
 
 _F, _I, _W, _B = range(4)
@@ -158,6 +160,7 @@ def shortest(tiny: Tiny) -> int | None:
     """
     stages, last = range(len(tiny.devices)), len(tiny.devices) - 1
     whole = frozenset((kind, stage, k) for kind in (_F, _I, _W) for stage in stages for k in range(tiny.m))
+    kinds = (_F, _I, _W, _B) if tiny.splits else (_F, _B)
     idle = (0,) * (max(tiny.devices) + 1)
     layers: list[dict[frozenset[Pass], set]] = [{} for _ in range(len(whole) + 1)]
     layers[0] = {frozenset(): {(idle, ())}}
@@ -181,7 +184,7 @@ def shortest(tiny: Tiny) -> int | None:
     for count, layer in enumerate(layers[:-1]):
         for done, ways in layer.items():
             known = awaited(done)
-            for kind, stage, k in ((kind, s, k) for kind in range(4) for s in stages for k in range(tiny.m)):
+            for kind, stage, k in ((kind, s, k) for kind in kinds for s in stages for k in range(tiny.m)):
                 new = {(_I, stage, k), (_W, stage, k)} if kind == _B else {(kind, stage, k)}
                 needed = sources(_I if kind == _B else kind, stage, k)
                 after = done | new

@@ -22,6 +22,8 @@ def lower_bound(
     num_microbatches: int,
     costs: Costs | None = None,
     memory_cap: float | Sequence[float] | None = None,
+    *,
+    splits: bool = True,
 ) -> float:
     """Return a makespan that no schedule of this placement within this cap undercuts, in whatever order it takes the
     microbatches.
@@ -51,6 +53,8 @@ def lower_bound(
         costs: seconds and memory.
         memory_cap: the most a device may hold, one number or one per device, in activation units or in the unit of
             ``costs.memory``; ``None`` is no limit.
+        splits: whether backwards may be split into I and W. Where they may not, a gradient leaves a stage with the end of
+            its B, and the bound is higher.
 
     Returns:
         Seconds.
@@ -61,7 +65,7 @@ def lower_bound(
         CostsError: the costs do not fit the placement, or their weights not the microbatches.
     """
     costs = costs or Costs()
-    step, unit = _Step(placement, num_microbatches, costs), costs.memory_unit(placement)
+    step, unit = _Step(placement, num_microbatches, costs, splits), costs.memory_unit(placement)
     p = placement.num_devices
     caps = (math.inf,) * p if memory_cap is None else per_device(memory_cap, p)
     counts_stages = costs.memory is None and (costs.microbatch is None or costs.microbatch.memory is None)
@@ -107,13 +111,13 @@ class _Held(NamedTuple):
     weight: float
 
 
-def _held(placement: Placement, costs: Costs) -> list[_Held]:
+def _held(placement: Placement, costs: Costs, splits: bool) -> list[_Held]:
     """Return what every stage holds, in the unit of ``Costs.memory_changes``."""
     changes, nothing = costs.memory_changes(placement), (0,) * placement.num_stages
     forward, inputs, weights, full = (changes.get(kind, nothing) for kind in (Kind.F, Kind.I, Kind.W, Kind.B))
     result = []
     for f, i, w, b in zip(forward, inputs, weights, full, strict=True):
-        after = (f, f + i, f + min(i + w, b))
+        after = (f, f + i, f + min(i + w, b)) if splits else (f, f + b, f + b)
         rounding = 1e-12 * max(map(abs, (f, i, w, b)))
         result.append(_Held(*(0 if abs(left) <= rounding else left for left in after)))
     return result
@@ -169,9 +173,9 @@ class _Chain:
         )
 
 
-def _chains(placement: Placement, num_microbatches: int, costs: Costs) -> list[_Chain]:
+def _chains(placement: Placement, num_microbatches: int, costs: Costs, splits: bool) -> list[_Chain]:
     """Return the chain of all microbatches where they are alike, and else that of every one."""
-    prices, held, devices = costs.seconds(placement), _held(placement, costs), placement.devices
+    prices, held, devices = costs.seconds(placement), _held(placement, costs, splits), placement.devices
     seconds = [prices[kind] for kind in (Kind.F, Kind.I, Kind.W)]
     links = [
         [costs.link_seconds(*(ends if there else reversed(ends))) for ends in pairwise(devices)]
@@ -179,29 +183,42 @@ def _chains(placement: Placement, num_microbatches: int, costs: Costs) -> list[_
     ]
     weights = costs.microbatch
     if weights is None:
-        return [_Chain(num_microbatches, seconds, links, held)]
+        return [_Chain(num_microbatches, _backward(seconds, None, splits), links, held)]
     weights.check(num_microbatches)
     chains = []
     factors = zip(*map(weights.seconds_of, (Kind.F, Kind.I, Kind.W)), weights.tokens, strict=True)
     for number, (*times, tokens) in enumerate(factors):
         own = [[each * weight for each in stages] for stages, weight in zip(seconds, times, strict=True)]
-        if Kind.B in weights.kinds:
-            # A full backward may be shorter than I and W, which then count no more than it takes.
-            _, inputs, _ = own
-            full = [each * weights.kinds[Kind.B][number] for each in prices[Kind.B]]
-            own[1] = [min(i, b) for i, b in zip(inputs, full, strict=True)]
-            own[2] = [min(w, b - i) for w, b, i in zip(own[2], full, own[1], strict=True)]
+        of_full = weights.kinds.get(Kind.B)
+        full = None if of_full is None else [each * of_full[number] for each in prices[Kind.B]]
         ways = [[link * tokens for link in each] for each in links]
-        chains.append(_Chain(1, own, ways, [_Held(*(left * tokens for left in each)) for each in held]))
+        kept = [_Held(*(left * tokens for left in each)) for each in held]
+        chains.append(_Chain(1, _backward(own, full, splits), ways, kept))
     return chains
+
+
+def _backward(
+    seconds: Sequence[Sequence[float]], full: Sequence[float] | None, splits: bool
+) -> Sequence[Sequence[float]]:
+    """Return what F, I and W take at least: no more than a B, where that has a price of its own, ``full``; and where every
+    backward is a B, all of it comes before the gradient.
+    """
+    forward, inputs, weights = seconds
+    if not splits:
+        full = [i + w for i, w in zip(inputs, weights, strict=True)] if full is None else full
+        return forward, full, [0.0] * len(full)
+    if full is None:
+        return seconds
+    inputs = [min(i, b) for i, b in zip(inputs, full, strict=True)]
+    return forward, inputs, [min(w, b - i) for i, w, b in zip(inputs, weights, full, strict=True)]
 
 
 class _Step:
     """All microbatches of a step."""
 
-    def __init__(self, placement: Placement, num_microbatches: int, costs: Costs) -> None:
+    def __init__(self, placement: Placement, num_microbatches: int, costs: Costs, splits: bool = True) -> None:
         self._stages = placement.stages
-        self._chains = _chains(placement, num_microbatches, costs)
+        self._chains = _chains(placement, num_microbatches, costs, splits)
 
     def least_held(self, device: int) -> float:
         """See the function of this name; in the unit of ``Costs.memory_changes``."""
