@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from statistics import fmean
 from typing import Annotated
 
 import typer
@@ -26,7 +27,7 @@ from megatron_pipemem.schedule.features.offload.recompute import recomputed_by_m
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.search import MAX_CHUNKS, Candidate
 
-_USUAL = {"replicas": 1, "weight_versions": 1, "recomputed": {}}
+_USUAL = {"replicas": 1, "weight_versions": 1, "recomputed": {}, "microbatch_weights": {}}
 _USUAL |= dict.fromkeys(("search_seconds", "host_peak", "stall_seconds", "transfers"), 0)
 """What nobody needs to be told; of a list, for every device."""
 
@@ -51,7 +52,8 @@ def simulate(
     Costs are for one device's whole share of the model and one microbatch, whatever the number of chunks, so makespans
     of different placements compare. The lower bound holds for every order of the same placement (for ``auto``: of every
     placement tried) within the memory cap, or, without one, within this schedule's own peak; with several replicas or
-    sequence pieces it is the busiest device's work, as it is with the vocabulary passes of ``--vocab-parallel``.
+    sequence pieces it is the busiest device's work, as it is with the vocabulary passes of ``--vocab-parallel``. A costs file
+    may weigh microbatches that are not alike; the bound then holds for every order of these, too.
 
     Examples:
         # with the seconds of F, I, W and of a message
@@ -125,8 +127,9 @@ def _placements(candidates: Iterable[Candidate]) -> FittingTable:
 
 def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, object]:
     """Return the keys of ``--json``; peaks in activation units whatever the costs say about bytes."""
-    schedule, search = timeline.schedule, loaded.chosen.search
-    activations = peaks(schedule)
+    schedule, search, weights = timeline.schedule, loaded.chosen.search, timeline.costs.microbatch
+    in_units = Costs(microbatch=weights)
+    activations = peaks(schedule, in_units)
     return {
         "schedule": schedule.name,
         "devices": schedule.num_devices,
@@ -144,10 +147,11 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, object]:
         "replicas": schedule.placement.replicas,
         "weight_versions": list(timeline.weight_versions),
         "placement": schedule.placement.name,
-        "host_peak": max(peaks(schedule, host=True)),
+        "host_peak": max(peaks(schedule, in_units, host=True)),
         "stall_seconds": list(timeline.stall_seconds),
         "transfers": sum(map(len, timeline.transfers)),
         "recomputed": recomputed_by_mode(schedule),
+        "microbatch_weights": {} if weights is None else {"time": weights.time, "memory": weights.tokens},
     }
 
 
@@ -184,6 +188,9 @@ def _told(facts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 
 
 def _text(key: str, fact: object) -> str:
+    if key == "microbatch_weights":
+        spans = ((what, min(each), max(each), fmean(each)) for what, each in fact.items())
+        return ", ".join(f"{what} {least:.4g} to {most:.4g}, mean {mean:.4g}" for what, least, most, mean in spans)
     if isinstance(fact, dict):
         return "; ".join(f"{mode}: {', '.join(map(str, stages))}" for mode, stages in fact.items())
     if isinstance(fact, list):

@@ -149,7 +149,7 @@ def build_schedule(
     caps = None if memory_cap is None else per_device(memory_cap, num_devices)
     schedule = _build(chosen, num_devices, num_microbatches, {**options, **_fitted_to(chosen, caps, costs)})
     if caps is not None:
-        _check_cap(chosen, schedule, caps)
+        _check_cap(chosen, schedule, caps, Costs(microbatch=None if costs is None else costs.microbatch))
     return schedule
 
 
@@ -240,8 +240,8 @@ def _build(chosen: Family, num_devices: int, num_microbatches: int, options: Map
     return chosen.build(num_devices, num_microbatches, **options)
 
 
-def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float]) -> None:
-    held = peaks(schedule)
+def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float], units: Costs) -> None:
+    held = peaks(schedule, units)
     over = [device for device, peak in enumerate(held) if peak > loosened(caps[device])]
     if not over:
         return
@@ -254,7 +254,7 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float]) -> Non
             continue
         try:
             fitted = _fitted_to(other, caps)
-            others = peaks(_build(other, schedule.num_devices, schedule.num_microbatches, fitted))
+            others = peaks(_build(other, schedule.num_devices, schedule.num_microbatches, fitted), units)
         except PipememError:
             continue
         if all(peak <= loosened(cap) for peak, cap in zip(others, caps, strict=True)):

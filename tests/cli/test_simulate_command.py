@@ -7,6 +7,7 @@ import json
 import pytest
 
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.core.single_queue import run_single_queues
 from megatron_pipemem.schedule.lowering import lower
@@ -15,7 +16,7 @@ from megatron_pipemem.schedule.registry import build_schedule, families
 KEYS = [
     "schedule", "devices", "microbatches", "chunks", "makespan", "ideal", "bubble_rate", "device_bubble_rate",
     "peak_activations", "peak_activation", "lower_bound", "search_seconds", "messages", "replicas", "weight_versions",
-    "placement", "host_peak", "stall_seconds", "transfers", "recomputed",
+    "placement", "host_peak", "stall_seconds", "transfers", "recomputed", "microbatch_weights",
 ]  # fmt: skip
 NAMES = [family.name for family in families()]
 
@@ -297,3 +298,26 @@ def test_offload_that_cannot_be(pipemem, arguments, message):
     done = pipemem("simulate", "1f1b", "--devices", 2, "--microbatches", 4, *arguments)
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.split())
+
+
+def test_microbatches_of_a_costs_file_that_are_not_alike(pipemem, pipemem_json, refuses, tmp_path):
+    file = tmp_path / "costs.json"
+    weights = {"time": [1, 1, 4, 1], "memory": [1, 1, 2, 1], "kinds": {"W": [1, 1, 2, 1]}}
+    file.write_text(json.dumps({"microbatch": weights}))
+    size = ("simulate", "1f1b", "-p", 2, "--costs", file)
+    costs = Costs(microbatch=MicrobatchWeights(**weights))
+    timeline = simulate(build_schedule("1f1b", num_devices=2, num_microbatches=4), costs)
+    found = pipemem_json(*size, "-m", 4)
+    assert (found["makespan"], found["peak_activations"]) == (timeline.makespan, [1.5, 1])
+    assert found["ideal"] < found["lower_bound"] < found["makespan"]
+    assert found["microbatch_weights"] == {"time": weights["time"], "memory": weights["memory"]}
+    told = "microbatch weights   time 1 to 4, mean 1.75, memory 1 to 2, mean 1.25"
+    assert told in pipemem(*size, "-m", 4).stdout
+    assert pipemem_json("show", *size[1:], "-m", 4)[0]["makespan"] == timeline.makespan
+    assert "weights of 4 microbatches for a step of 6" in refuses(*size, "-m", 6)
+    assert "'1f1b' needs 1.5 activation units" in refuses(*size, "-m", 4, "--memory-cap", 1.4)
+    schedule = tmp_path / "step.csv"
+    schedule.write_text(timeline.schedule.to_csv())
+    alone = refuses("simulate", schedule, "--costs", file, "--memory-cap", 0.9, code=1)
+    assert "microbatch 2 alone holds 1 activation units over the memory cap of 0.9" in alone
+    assert "the search takes microbatches that are alike" in refuses("simulate", "auto", *size[2:], "-m", 4)

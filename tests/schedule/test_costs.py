@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, SELECTIVE_SECONDS, Channel, Costs
+from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 
@@ -105,6 +107,9 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
     path.write_text(json.dumps(written))
     expected = Costs((1.0, 2.0), 1.5, copy_sum=3.0, p2p=0.1, memory={Kind.F: 8.0, Kind.W: (-8.0, -8.0)})
     assert Costs.from_json(path) == expected
+    weights = {"time": [1, 2.5], "memory": [1, 2], "kinds": {"W": [1, 2]}}
+    path.write_text(json.dumps({**written, "microbatch": weights}))
+    assert Costs.from_json(path) == replace(expected, microbatch=MicrobatchWeights((1, 2.5), (1, 2), {Kind.W: (1, 2)}))
 
 
 @pytest.mark.parametrize(
@@ -137,6 +142,13 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
         ('{"vocabulary": {"score": "x"}}', "vocabulary.score is 'x'"),
         ('{"vocabulary": {"loss": [1]}}', "vocabulary.loss is \\[1\\]"),
         ('{"vocabulary": {"collectives": {"F": 1}}}', "F is no collective"),
+        ('{"microbatch": [1, 2]}', 'microbatch is \\[1, 2\\]; give an object, as in {"time"'),
+        ('{"microbatch": {"times": [1]}}', "microbatch has the unknown key 'times'; known are time, memory, kinds"),
+        ('{"microbatch": {"memory": [1]}}', "microbatch lacks the key time, a list of one weight per microbatch"),
+        ('{"microbatch": {"time": [1, NaN]}}', "NaN is no number"),
+        ('{"microbatch": {"time": [1, null]}}', "microbatch.time\\[1\\] is None; give a number"),
+        ('{"microbatch": {"time": [1], "kinds": {"X": [1]}}}', "microbatch.kinds has the unknown key 'X'"),
+        ('{"microbatch": {"time": [1], "kinds": {"W": 1}}}', "microbatch.kinds.W is 1; give a list"),
     ],
 )
 def test_files_that_hold_no_costs(text: str, message: str, tmp_path: Path) -> None:

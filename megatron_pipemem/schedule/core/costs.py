@@ -316,8 +316,9 @@ class Costs:
         ``copy_sum`` are prices like the others, and ``channel`` is
         ``{"offload": ..., "reload": ..., "duplex": false, "switches": [[0, 1]]}``, with ``{"ratio": k}`` in place of the
         first two where ``k`` is all that is known (``Channel.of_ratio``). ``vocabulary`` holds
-        ``{"score": ..., "gradient": ...}``, the fields of ``VocabularyCosts``. What ``profile`` says is for readers of
-        ``pipemem profile``.
+        ``{"score": ..., "gradient": ...}``, the fields of ``VocabularyCosts``, and ``microbatch``
+        ``{"time": [...], "memory": [...], "kinds": {"W": [...]}}``, those of ``MicrobatchWeights``. What ``profile`` says is
+        for readers of ``pipemem profile``.
 
         Raises:
             CostsError: the file is missing, is not JSON, or has unknown keys or values of the wrong type; it names the key.
@@ -325,8 +326,11 @@ class Costs:
         data = read_json(path, "costs", CostsError)
         try:
             prices = costs_arguments(data)
-            vocabulary, channel = prices.pop("vocabulary", None), prices.pop("channel", None)
-            costs = cls(**prices, vocabulary=None if vocabulary is None else VocabularyCosts(**vocabulary))
+            channel = prices.pop("channel", None)
+            for name, of in (("vocabulary", VocabularyCosts), ("microbatch", MicrobatchWeights)):
+                if name in prices:
+                    prices[name] = of(**prices[name])
+            costs = cls(**prices)
             if channel is None:
                 return costs
             if "ratio" in channel:

@@ -153,7 +153,8 @@ class _Search:
     def _bound(self) -> float:
         base = self._base
         if self._is_plain and self._trains:
-            return lower_bound(base.placement, base.num_microbatches, self._costs, self._caps)
+            size, splits = base.num_microbatches, base.splits_backward
+            return lower_bound(base.placement, size, self._costs, self._caps, splits=splits)
         return simulate(base, self._costs).ideal
 
     @property

@@ -12,7 +12,8 @@ from megatron_pipemem.schedule.core.brief import LARGEST, shortened
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 
 _PRICES = ("forward", "backward_input", "backward_weight", "recompute", "recompute_selective", "copy_sum")
-_KEYS = (*_PRICES, "p2p", "memory", "channel", "vocabulary", "profile")
+_KEYS = (*_PRICES, "p2p", "memory", "channel", "vocabulary", "microbatch", "profile")
+_MICROBATCH = ("time", "memory", "kinds")
 _CHANNEL = ("ratio", "offload", "reload", "duplex", "switches")
 
 
@@ -20,8 +21,8 @@ def costs_arguments(data: object) -> dict[str, Any]:
     """Check the names in the file of ``Costs.from_json``; whoever takes the values checks those.
 
     Returns:
-        The arguments of ``Costs``, of which ``vocabulary`` and ``channel`` are the arguments of ``VocabularyCosts`` and of
-        ``Channel``, or of ``Channel.of_ratio``.
+        The arguments of ``Costs``, of which ``vocabulary``, ``microbatch`` and ``channel`` are the arguments of
+        ``VocabularyCosts``, of ``MicrobatchWeights`` and of ``Channel``, or of ``Channel.of_ratio``.
 
     Raises:
         CostsError: it is no object, or has unknown keys or values of the wrong type; the message names the key.
@@ -36,6 +37,8 @@ def costs_arguments(data: object) -> dict[str, Any]:
         costs["p2p"] = {_link(link): seconds for link, seconds in links.items()}
     if (vocabulary := data.get("vocabulary")) is not None:
         costs["vocabulary"] = _object("vocabulary", vocabulary, [field.name for field in fields(VocabularyCosts)])
+    if (microbatch := data.get("microbatch")) is not None:
+        costs["microbatch"] = _microbatch(_object("microbatch", microbatch, _MICROBATCH))
     if (channel := data.get("channel")) is not None:
         costs["channel"] = _channel(_object("channel", channel, _CHANNEL))
     return costs
@@ -55,6 +58,13 @@ def _channel(settings: dict[str, Any]) -> dict[str, Any]:
     if "ratio" not in settings and "offload" not in settings:
         raise CostsError("channel lacks the key offload, seconds to the host; give it, or ratio in its place")
     return settings
+
+
+def _microbatch(weights: dict[str, Any]) -> dict[str, Any]:
+    if "time" not in weights:
+        raise CostsError("microbatch lacks the key time, a list of one weight per microbatch; give it")
+    kinds = _object("microbatch.kinds", weights.get("kinds", {}))
+    return {**weights, "kinds": {_kind("microbatch.kinds", kind): each for kind, each in kinds.items()}}
 
 
 def _object(key: str, value: object, known: Iterable[str] | None = None) -> dict[str, Any]:
@@ -86,4 +96,6 @@ _EXAMPLES = {
     "memory": '{"F": 8, "W": -8}',
     "channel": '{"offload": 1.5}',
     "vocabulary": '{"score": 0.5, "gradient": 0.25}',
+    "microbatch": '{"time": [1, 1, 2.5, 1]}',
+    "microbatch.kinds": '{"W": [1, 1, 2, 1]}',
 }
