@@ -66,18 +66,19 @@ def read_raw(path: str | Path) -> dict[str, Any]:
     return loaded
 
 
-def typed[T](raw: Mapping[str, Any], kind: type[T], file: Path | None = None) -> T:
+def typed[T](raw: Mapping[str, Any], kind: type[T], file: Path | None = None, prefix: str = "") -> T:
     """Return what ``read_raw`` gave, perhaps changed, as a dataclass.
 
     Args:
         raw: keys and values.
         kind: a dataclass.
         file: where it is from: errors name it, and names in it are looked up from its folder.
+        prefix: what stands before the keys in the file, for errors.
 
     Raises:
         ConfigError: see ``load``.
     """
-    return _build(kind, _resolve(raw, kind, file, "", ()), file, "")
+    return _build(kind, _resolve(raw, kind, file, prefix, ()), file, prefix)
 
 
 def override(raw: dict[str, Any], key: str, value: Any) -> None:
@@ -239,6 +240,8 @@ def _build(kind: type, raw: Mapping[str, Any], file: Path | None, prefix: str, i
                 raise ConfigError("is missing and has no default", key=key, file=file)
         elif inner is not None and isinstance(raw[name], Mapping):
             arguments[name] = _build(inner, raw[name], file, f"{key}.", is_whole)
+        elif (each := _dataclass_of_values(parameter.annotation)) is not None and isinstance(raw[name], Mapping):
+            arguments[name] = {at: typed(value, each, file, f"{key}.{at}.") for at, value in raw[name].items()}
         else:
             try:
                 arguments[name] = converted(raw[name], parameter.annotation)
@@ -255,6 +258,12 @@ def _parameters(kind: type) -> dict[str, Parameter]:
     """Return what a dataclass is made from, with types in the place of their names."""
     hints = get_type_hints(kind)
     return {name: each.replace(annotation=hints[name]) for name, each in signature(kind).parameters.items()}
+
+
+def _dataclass_of_values(hint: Any) -> type | None:
+    """Return the dataclass of a hint like ``dict[str, Part]`` or ``dict[str, Part] | None``."""
+    mappings = (get_args(each) for each in (hint, *get_args(hint)) if get_origin(each) is dict)
+    return next((value for _, value in mappings if is_dataclass(value)), None)
 
 
 def _dataclass_in(hint: Any) -> type | None:

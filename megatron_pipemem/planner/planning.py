@@ -176,7 +176,7 @@ class _Planner:
                 if self.limits.admits(variant=variant.name):
                     self._bound(run, variant.prepare(run, placement, self._pace), found, variant)
         for base, makespan, peaks in asynchronous(run, self.limits, self._pace, self.rejected):
-            self._wait(_plan(base, None, makespan, peaks) if self._fits(base.group, peaks) else None)
+            self._wait(self._plan(base, None, makespan, peaks))
 
     def _bound(self, run: Run, step: Step, found: list[Order], variant: Variant | None) -> None:
         room = step.room(self._memory)
@@ -292,9 +292,11 @@ class _Planner:
     def _found(self, base: Base, schedule: Schedule) -> Plan | None:
         """Return a plan for an order that no family's name stands for, if it fits."""
         timeline = simulate(schedule, base.group.step.costs)
-        if self._fits(base.group, timeline.peaks):
-            return _plan(base, schedule, timeline.makespan, timeline.peaks)
-        return None
+        return self._plan(base, schedule, timeline.makespan, timeline.peaks)
+
+    def _plan(self, base: Base, schedule: Schedule | None, makespan: float, peaks: Sequence[float]) -> Plan | None:
+        """Return a plan, if it fits."""
+        return _plan(base, schedule, makespan, peaks) if self._fits(base.group, peaks) else None
 
     def _fits(self, group: Group, peaks: Sequence[float]) -> bool:
         return max(group.step.held(peaks)) <= self._memory

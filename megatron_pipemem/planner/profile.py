@@ -26,7 +26,6 @@ from megatron_pipemem.planner.activations import message_bytes
 from megatron_pipemem.planner.prices import MeasuredSlowdown, Price
 from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.brief import shortened
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 
@@ -227,13 +226,11 @@ class Profile:
             if not isinstance(whole, dict) or not isinstance(whole.get("profile"), dict):
                 raise ConfigError("it lacks an object under the key 'profile'")
             check_magnitudes(whole["profile"])
-            apart = ("layers_per_stage", "offload_ratio", "layers", "end_layers")
-            own = {key: value for key, value in whole["profile"].items() if key not in apart}
-            kinds = {key: _kinds(whole["profile"], key) for key in ("layers", "end_layers")}
-            found = typed({**own, "layers": {}}, cls)
-            if missing := set(found.model.kinds) - set(kinds["layers"] or ()):
+            apart = ("layers_per_stage", "offload_ratio")
+            found = typed({key: value for key, value in whole["profile"].items() if key not in apart}, cls)
+            if missing := set(found.model.kinds) - set(found.layers):
                 raise ConfigError(f"lacks the model's layers of kind {min(missing)!r}", key="layers")
-            return replace(found, **kinds)
+            return found
         except ConfigError as error:
             where = "" if error.key is None else f"profile.{error.key}: "
             raise ConfigError(f"holds no profile of `pipemem profile`: {where}{error.message}", file=path) from error
@@ -267,22 +264,6 @@ def from_formulas(model: Model, execution: Execution, cluster: Cluster) -> Profi
         message_bytes=message,
         optimizer_seconds=prices.adam_seconds(cluster),
     )
-
-
-def _kinds(profile: dict[str, Any], key: str) -> dict[str, Part] | None:
-    """Return the layers of every kind, as a file says."""
-    given = profile.get(key)
-    if given is None:
-        return None
-    if not isinstance(given, dict):
-        raise ConfigError(f"is {shortened(given)}; give a mapping of kinds to their costs", key=key)
-    found = {}
-    for kind, part in given.items():
-        try:
-            found[kind] = typed(part, Part)
-        except ConfigError as error:
-            raise ConfigError(error.message, key=".".join(filter(None, (key, kind, error.key)))) from error
-    return found
 
 
 def speed(cluster: Cluster) -> str:

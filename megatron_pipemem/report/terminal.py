@@ -62,10 +62,7 @@ class TerminalTimeline:
         yield Text(" " * (margin + 1) + "0" + end.rjust(width - 1), style="dim", no_wrap=True, overflow="crop")
         yield _legend(drawn)
         if scale != common:
-            yield Text(
-                f"own time axis: a column is as long as {common / scale:.3g} of the others",
-                style="dim",
-            )
+            yield Text(f"own time axis: a column is as long as {common / scale:.3g} of the others", style="dim")
         if squeezed:
             left_out = (
                 "squeezed: a letter stands for several actions; widen the terminal or write a picture with --output"

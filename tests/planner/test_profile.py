@@ -77,7 +77,7 @@ def test_the_file_is_costs_and_profile(tmp_path: Path):
     ("key", "value", "says"),
     [
         ("first", 3, "profile.first: is 3; give a name, or a mapping of seconds"),
-        ("layers", 3, "profile.layers: is 3; give a mapping of kinds"),
+        ("layers", 3, "profile.layers: is 3; give a mapping of keys"),
         ("layers", {}, r"profile.layers: lacks the model's layers of kind '\*-'"),
         ("layers.*-.memory", {"X": 1}, r"profile.layers.\*-.memory: has a key that is 'X'; give one of F, "),
         ("first.memory.F", "x", "profile.first.memory: holds under 'F' what is 'x'; give a number"),

@@ -149,9 +149,7 @@ def multi_tensor_scale(chunk_size, overflow, tensor_lists, scale):
             overflow.fill_(1)
 
 
-def multi_tensor_scale_tensor(chunk_size, overflow, tensor_lists, scale):
-    """Do the same with a tensor for the scale."""
-    multi_tensor_scale(chunk_size, overflow, tensor_lists, scale)
+multi_tensor_scale_tensor = multi_tensor_scale  # with a tensor for the scale
 
 
 def multi_tensor_l2norm(chunk_size, overflow, tensor_lists, per_tensor=False):

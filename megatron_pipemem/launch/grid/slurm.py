@@ -150,10 +150,8 @@ def _remember(store: Store, job: str) -> None:
 
 
 def _slurm(words: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise UnsupportedError(f"there is no {words[0]} here; start this where Slurm's commands are") from error
+    check_here()
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         raise UnsupportedError(f"{words[0]} failed: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}")
     return done.stdout

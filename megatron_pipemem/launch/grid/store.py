@@ -164,10 +164,7 @@ class Store:
 
     def _entries(self) -> list[_Entry]:
         if not self.exists():
-            raise ConfigError(
-                "holds no grid; give the folder that pipemem grid wrote",
-                file=self.folder,
-            )
+            raise ConfigError("holds no grid; give the folder that pipemem grid wrote", file=self.folder)
         index = read_json(self._index, "a grid")
         try:
             return [typed(entry, _Entry) for entry in index["points"]]
