@@ -10,17 +10,15 @@ import torch.distributed
 from torch.distributed import distributed_c10d
 
 
-def _over_gloo(create: Callable[..., Any], *cuda_only: str) -> Callable[..., Any]:
-    """``create`` with gloo for NCCL, without the keyword arguments ``cuda_only`` that gloo does not know."""
+def _over_gloo(create: Callable[..., Any]) -> Callable[..., Any]:
+    """``create`` with gloo for NCCL, without the keyword arguments that gloo does not know."""
 
     @functools.wraps(create)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        args = tuple(_gloo(argument) for argument in args)
-        if "backend" in kwargs:
-            kwargs["backend"] = _gloo(kwargs["backend"])
-        for name in cuda_only:
-            kwargs.pop(name, None)
-        return create(*args, **kwargs)
+        known = {name: value for name, value in kwargs.items() if name not in ("device_id", "pg_options")}
+        if "backend" in known:
+            known["backend"] = _gloo(known["backend"])
+        return create(*map(_gloo, args), **known)
 
     return wrapper
 
@@ -32,6 +30,6 @@ def _gloo(backend: Any) -> Any:
 def install() -> None:
     """Wrap ``init_process_group`` and ``new_group`` in both places that export them."""
     for name in ("init_process_group", "new_group"):
-        wrapped = _over_gloo(getattr(distributed_c10d, name), "device_id", "pg_options")
+        wrapped = _over_gloo(getattr(distributed_c10d, name))
         for module in (distributed_c10d, torch.distributed):
             setattr(module, name, wrapped)

@@ -136,11 +136,9 @@ class _Measure:
         """Return, for every row of counts, what is to be minimised: devices without a layer that is needed; the slowest
         device; the squares of all, so that several slow ones improve one by one; the slowest stage; the most memory.
         """
-        ends = np.cumsum(counts, axis=1)
-        begins = ends - counts
-        seconds = self._seconds[ends] - self._seconds[begins] + self._end_seconds
-        nbytes = self._static[ends] - self._static[begins] + self._end_bytes
-        nbytes = nbytes + (self._kept[ends] - self._kept[begins]) * self._in_flight
+        seconds = _of_stages(self._seconds, counts) + self._end_seconds
+        nbytes = _of_stages(self._static, counts) + self._end_bytes
+        nbytes = nbytes + _of_stages(self._kept, counts) * self._in_flight
         per_device = seconds @ self._owners
         memory = (nbytes @ self._owners).max(axis=1)
         lacking, slowest, squares = self.devices_without(counts), per_device.max(axis=1), (per_device**2).sum(axis=1)
@@ -151,13 +149,11 @@ class _Measure:
 
     def devices_without(self, counts: np.ndarray) -> np.ndarray:
         """Return, for every row of counts, how many devices have no layer that is needed."""
-        ends = np.cumsum(counts, axis=1)
-        return ((self._needed[ends] - self._needed[ends - counts]) @ self._owners == 0).sum(axis=1)
+        return (_of_stages(self._needed, counts) @ self._owners == 0).sum(axis=1)
 
     def slowest_stages(self, counts: np.ndarray) -> list[int]:
         """Return the stages with layers, of the slowest device."""
-        ends = np.cumsum(counts)
-        seconds = self._seconds[ends] - self._seconds[ends - counts] + self._end_seconds
+        seconds = _of_stages(self._seconds, counts) + self._end_seconds
         slowest = np.bincount(self.devices, seconds, self.num_devices).argmax()
         return [stage for stage in np.flatnonzero(self.devices == slowest) if counts[stage]]
 
@@ -174,6 +170,12 @@ def _move_layers(start: list[int], measure: _Measure) -> list[int]:
         if (best == counts).all():
             return [int(count) for count in counts]
         counts = best
+
+
+def _of_stages(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return what the layers of every stage add up to, from the sums of all layers before one, for counts per stage."""
+    ends = np.cumsum(counts, axis=-1)
+    return sums[ends] - sums[ends - counts]
 
 
 def _sums(values: Sequence[float]) -> np.ndarray:
