@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -37,6 +38,7 @@ class LedgerEntry:
         routed: tokens that experts got in it, one for each visit of an expert.
         routable: the most that they could have got under a capacity factor; 0 without one.
         evenly: what they would have got if all experts got as many.
+        tokens: ``(b, s)`` of its microbatch, where microbatches differ.
     """
 
     action: Action
@@ -45,6 +47,15 @@ class LedgerEntry:
     routed: int = 0
     routable: int = 0
     evenly: int = 0
+    tokens: tuple[int, int] = (0, 0)
+
+
+class _Size(NamedTuple):
+    """What makes one microbatch hold more than another: most of all what experts get, then its tokens, then its length."""
+
+    routed: int
+    tokens: int
+    length: int
 
 
 def bytes_per_action(
@@ -54,32 +65,33 @@ def bytes_per_action(
     shows.
 
     Stages of other ranks get 0. One microbatch of every stage is the whole probe: the rest of the step is foretold from it.
-    Where experts get more tokens of one microbatch than of another, it is the one that gives them most, and under a capacity
-    factor what would be if they got all that this allows.
+    Where microbatches differ, it is the largest one. Where experts get more tokens of one microbatch than of another, it is the
+    one that gives them most, and under a capacity factor what would be if they got all that this allows.
 
     Args:
         entries: of one step.
         num_stages: of the pipeline.
-        most: ``False`` asks for the microbatch that gives experts the fewest tokens.
+        most: ``False`` asks for the microbatch that gives experts the fewest tokens, or is the smallest.
         on_host: ask for what this rank has away on its host instead.
     """
     held = [entry.host_bytes if on_host else entry.bytes for entry in entries]
     forwards = {
         (entry.action.stage, entry.action.microbatch): entry for entry in entries if entry.action.kind is Kind.F
     }
-    seen: dict[tuple[Kind, int], list[tuple[int, int]]] = {}
+    seen: dict[tuple[Kind, int], list[tuple[_Size, int]]] = {}
     routable: dict[int, int] = {}
     for entry, before, after in zip(entries, (0, *held), held, strict=False):
         kind, stage, microbatch = entry.action
         forward = forwards.get((stage, microbatch))
-        seen.setdefault((kind, stage), []).append((0 if forward is None else forward.routed, after - before))
+        (b, s), routed = entry.tokens, 0 if forward is None else forward.routed
+        seen.setdefault((kind, stage), []).append((_Size(routed, b * s, s), after - before))
         routable[stage] = max(routable.get(stage, 0), entry.routable)
     changes: dict[Kind, list[int]] = {}
     for (kind, stage), of_microbatches in seen.items():
-        least, top = (extreme(of_microbatches, key=lambda each: each[0]) for extreme in (min, max))
-        change = (top if most else least)[1]
-        if most and least[0] < top[0] < routable[stage]:
-            change += round((top[1] - least[1]) * (routable[stage] - top[0]) / (top[0] - least[0]))
+        (least, low), (top, high) = (extreme(of_microbatches, key=lambda each: each[0]) for extreme in (min, max))
+        change = high if most else low
+        if most and least.routed < top.routed < routable[stage]:
+            change += round((high - low) * (routable[stage] - top.routed) / (top.routed - least.routed))
         changes.setdefault(kind, [0] * num_stages)[stage] = change
     return {kind: tuple(per_stage) for kind, per_stage in changes.items()}
 
@@ -113,13 +125,15 @@ class ActivationLedger:
 
     Args:
         permanent: tensors that are no activations: parameters, gradient buffers, module buffers.
+        tokens: ``(b, s)`` of every microbatch, where they differ.
 
     Attributes:
         failure: what made it stop counting, ``None`` as long as nothing has.
     """
 
-    def __init__(self, permanent: Iterable[torch.Tensor] = ()):
+    def __init__(self, permanent: Iterable[torch.Tensor] = (), tokens: Sequence[tuple[int, int]] | None = None):
         self.entries: list[LedgerEntry] = []
+        self.tokens = tokens
         self.failure: str | None = None
         self._permanent: set[int] = set()
         # The batch lives as long as the data iterator keeps it; held here so that its keys stay taken.
@@ -207,8 +221,13 @@ class ActivationLedger:
         """Note what is held now that ``action`` has ended, and what is away."""
         self._held = {key: known for key, known in self._held.items() if not known[0].expired()}
         held = sum(nbytes for _, nbytes in self._held.values())
-        self.entries.append(LedgerEntry(action, held, host_bytes, self._routed, self._routable, self._evenly))
+        routing = self._routed, self._routable, self._evenly
+        self.entries.append(LedgerEntry(action, held, host_bytes, *routing, self.tokens_of(action)))
         self._routed = self._routable = self._evenly = 0
+
+    def tokens_of(self, action: Action) -> tuple[int, int]:
+        """Return ``(b, s)`` of the action's microbatch; zeros where microbatches are alike, and for what is of none of them."""
+        return (0, 0) if self.tokens is None or action.microbatch is None else self.tokens[action.microbatch]
 
     @property
     def peak(self) -> int:

@@ -29,6 +29,8 @@ MICROBATCHES, STEPS, SEQUENCE, VOCABULARY = 6, 2, 16, 64
 SAME = [(2, SEQUENCE)] * MICROBATCHES
 VARIABLE = [(2, 16), (1, 6), (3, 12), (2, 10), (2, 16), (1, 4), (2, 8)]
 """``(b, s)`` of every microbatch of the first step; later ones have one microbatch less each."""
+LENGTHS = [(2, s) for _, s in VARIABLE]
+"""With one ``b`` for all, three lengths determine the bytes of the other three."""
 
 
 def make_config(chunks: int, ddp: bool, tp: int = 1, variable: bool = False) -> TransformerConfig:
@@ -181,12 +183,13 @@ def run(case: dict) -> dict:
 
     Args:
         case: ``schedule``, ``ddp``, ``chunks`` of every rank; optionally ``settings`` of the plugin, ``tp``, and ``variable``:
-            whether microbatches differ, and are read at the ends of the model alone.
+            ``VARIABLE``, which are read at the ends of the model alone, or ``LENGTHS``, which every rank reads.
     """
     if "counted" in case:
         return {"told": wrongly_cut(case)}
     schedule, ddp, chunks = case["schedule"], case["ddp"], case["chunks"]
-    variable, tp = case.get("variable", False), case.get("tp", 1)
+    tp, variable = case.get("tp", 1), case.get("variable")
+    sizes = {None: SAME, "VARIABLE": VARIABLE, "LENGTHS": LENGTHS}[variable]
     told = failing_step() if case.get("fails_before") else None
     if schedule != "stock":
         megatron_pipemem.enable(schedule, **case.get("settings", {}))
@@ -200,7 +203,7 @@ def run(case: dict) -> dict:
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    config = make_config(chunks, ddp, tp, variable)
+    config = make_config(chunks, ddp, tp, variable is not None)
     build = partial(build_chunk, config, case.get("hybrid", False))
     if schedule == "stock":
         groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -208,7 +211,7 @@ def run(case: dict) -> dict:
         models = [build(**ends, vp_stage=None, pg_collection=groups)]
     else:
         models = megatron_pipemem.build_model_chunks(build)
-    reads = [not variable or model.pre_process or model.post_process for model in models]
+    reads = [variable != "VARIABLE" or model.pre_process or model.post_process for model in models]
     if ddp:
         models = [
             DistributedDataParallel(config, DistributedDataParallelConfig(overlap_grad_reduce=True), model)
@@ -222,7 +225,7 @@ def run(case: dict) -> dict:
         return get_forward_backward_func()(
             forward_step_func=function,
             data_iterator=data if chunks > 1 else data[0],
-            model=models if chunks > 1 else models[0],
+            model=models if len(models) > 1 else models[0],
             num_microbatches=len(sizes),
             seq_length=SEQUENCE,
             micro_batch_size=2,
@@ -235,14 +238,14 @@ def run(case: dict) -> dict:
                 model.zero_grad_buffer()
             else:
                 model.zero_grad(set_to_none=True)
-        seen = forward_backward(step, forward_step, VARIABLE[: len(VARIABLE) - step] if variable else SAME)
+        seen = forward_backward(step, forward_step, sizes[: len(sizes) - step] if variable else sizes)
         losses += [each["loss"].item().hex() for each in seen]
         with torch.no_grad():
             for model in models:
                 for parameter in model.parameters():
                     parameter -= 0.1 * (parameter.main_grad if ddp else parameter.grad)
     how = {"forward_only": True, "collect_non_loss_data": True}
-    logits = forward_backward(STEPS, inspection_step, (VARIABLE if variable else SAME)[:2], **how)
+    logits = forward_backward(STEPS, inspection_step, sizes[:2], **how)
     megatron_pipemem.write_report()
     megatron_pipemem.disable()
     parallel_state.destroy_model_parallel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -24,7 +25,7 @@ CASES = [
     )
 ]
 
-VARIABLE_STOCK = {**STOCK, "ddp": False, "variable": True}
+VARIABLE_STOCK = {**STOCK, "ddp": False, "variable": "VARIABLE"}
 VARIABLE = {
     "1f1b": {},
     "1f1b headers": {"settings": {"message_shapes": "message"}},
@@ -37,6 +38,7 @@ VARIABLE = {
     "v-half tp": {"chunks": 2, "tp": 2},
     "v-half recompute": {"chunks": 2, "settings": {"recompute": "full"}},
 }
+FORETOLD = ("1f1b", "zb-h1 offload", "v-half", "v-half tp", "v-half recompute")
 CUT = {
     "1f1b": {"settings": {"vocab_parallel": "1"}},
     "v-half": {"chunks": 2, "settings": {"vocab_parallel": "2"}},
@@ -85,9 +87,23 @@ def test_microbatches_that_differ_train_as_stocks_do(variable, name):
     assert ours["logits"] == stock["logits"]
 
 
-@pytest.mark.parametrize("name", CUT)
-def test_microbatches_that_differ_train_with_a_cut_vocabulary(variable, name):
-    stock, ours = variable("stock", tp=CUT[name].get("tp", 1)), variable(name, **CUT[name])
+@pytest.mark.parametrize("name", [*FORETOLD, *(f"{name} cut" for name in CUT)])
+def test_bytes_of_microbatches_that_differ_are_foretold(variable, tmp_path, name):
+    """Masks are made for every microbatch, and attention keeps its scores: both grow with the square of the length."""
+    case = CUT[name.removesuffix(" cut")] if name.endswith(" cut") else VARIABLE[name]
+    report = tmp_path / "report.json"
+    variable(name, **{**case, "settings": {**case.get("settings", {}), "report": str(report)}, "variable": "LENGTHS"})
+    ranks = json.loads(report.read_text())["ranks"]
+    for what in ("peak_bytes", "host_peak_bytes"):
+        assert [rank[f"predicted_{what}"] for rank in ranks] == [rank[f"counted_{what}"] for rank in ranks]
+    assert len({rank["counted_peak_bytes"] for rank in ranks}) > 1
+    assert all(rank["counted_host_peak_bytes"] > 0 for rank in ranks) == ("offload" in name)
+
+
+@pytest.mark.parametrize("name", [*CUT, "chimera"])
+def test_microbatches_that_differ_train_with_a_cut_vocabulary_or_two_replicas(variable, name):
+    case = CUT.get(name, {})
+    stock, ours = variable("stock", tp=case.get("tp", 1)), variable(name, **case)
     whole, cut = ([float.fromhex(loss) for loss in each["losses"]] for each in (stock, ours))
     assert cut == pytest.approx(whole, rel=1e-6)
 

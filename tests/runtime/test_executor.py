@@ -114,6 +114,6 @@ def test_executes_as_scheduled_and_equals_one_process(seen, index):
         moves = {a.stage for a in order if a.kind is Kind.OFFLOAD}
         assert bool(moves) == (here["bytes_out"] > 0) and here["bytes_in"] == here["bytes_out"]
         assert here["in_vain"] == 0, "somebody held what was offloaded"
-        if not case["variable"]:
+        if case["variable"] != "message":
             assert here["predicted_peak"] == here["counted_peak"] > 0
             assert here["predicted_host_peak"] == here["counted_host_peak"] == here["ledger_host_peak"]

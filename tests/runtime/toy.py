@@ -21,6 +21,7 @@ from megatron_pipemem.runtime.activation_ledger import (
     bytes_per_action,
     predict_peak_bytes,
 )
+from megatron_pipemem.runtime.bytes_by_tokens import BytesByTokens
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.offload import OffloadEngine
 from megatron_pipemem.runtime.offload.actions import OffloadActions
@@ -180,7 +181,7 @@ def run_step(
     )
     transport = Transport(pipeline, message, in_sequence)
     permanent = [p for runner in runners.values() for p in runner.stage.parameters()]
-    ledger, trace = ActivationLedger(permanent), Trace()
+    ledger, trace = ActivationLedger(permanent, [(1, rows) for rows, _ in shapes]), Trace()
     with engine.step(permanent, lambda tensor: ledger.hold(tensor)) if engine else nullcontext():
         features = [OffloadActions(engine)] if engine else []
         Executor(program, device, runners, transport, features, ledger, trace).run()
@@ -225,10 +226,15 @@ def run_case(case: dict, device: int, devices: int, connections: dict, engine: O
         seen["gradients"] = {
             stage: [p.grad.flatten().tolist() for p in runner.stage.parameters()] for stage, runner in runners.items()
         }
-        changes = bytes_per_action(ledger.entries, program.placement.num_stages)
-        seen["predicted_peak"] = predict_peak_bytes(program.actions[device], changes)
-        host = bytes_per_action(ledger.entries, program.placement.num_stages, on_host=True)
-        seen["predicted_host_peak"] = predict_peak_bytes(program.actions[device], host)
+        actions = program.actions[device]
+        for what, on_host in (("predicted_peak", False), ("predicted_host_peak", True)):
+            if case.get("variable"):
+                foretold = BytesByTokens(on_host)
+                foretold.learn(ledger.entries)
+                seen[what] = foretold.peak(actions, ledger.tokens_of)
+            else:
+                changes = bytes_per_action(ledger.entries, program.placement.num_stages, on_host=on_host)
+                seen[what] = predict_peak_bytes(actions, changes)
     return seen
 
 

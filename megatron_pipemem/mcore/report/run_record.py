@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,8 +28,9 @@ from megatron_pipemem.runtime.activation_ledger import (
     bytes_per_action,
     predict_peak_bytes,
 )
+from megatron_pipemem.runtime.bytes_by_tokens import BytesByTokens
 from megatron_pipemem.runtime.trace import TracedAction
-from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.schedule import Program
 from megatron_pipemem.schedule.resolve import ChosenSchedule
 
@@ -69,6 +70,8 @@ class RunRecord:
     """of the microbatches that give experts the fewest tokens, and of those that give them most"""
     _host_changes: dict[Kind, list[int]] = field(default_factory=dict)
     _learnt: set[tuple[Kind, int]] = field(default_factory=set)
+    _by_tokens: dict[tuple, tuple[BytesByTokens, BytesByTokens]] = field(default_factory=dict)
+    """where microbatches differ: on the device and on the host, for every treatment of this rank's stages"""
     _uneven: bool = False
     """whether experts get other numbers of tokens in every microbatch"""
     _treatments: dict[int, tuple[Kind | None, bool]] = field(default_factory=dict)
@@ -164,7 +167,9 @@ class RunRecord:
             raise ValueError(ledger.failure)
         self._learn_bytes(program, device, ledger)
         held = self.held
-        if foretell and (self._uneven or program is not self._program):
+        if ledger.tokens is not None and not any(entry.routed for entry in ledger.entries):
+            self._foretell_by_tokens(program.actions[device], ledger)
+        elif foretell and (self._uneven or program is not self._program):
             actions = program.actions[device]
             least, most = (predict_peak_bytes(actions, self._changes[most]) for most in (False, True))
             held.predicted_peak_bytes = max(held.predicted_peak_bytes or 0, most)
@@ -178,6 +183,18 @@ class RunRecord:
         counted = [(entry.bytes, entry.host_bytes) for entry in ledger.entries]
         self._is_settled = program is self._program and counted == self._counted
         self._counted = counted
+
+    def _foretell_by_tokens(self, actions: Sequence[Action], ledger: ActivationLedger) -> None:
+        """Foretell the peaks of a step whose microbatches differ."""
+        treatments = tuple(sorted(self._treatments.items()))
+        on_device, on_host = self._by_tokens.setdefault(treatments, (BytesByTokens(), BytesByTokens(on_host=True)))
+        for bytes_by_tokens in (on_device, on_host):
+            bytes_by_tokens.learn(ledger.entries)
+        held = self.held
+        peak, away = (each.peak(actions, ledger.tokens_of) for each in (on_device, on_host))
+        held.predicted_peak_bytes = max(held.predicted_peak_bytes or 0, peak)
+        held.predicted_least_peak_bytes = held.predicted_peak_bytes
+        held.predicted_host_peak_bytes = max(held.predicted_host_peak_bytes, away)
 
     def add_losses(self, losses: dict[str, object], grad_norm: object | None) -> None:
         """Note what the training loop reports for one iteration; the first loss is the model's."""

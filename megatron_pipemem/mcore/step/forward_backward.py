@@ -206,6 +206,7 @@ class ForwardBackward(Feature):
             count=step.counts_bytes,
             time=step.times_actions,
             earlier=step.earlier_ledger,
+            tokens=step.tokens if step.message.shapes is not None else None,
         )
         counters = [*step.counters] if step.observation.ledger is None else [step.observation.ledger, *step.counters]
         iterators = watch_batches(step.iterators, *counters)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +46,7 @@ def observe(
     count: bool = True,
     time: bool = True,
     earlier: ActivationLedger | None = None,
+    tokens: Sequence[tuple[int, int]] | None = None,
 ) -> Observation:
     """Begin to watch a step.
 
@@ -55,11 +56,12 @@ def observe(
         count: whether bytes are to be counted. Where that would break the training, the ledger has failed from the start.
         time: whether actions are to be timed.
         earlier: the ledger of the step before, to count on from what it still holds.
+        tokens: ``(b, s)`` of every microbatch, where they differ.
     """
     ledger = None
     if count:
         permanent = permanent_tensors(chunks) if permanent is None else permanent
-        ledger = ActivationLedger(permanent) if earlier is None else earlier.continued(permanent)
+        ledger = ActivationLedger(permanent, tokens) if earlier is None else earlier.continued(permanent)
         ledger.failure = ledger.failure or uncountable(chunks)
     trace = Trace(device_of(chunks).type == "cuda") if time else None
     return Observation(ledger, trace)

@@ -1,0 +1,210 @@
+"""Counts what microbatches that differ cost in messages, and in waits of hosts for devices.
+
+Under ``variable_seq_lengths`` the receiver of a message does not know its shape. Stock Megatron-Core's functions exchange
+shapes before every message. This plugin does so with ``message_shapes="message"``, and by default tells all shapes of a step
+at its start.
+
+    python benchmarks/message_shapes.py      # under a minute
+
+Everything is counted on four gloo ranks, in the second step of chunks that compute next to nothing; nothing is timed. A wait is
+where the host reads a number that a device holds, or synchronises with it; on a GPU it stops what the host launches ahead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from unittest import mock
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_pipemem.files import write_whole
+
+DEVICES, WIDTH = 4, 8
+MICROBATCHES = 16
+SCHEDULES = {"1f1b": 1, "interleaved": 2}
+"""The schedules that stock Megatron-Core has, and their chunks per device."""
+ENGINES = {"stock": None, "pipemem, headers": "message", "pipemem": "step"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one engine's step takes.
+
+    Args:
+        schedule: of ``SCHEDULES``.
+        engine: of ``ENGINES``.
+        messages: between all ranks, point to point.
+        collectives: over the pipeline.
+        waits: of the host that waits most often.
+    """
+
+    schedule: str
+    engine: str
+    messages: int
+    collectives: int
+    waits: int
+
+
+def run() -> list[Row]:
+    """Count the steps of all engines on fresh processes."""
+    from torch import multiprocessing
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    multiprocessing.set_forkserver_preload(["megatron_pipemem.cpu.warm"])
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.start_processes(_rank, (folder,), nprocs=DEVICES, start_method="forkserver")
+        counts = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(DEVICES)]
+    return [
+        Row(
+            schedule,
+            engine,
+            sum(own["send"] for own in everyones),
+            max(own["allreduce_"] for own in everyones),
+            max(own["waits"] for own in everyones),
+        )
+        for (schedule, engine), *everyones in zip(product(SCHEDULES, ENGINES), *counts, strict=True)
+    ]
+
+
+def _rank(rank: int, folder: str) -> None:
+    import torch.distributed as dist
+
+    import megatron_pipemem
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=DEVICES)
+    counts = []
+    for schedule, chunks in SCHEDULES.items():
+        step = _step(chunks)
+        for shapes in ENGINES.values():
+            if shapes is not None:
+                megatron_pipemem.enable(schedule, message_shapes=shapes)
+            step()  # compiles the program and opens its channels
+            dist.barrier()
+            with _counting() as counted:
+                step()
+            counts.append({kind: counted[kind] for kind in ("send", "allreduce_", "waits")})
+            megatron_pipemem.disable()
+    write_whole(Path(folder) / f"{rank}.json", json.dumps(counts))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def _counting() -> Iterator[Counter[str]]:
+    """Count what this process sends and waits for within the block."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    counted: Counter[str] = Counter()
+
+    class Communication(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.namespace == "c10d":
+                counted[function._schema.name.removeprefix("c10d::")] += 1
+            return function(*args, **kwargs or {})
+
+    def noting(original: Callable) -> Callable:
+        def call(*args, **kwargs):
+            counted["waits"] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, name in ((torch.Tensor, "tolist"), (torch.Tensor, "item"), (torch.cuda, "synchronize")):
+            stack.enter_context(mock.patch.object(owner, name, noting(getattr(owner, name))))
+        stack.enter_context(Communication())
+        yield counted
+
+
+def _step(chunks: int) -> Callable[[], object]:
+    """Return a step of chunks that compute next to nothing, by whatever function Megatron's module holds then."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.enums import ModelType
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+    groups = ProcessGroupCollection()
+    groups.pp = dist.group.WORLD
+    groups.tp = groups.cp = [dist.new_group([member]) for member in range(DEVICES)][dist.get_rank()]
+    config = TransformerConfig(
+        num_layers=DEVICES * chunks,
+        hidden_size=WIDTH,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=DEVICES,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        microbatch_group_size_per_vp_stage=DEVICES if chunks > 1 else None,
+        pipeline_dtype=torch.float32,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, experts or none
+        overlap_p2p_comm=chunks > 1,
+        batch_p2p_comm=chunks == 1,
+    )
+
+    class Chunk(torch.nn.Module):
+        def __init__(self, vp_stage: int | None):
+            super().__init__()
+            self.config, self.vp_stage, self.model_type = config, vp_stage, ModelType.encoder_or_decoder
+            self.weight = torch.nn.Parameter(torch.ones(WIDTH))
+            self.input = None
+
+        def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
+            (self.input,) = tensors
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            embedded = input_ids.t().unsqueeze(-1).expand(-1, -1, WIDTH)
+            return (embedded if self.input is None else self.input) * self.weight
+
+    def forward_step(data: Iterator[torch.Tensor], chunk: Chunk):
+        return chunk(next(data)), lambda output: (output.sum(), {})
+
+    models = [Chunk(chunk if chunks > 1 else None) for chunk in range(chunks)]
+    name = f"forward_backward_pipelining_with{'' if chunks > 1 else 'out'}_interleaving"
+    return lambda: getattr(schedules, name)(
+        forward_step_func=forward_step,
+        data_iterator=[(torch.ones(1, 1 + number % 5) for number in range(MICROBATCHES)) for _ in models],
+        model=models,
+        num_microbatches=MICROBATCHES,
+        seq_length=5,
+        micro_batch_size=1,
+        p2p_communicator=P2PCommunicator(groups.pp, config),
+        pg_collection=groups,
+    )
+
+
+def table(rows: list[Row]) -> Table:
+    """Every engine's messages and waits."""
+    printed = Table(title=f"one step of {MICROBATCHES} microbatches that differ, {DEVICES} pipeline ranks")
+    for heading in ("schedule", "engine", "messages", "collectives", "waits of a host"):
+        printed.add_column(heading, justify="left" if heading in ("schedule", "engine") else "right")
+    for row in rows:
+        printed.add_row(row.schedule, row.engine, str(row.messages), str(row.collectives), str(row.waits))
+    return printed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--output", type=Path, default=Path("out/benchmarks/message_shapes.json"), help="JSON of the rows"
+    )
+    arguments = parser.parse_args()
+    rows = run()
+    Console(width=100).print(table(rows))
+    write_whole(arguments.output, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The count of messages and waits: what the documentation says of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_all_shapes_of_a_step_take_one_message_and_one_wait(tmp_path):
+    output = tmp_path / "counts.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "message_shapes.py"), "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {(row["schedule"], row["engine"]): row for row in json.loads(output.read_text())}
+    for schedule, payloads in (("1f1b", 2 * 3 * 16), ("interleaved", 2 * 7 * 16)):
+        stock, headers, ours = (rows[schedule, engine] for engine in ("stock", "pipemem, headers", "pipemem"))
+        assert (ours["messages"], ours["collectives"], ours["waits"]) == (payloads, 1, 1)
+        assert (headers["messages"], headers["collectives"]) == (2 * payloads, 0)
+        assert stock["messages"] == 2 * payloads and min(stock["waits"], headers["waits"]) > 30
+    told = re.search(
+        r"a host waits (\d+) times by stock 1F1B, (\d+) times with headers and once",
+        (ROOT / "docs" / "how-it-works.md").read_text(),
+    )
+    assert [int(each) for each in told.groups()] == [
+        rows["1f1b", engine]["waits"] for engine in ("stock", "pipemem, headers")
+    ]
