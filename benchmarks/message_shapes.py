@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import tempfile
 from collections import Counter
@@ -60,6 +61,7 @@ def run() -> list[Row]:
     from torch import multiprocessing
 
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # Megatron warns of every GPU package it misses
     multiprocessing.set_forkserver_preload(["megatron_pipemem.cpu.warm"])
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.start_processes(_rank, (folder,), nprocs=DEVICES, start_method="forkserver")
@@ -81,6 +83,7 @@ def _rank(rank: int, folder: str) -> None:
 
     import megatron_pipemem
 
+    logging.disable(logging.INFO)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=DEVICES)
     counts = []
     for schedule, chunks in SCHEDULES.items():

@@ -84,6 +84,18 @@ def test_a_forward_step_that_does_not_call_its_model_is_refused():
         share_batch(None, calls, None, (0, 0), None, may_want_logits=False)
 
 
+def test_data_that_could_not_be_read_again_are_left_alone():
+    """As of frameworks whose iterators have a method of their own."""
+
+    class Reader:
+        def get_next(self):
+            raise AssertionError("nothing may be read")
+
+    reader = Reader()
+    calls, same = calls_of(lambda data, model: model(data.get_next()), reader, Model(), 2)
+    assert calls == [None, None] and same is reader
+
+
 def test_a_forward_step_may_unwrap_its_model_and_draw_random_numbers():
     class Wrapper(torch.nn.Module):
         def __init__(self):

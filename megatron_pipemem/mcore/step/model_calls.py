@@ -62,8 +62,11 @@ def calls_of(
         num_microbatches: of the step.
 
     Returns:
-        ``None`` for a microbatch whose forward step does not call the model.
+        ``None`` for a microbatch whose forward step does not call the model; for all of them, without running any, if the
+        data are read otherwise than by ``next``, because they could not be read again.
     """
+    if not (iterator is None or hasattr(iterator, "__next__")):
+        return [None] * num_microbatches, iterator
     reread = None if iterator is None else Rereadable(iterator)
     calls: list[Call | None] = []
     with ExitStack() as stack:

@@ -46,13 +46,14 @@ def share_batch(
     """
     if shapes is None:
         raise UnsupportedError(
-            "vocabulary parallelism needs the shapes of a step's microbatches before it runs; pass --pipemem-message-shapes "
-            "step, or --pipemem-vocab-parallel off"
+            "vocabulary parallelism needs the tokens of microbatches that differ before the step runs; pass "
+            "--pipemem-message-shapes step and let the forward step give the model input_ids of shape [b, s], or pass "
+            "--pipemem-vocab-parallel off"
         )
     if None in [*(first or ()), *(last or ())]:
         raise UnsupportedError(
-            "the forward step does not call the model it is given, so nobody knows its tokens and labels; call it, or "
-            "pass --pipemem-vocab-parallel off"
+            "the forward step does not call the model it is given, or its data come from no iterator, so nobody knows its "
+            "tokens and labels; call it with what next() yields, or pass --pipemem-vocab-parallel off"
         )
     sizes = [b * s for b, s in shapes]
 
