@@ -16,6 +16,7 @@ from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.report import SUFFIXES, TerminalTimeline, save_comparison
 from megatron_pipemem.report.timeline import DrawnRun
 from megatron_pipemem.schedule.core.simulator import Timeline
+from megatron_pipemem.schedule.stream import draw_steps
 
 
 @takes_group
@@ -28,6 +29,7 @@ def show(
     ],
     asked: Question,
     output: Annotated[Path | None, typer.Option(help=".png, .svg, .html, or .json for ui.perfetto.dev.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Draw so many steps without a barrier between them.")] = 1,
     as_json: Json = False,
 ) -> None:
     """Draw when every action runs and what every device holds: in the terminal, or into a file.
@@ -45,6 +47,8 @@ def show(
     for name in names:
         with showing(f"building, proving and simulating {name}"):
             _, timeline, reason = load_and_simulate(name, asked, prices)
+            if steps > 1:
+                timeline = draw_steps(timeline, steps)
         timelines.append(timeline)
         if reason and not as_json:
             report_note(f"{name}: {reason}")

@@ -26,6 +26,7 @@ from megatron_pipemem.schedule.core.validator import validate_program
 from megatron_pipemem.schedule.features.offload.recompute import recomputed_by_mode
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.search import MAX_CHUNKS, Candidate
+from megatron_pipemem.schedule.stream import stream
 
 _USUAL = {"replicas": 1, "weight_versions": 1, "recomputed": {}, "microbatch_weights": {}}
 _USUAL |= dict.fromkeys(("search_seconds", "host_peak", "stall_seconds", "transfers"), 0)
@@ -45,6 +46,9 @@ def simulate(
         bool,
         typer.Option("--single-queue", help="Also in one hardware queue per rank (one CUDA connection)."),
     ] = False,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Also so many steps without a barrier between them: their period.")
+    ] = 1,
     as_json: Json = False,
 ) -> None:
     """Run a schedule in the simulator: makespan, bubble, peak memory, messages, and how fast any could be.
@@ -55,6 +59,10 @@ def simulate(
     sequence pieces it is the busiest device's work, as it is with the vocabulary passes of ``--vocab-parallel``. A costs file
     may weigh microbatches that are not alike; the bound then holds for every order of these, too.
 
+    With ``--steps``, every device begins a step when it has done the one before, as with an optimizer that is validated
+    later. The period is the time from step to step then, the gain that over steps that end together. A run of this
+    version, as stock Megatron, joins all devices at the end of a step.
+
     Examples:
         # with the seconds of F, I, W and of a message
         pipemem simulate v-half -p 8 -m 32 --costs 1,1.5,.5 --p2p .05
@@ -62,6 +70,8 @@ def simulate(
         pipemem simulate auto -p 8 -m 24 --memory-cap .625
         # half of the activations wait on the host
         pipemem simulate zbv -p 8 -m 32 --offload half --offload-ratio .4
+        # who gains without a barrier between steps
+        pipemem simulate zbv -p 8 -m 16 --steps 8
         # a large vocabulary
         pipemem simulate 1f1b -p 8 -m 32 --vocab-parallel auto --head-cost 2.5layers --layers 32
     """
@@ -72,6 +82,8 @@ def simulate(
         facts = _facts(timeline, loaded)
         if single_queue:
             facts |= _in_single_queues(loaded.schedule, costs)
+        if steps > 1:
+            facts |= _without_barrier(loaded.schedule, costs, steps)
     if loaded.schedule.vocabulary_barriers or asked.vocab_parallel != "off":
         facts["vocabulary_barriers"] = loaded.schedule.vocabulary_barriers
     if reason:
@@ -107,6 +119,12 @@ def _in_single_queues(schedule: Schedule, costs: Costs) -> dict[str, float]:
     validate_program(program, microbatch_order=False)
     run = run_single_queues(program, costs)
     return {"single_queue_makespan": run.makespan, "single_queue_bubble_rate": run.bubble_rate}
+
+
+def _without_barrier(schedule: Schedule, costs: Costs, steps: int) -> dict[str, object]:
+    """Return how long steps take that do not wait for each other."""
+    found = stream(schedule, costs, steps=steps)
+    return {"steps": steps, "steps_makespan": max(found.ends[steps - 1]), "period": found.period, "gain": found.gain}
 
 
 def _placements(candidates: Iterable[Candidate]) -> FittingTable:

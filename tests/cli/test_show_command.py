@@ -70,5 +70,13 @@ def test_other_suffixes_name_the_known(refuses, tmp_path, name):
     assert not list(tmp_path.iterdir())
 
 
+def test_several_steps_are_one_picture(pipemem_json, refuses):
+    (one,), (drawn,) = (pipemem_json("show", "zb-h2", "-p", 2, "-m", 4, *more) for more in ((), ("--steps", 3)))
+    assert drawn["schedule"] == "zb-h2, 3 steps" and drawn["microbatches"] == 12
+    assert [len(row) for row in drawn["timeline"]] == [3 * len(row) for row in one["timeline"]]
+    assert drawn["makespan"] < 3 * one["makespan"]
+    assert "replicas" in refuses("show", "gems", "-p", 2, "-m", 4, "--steps", 2)
+
+
 def test_unknown_name(refuses):
     assert "did you mean 'zb-h1'" in refuses("show", "zbh1", "-p", 2, "-m", 2)

@@ -89,6 +89,14 @@ def test_in_one_hardware_queue_per_rank(pipemem, pipemem_json):
     assert all(line[20] == " " and line[21] != " " for line in lines), "names that are too long push their numbers"
 
 
+def test_steps_without_a_barrier(pipemem_json, refuses):
+    arguments = ("simulate", "zbv", "-p", 8, "-m", 16)
+    usual, found = pipemem_json(*arguments), pipemem_json(*arguments, "--steps", 8)
+    extra = {key: found.pop(key) for key in ("steps", "steps_makespan", "period", "gain")}
+    assert extra == {"steps": 8, "steps_makespan": 51.5 + 7 * 48, "period": 48, "gain": 51.5 / 48} and found == usual
+    assert "asynchronous" in refuses("simulate", "pipedream", "-p", 4, "-m", 8, "--steps", 2)
+
+
 def test_costs_from_a_file(pipemem_json, tmp_path):
     file = tmp_path / "costs.json"
     memory = {"F": 4096, "B": -4096}

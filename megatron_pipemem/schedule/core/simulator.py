@@ -212,7 +212,9 @@ class Timeline:
         return versions_held(self.schedule)
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[Action] = ()) -> Timeline:
+def simulate(
+    schedule: Schedule, costs: Costs | None = None, already: Container[Action] = (), begins: Sequence[float] = ()
+) -> Timeline:
     """Run ``schedule``: every action starts as soon as its device is free and its inputs have arrived.
 
     Messages take ``costs.p2p`` and do not occupy the devices; nor do collectives, which run one after the other, each
@@ -226,6 +228,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[
         schedule: what to run.
         costs: what it costs; unit costs by default.
         already: actions that have run before, and whose messages have arrived: what earlier windows of a stream did.
+        begins: per device, when it can begin; at 0 by default.
 
     Raises:
         ScheduleError: some action waits for ever; the message names it and what it waits for.
@@ -241,6 +244,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, already: Container[
     actions, lanes, lane_of = found.actions, found.graph.lanes, found.graph.lane_of
     graph, seconds, lags = prices.of_graph(found)
     times = Times(graph, seconds, lags, lambda node, start: transfers.run(lane_of[node], actions[node], start))
+    times.free[: len(begins)] = begins
     # Where devices share a channel, their actions are taken in order of time, so that transfers queue up as they are issued.
     in_turn = schedule.offloads and costs.channel is not None and costs.channel.is_shared
     times.run(graph.steps(graph.by_urgency(times.start_of) if in_turn else found.walk.nodes))
