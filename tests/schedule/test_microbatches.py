@@ -22,6 +22,7 @@ from megatron_pipemem.schedule.core.simulator import Timeline, peaks, simulate
 from megatron_pipemem.schedule.core.single_queue import run_single_queues
 from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.features.offload.planning import plan_offload
 from megatron_pipemem.schedule.features.offload.recompute import with_recompute
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.features.windows import family_window, steady
@@ -245,3 +246,30 @@ def test_who_takes_equal_microbatches_only_says_so() -> None:
             CostsError, match=f"{who} takes microbatches that are alike, .*; leave the key microbatch out"
         ):
             use()
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_copies_to_the_host_are_planned_for_what_microbatches_hold(data: st.DataObject) -> None:
+    base = data.draw(random_schedules(max_pieces=2))
+    some = st.lists(st.floats(0.01, 9), min_size=base.num_microbatches, max_size=base.num_microbatches)
+    weights = MicrobatchWeights(data.draw(some), data.draw(some), {Kind.OFFLOAD: data.draw(some)})
+    costs = Costs(1, 1.25, 0.5, 0.25, channel=Channel(data.draw(st.sampled_from([0, 0.5, 2]))), microbatch=weights)
+    free = plan_offload(base, costs)
+    assert max(free.peaks) <= max(free.base_timeline.peaks) * (1 + 1e-9)
+    assert free.delay <= 1e-6 * free.makespan, "planned for other seconds than these"
+    share, budget = data.draw(st.sampled_from([0.4, 0.8])), max(weights.memory)
+    plan = plan_offload(base, costs, memory_cap=max(free.base_timeline.peaks) * share, host_budget=budget)
+    validate(plan.schedule, costs, plan.memory_cap if plan.keeps_cap else None, budget)
+    assert plan.keeps_cap or plan.obstacles, "what stays for no reason would have to leave"
+
+
+def test_copies_make_room_for_a_long_microbatch() -> None:
+    base = build_schedule("1f1b", num_devices=4, num_microbatches=8)
+    weights = MicrobatchWeights((1,) * 8, (1, 1, 4, 1, 1, 1, 1, 1))
+    costs = Costs(channel=Channel(0.1), microbatch=weights)
+    plan = plan_offload(base, costs, memory_cap=(1.25, 1.5, 1.5, 1.25))
+    assert plan.base_timeline.peaks == (1.75, 1.5, 1.25, 1)
+    assert (plan.keeps_cap, plan.peaks) == (True, (1.25, 1.5, 1.25, 1))
+    assert plan.delay < 1e-9
+    assert {stage for stage, _ in plan.offloaded} == {0}, "the others keep their caps as they are"

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Channel
 from megatron_pipemem.schedule.core.memory_cap import loosened
+from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.core.schedule import Order
 from megatron_pipemem.schedule.core.simulator import Timeline
 from megatron_pipemem.schedule.features.offload.timetable import (
@@ -102,12 +104,24 @@ class Planner:
         self._unit = costs.memory_unit(placement) / base.pieces
         self._changes = costs.memory_changes(placement, base.recomputed)
         self._host_changes = costs.host_changes(placement, base.recomputed)
+        weights = costs.microbatch or MicrobatchWeights((1.0,) * base.num_microbatches)
+        self._weights, *times = (
+            np.repeat(each, base.pieces)
+            for each in (weights.tokens, *map(weights.seconds_of, (Kind.OFFLOAD, Kind.RELOAD)))
+        )
         self._base_changes = [
-            np.array([self._changes[a.kind][a.stage] if a.kind in self._changes else 0 for a in order], dtype=float)
+            np.array(
+                [self._changes[k][stage] * self._weights[u] if k in self._changes else 0 for k, stage, u in order],
+                dtype=float,
+            )
             for order in base.orders
         ]
         prices = costs.transfer_seconds(placement, base.recomputed)
-        self._out, self._back = ([s / base.pieces for s in prices[kind]] for kind in (Kind.OFFLOAD, Kind.RELOAD))
+        # Per stage and microbatch, seconds of a copy to the host, and of one back.
+        self._out, self._back = (
+            np.outer([s / base.pieces for s in prices[kind]], each).tolist()
+            for kind, each in zip((Kind.OFFLOAD, Kind.RELOAD), times, strict=True)
+        )
         self._timetables = timetables(timeline)
         self._lives = [lives(order) for order in base.orders]
         self._stretches = _STRETCHES if slow_down and caps is not None else ()
@@ -235,10 +249,11 @@ class Planner:
         for device in part.devices:
             starts, ends = part.timetable.starts[device].tolist(), part.timetable.ends[device].tolist()
             for (stage, microbatch), (made, used) in self._lives[device].items():
-                size = -self._changes[Kind.WAIT_OFFLOAD][stage]
+                weight = float(self._weights[microbatch])
+                size = -self._changes[Kind.WAIT_OFFLOAD][stage] * weight
                 if stage in stages and size:  # a stage without layers has nothing to send
-                    out, back = self._out[stage] * factor, self._back[stage] * factor
-                    items.append(Item(device, stage, microbatch, ends[made], starts[used], out, back, size))
+                    out, back = self._out[stage][microbatch] * factor, self._back[stage][microbatch] * factor
+                    items.append(Item(device, stage, microbatch, ends[made], starts[used], out, back, size, weight))
         # Where not all of equally long-lived items have room, those that leave are spread evenly over the step.
         tick = 1e-6 * max((item.lifespan for item in items), default=1.0) or 1.0
         return sorted(items, key=lambda item: (-round(item.lifespan / tick), item.microbatch * _GOLDEN % 1, item.stage))
@@ -260,7 +275,8 @@ class Planner:
                 return group
             # An order issues transfers a little ahead of their time: where that is too much, plan with a little less room.
             for device in over:
-                budgets[device] -= min(item.size for item in chosen if item.device == device)
+                own = [item for item in chosen if item.device == device]
+                budgets[device] -= min(item.size / item.weight for item in own) * fmean(item.weight for item in own)
 
     def _plan_within(
         self,

@@ -16,7 +16,7 @@ from megatron_pipemem.schedule.core.action import ROUND_TRIP, Action, Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
-from megatron_pipemem.schedule.core.simulator import Timeline
+from megatron_pipemem.schedule.core.simulator import ActionPrices, Timeline
 from megatron_pipemem.schedule.core.walk import Times
 from megatron_pipemem.schedule.features.offload.transfers import Item, Key, RoundTrip
 
@@ -45,13 +45,11 @@ def paced(schedule: Schedule, costs: Costs, share: float) -> Timetable:
         costs: what they take.
         share: at most 1.
     """
-    placement, pieces = schedule.placement, schedule.pieces
-    seconds = {kind: [s / pieces for s in stages] for kind, stages in costs.seconds(placement).items()}
-    work = [sum(seconds[action.kind][action.stage] for action in order) for order in schedule.orders]
-    interval = share * max(work) / schedule.num_units * (1 - 1e-9)
     found = Dependencies.of_schedule(schedule)
-    lags = [costs.link_seconds(*link) / pieces for link in found.links]
-    times = Times(found.graph, (), lags)
+    graph, seconds, lags = ActionPrices(schedule, costs).of_graph(found)
+    work = [sum(seconds[graph.prices[node]] for node in nodes) for nodes in graph.lanes]
+    interval = share * max(work) / schedule.num_units * (1 - 1e-9)
+    times = Times(graph, (), lags)
     last: dict[int, float] = {}
     for node in found.walk.nodes:
         kind, stage, _ = found.actions[node]
@@ -59,7 +57,7 @@ def paced(schedule: Schedule, costs: Costs, share: float) -> Timetable:
         if kind is Kind.F:
             start = last[stage] = max(start, last.get(stage, -interval) + interval)
         times.starts[node] = start
-        times.ends[node] = times.free[found.graph.lane_of[node]] = start + seconds[kind][stage]
+        times.ends[node] = times.free[graph.lane_of[node]] = start + seconds[graph.prices[node]]
     lanes = found.graph.lanes
     return Timetable.of(*([each[nodes.start : nodes.stop] for nodes in lanes] for each in (times.starts, times.ends)))
 
@@ -79,21 +77,21 @@ def timetables(timeline: Timeline) -> tuple[Timetable, ...]:
 
 def _late(timeline: Timeline, found: Dependencies, movable: Container[int]) -> Timetable:
     """Return the same run with every movable node as late as its followers and consumers allow."""
-    schedule, costs, spans = timeline.schedule, timeline.costs, timeline.spans
+    spans = timeline.spans
+    graph, _, lags = ActionPrices(timeline.schedule, timeline.costs).of_graph(found)
     end_of_run = max((device[-1][1] for device in spans if device), default=0.0)
     starts = [[start for start, _ in device] for device in spans]
     ends = [[end for _, end in device] for device in spans]
     limits = [end_of_run] * len(found.actions)
-    lags = [costs.link_seconds(*link) / schedule.pieces for link in found.links]
     for node in reversed(found.walk.nodes):
-        device = found.graph.lane_of[node]
-        at = node - found.graph.lanes[device].start
+        device = graph.lane_of[node]
+        at = node - graph.lanes[device].start
         start, end = spans[device][at]
         if node in movable:
             following = starts[device][at + 1] if at + 1 < len(starts[device]) else end_of_run
             latest = max(end, min(limits[node], following))
             starts[device][at], ends[device][at] = latest - (end - start), latest
-        for needed, link in found.graph.waits[node]:
+        for needed, link in graph.waits[node]:
             limits[needed] = min(limits[needed], starts[device][at] - lags[link])
     return Timetable.of(starts, ends)
 
@@ -172,7 +170,8 @@ class PlacedTrips(NamedTuple):
     def _changes(self, changes: Mapping[Kind, Sequence[float]], columns: slice) -> np.ndarray:
         """Return what these columns change, row by row."""
         stages = [trip.item.stage for trip in self.trips]
-        by_kind = [np.array(changes[kind], dtype=float)[stages] for kind in ROUND_TRIP[columns]]
+        weights = np.array([trip.item.weight for trip in self.trips])
+        by_kind = [np.array(changes[kind], dtype=float)[stages] * weights for kind in ROUND_TRIP[columns]]
         return np.stack(by_kind, axis=1).ravel()
 
 

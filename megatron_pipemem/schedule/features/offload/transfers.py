@@ -41,6 +41,7 @@ class Item(NamedTuple):
         out: seconds of the transfer to the host.
         back: seconds of the transfer back.
         size: what leaves the device.
+        weight: how many times what the costs price it holds, where microbatches are not alike; ``size`` has it already.
     """
 
     device: int
@@ -51,6 +52,7 @@ class Item(NamedTuple):
     out: float
     back: float
     size: float
+    weight: float = 1.0
 
     @property
     def key(self) -> Key:
@@ -105,6 +107,7 @@ class _Channel:
         self._host_budget = host_budget
         self._host_held: dict[int, float] = {}
         self._host_uses: list[tuple[float, int, float]] = []
+        self._are_alike = all(item.weight == 1.0 for item in items)
 
     def run(self) -> tuple[list[RoundTrip], dict[Item, str]]:
         now, free = 0.0, self._free
@@ -184,7 +187,8 @@ class _Channel:
                 stay.append(entry)
             elif not self._returns_in_time(item, now):
                 stay.append(entry)
-                break  # those behind it are used sooner, which leaves the channel less time still
+                if self._are_alike:
+                    break  # those behind it are used sooner, which leaves the channel less time still
             else:
                 chosen = item
         self._resident = stay + self._resident
