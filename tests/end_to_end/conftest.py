@@ -110,7 +110,7 @@ class Trainer:
             flags: Megatron's and the plugin's. ``+`` in front of a default takes it away.
             initialise: start from values that do not depend on the placement; ``False`` where a checkpoint is loaded.
             sabotage: what goes wrong on rank 1, see ``training.SABOTAGE``.
-            emulate: arguments of ``cpu.emulation.emulated``; for runs without a pipeline.
+            emulate: arguments of ``emulate.emulated``; for runs without a pipeline.
             ranks: fewer than there are; the others idle.
             by_provider: the script builds the model and not Megatron.
             gradients: note those of the first step; for runs without data parallelism.
@@ -236,7 +236,7 @@ def train_with_transformer_engine(tmp_path_factory, text) -> Iterator[Callable[.
 
 @pytest.fixture(scope="session")
 def emulate(tmp_path_factory, text) -> Iterator[Callable[..., Run]]:
-    """``emulate(rule, *flags, stages=4, replicas=1)``: what ``cpu.emulation`` predicts, on one rank."""
+    """``emulate(rule, *flags, stages=4, replicas=1)``: what ``scripts/emulate.py`` predicts, on one rank."""
     folder = tmp_path_factory.mktemp("emulation")
     ranks = Ranks("training", folder, size=1)
     trainer = Trainer(ranks, folder, text)

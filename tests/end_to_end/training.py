@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from emulate import emulated
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -23,7 +24,6 @@ from megatron.core.utils import unwrap_model
 from megatron.training import arguments, training
 
 from megatron_pipemem import disable
-from megatron_pipemem.cpu.emulation import emulated
 from megatron_pipemem.mcore.launch import enable_from_command_line
 from megatron_pipemem.runtime.offload.channel import Direction
 from megatron_pipemem.runtime.offload.host_channel import HostChannel
@@ -70,7 +70,7 @@ def run(case: dict) -> dict:
             gets a value that depends on its name alone, so that runs with other placements start from the same model.
             With ``by_provider``, a function of the script builds the model, as older scripts have it, and not Megatron.
             ``gradients`` is a folder for the first step's. ``sabotage`` names one of ``SABOTAGE`` for rank 1. ``emulate``
-            has the arguments of ``cpu.emulation.emulated``.
+            has the arguments of ``emulate.emulated``.
 
     Returns:
         The plugin's ``report`` (``None`` where there is none), names iterations and values of the ``scalars`` that went to
