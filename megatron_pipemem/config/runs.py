@@ -90,6 +90,8 @@ class ScheduleChoice:
         random: what first weights and dropout depend on: ``stock`` for Megatron's streams of every rank, or ``layerwise`` for
             the seed, the iteration, the microbatch and the layer alone.
         vocab_parallel: ``off``, Algorithm ``1`` or ``2`` of arXiv 2411.05288, or ``auto``.
+        microbatch_costs: what microbatches cost that are not alike: ``tokens``, ``FLOPs``, a JSON file of weights, or
+            ``module:function``.
         recompute: which forwards run again before their backward, see ``Execution``.
         recompute_modules: what ``selective`` runs again; ``BY_ACTION`` are run again by an action of the schedule, where it is
             not Megatron's own.
@@ -103,6 +105,7 @@ class ScheduleChoice:
     offload: Literal[*OFFLOAD] = OFF
     random: Literal[*RANDOM] = STOCK
     vocab_parallel: Literal[*VOCABULARY] = OFF
+    microbatch_costs: str | None = None
     recompute: Recompute = "none"
     recompute_modules: tuple[Recomputable, ...] = ("core_attn",)
     module: str | None = None

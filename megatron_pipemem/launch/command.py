@@ -257,7 +257,8 @@ def _schedule_flags(run: Run) -> Flags:
             recomputes = {"recompute-granularity": "selective", "recompute-modules": choice.recompute_modules}
     elif choice.recompute == "full":
         recomputes = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
-    plain = {key: getattr(choice, key) for key in ("memory_cap", "costs", "offload", "random", "vocab_parallel")}
+    names = ("memory_cap", "costs", "offload", "random", "vocab_parallel", "microbatch_costs")
+    plain = {key: getattr(choice, key) for key in names}
     said = {key: value for key, value in plain.items() if value != getattr(ScheduleChoice, key)}
     switches = run.cluster.switches if choice.offload != "off" else ()
     return {

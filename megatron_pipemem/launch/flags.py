@@ -105,5 +105,11 @@ def flag_parser() -> Parser:
         help="how ranks learn the shapes of messages under variable_seq_lengths: step: all of a step at its start, from the "
         "tokens that the first stage passes to the model; message: each from a header, which every receive waits for",
     )
+    parser.add_argument(
+        "--pipemem-microbatch-costs",
+        metavar="FLOPs|tokens|FILE.json|module:function",
+        help="what microbatches cost that are not alike (packed or long documents): every training step then runs them in the "
+        "order, and by the schedule, that suit them; a function takes what the data iterator yields",
+    )
     parser.add_argument("--pipemem-option", metavar="KEY=VALUE", action="append", help="option of the schedule")
     return parser

@@ -140,6 +140,7 @@ class LayerwiseRandom(Extension):
         """Numbers of those that are being built."""
         self._number: int | None = None
         self._batch = 1
+        self._order: Sequence[int] | None = None
 
     def replacements(self) -> Replacements:
         return [
@@ -154,7 +155,7 @@ class LayerwiseRandom(Extension):
         ]
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
-        self._batch = step.shape.num_microbatches
+        self._batch, self._order = step.shape.num_microbatches, step.context.order
         return [self]
 
     def extend(self, executor: Executor) -> Handlers:
@@ -204,6 +205,8 @@ class LayerwiseRandom(Extension):
             )
         number = self._number
         later, microbatch = (0, int(kwargs["current_microbatch"])) if number is None else divmod(number, self._batch)
+        if number is not None and self._order is not None:
+            microbatch = self._order[microbatch]
         iteration, seed = iteration_and_seed()
         with _within(derived(seed, "train", iteration + later, microbatch)):
             return original(*call, **kwargs)

@@ -34,6 +34,11 @@ def steps_left() -> int | None:
     return arguments.train_iters - arguments.curr_iteration - 1
 
 
+def running_iteration() -> int | None:
+    """Return the training step that runs now, 0 for the first; ``None`` where nobody knows."""
+    return getattr(_arguments(), "curr_iteration", None)
+
+
 def iteration_and_seed() -> tuple[int, int]:
     """Return the training step that runs now, 0 before the first, and the seed of this rank's share of the data.
 
@@ -49,7 +54,7 @@ def iteration_and_seed() -> tuple[int, int]:
     seed = arguments.seed
     if arguments.data_parallel_random_init:
         seed += 10 * parallel_state.get_data_parallel_rank()  # as Megatron
-    return getattr(arguments, "curr_iteration", None) or 0, seed
+    return running_iteration() or 0, seed
 
 
 def saves_after(iteration: int) -> bool:

@@ -31,6 +31,8 @@ from megatron_pipemem.mcore.step.programs import ProgramCache
 from megatron_pipemem.mcore.step.replica_steps import ReplicaSteps
 from megatron_pipemem.mcore.step.shapes import StepShapes
 from megatron_pipemem.mcore.step.split_backward import SplitBackward
+from megatron_pipemem.mcore.step.unequal import UnequalMicrobatches
+from megatron_pipemem.mcore.step.weighing import MicrobatchCosts, weigher_of
 from megatron_pipemem.mcore.symbols import USED
 from megatron_pipemem.mcore.vocabulary.step import VocabularySteps
 from megatron_pipemem.schedule.options import LAYERWISE, MESSAGE_SHAPES, OFF, RANDOM, STOCK
@@ -70,6 +72,8 @@ class Settings:
             for the seed, the iteration, the microbatch and the layer alone, so that every schedule trains the same from step 0.
         message_shapes: how ranks learn the shapes of messages under ``variable_seq_lengths``: ``step`` for all of a step at its
             start, from the tokens that the first stage passes to the model, or ``message`` for each from a header.
+        microbatch_costs: what microbatches that are not alike cost: ``tokens``, ``FLOPs``, a JSON file of weights,
+            ``module:function`` or a function of what the data iterator yields. Every training step is then planned for its own.
         train_steps: training steps of the run, for asynchronous schedules: the last one reads no data of a next one.
             Megatron's own training loop tells it by itself.
         schedule_module: Python file (``mine.py``) or module (``package.module``) that adds the schedule to the table.
@@ -90,6 +94,7 @@ class Settings:
     single_queue: bool = False
     random: str = STOCK
     message_shapes: str = "step"
+    microbatch_costs: MicrobatchCosts | None = None
     train_steps: int | None = None
     schedule_module: str | None = None
 
@@ -118,13 +123,21 @@ class Settings:
                 raise UnsupportedError(f"{name} {getattr(self, name)!r} is none of {', '.join(allowed)}")
         if self.schedule != STOCK:
             prices_of(self.costs)
-        elif self.single_queue:
-            raise UnsupportedError(
-                f"--pipemem-single-queue orders schedules of this package, and {STOCK} is Megatron's own; leave one of them "
-                "out"
-            )
+        for flag, is_given, what in (
+            ("--pipemem-single-queue", self.single_queue, "schedules"),
+            ("--pipemem-microbatch-costs", self.microbatch_costs is not None, "microbatches for schedules"),
+        ):
+            if is_given and self.schedule == STOCK:
+                raise UnsupportedError(
+                    f"{flag} orders {what} of this package, and {STOCK} is Megatron's own; leave one of them out"
+                )
         asked = (self.schedule, self.memory_cap, self.costs, self.options, offload.mode, offload.recompute)
         request = Request.of(*asked, offload.host_memory is not None, self.vocab_parallel)
+        if self.microbatch_costs is not None and request.is_asynchronous:
+            raise UnsupportedError(
+                f"schedule {self.schedule!r} runs forwards of the next step, whose microbatches nobody has weighed; drop "
+                "--pipemem-microbatch-costs, or take a synchronous schedule"
+            )
         return None if self.schedule == STOCK else request
 
 
@@ -179,6 +192,8 @@ class _Enabled:
         profiles = settings.costs == PROFILE or source.needs_seconds
         if profiles or source.needs_bytes:
             extensions.append(Replanner(source, profiles))
+        if settings.microbatch_costs is not None:
+            extensions.append(UnequalMicrobatches(source, weigher_of(settings.microbatch_costs)))
         if settings.request.is_asynchronous:
             extensions.append(AsynchronousTraining(source, settings.train_steps))
         extensions.append(SplitBackward(settings.request, counted=record is not None))

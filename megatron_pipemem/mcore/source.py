@@ -180,6 +180,13 @@ class Source:
         kept = replace(found, schedule=before.schedule, reason=reason, notes=before.notes)
         return kept if found.timeline.makespan > kept.timeline.makespan * (1 - minimum_gain) else found
 
+    def priced(self, plan: ChosenSchedule) -> Costs:
+        """Return the costs of a plan, with the memory that the run's cap is about, if it has one."""
+        if self.request.memory_cap is None:
+            return plan.costs
+        counted = self.knowledge.counted_costs(plan.schedule.placement, self.request.in_bytes)
+        return replace(plan.costs, memory=counted.memory)
+
     def forwards(self, shape: Shape) -> Schedule:
         """Return a schedule for evaluation steps of this shape."""
         request, schedule = without_offload(self.request), None

@@ -25,6 +25,9 @@ RANDOM = (STOCK, LAYERWISE)
 MESSAGE_SHAPES = ("step", "message")
 """How ranks learn shapes that differ: all of a step at its start, or each from a header before its message."""
 
+TOKENS, FLOPS = "tokens", "flops"
+"""By what microbatches are weighed, in the place of a file or a function; in capitals or not."""
+
 SEARCH_SECONDS = 20.0
 """How long a search for an order takes at most, where nobody says."""
 

@@ -99,8 +99,7 @@ def register_module(target: str) -> tuple[Family, ...]:
             refuses.
     """
     before = set(_table())
-    remedy = "give a Python file, or the name of a module on the Python path"
-    module = _import(f"schedule module {target}", partial(_module, target), remedy)
+    module = import_target(f"schedule module {target}", target)
     registered = (each for name, each in _table().items() if name not in before)
     named = {each.name: each for each in (*registered, *families_of(module))}
     found = _OF_MODULES[module.__name__] = _OF_MODULES.get(module.__name__) or tuple(named.values())
@@ -287,6 +286,15 @@ def _table() -> dict[str, Family]:
             for each in families_of(import_module(f"{built_in.__name__}.{name}")):
                 _FAMILIES.setdefault(each.name, each)
     return _FAMILIES
+
+
+def import_target(what: str, target: str) -> ModuleType:
+    """Return a module that a user names: by the path of its Python file (``mine.py``), or by its full name.
+
+    Raises:
+        UnsupportedError: there is none, or it cannot be imported; ``what`` begins the sentence.
+    """
+    return _import(what, partial(_module, target), "give a Python file, or the name of a module on the Python path")
 
 
 def _import[T](what: str, load: Callable[[], T], remedy: str) -> T:

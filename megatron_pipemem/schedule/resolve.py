@@ -57,6 +57,8 @@ class ChosenSchedule:
         notes: what else there is to say about it.
         search: the best of all placements, where orders were searched for.
         offload: what leaves the device or is computed again, and why not more, where that was planned.
+        arrival_makespan: of the microbatches of one step in arrival order, by the schedule that all steps begin with, where the
+            step has a plan of its own.
     """
 
     schedule: Schedule
@@ -68,6 +70,7 @@ class ChosenSchedule:
     notes: str = ""
     search: SearchResult | None = None
     offload: OffloadPlan | None = None
+    arrival_makespan: float | None = None
 
     @cached_property
     def timeline(self) -> Timeline:

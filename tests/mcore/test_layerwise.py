@@ -153,7 +153,8 @@ def test_a_microbatch_of_a_later_batch_has_that_iteration_s_key(feature):
     keys = [forward_step(found, model, microbatch) for microbatch in range(4)]
     assert len(set(keys)) == 4
     arguments.curr_iteration, ran = 4, []
-    found.extend_executor(SimpleNamespace(shape=SimpleNamespace(num_microbatches=4)))
+    shape, order = SimpleNamespace(num_microbatches=4), [2, 0, 3, 1]
+    found.extend_executor(SimpleNamespace(shape=shape, context=SimpleNamespace(order=None)))
     executor = SimpleNamespace(
         handlers=dict.fromkeys(
             (layerwise.Kind.F, layerwise.Kind.R), lambda each: ran.append(forward_step(found, model, 0))
@@ -163,6 +164,11 @@ def test_a_microbatch_of_a_later_batch_has_that_iteration_s_key(feature):
         for number in range(4, 8):
             handler(SimpleNamespace(action=SimpleNamespace(microbatch=number)))
     assert ran == 2 * keys
+    ran.clear()
+    found.extend_executor(SimpleNamespace(shape=shape, context=SimpleNamespace(order=order)))
+    for number in range(4, 8):
+        handler(SimpleNamespace(action=SimpleNamespace(microbatch=number)))
+    assert ran == [keys[each] for each in order], "a microbatch draws the same wherever it stands in the schedule"
 
 
 def test_a_model_that_draws_otherwise_and_a_loop_without_seed_are_refused(feature, monkeypatch):

@@ -39,6 +39,8 @@ class StepContext:
         force_all_reduce: reduce gradients fully even under the distributed optimizer.
         loss_data: what the loss function reports, microbatch by microbatch.
         num_tokens: that the losses of this rank are of, a whole number in a tensor without dimensions.
+        order: by the number that the schedule gives a microbatch, its place among those of the data iterator; ``None`` where
+            they are the same.
     """
 
     config: object
@@ -51,6 +53,7 @@ class StepContext:
     force_all_reduce: bool
     loss_data: list = field(default_factory=list)
     num_tokens: torch.Tensor | None = None
+    order: Sequence[int] | None = None
 
 
 @dataclass
@@ -118,6 +121,7 @@ class ChunkStage:
         step = self.step
         # Of its own batch: asynchronous schedules run forwards of later ones as well.
         microbatch %= step.num_microbatches
+        arrived = microbatch if step.order is None else step.order[microbatch]
         regions = regions_of(self.model) if is_recording() else _NOTHING
         with self.as_chunk(), regions:
             result = schedules.forward_step(
@@ -133,7 +137,7 @@ class ChunkStage:
                 is_first_microbatch=schedules.check_first_val_step(
                     step.first_val_step, step.forward_only, not self._has_run
                 ),
-                current_microbatch=microbatch,
+                current_microbatch=arrived,
                 vp_stage=self.chunk if self.num_chunks > 1 else None,
                 is_last_stage=self.is_last,
             )

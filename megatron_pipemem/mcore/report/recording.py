@@ -52,7 +52,7 @@ class Recording(Extension):
             if observation.weights is None and observation.ledger is not None:
                 observation.weights = count_weights(step.chunks, step.pipeline.stages)
             program = step.recorded_program or step.program
-            self._record.add_step(step.plan, program, step.pipeline.device, observation)
+            self._record.add_step(step.plan, program, step.pipeline.device, observation, own_plan=step.own_plan)
 
     def replacements(self) -> Replacements:
         return [(TRAINING_LOG, self._training_log), (TRAIN, self._train), (SAVE_AND_TIME, self._save)]

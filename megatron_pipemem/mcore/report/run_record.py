@@ -79,7 +79,8 @@ class RunRecord:
     _counted: list[tuple[int, int]] = field(default_factory=list)
     _is_settled: bool = False
     _last: list[TracedAction] = field(default_factory=list)
-    _unread: tuple[int, Observation] | None = None
+    _last_plan: ChosenSchedule | None = None
+    _unread: tuple[int, ChosenSchedule, Observation] | None = None
 
     def check_outputs(self) -> None:
         """Ask, before anything is trained, whether the outputs can be written. Rank 0 writes them, and asks.
@@ -121,7 +122,7 @@ class RunRecord:
     @property
     def last_plan(self) -> ChosenSchedule | None:
         """Plan of the last step whose times are known."""
-        return self._plans[self.steps[-1].plan][1] if self.steps else None
+        return self._last_plan
 
     def counts(self, program: Program) -> bool:
         """Return whether a step of this program must have a ledger: until two in a row have held the same after every
@@ -138,6 +139,7 @@ class RunRecord:
         device: int,
         observed: Observation,
         foretell: bool = True,
+        own_plan: ChosenSchedule | None = None,
     ) -> None:
         """Note a finished training step. A step without a ledger held what the last one held.
 
@@ -147,6 +149,7 @@ class RunRecord:
             device: number of this rank in its pipeline.
             observed: what watched the step.
             foretell: whether its peak follows from its first microbatches.
+            own_plan: of this step alone, where it began with ``plan`` and was planned for its own microbatches.
         """
         if not self.is_whole:
             return
@@ -160,7 +163,7 @@ class RunRecord:
             number = next((number for number, (_, known) in enumerate(self._plans) if known is plan), len(self._plans))
             if number == len(self._plans):
                 self._plans.append((len(self.steps), plan))
-            self._unread = (number, observed)
+            self._unread = (number, own_plan or plan, observed)
 
     def _add_bytes(self, program: Program, device: int, ledger: ActivationLedger, foretell: bool) -> None:
         if ledger.failure is not None:
@@ -212,12 +215,13 @@ class RunRecord:
         """Take the times of the last step, if nobody has."""
         if self._unread is None:
             return
-        (plan, observed), self._unread = self._unread, None
+        (plan, self._last_plan, observed), self._unread = self._unread, None
         self._last = observed.trace.actions()
         work = sum(traced.end - traced.start for traced in self._last)
         end = max((traced.end for traced in self._last), default=0.0)
         peak = self.steps[-1].peak if observed.ledger is None else observed.ledger.peak
-        self.steps.append(run_report.Step(plan, end, work, peak, observed.offload))
+        planned = self._last_plan.timeline.makespan, self._last_plan.arrival_makespan
+        self.steps.append(run_report.Step(plan, end, work, peak, *planned, observed.offload))
 
     def write(self) -> None:
         """Gather the records of all ranks and write report and pictures on rank 0. Every rank must call this.

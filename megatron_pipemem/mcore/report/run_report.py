@@ -31,6 +31,8 @@ class Step:
         end: seconds from its beginning to the end of this rank's last action.
         work: seconds of this rank's actions.
         peak: the most bytes of activations that it held.
+        planned: makespan of its plan.
+        arrival: of the same microbatches in arrival order, see ``ChosenSchedule.arrival_makespan``.
         offload: what it moved; ``None`` for nothing.
     """
 
@@ -38,6 +40,8 @@ class Step:
     end: float
     work: float
     peak: int
+    planned: float
+    arrival: float | None
     offload: OffloadStatistics | None
 
 
@@ -200,6 +204,10 @@ def described(number: int, plans: Plans, steps: Sequence[Step], shared: Sequence
     schedule = plan.schedule
     times = zip(steps, makespans(shared), strict=True) if shared is not None else ()
     own = [makespan for step, makespan in times if step.plan == number]
+    planned = [(step.planned, step.arrival) for step in steps if step.plan == number] or [
+        (plan.timeline.makespan, None)
+    ]
+    makespan, arrival = (_mean([each[i] for each in planned[1:] or planned]) for i in range(2))
     return {
         "step": first,
         "reason": plan.reason,
@@ -212,7 +220,8 @@ def described(number: int, plans: Plans, steps: Sequence[Step], shared: Sequence
         "vocabulary_barriers": schedule.vocabulary_barriers,
         "priced_by": plan.priced_by,
         "costs": _costs(plan),
-        "planned_makespan": plan.timeline.makespan,
+        "planned_makespan": makespan,
+        "arrival_makespan": arrival,
         "measured_makespan": fmean(own[1:] or own) if own else None,
         "lower_bound": plan.lower_bound,
         "search_seconds": plan.search_seconds,
@@ -261,6 +270,12 @@ def _costs(plan: ChosenSchedule) -> dict:
     links = {f"{a}-{b}": plan.costs.link_seconds(a, b) for a, b in neighbours if a != b}
     names = {"forward": Kind.F, "backward_input": Kind.I, "backward_weight": Kind.W}
     return {name: list(seconds[kind]) for name, kind in names.items()} | {"p2p": links}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean of those that there are, and a value that all are to the bit."""
+    known = {value for value in values if value is not None}
+    return fmean(value for value in values if value is not None) if len(known) > 1 else next(iter(known), None)
 
 
 def _finite(value: float | None) -> float | None:

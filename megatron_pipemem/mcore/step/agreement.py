@@ -70,6 +70,13 @@ def agreed_numbers(
     return tuple(greatest)
 
 
+def largest_numbers(numbers: Sequence[float], group: dist.ProcessGroup) -> tuple[float, ...]:
+    """Return the largest of every number that the ranks of a group have, on each of them."""
+    largest = torch.tensor(numbers, dtype=torch.float64).to(torch.cuda.current_device())
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return tuple(largest.tolist())
+
+
 def decided_by_first[T](decide: Callable[[], T], groups: Groups) -> T:
     """Return on every rank what the first rank of the groups decides. Every rank of the groups calls this alike.
 

@@ -1,4 +1,4 @@
-"""Deal one stream of batches to two replicas of the model."""
+"""Deal a stream of batches: to two replicas of the model, or in another order than they come in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 
 
 class Dealer:
-    """Hands the microbatches of one data iterator to the chunks that read them.
+    """Hands the microbatches of one data iterator to the chunks that read them, in whatever order they are asked for.
 
     The replicas of the model take turns, in an order of their own, with the batches that Megatron reads for the whole step. A
     rank that holds the first stage of one and the last stage of the other reads every batch of the step once.
@@ -32,11 +32,29 @@ class Dealer:
         """Return an iterator over the batches of these microbatches."""
         return None if self._stream is None else _Hand(self, self._stream, microbatches)
 
+    def all(self) -> list[object]:
+        """Return all batches of the step, which stay here for those who are to get them.
+
+        Raises:
+            UnsupportedError: there are fewer.
+        """
+        try:
+            self._read_up_to(self._num_microbatches - 1)
+        except StopIteration:
+            raise UnsupportedError(
+                f"the data iterator ends behind {self._read} of the step's {self._num_microbatches} microbatches; give one "
+                "that yields a batch per microbatch"
+            ) from None
+        return [self._waiting[microbatch] for microbatch in range(self._num_microbatches)]
+
     def batch(self, microbatch: int) -> object:
+        self._read_up_to(microbatch)
+        return self._waiting.pop(microbatch)
+
+    def _read_up_to(self, microbatch: int) -> None:
         while self._read <= microbatch:
             self._waiting[self._read] = next(self._stream)
             self._read += 1
-        return self._waiting.pop(microbatch)
 
     def finish(self) -> None:
         """Read on to the end of the step, so that the next one begins behind it on every rank that reads."""
@@ -56,7 +74,8 @@ class _Hand(IteratorWrapper):
         if not self._coming:
             raise UnsupportedError(
                 "the forward step asked for more than one batch per microbatch, and then nobody can say which of them belong "
-                "to which replica of the model; read all of a microbatch at once, or take a schedule with one replica"
+                "together; read all of a microbatch at once, or take a schedule with one replica of the model and no "
+                "--pipemem-microbatch-costs"
             )
         return self._dealer.batch(self._coming.popleft())
 

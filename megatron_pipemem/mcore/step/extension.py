@@ -15,6 +15,7 @@ from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.patching import Feature
 from megatron_pipemem.mcore.step.observation import Observation, permanent_tensors
 from megatron_pipemem.mcore.step.programs import Compiled, ProgramCache
+from megatron_pipemem.mcore.step.weighing import FullMicrobatch
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor, StepFeature
 from megatron_pipemem.runtime.offload import OffloadStatistics
@@ -42,6 +43,7 @@ class Step:
         finalize: sums up all gradients of this rank, with the number of tokens if they are to be divided by it.
         iterators: one data iterator per chunk. Extensions may put others in their places.
         finalizes: whether gradients are finalized behind the step.
+        full_microbatch: sequences of a microbatch and tokens of a sequence, as the caller says, of all context-parallel ranks.
     """
 
     context: StepContext
@@ -56,10 +58,13 @@ class Step:
     finalize: Callable[[torch.Tensor | None], None]
     iterators: list[Iterator | None]
     finalizes: bool
+    full_microbatch: FullMicrobatch
 
     program: Program = field(init=False)
     plan: ChosenSchedule | None = field(init=False)
     """what the program was planned as; evaluation has none"""
+    own_plan: ChosenSchedule | None = None
+    """of this step alone, where it was planned for its own microbatches; ``plan`` is then what it began with"""
 
     # What extensions say before anything runs.
     counts_bytes: bool = False

@@ -26,6 +26,7 @@ from megatron_pipemem.mcore.refusals import check_chunks, check_config
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.step.observation import device_of, has_single_queue, observe
 from megatron_pipemem.mcore.step.programs import ProgramCache
+from megatron_pipemem.mcore.step.weighing import FullMicrobatch
 from megatron_pipemem.mcore.symbols import WITH_INTERLEAVING, WITHOUT_INTERLEAVING
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.groups import destroy_groups
@@ -123,6 +124,7 @@ class ForwardBackward(Feature):
             _finalizer(config, chunks, groups, force_all_reduce),
             iterators,
             finalizes=not forward_only,
+            full_microbatch=FullMicrobatch(micro_batch_size, decoder_seq_length or seq_length),
         )
         self._perform(step)
         self._in_step = False

@@ -162,8 +162,9 @@ def sum_depths(step: Step) -> None:
 def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, pp_group: dist.ProcessGroup) -> None:
     """Bring all losses to the last pipeline rank, where training loops read them and the tokens that scale gradients.
 
-    Every replica of the model has its losses on a device of its own; there they come in the order of their forwards.
-    Every rank of the pipeline calls this after its last action; ``step.loss_data`` is empty afterwards but on the last.
+    Every replica of the model has its losses on a device of its own; there they come in the order of their forwards. On the
+    last rank they come in the order of the data iterator. Every rank of the pipeline calls this after its last action;
+    ``step.loss_data`` is empty afterwards but on the last.
 
     Args:
         step: has the losses and the token count of this rank, and gets those of all.
@@ -174,7 +175,7 @@ def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, p
     last, rank, placement = pp_group.size() - 1, pp_group.rank(), schedule.placement
     ends = {stage for stage in range(placement.num_stages) if placement.next_stage(stage) is None}
     sources = sorted({placement.devices[stage] for stage in ends})
-    if sources == [last]:
+    if sources == [last] and step.order is None:
         return
     kind = (step.forward_only, step.collect_non_loss_data, schedule.num_microbatches)
     own = {"losses": step.loss_data, "tokens": step.num_tokens}
@@ -190,6 +191,8 @@ def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, p
         order = [a.microbatch for a in schedule.orders[source] if a.kind is Kind.F and a.stage in ends]
         found += zip(order, data["losses"], strict=True)
         num_tokens += data["tokens"]
+    if step.order is not None:
+        found = [(step.order[position], data) for position, data in found]
     step.loss_data = [data for _, data in sorted(found, key=lambda each: each[0])]
     step.num_tokens.copy_(num_tokens)
 

@@ -20,6 +20,9 @@ from megatron_pipemem.schedule.resolve import ChosenSchedule
 
 logger = logging.getLogger(__name__)
 
+_KEPT = 16
+"""Programs of single steps."""
+
 
 @dataclass(frozen=True)
 class MeasurementUpdate:
@@ -64,6 +67,7 @@ class ProgramCache:
         self._evaluation: dict[Shape, Compiled] = {}
         self._outdated: dict[Shape, Compiled] = {}
         self._update: MeasurementUpdate | None = None
+        self._of_steps: dict[Schedule, Program] = {}
 
     @property
     def name(self) -> str:
@@ -103,6 +107,25 @@ class ProgramCache:
                 announce(compiled.plan)
         return programs[shape]
 
+    def of_step(self, schedule: Schedule, base: Compiled, costs: Costs) -> Program:
+        """Return the validated program of a schedule that was made for one step, from memory where it has run of late.
+
+        Args:
+            schedule: the same on every rank.
+            base: what steps of this shape run otherwise.
+            costs: what the places of messages in single queues are chosen for.
+
+        Raises:
+            ScheduleError: the schedule or its lowering is wrong; it is never executed.
+        """
+        if schedule == base.program.schedule:
+            return base.program
+        program = self._of_steps.pop(schedule, None) or self._proved(schedule, costs)
+        self._of_steps[schedule] = program
+        if len(self._of_steps) > _KEPT:
+            del self._of_steps[next(iter(self._of_steps))]
+        return program
+
     def renew(self, update: MeasurementUpdate) -> None:
         """Plan again, with what is known now, whatever training steps come."""
         self._source.measured(update.costs, update.changes)
@@ -111,7 +134,7 @@ class ProgramCache:
         self._training.clear()
 
     def clear(self) -> None:
-        for memory in (self._training, self._evaluation, self._outdated):
+        for memory in (self._training, self._evaluation, self._outdated, self._of_steps):
             memory.clear()
         self._update = None
 
@@ -146,7 +169,9 @@ class ProgramCache:
         return before
 
     def _compiled(self, schedule: Schedule, plan: ChosenSchedule | None) -> Compiled:
-        costs = self._source.costs if plan is None else plan.costs
+        return Compiled(self._proved(schedule, self._source.costs if plan is None else plan.costs), plan)
+
+    def _proved(self, schedule: Schedule, costs: Costs) -> Program:
         program = lower(schedule, single_queue=self.single_queue, costs=costs)
         validate_program(program, single_queue=self.single_queue)
-        return Compiled(program, plan)
+        return program

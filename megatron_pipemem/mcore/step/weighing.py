@@ -1,0 +1,277 @@
+"""Weigh the microbatches of a step: by their tokens, their FLOPs, a file's numbers, or a user's function.
+
+Weights are relative to a microbatch of full length, one document per sequence. They are computed from what the data iterator
+yields, before the step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+
+from megatron_pipemem.config.model import Execution, Model
+from megatron_pipemem.errors import CostsError, UnsupportedError
+from megatron_pipemem.planner.counts import layer_flops
+from megatron_pipemem.reading import read_json
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.options import FLOPS, TOKENS
+from megatron_pipemem.schedule.registry import import_target
+
+MicrobatchCosts = str | Callable[[object], object]
+"""``tokens``, ``FLOPs``, a JSON file, ``module:function``, or the function itself."""
+
+
+class FullMicrobatch(NamedTuple):
+    """What weights are relative to.
+
+    Args:
+        sequences: of a microbatch.
+        length: tokens of a sequence, of all context-parallel ranks.
+    """
+
+    sequences: int
+    length: int
+
+
+class Weigher(Protocol):
+    """Define who weighs the microbatches of a step.
+
+    Args:
+        batches: what the data iterator yields, one per microbatch.
+        full: what the weights are relative to.
+        config: Megatron's configuration of the model.
+        iteration: number of the training step, from 0.
+
+    Raises:
+        PipememError: the batches are nothing that it can weigh, or what it finds are no weights.
+    """
+
+    def __call__(
+        self, batches: Sequence[object], full: FullMicrobatch, config: object, iteration: int
+    ) -> MicrobatchWeights: ...
+
+
+def weigher_of(asked: MicrobatchCosts) -> Weigher:
+    """Return who weighs microbatches as a user asks.
+
+    Raises:
+        UnsupportedError: it is none of these, or there is no such function.
+        CostsError: the file cannot be read as weights.
+    """
+    if callable(asked):
+        return partial(_by_function, asked)
+    if asked.lower() == TOKENS:
+        return _by_tokens
+    if asked.lower() == FLOPS:
+        return _by_flops
+    if asked.endswith(".json"):
+        return _of_file(asked)
+    return partial(_by_function, _function(asked))
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What a microbatch has for the layers to compute.
+
+    Args:
+        tokens: padding included where the layers compute it.
+        squares: sum of the squared lengths of its documents, of which tokens attend to none but their own.
+    """
+
+    tokens: float
+    squares: float
+
+    @classmethod
+    def of(cls, batch: object, number: int) -> _Contents:
+        """Read a batch as Megatron's data sets and the frameworks around it make them.
+
+        Args:
+            batch: with ``tokens`` or ``input_ids``, ``[b, s]``; documents within a sequence are told by ``cu_seqlens``,
+                ``packed_seq_params``, a padding mask ``attention_mask`` of the same shape, or ``position_ids`` that start anew.
+            number: of the microbatch, for messages.
+
+        Raises:
+            UnsupportedError: it has no tokens under these names.
+        """
+        fields = batch if isinstance(batch, Mapping) else {}
+        tokens = next((fields[name] for name in ("tokens", "input_ids") if fields.get(name) is not None), None)
+        if not isinstance(tokens, torch.Tensor) or tokens.dim() not in (1, 2):
+            raise UnsupportedError(
+                f"the data iterator yields a {type(batch).__name__} without 'tokens' or 'input_ids' of shape [b, s] for "
+                f"microbatch {number}, and so nothing to weigh it by; pass --pipemem-microbatch-costs module:function, with a "
+                "function that takes it and returns its weight"
+            )
+        mask = fields.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.shape == tokens.shape:
+            lengths = mask.reshape(-1, mask.shape[-1]).sum(-1).double()
+            return cls(lengths.sum().item(), lengths.square().sum().item())
+        lengths = _documents(fields, tokens).double()
+        return cls(tokens.numel(), lengths.square().sum().item())
+
+
+def _documents(fields: Mapping[str, object], tokens: torch.Tensor) -> torch.Tensor:
+    """Return the lengths of the documents of a batch, empty ones among them."""
+    packed = fields.get("packed_seq_params")
+    bounds = (
+        *(fields.get(name) for name in ("cu_seqlens_padded", "cu_seqlens")),
+        *(getattr(packed, name, None) for name in ("cu_seqlens_q_padded", "cu_seqlens_q")),
+    )
+    bound = next((each for each in bounds if isinstance(each, torch.Tensor)), None)
+    if bound is not None:
+        return bound.diff(dim=-1).clamp(min=0)  # entries behind the last document repeat its end
+    rows = tokens.reshape(-1, tokens.shape[-1])
+    positions = fields.get("position_ids")
+    if not isinstance(positions, torch.Tensor) or positions.shape != tokens.shape:
+        return torch.full((rows.shape[0],), rows.shape[1])
+    starts = torch.ones_like(rows, dtype=torch.bool)
+    starts[:, 1:] = positions.reshape(rows.shape).diff(dim=-1) <= 0
+    places = starts.flatten().nonzero().flatten()
+    return torch.cat([places, places.new_tensor([tokens.numel()])]).diff()
+
+
+def _by_tokens(batches: Sequence[object], full: FullMicrobatch, config: object, iteration: int) -> MicrobatchWeights:
+    tokens = [_Contents.of(batch, number).tokens for number, batch in enumerate(batches)]
+    return _relative(tokens, full)
+
+
+def _relative(tokens: Sequence[float], full: FullMicrobatch, **more) -> MicrobatchWeights:
+    """Return weights of memory that go by tokens, and of time where ``more`` says nothing else."""
+    weights = tuple(each / (full.sequences * full.length) for each in tokens)
+    return MicrobatchWeights(**{"time": weights, "memory": weights, **more})
+
+
+def _by_flops(batches: Sequence[object], full: FullMicrobatch, config: object, iteration: int) -> MicrobatchWeights:
+    """Linear layers go by tokens, attention by the square of every document; W has no attention."""
+    contents = [_Contents.of(batch, number) for number, batch in enumerate(batches)]
+    linear, attention = _layer_flops(config, full.length)
+    shares = [
+        (each.tokens / (full.sequences * full.length), each.squares / (full.sequences * full.length**2))
+        for each in contents
+    ]
+
+    def weights(linears: int, attentions: int) -> tuple[float, ...]:
+        parts = linears * linear, attentions * attention
+        return tuple((parts[0] * t + parts[1] * q) / sum(parts) for t, q in shares)
+
+    # In units of a forward's: F 1 and 1, I 1 and 2, W 1 and 0.
+    kinds = {Kind.F: weights(1, 1), Kind.I: weights(1, 2), Kind.W: weights(1, 0)}
+    return _relative([each.tokens for each in contents], full, time=weights(3, 3), kinds=kinds)
+
+
+def _layer_flops(config, length: int) -> tuple[float, float]:
+    """Return the FLOPs of all layers in one forward of a sequence of one document: linear layers', and attention's.
+
+    Args:
+        config: Megatron's configuration of the model.
+        length: of the sequence.
+    """
+    if getattr(config, "is_hybrid_model", False):
+        raise UnsupportedError(
+            "the layers of a hybrid model are not in its configuration, so their FLOPs are not known where batches are "
+            "weighed; pass tokens, a file or module:function to --pipemem-microbatch-costs"
+        )
+    latent = getattr(config, "multi_latent_attention", False)
+    names = ("q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim") if latent else ()
+    frequency = config.moe_layer_freq
+    experts = config.num_moe_experts or 0
+    model = Model(
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        vocabulary=1,
+        sequence=length,
+        kv_heads=config.num_query_groups,
+        head_channels=config.kv_channels,
+        ffn=config.ffn_hidden_size,
+        activation="swiglu" if config.gated_linear_unit else "gelu",
+        experts=experts,
+        experts_per_token=config.moe_router_topk if experts else 1,
+        expert_ffn=config.moe_ffn_hidden_size,
+        shared_expert_ffn=config.moe_shared_expert_intermediate_size or 0,
+        moe_every=frequency if isinstance(frequency, int) else 1,
+        dense_layers=frequency.index(1) if isinstance(frequency, list) and 1 in frequency else 0,
+        kv_lora_rank=config.kv_lora_rank if latent else None,
+        **{name: getattr(config, name) for name in names},
+    )
+    passes = [layer_flops(model, Execution(), kind) for kind in model.all_kinds]
+    linear = sum(each.weight for each in passes)
+    return linear, sum(each.forward for each in passes) - linear
+
+
+def _by_function(
+    function: Callable[[object], object],
+    batches: Sequence[object],
+    full: FullMicrobatch,
+    config: object,
+    iteration: int,
+) -> MicrobatchWeights:
+    found = [function(batch) for batch in batches]
+    pairs = [each if isinstance(each, tuple) and len(each) == 2 else (each, 1.0) for each in found]
+    return MicrobatchWeights(*(tuple(map(_plain, weights)) for weights in zip(*pairs, strict=True)))
+
+
+def _plain(weight: object) -> object:
+    return weight.item() if isinstance(weight, torch.Tensor) and weight.numel() == 1 else weight
+
+
+def _function(target: str) -> Callable[[object], object]:
+    """Return the function that ``module:function`` or ``FILE.py:function`` names.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    module, colon, name = target.rpartition(":")
+    if not (colon and module and name):
+        raise UnsupportedError(
+            f"--pipemem-microbatch-costs {target!r} is neither tokens, FLOPs, a .json file nor module:function; give one of "
+            "these"
+        )
+    found = getattr(import_target(f"--pipemem-microbatch-costs {target}", module), name, None)
+    if not callable(found):
+        raise UnsupportedError(
+            f"--pipemem-microbatch-costs {target}: {module} has no function {name}; name one that it has"
+        )
+    return found
+
+
+def _of_file(path: str) -> Weigher:
+    """Return who weighs by a file: what stands there is for all steps alike, or a list of it, one for each.
+
+    Raises:
+        CostsError: it holds no weights.
+    """
+    found = read_json(path, "weights of microbatches", CostsError)
+    one_for_all = not isinstance(found, list) or all(isinstance(each, int | float) for each in found)
+    steps = [_weights_of_json(path, each) for each in ([found] if one_for_all else found)]
+
+    def weigh(batches: Sequence[object], full: FullMicrobatch, config: object, iteration: int) -> MicrobatchWeights:
+        if not one_for_all and iteration >= len(steps):
+            raise CostsError(
+                f"{path} has weights of {len(steps)} training steps, and this is step {iteration + 1}; give those of every "
+                "step, or one object for all"
+            )
+        weights = steps[0 if one_for_all else iteration]
+        if len(weights) != len(batches):
+            raise CostsError(
+                f"{path} weighs {len(weights)} microbatches, and training step {iteration + 1} has {len(batches)}; give one "
+                "weight per microbatch"
+            )
+        return weights
+
+    return weigh
+
+
+def _weights_of_json(path: str, data: object) -> MicrobatchWeights:
+    fields = data if isinstance(data, dict) else {"time": data}
+    try:
+        return MicrobatchWeights(**fields)
+    except (CostsError, TypeError) as error:
+        raise CostsError(
+            f"{path} holds no weights of microbatches ({error}); write [1, 0.25], or "
+            '{"time": [1, 0.25], "memory": [1, 0.5], "kinds": {"W": [1, 0.5]}}'
+        ) from error

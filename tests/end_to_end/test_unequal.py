@@ -1,0 +1,58 @@
+"""Microbatches that are weighed run in another order, and train as in arrival order but for the order of sums."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+BY_CONTENT = ("--pipemem-microbatch-costs", f"{Path(__file__).with_name('content_weights.py')}:weight")
+# Steps of 2 and 5 microbatches.
+ANOTHER_NUMBER = ("+--global-batch-size", "--step-batch-size-schedule", "0:2 256:5", "--train-iters", "4")
+UNTIED = "--untie-embeddings-and-output-weights"
+PP2 = ("--pipeline-model-parallel-size", "2")
+OVERLAP = (
+    *(*PP2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"),
+    *("--ddp-bucket-size", "20000"),
+)
+DROPOUT = ("--pipemem-random", "layerwise", "--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+TP_AND_SP = (*PP2, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--global-batch-size", "4")
+EVALUATED = ("--eval-iters", "3", "--eval-interval", "3", "--train-iters", "3")
+EXPERTS = (
+    *(
+        "--disable-bias-linear",
+        "--num-experts",
+        "4",
+        "--moe-router-topk",
+        "2",
+        "--expert-model-parallel-size",
+        "2",
+        *PP2,
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flags", "own"),
+    [
+        ("1f1b", (UNTIED,), ("--pipemem-vocab-parallel", "2")),
+        ("v-half", ANOTHER_NUMBER, ()),
+        ("v-half", (*TP_AND_SP, *DROPOUT), ()),
+        ("interleaved", OVERLAP, ()),
+        ("chimera", EVALUATED, ()),
+        ("zb-h1", EXPERTS, ()),
+    ],
+    ids=["cut-vocabulary", "another-number", "tensor-parallel-dropout", "data-parallel", "two-replicas", "experts"],
+)
+def test_trains_as_stock_but_for_the_order_of_sums(train, schedule, flags, own):
+    start = {"initialise": "--pipemem-random" not in flags}
+    run, stock = train(schedule, *flags, *BY_CONTENT, *own, **start), train("stock", *flags, **start)
+    assert run.losses[0] == pytest.approx(stock.losses[0], rel=1e-7)
+    assert run.losses == pytest.approx(stock.losses, rel=1e-6) and len(set(stock.losses)) > 1
+    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=5e-6)
+    for found, wanted in zip(run.validation, stock.validation, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-6)
+    if "--num-experts" not in flags:  # of which the prediction is what they hold at most
+        assert run.predicted_peaks == run.counted_peaks
+    (plan,) = (each for each in run.plans if each["microbatches"] > 2)
+    assert plan["planned_makespan"] < plan["arrival_makespan"]

@@ -1,0 +1,147 @@
+"""Weights of microbatches: what batches, files and functions come to, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
+
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+
+from megatron_pipemem.errors import CostsError, UnsupportedError  # noqa: E402
+from megatron_pipemem.mcore.plugin import Settings  # noqa: E402
+from megatron_pipemem.mcore.step.weighing import FullMicrobatch, weigher_of  # noqa: E402
+from megatron_pipemem.schedule.core.action import Kind  # noqa: E402
+
+FULL = FullMicrobatch(1, 8)
+WHOLE = torch.zeros(1, 8)
+LENGTHS = torch.tensor([[0, 2, 8, 8]])
+
+
+def config(**more) -> TransformerConfig:
+    return TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=2, ffn_hidden_size=32, **more)
+
+
+def weigh(asked, *batches, full: FullMicrobatch = FULL, iteration: int = 0):
+    return weigher_of(asked)(batches, full, config(), iteration)
+
+
+def test_tokens_are_of_a_full_microbatch_and_padding_that_a_mask_tells_does_not_count():
+    padded = {"input_ids": torch.zeros(2, 8), "attention_mask": torch.tensor([[1] * 6 + [0] * 2, [1] * 2 + [0] * 6])}
+    found = weigh(
+        "tokens", {"tokens": torch.zeros(2, 8)}, {"tokens": torch.zeros(1, 4)}, padded, full=FullMicrobatch(2, 8)
+    )
+    assert found.time == found.memory == (1.0, 0.25, 0.5)
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [
+        {"cu_seqlens": LENGTHS},
+        {"cu_seqlens": torch.tensor([[0, 3, 8]]), "cu_seqlens_padded": LENGTHS},
+        {"packed_seq_params": SimpleNamespace(cu_seqlens_q=LENGTHS[0])},
+        {"position_ids": torch.tensor([[0, 1, 0, 1, 2, 3, 4, 5]])},
+    ],
+    ids=" ".join,
+)
+def test_flops_of_attention_go_by_the_square_of_every_document(documents):
+    """Per token: linear layers 24 h^2 of two layers each, with an FFN of 2h 16 h^2; attention 4 h s."""
+    linear, attention = 16 * 16**2, 4 * 16 * 8
+    share = (2**2 + 6**2) / 8**2
+    found = weigh("FLOPs", {"tokens": WHOLE}, {"tokens": WHOLE, **documents})
+    expected = {Kind.F: (1, 1), Kind.I: (1, 2), Kind.W: (1, 0)}
+    for kind, (linears, attentions) in expected.items():
+        parts = linears * linear, attentions * attention
+        assert found.kinds[kind] == pytest.approx((1.0, (parts[0] + parts[1] * share) / sum(parts)))
+    assert found.memory == (1.0, 1.0) and found.time[1] == pytest.approx(found.kinds[Kind.F][1])
+
+
+def test_a_function_is_called_with_what_the_iterator_yields():
+    assert weigh(lambda batch: batch, 1, 2.5).time == (1.0, 2.5)
+    found = weigh(lambda batch: (torch.tensor(batch), 0.5), 1, 3)
+    assert (found.time, found.memory) == ((1.0, 3.0), (0.5, 0.5))
+
+
+def test_a_function_is_named_in_a_module_or_a_file(tmp_path):
+    path = tmp_path / "costs_of_mine.py"
+    path.write_text("def weight(batch):\n    return 2 * batch\n")
+    assert weigh(f"{path}:weight", 1, 2).time == (2.0, 4.0)
+    assert weigh("math:sqrt", 4, 9).time == (2.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("content", "times"),
+    [
+        ([1, 2], [(1, 2), (1, 2)]),
+        ({"time": [1, 2], "memory": [0, 1], "kinds": {"W": [1, 1]}}, [(1, 2), (1, 2)]),
+        ([[1, 2], {"time": [3, 4]}], [(1, 2), (3, 4)]),
+    ],
+)
+def test_a_file_has_weights_for_all_steps_or_of_each(tmp_path, content, times):
+    path = tmp_path / "weights.json"
+    path.write_text(json.dumps(content))
+    assert [weigh(str(path), None, None, iteration=each).time for each in range(2)] == times
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ([[1, 2]], "weights of 1 training steps, and this is step 2"),
+        ([1, 2, 3], "weighs 3 microbatches, and training step 2 has 2"),
+        ({"times": [1, 2]}, "holds no weights of microbatches"),
+        ([1, -2], r"time\[1\] is negative"),
+        ([[1, 2], ["a", 2]], "holds no weights"),
+        ({"time": [1, 2], "kinds": {"SEND_F": [1, 1]}}, "SEND_F"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(tmp_path, content, words):
+    path = tmp_path / "weights.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(CostsError, match=words):
+        weigh(str(path), None, None, iteration=1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "batch", "words"),
+    [
+        ("tokens", [1, 2], "yields a list without 'tokens' or 'input_ids'"),
+        ("FLOPs", {"text": 1}, "module:function"),
+        (lambda batch: float("nan"), None, r"time\[0\]"),
+        (lambda batch: -1, None, r"time\[0\] is negative"),
+        (lambda batch: "much", None, r"time\[0\]"),
+    ],
+)
+def test_batches_that_cannot_be_weighed_are_refused(asked, batch, words):
+    with pytest.raises((CostsError, UnsupportedError), match=words):
+        weigh(asked, batch)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("bytes", "is neither tokens, FLOPs, a .json file nor module:function"),
+        ("math:cube", "has no function cube"),
+        ("no_such_module:f", "cannot be loaded"),
+        ("missing.json", "cannot read weights of microbatches from missing.json"),
+    ],
+)
+def test_what_nobody_can_weigh_by_is_refused(asked, words):
+    with pytest.raises((CostsError, UnsupportedError), match=words):
+        weigher_of(asked)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"), [("stock", "is Megatron's own"), ("pipedream-2bw", "whose microbatches nobody has weighed")]
+)
+def test_schedules_that_cannot_be_planned_per_step_are_refused(schedule, words):
+    with pytest.raises(UnsupportedError, match=words):
+        _ = Settings(schedule, microbatch_costs="tokens").request
+
+
+def test_hybrid_models_are_weighed_by_something_else_than_flops():
+    with pytest.raises(UnsupportedError, match="pass tokens"):
+        weigher_of("FLOPs")([{"tokens": WHOLE}], FULL, config(is_hybrid_model=True), 0)
