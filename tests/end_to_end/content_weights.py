@@ -5,4 +5,4 @@ from __future__ import annotations
 
 def weight(batch: dict) -> tuple[float, float]:
     """By the sum of the tokens."""
-    return 0.25 + int(batch["tokens"].sum()) % 7, 1.0
+    return 0.25 + int(batch["tokens"].sum()) % 97 / 16, 1.0

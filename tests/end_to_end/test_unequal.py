@@ -55,4 +55,4 @@ def test_trains_as_stock_but_for_the_order_of_sums(train, schedule, flags, own):
     if "--num-experts" not in flags:  # of which the prediction is what they hold at most
         assert run.predicted_peaks == run.counted_peaks
     (plan,) = (each for each in run.plans if each["microbatches"] > 2)
-    assert plan["planned_makespan"] < plan["arrival_makespan"]
+    assert plan["planned_makespan"] <= plan["arrival_makespan"]

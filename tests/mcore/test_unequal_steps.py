@@ -1,0 +1,181 @@
+"""One rank's view of steps with unequal microbatches: what is planned, dealt, refused and kept."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
+
+from megatron_pipemem.errors import MemoryCapError, PipememError, UnsupportedError  # noqa: E402
+from megatron_pipemem.mcore.plugin import Settings, source_for  # noqa: E402
+from megatron_pipemem.mcore.step import unequal  # noqa: E402
+from megatron_pipemem.mcore.step.programs import ProgramCache  # noqa: E402
+from megatron_pipemem.mcore.step.unequal import UnequalMicrobatches  # noqa: E402
+from megatron_pipemem.mcore.step.weighing import FullMicrobatch, weigher_of  # noqa: E402
+from megatron_pipemem.schedule.core.action import Kind  # noqa: E402
+from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights  # noqa: E402
+from megatron_pipemem.schedule.knowledge import Shape  # noqa: E402
+
+WEIGHTS = (1.0, 4.0, 0.5, 2.0, 3.0, 0.25)
+ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+
+
+class Run:
+    """A pipeline of which this is rank 0. Whatever is read from its iterators is its own weight."""
+
+    def __init__(self, schedule: str, **settings):
+        self.source, _ = source_for(Settings(schedule, **settings))
+        self.extension = UnequalMicrobatches(self.source, weigher_of(float))
+        self.programs = ProgramCache(self.source)
+
+    def step(self, *iterators, chunks: int = 1, m: int = len(WEIGHTS)) -> SimpleNamespace:
+        shape = Shape(4, chunks, m)
+        placement = self.source.placement(4, chunks)
+        return SimpleNamespace(
+            shape=shape,
+            programs=self.programs,
+            groups=SimpleNamespace(tp=ALONE, cp=ALONE, dp=ALONE),
+            pipeline=SimpleNamespace(group=ALONE, device=0, stages=placement.stages[0], placement=placement),
+            iterators=list(iterators),
+            context=SimpleNamespace(order=None, config=SimpleNamespace(expert_model_parallel_size=1)),
+            full_microbatch=FullMicrobatch(1, 8),
+        )
+
+    def begin(self, step: SimpleNamespace) -> list[list[float]]:
+        """What every chunk's iterator yields."""
+        step.program, step.plan = self.extension.choose(step)
+        self.extension.prepare(step)
+        return [[next(iterator) for _ in range(step.shape.num_microbatches)] for iterator in step.iterators]
+
+
+def _agree(digest: str, group: object = None) -> None:
+    """There is nobody else."""
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    monkeypatch.setattr(unequal, "agree", _agree)
+    monkeypatch.setattr(unequal, "LEAST_SECONDS", 0.2)  # whatever else the machine does
+    monkeypatch.setattr(unequal, "MOST_SECONDS", 0.2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-h1", 1), ("v-half", 2), ("chimera", 2)])
+def test_every_chunk_reads_the_batches_in_the_order_of_its_forwards(schedule, chunks):
+    run = Run(schedule)
+    known = 1 if schedule == "chimera" else chunks
+    step = run.step(*(iter(WEIGHTS) for _ in range(known)), chunks=chunks)
+    read = run.begin(step)
+    order = step.context.order
+    assert sorted(order) == list(range(len(WEIGHTS))) and (order != tuple(sorted(order)) or schedule == "v-half")
+    if known < chunks:  # the replicas share the positions of one stream
+        assert read == [[WEIGHTS[each] for each in order]]
+    else:
+        for stage, batches in zip(step.pipeline.stages, read, strict=True):
+            actions = (a for a in step.program.schedule.orders[0] if a.kind is Kind.F and a.stage == stage)
+            assert batches == [WEIGHTS[order[action.microbatch]] for action in actions]
+    plan = step.own_plan
+    assert plan.costs.microbatch.time == tuple(WEIGHTS[each] for each in order)
+    assert plan.timeline.makespan < plan.arrival_makespan and plan.lower_bound <= plan.timeline.makespan
+    assert step.plan.costs.microbatch is None, "the plan of the run is of equal microbatches"
+
+
+def test_equal_microbatches_run_the_program_that_they_would_run_anyway():
+    run = Run("1f1b")
+    step = run.step(iter([2.0] * 6))
+    assert run.begin(step) == [[2.0] * 6]
+    assert step.context.order is None
+    assert step.program is run.programs.compile(step.shape, forward_only=False, agree=_agree).program
+
+
+def test_programs_of_steps_are_kept_for_a_while():
+    run = Run("1f1b")
+    first, again = run.step(iter(WEIGHTS)), run.step(iter(WEIGHTS))
+    run.begin(first), run.begin(again)
+    assert first.program is again.program
+    base = run.programs.compile(first.shape, forward_only=False, agree=_agree)
+    for m in range(1, 20):
+        shape = Shape(4, 1, m)
+        other = run.programs.compile(shape, forward_only=False, agree=_agree).program.schedule
+        run.programs.of_step(replace(other, name="another"), base, run.source.costs)
+    assert len(run.programs._of_steps) == 16 and first.program not in run.programs._of_steps.values()
+
+
+@pytest.mark.parametrize("broken", ["plan_step", "lowering"])
+def test_a_planner_that_fails_leaves_the_step_in_arrival_order_and_says_so_once(monkeypatch, caplog, broken):
+    run = Run("1f1b")
+
+    def fail(*_):
+        raise ZeroDivisionError("no time")
+
+    if broken == "plan_step":
+        monkeypatch.setattr(unequal, "plan_step", fail)
+    else:
+        run.programs.of_step = fail
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            step = run.step(iter(WEIGHTS))
+            assert run.begin(step) == [list(WEIGHTS)]
+    (told,) = (each.getMessage() for each in caplog.records)
+    assert told == ("could not plan for unequal microbatches (ZeroDivisionError: no time); they run in arrival order")
+
+
+def test_what_no_order_can_keep_is_refused_under_a_cap():
+    run = Run("1f1b", memory_cap=1.0)
+    run.extension = UnequalMicrobatches(run.source, weigher_of(lambda batch: (batch, 100 * batch)))
+    with pytest.raises(PipememError, match="microbatch"):
+        run.begin(run.step(iter(WEIGHTS)))
+    assert issubclass(MemoryCapError, PipememError)
+
+
+def test_a_step_that_is_refused_loses_no_batch():
+    run = Run("1f1b")
+    stream = iter([*WEIGHTS[:2], float("nan"), *WEIGHTS[3:], 7.0])
+    with pytest.raises(PipememError, match=r"time\[2\]"):
+        run.begin(run.step(stream))
+    run.extension._weigh = weigher_of(lambda batch: 1.0)
+    (read,) = run.begin(run.step(stream))
+    assert [*read[:2], *read[3:]] == [*WEIGHTS[:2], *WEIGHTS[3:]] and next(stream) == 7.0
+
+
+def test_an_iterator_that_cannot_be_dealt_or_ends_early_is_refused():
+    run = Run("1f1b")
+    with pytest.raises(UnsupportedError, match="list without __next__"):
+        run.begin(run.step(list(WEIGHTS)))
+    with pytest.raises(UnsupportedError, match="ends behind 2 of the step's 6 microbatches"):
+        run.begin(run.step(iter(WEIGHTS[:2])))
+    with pytest.raises(UnsupportedError, match="no rank of this pipeline reads data"):
+        run.begin(run.step(None))
+
+
+def test_weights_travel_whole():
+    rows = (1.0, 2.0), (0.5, 1.0)
+    for weights in (
+        MicrobatchWeights(rows[0]),
+        MicrobatchWeights(rows[0], rows[1]),
+        MicrobatchWeights(rows[0], None, {Kind.W: rows[1], Kind.RS: rows[0]}),
+    ):
+        assert unequal._unpacked(unequal._packed(weights), 2) == weights
+
+
+def test_measured_costs_are_those_of_the_median_microbatch():
+    weights = MicrobatchWeights((1.0, 2.0, 4.0), (1.0, 1.0, 2.0), {Kind.W: (1.0, 2.0, 2.0)})
+    found = unequal._relative_to_median(weights)
+    assert found == MicrobatchWeights((0.5, 1.0, 2.0), (1.0, 1.0, 2.0), {Kind.W: (0.5, 1.0, 1.0)})
+    assert unequal._relative_to_median(MicrobatchWeights((0.0, 0.0, 1.0))).time == (0.0, 0.0, 1.0)
+
+
+def test_pipelines_that_sum_gradients_with_each_other_end_their_stages_in_one_order():
+    """A plan that ends them otherwise keeps its order of microbatches, in the schedule that all have."""
+    run = Run("zbv")
+    step = run.step(iter(WEIGHTS), iter(WEIGHTS), chunks=2)
+    base = run.programs.compile(step.shape, forward_only=False, agree=_agree).plan
+    costs = replace(base.costs, microbatch=MicrobatchWeights(WEIGHTS))
+    found = run.extension._planned(base.schedule, costs, has_peers=True)
+    assert unequal._ends_of_stages(found.schedule) == unequal._ends_of_stages(base.schedule)
+    assert found.makespan <= found.arrival_makespan
