@@ -21,6 +21,7 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.options import FLOPS, TOKENS
 from megatron_pipemem.schedule.registry import import_target
+from megatron_pipemem.schedule.text.costs_file import costs_arguments
 
 MicrobatchCosts = str | Callable[[object], object]
 """``tokens``, ``FLOPs``, a JSON file, ``module:function``, or the function itself."""
@@ -269,8 +270,8 @@ def _of_file(path: str) -> Weigher:
 def _weights_of_json(path: str, data: object) -> MicrobatchWeights:
     fields = data if isinstance(data, dict) else {"time": data}
     try:
-        return MicrobatchWeights(**fields)
-    except (CostsError, TypeError) as error:
+        return MicrobatchWeights(**costs_arguments({"microbatch": fields})["microbatch"])
+    except CostsError as error:
         raise CostsError(
             f"{path} holds no weights of microbatches ({error}); write [1, 0.25], or "
             '{"time": [1, 0.25], "memory": [1, 0.5], "kinds": {"W": [1, 0.5]}}'
