@@ -221,3 +221,8 @@ def test_one_queue_is_for_schedules_of_ours():
     assert settings.single_queue and not take_flags(["--pipemem-schedule", "v-half"])[0].single_queue
     with pytest.raises(UnsupportedError, match="leave one of them out"):
         take_flags(["--pipemem-schedule", "stock", "--pipemem-single-queue"])
+
+
+def test_costs_of_microbatches_come_from_the_command_line():
+    settings, _ = take_flags([*MEGATRON, "--pipemem-schedule", "1f1b", "--pipemem-microbatch-costs", "FLOPs"])
+    assert settings.microbatch_costs == "FLOPs"

@@ -81,6 +81,7 @@ def test_parallelism_and_schedule_become_flags():
             "parallelism={tp: 2, pp: 2, dp: 3, micro_batch: 2, global_batch: 24, sequence_parallel: true}",
             "schedule={name: interleaved, memory_cap: 0.9, costs: profile, offload: half, vocab_parallel: 2}",
             "schedule.random=layerwise",
+            "schedule.microbatch_costs=FLOPs",
             "parallelism.chunks=2",
         )
     )
@@ -96,6 +97,7 @@ def test_parallelism_and_schedule_become_flags():
         "--pipemem-offload": ["half"],
         "--pipemem-vocab-parallel": ["2"],
         "--pipemem-random": ["layerwise"],
+        "--pipemem-microbatch-costs": ["FLOPs"],
         "--pipemem-option=chunks=2": [],
     }.items():
         assert found[flag] == values, flag

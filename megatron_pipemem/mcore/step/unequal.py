@@ -76,15 +76,16 @@ class UnequalMicrobatches(Extension):
             return base
         groups, m = groups_of_copy(step.groups, step.pipeline.group), step.shape.num_microbatches
         numbers = agreed_numbers("weights of microbatches", lambda: self._own(step), m * (2 + len(_KINDS)), groups)
-        others = step.groups.dp
-        if (step.context.config.expert_model_parallel_size or 1) > 1 and others.size() > 1:
+        others = getattr(step.groups, "dp", None)
+        has_peers = others is not None and others.size() > 1
+        if has_peers and (step.context.config.expert_model_parallel_size or 1) > 1:
             # Experts are exchanged between pipelines, so all of these do the same at the same time.
             numbers, groups = largest_numbers(numbers, others), [others, *groups]
         weights = _unpacked(numbers, m)
         if _are_alike(weights):
             return base
         costs = replace(self._source.priced(base.plan), microbatch=weights)
-        found = decided_by_first(lambda: self._planned(base.plan.schedule, costs, others.size() > 1), groups)
+        found = decided_by_first(lambda: self._planned(base.plan.schedule, costs, has_peers), groups)
         try:
             if isinstance(found, Exception):
                 raise found
