@@ -24,7 +24,7 @@ try:
 except PackageNotFoundError:  # run from a source tree
     __version__ = "0+unknown"
 
-_NEEDS_MEGATRON = ("enable", "disable", "write_report", "build_model_chunks")
+_NEEDS_MEGATRON = ("enable", "disable", "write_report", "build_model_chunks", "place_model_chunks")
 
 __all__ = [
     "Action",

@@ -24,11 +24,13 @@ class Symbol:
         name: attribute of the module, or ``Class.attribute``.
         parameters: names that must be among its parameters. A missing one means that the function changed its
             meaning; additional ones are fine because replacements pass on what they do not know.
+        by_name: others import the function itself, and not its module; it is replaced wherever a module holds it.
     """
 
     module: str
     name: str
     parameters: tuple[str, ...] = ()
+    by_name: bool = False
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -87,6 +89,7 @@ class PatchSet:
     """Replaced symbols. ``remove`` puts every original back."""
 
     _originals: list[tuple[object, str, object]] = field(default_factory=list)
+    _by_name: list[tuple[Callable, Callable]] = field(default_factory=list)
 
     def install(self, replacements: Replacements) -> None:
         """Replace every symbol, all of them or none: whatever fails leaves every symbol as it was.
@@ -103,8 +106,12 @@ class PatchSet:
             for symbol, act in replacements:
                 owner, attribute = symbol.owner()
                 original = getattr(owner, attribute)  # which another replacement may have put there
-                setattr(owner, attribute, _in_place_of(original, act))
+                replacement = _in_place_of(original, act)
+                setattr(owner, attribute, replacement)
                 self._originals.append((owner, attribute, original))
+                if symbol.by_name:
+                    self._by_name.append((original, replacement))
+                    _rebind(original, replacement)
         except BaseException:
             self.remove()
             raise
@@ -113,6 +120,17 @@ class PatchSet:
         while self._originals:
             owner, attribute, original = self._originals.pop()
             setattr(owner, attribute, original)
+        while self._by_name:  # also in modules that were imported since
+            original, replacement = self._by_name.pop()
+            _rebind(replacement, original)
+
+
+def _rebind(held: Callable, wanted: Callable) -> None:
+    """Put one function in the place of another in every module that holds it, under whatever name."""
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    for module in modules:
+        for name in [name for name, value in list(vars(module).items()) if value is held]:
+            setattr(module, name, wanted)
 
 
 def _in_place_of(original: Callable, act: Callable) -> Callable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from megatron_pipemem.mcore.agreement import tell
 from megatron_pipemem.mcore.asynchronous.training import AsynchronousTraining
 from megatron_pipemem.mcore.layerwise import LayerwiseRandom
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
+from megatron_pipemem.mcore.model.program_chunks import ProgramChunks
 from megatron_pipemem.mcore.optimizer_state import ReshardableState
 from megatron_pipemem.mcore.patching import Feature, PatchSet, is_imported
 from megatron_pipemem.mcore.replanning import Replanner
@@ -161,7 +163,7 @@ class _Enabled:
     features: list[Feature]
     patches: PatchSet = field(default_factory=PatchSet)
     forward_backward: ForwardBackward | None = None
-    chunk_placement: ChunkPlacement | None = None
+    program_chunks: ProgramChunks | None = None
     record: RunRecord | None = None
 
     @classmethod
@@ -209,7 +211,7 @@ class _Enabled:
         ]
         forward_backward = ForwardBackward(ProgramCache(source), chunk_placement, extensions, settings.single_queue)
         features = [forward_backward, chunk_placement, ReshardableState(), *extensions]
-        return cls(settings, features, PatchSet(), forward_backward, chunk_placement, record)
+        return cls(settings, features, PatchSet(), forward_backward, ProgramChunks(chunk_placement), record)
 
     def install(self) -> None:
         """Rebind what the features ask for.
@@ -301,11 +303,29 @@ def build_model_chunks(build: Callable, pg_collection: ProcessGroupCollection | 
     Raises:
         UnsupportedError: the plugin is not enabled, or the schedule needs another number of chunks.
     """
-    if _enabled is None or _enabled.chunk_placement is None:
-        raise UnsupportedError("call enable() with a schedule before building model chunks")
+    placement = _program_chunks().placement
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     vp_size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    return _enabled.chunk_placement.build_chunks(build, groups, vp_size)
+    return placement.build_chunks(build, groups, vp_size)
+
+
+def place_model_chunks() -> AbstractContextManager[None]:
+    """Let a program that builds its model by itself, within this block, build the chunks that the schedule wants.
+
+    For programs whose own code calls ``GPTModel`` or ``HybridModel`` once per chunk, with ``vp_stage``, like mbridge. They must
+    read the numbers of layers from the layers themselves or ask Megatron's functions for them. A program that computes them
+    from ranks would be wrong, without a word, where a schedule does not deal chunks round robin.
+
+    Raises:
+        UnsupportedError: the plugin is not enabled; within the block, a chunk cannot be placed so, or chunks are missing.
+    """
+    return _program_chunks().placing()
+
+
+def _program_chunks() -> ProgramChunks:
+    if _enabled is None or _enabled.program_chunks is None:
+        raise UnsupportedError("call enable() with a schedule before building model chunks")
+    return _enabled.program_chunks
 
 
 def _brief(settings: Settings) -> str:

@@ -65,17 +65,31 @@ TIED_GRADIENTS = Symbol(
     "_allreduce_word_embedding_grads",
     ("model", "config", "embd_group", "pp_group"),
 )
+_OF_STAGE = ("config", "vp_stage", "pp_rank")
+LAYER_OFFSET = Symbol(
+    "megatron.core.transformer.transformer_layer", "get_transformer_layer_offset", _OF_STAGE, by_name=True
+)
+NUM_LAYERS = Symbol("megatron.core.transformer.transformer_block", "get_num_layers_to_build", _OF_STAGE, by_name=True)
+LAYOUT_OFFSET, LAYOUT_NUM_LAYERS = (
+    Symbol(
+        "megatron.core.transformer.pipeline_parallel_layer_layout",
+        f"PipelineParallelLayerLayout.{name}",
+        ("self", "layer_type", "vp_stage", "pp_rank"),
+    )
+    for name in ("get_layer_offset", "get_num_layers_to_build")
+)
 BUILD_STAGES = Symbol(
     "megatron.training.models.dist_utils",
     "build_virtual_pipeline_stages",
     ("build_model_func", "pg_collection", "vp_size", "model_type"),
+    by_name=True,
 )
 SELECT_SEGMENT = Symbol(
     "megatron.core.models.hybrid.hybrid_layer_allocation",
     "select_pipeline_segment",
     ("main_pattern", "pp_group", "vp_stage"),
 )
-GET_MODEL = Symbol(_TRAINING, "get_model", ("model_provider_func",))
+GET_MODEL = Symbol(_TRAINING, "get_model", ("model_provider_func",), by_name=True)
 
 # Splitting backwards.
 LINEAR = Symbol(

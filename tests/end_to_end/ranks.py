@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe, get_context
 from multiprocessing.connection import Connection, wait
@@ -123,12 +124,14 @@ class ConductedRanks:
     Args:
         program, logs, size: as of ``Ranks``.
         path: folders to look for packages in before all others.
+        preload: modules that are imported once, before any rank is forked.
     """
 
-    def __init__(self, program: str, logs: Path, path: list[str], size: int = 4):
+    def __init__(self, program: str, logs: Path, path: list[str], size: int = 4, preload: Sequence[str] = ()):
         self.size = size
         self._connection, theirs = Pipe()
-        self._conductor = get_context("spawn").Process(target=_conduct, args=(theirs, path, program, logs, size))
+        arguments = theirs, path, program, logs, size, tuple(preload)
+        self._conductor = get_context("spawn").Process(target=_conduct, args=arguments)
         self._conductor.start()
         theirs.close()
 
@@ -146,8 +149,11 @@ class ConductedRanks:
         self._conductor.join()
 
 
-def _conduct(connection: Connection, path: list[str], program: str, logs: Path, size: int) -> None:
+def _conduct(
+    connection: Connection, path: list[str], program: str, logs: Path, size: int, preload: tuple[str, ...]
+) -> None:
     sys.path[:0] = path
+    get_context("forkserver").set_forkserver_preload(["megatron_pipemem.cpu.warm", *preload])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*path, os.environ.get("PYTHONPATH")]))
     ranks = Ranks(program, logs, size)
     try:

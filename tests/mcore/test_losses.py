@@ -103,6 +103,18 @@ def same(one, other) -> bool:
     return one == other
 
 
+def test_tensors_of_another_layout_travel_whole(ends):
+    """As verl's log-probabilities of a microbatch do."""
+    source, last = (LossCarrier(end) for end in ends(2))
+    for step in range(3):
+        parts = [torch.full((length,), step / 3, requires_grad=True) for length in (3, 1 + step)]
+        sent = {"log_probs": torch.nested.as_nested_tensor(parts, layout=torch.jagged), "loss": torch.tensor(step)}
+        source.send(sent, 1, "training")
+        arrived = last.receive(0, "training")
+        assert arrived["loss"] == step and not arrived["log_probs"].requires_grad
+        assert all(map(torch.equal, arrived["log_probs"].unbind(), parts))
+
+
 def test_data_that_looks_the_same_travels_as_one_message_of_tensors(ends):
     source, last = (LossCarrier(end) for end in ends(2))
     for step in range(4):

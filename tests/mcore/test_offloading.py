@@ -388,3 +388,12 @@ def test_a_tape_plays_once_more_what_it_has_seen():
         next(tape)
     assert next(data) is batches[2], "the iterator itself has not gone on"
     assert all(len(counter.excluded) == 3 for counter in counters)
+
+
+def test_a_tape_refuses_what_is_read_by_a_method_of_its_own():
+    class Rollout:
+        def get_next(self, keys): ...
+
+    for data in (Rollout(), watch_batches(Rollout(), Counter())):
+        with pytest.raises(UnsupportedError, match="a batch of Rollout cannot be read twice.* --pipemem-recompute"):
+            Tape(data)

@@ -47,6 +47,21 @@ def test_replaces_functions_and_methods_and_puts_them_back(upstream):
     patches.remove()  # nothing left to put back
 
 
+def test_a_function_that_others_import_by_name_is_replaced_wherever_it_is_held(upstream, monkeypatch):
+    step = upstream.step
+    early, late = types.ModuleType("fake_early"), types.ModuleType("fake_late")
+    for module in (early, late):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    early.renamed = step
+    patches = PatchSet()
+    by_name = Symbol("fake_upstream", "step", ("model",), by_name=True)
+    patches.install([(by_name, lambda original, *args: f"ours over {original(*args)}")] * 2)
+    late.step = upstream.step
+    assert early.renamed(None, 1) == late.step(None, 1) == "ours over ours over stock step"
+    patches.remove()
+    assert upstream.step is early.renamed is late.step is step
+
+
 def test_two_replacements_of_one_symbol_wrap_each_other(upstream):
     step = upstream.step
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -11,17 +12,15 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.transformer import transformer_block  # noqa: E402
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout  # noqa: E402
 from megatron.core.transformer.transformer_block import get_num_layers_to_build  # noqa: E402
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
 
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.model import replicas as model_replicas  # noqa: E402
-from megatron_pipemem.mcore.model.placement import (  # noqa: E402
-    ChunkPlacement,
-    RoundRobinRank,
-    _sum_tied_gradients,
-    round_robin_rank,
-)
+from megatron_pipemem.mcore.model.dealt_ranks import RoundRobinRank, round_robin_rank  # noqa: E402
+from megatron_pipemem.mcore.model.placement import ChunkPlacement, _sum_tied_gradients  # noqa: E402
 from megatron_pipemem.mcore.patching import PatchSet  # noqa: E402
 from megatron_pipemem.mcore.source import Source  # noqa: E402
 from megatron_pipemem.schedule.core.placement import Placement  # noqa: E402
@@ -53,13 +52,14 @@ def as_rank(monkeypatch):
     """Pretend to be one pipeline rank of four with two virtual stages, and patch the questions."""
     patches = PatchSet()
 
-    def pretend(rank):
+    def pretend(rank, chunks=None):
+        patches.remove()
         group = Group(rank, 4)
         monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_group", lambda **_: group)
         monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 4)
         monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: 2)
         monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", rank)
-        chunks = ChunkPlacement(lambda p, v: Placement.v_shape(p), is_round_robin=False, name="v-half")
+        chunks = chunks or ChunkPlacement(lambda p, v: Placement.v_shape(p), is_round_robin=False, name="v-half")
         patches.install([(symbol, wrap) for symbol, wrap in chunks.replacements() if not symbol.of_training])
         return chunks
 
@@ -138,15 +138,11 @@ def test_a_model_is_built_with_as_many_chunks_as_megatron_counts_with(as_rank, m
 
 
 P, LAYERS = 4, 48
-RUN = [family.name for family in families() if not family.simulated_only]
 
 
-@pytest.mark.parametrize("virtual_stages", [1, 2, 3, 4])
-def test_the_layers_of_all_ranks_are_those_of_the_model(as_rank, monkeypatch, virtual_stages):
-    """Under every family, as Megatron itself counts the layers of a chunk whose rank we tell it."""
-    vp_size = None if virtual_stages == 1 else virtual_stages
-    monkeypatch.setattr(model_replicas, "make_replicas", lambda *_: None)  # sends weights
-    config = {
+def sizes(vp_size, **others):
+    """What Megatron's functions read that count a stage's layers."""
+    return {
         **{"num_layers": LAYERS, "pipeline_model_parallel_size": P, "virtual_pipeline_model_parallel_size": vp_size},
         **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), False),
         **dict.fromkeys(
@@ -156,15 +152,27 @@ def test_the_layers_of_all_ranks_are_those_of_the_model(as_rank, monkeypatch, vi
                 "num_layers_in_last_pipeline_stage",
             )
         ),
+        **others,
     }
+
+
+RUN = [family.name for family in families() if not family.simulated_only]
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2, 3, 4])
+def test_the_layers_of_all_ranks_are_those_of_the_model(as_rank, monkeypatch, virtual_stages):
+    """Under every family, as Megatron itself counts the layers of a chunk whose rank we tell it."""
+    vp_size = None if virtual_stages == 1 else virtual_stages
+    monkeypatch.setattr(model_replicas, "make_replicas", lambda *_: None)  # sends weights
+    config = sizes(vp_size)
     accepted = 0
     for family in RUN:
         source = Source(Request.of(family))
         held: dict[int, list[int]] = {}
         for rank in range(P):
-            as_rank(rank)
-            monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: vp_size)
             chunks = ChunkPlacement(source.placement, source.request.is_round_robin, name=family)
+            as_rank(rank, chunks)
+            monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: vp_size)
             groups = SimpleNamespace(pp=Group(rank, P), embd=None)
             try:
                 built = chunks.build_chunks(partial(Chunk, **config), groups, vp_size)
@@ -179,6 +187,41 @@ def test_the_layers_of_all_ranks_are_those_of_the_model(as_rank, monkeypatch, vi
         assert layers == [*range(LAYERS)] * replicas, family
         accepted += bool(held)
     assert accepted > 3
+
+
+LAYOUT = "Et|t*2|t|t*3|t|t*2|t|tL"
+
+
+@pytest.mark.parametrize("layout", [None, LAYOUT], ids=["even", "layout"])
+@pytest.mark.parametrize("rank", range(P))
+def test_layers_are_counted_right_from_outside_of_a_chunk(as_rank, monkeypatch, rank, layout):
+    """By whoever exports weights or replays routers: with no rank, and with the real rank of this device or another."""
+    if layout is None:
+        counts = [LAYERS // 8] * 8
+    else:
+        layout = PipelineParallelLayerLayout.from_str(layout, P)
+        counts = [1, 2, 1, 3, 1, 2, 1, 1]
+    config = SimpleNamespace(**sizes(2, pipeline_model_parallel_layout=layout))
+    as_rank(rank)
+    asked_later = ModuleType("exporter")  # imports the functions while they are replaced
+    asked_later.count, asked_later.offset = transformer_block.get_num_layers_to_build, get_transformer_layer_offset
+    monkeypatch.setitem(sys.modules, "exporter", asked_later)
+    for device, stages in enumerate(Placement.v_shape(P).stages):
+        for chunk, stage in enumerate(stages):
+            expected = sum(counts[:stage]), counts[stage]
+            named = {"vp_stage": chunk, "pp_rank": device}
+            assert (get_transformer_layer_offset(config, **named), get_num_layers_to_build(config, **named)) == expected
+            if device == rank:
+                assert (asked_later.offset(config, chunk), asked_later.count(config, chunk)) == expected
+                if layout:
+                    assert len(layout.get_layer_id_list(vp_stage=chunk)) == counts[stage]
+                    assert layout.get_layer_offset(vp_stage=chunk) == expected[0]
+            group = RoundRobinRank(stage % P, P)
+            assert get_transformer_layer_offset(config, chunk, group.rank()) == expected[0], (
+                "asked by a chunk's own group"
+            )
+    as_rank(rank, ChunkPlacement(lambda p, v: Placement.interleaved(p, v), is_round_robin=True))
+    assert asked_later.offset is get_transformer_layer_offset and not hasattr(asked_later.offset, "__wrapped__")
 
 
 def test_layers_of_a_first_rank_are_refused_where_it_holds_late_stages(as_rank):

@@ -13,6 +13,7 @@ pytest.importorskip("megatron.core", reason="needs the [megatron] extra")
 import torch.distributed as dist  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 
+from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.model.placement import ChunkPlacement  # noqa: E402
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext  # noqa: E402
 from megatron_pipemem.mcore.plugin import Settings, source_for  # noqa: E402
@@ -120,3 +121,16 @@ def test_every_stage_makes_its_quantised_weights_in_its_first_forward(monkeypatc
     for microbatch in (1, 3, 5):
         stage.forward(microbatch, None)
     assert firsts == [(1, True), (3, False), (5, False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"), [("v-half", True), ("gis", True), ("interleaved", False), ("zb-h1", False)]
+)
+def test_routers_are_not_replayed_where_forwards_come_in_another_order(world, name, refused):
+    source, _ = source_for(Settings(name))
+    function = ForwardBackward(ProgramCache(source), ChunkPlacement(source.placement, True))
+    chunks = [torch.nn.Linear(1, 1)] * source.placement(1, None).num_chunks
+    config = SimpleNamespace(moe_enable_routing_replay=True)
+    words = "moe_enable_routing_replay.* one model chunk per rank" if refused else "data iterators"
+    with pytest.raises(UnsupportedError, match=words):
+        function._check(chunks, [], config, world)

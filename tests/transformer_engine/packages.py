@@ -1,6 +1,7 @@
-"""Transformer Engine's Python in several versions, each in a folder of its own beside the virtual environment's packages.
+"""Packages that some tests need, each in a folder of its own beside the virtual environment's packages.
 
-No package is imported here, and none of its dependencies is installed: the CPU lane needs none of its compiled parts.
+They are Transformer Engine's Python in several versions, and programs that train with Megatron. No package is imported here,
+and none of its dependencies is installed: the CPU lane needs none of their compiled parts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ VERSIONS = ("2.8.0", "2.14.0", "2.20.2")
 NEWEST = VERSIONS[-1]
 # What Transformer Engine imports and Megatron-Core does not bring.
 NEEDS = ("onnxscript==0.7.2", "onnx==1.23.2", "onnx_ir==1.1.0", "ml_dtypes==0.6.0", "einops==0.8.2")
+CONSUMERS = ("mbridge==0.15.1", "megatron-bridge==0.6.2")
+"""Programs that build and train models of Megatron-Core."""
 
 _ROOT = Path(sys.prefix) / "transformer_engine"
 _UNREACHABLE = ("Retrying", "NewConnectionError", "ConnectTimeoutError", "Temporary failure in name resolution")
@@ -28,6 +31,14 @@ def folders(version: str) -> list[str]:
     Skips the test if the package index cannot be reached.
     """
     return [_installed(f"transformer_engine=={version}"), _installed(*NEEDS)]
+
+
+def consumers() -> list[str]:
+    """Where the programs that train with Megatron lie, and Transformer Engine, of which they take the layers.
+
+    Skips the test if the package index cannot be reached.
+    """
+    return [*(_installed(each) for each in CONSUMERS), *folders(NEWEST)]
 
 
 def environment(version: str) -> dict[str, str]:

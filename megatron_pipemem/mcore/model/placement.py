@@ -13,7 +13,7 @@ values and their place in checkpoints and norms, is in ``replicas``.
 
 from __future__ import annotations
 
-import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -26,6 +26,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.cut_flags import as_built
 from megatron_pipemem.mcore.model import replicas
+from megatron_pipemem.mcore.model.dealt_ranks import DealtRank, RoundRobinRank, groups_of_chunk, round_robin_rank
 from megatron_pipemem.mcore.patching import Feature, Replacements
 from megatron_pipemem.mcore.refusals import check_sharing
 from megatron_pipemem.mcore.symbols import (
@@ -33,6 +34,10 @@ from megatron_pipemem.mcore.symbols import (
     GET_MODEL,
     IS_FIRST,
     IS_LAST,
+    LAYER_OFFSET,
+    LAYOUT_NUM_LAYERS,
+    LAYOUT_OFFSET,
+    NUM_LAYERS,
     RANK,
     SELECT_SEGMENT,
     TIED_GRADIENTS,
@@ -43,10 +48,6 @@ from megatron_pipemem.schedule.model_cut import check_cut
 from megatron_pipemem.schedule.request import check_replicas
 
 _REAL_RANK = nullcontext()
-
-
-class RoundRobinRank(torch.distributed.ProcessGroup):
-    """Stands in for the pipeline group within one chunk: knows rank and size, cannot communicate."""
 
 
 @dataclass(eq=False)
@@ -79,7 +80,7 @@ class ChunkPlacement(Feature):
         Raises:
             UnsupportedError: Megatron cannot build it.
         """
-        key = (num_devices, num_chunks or self._num_chunks or _virtual_pipeline_size())
+        key = (num_devices, num_chunks or self._num_chunks or virtual_pipeline_size())
         if key not in self._found:
             placement = self.find(*key)
             for stages in placement.stages:
@@ -92,16 +93,24 @@ class ChunkPlacement(Feature):
             self._found[key] = placement
         return self._found[key]
 
+    @property
+    def is_in_chunk(self) -> bool:
+        """Whether Megatron's questions are about a chunk now."""
+        return self._rank_now is not None
+
     def chunk(self, chunk: int | None) -> AbstractContextManager:
         """Let the rank be, within this block, the one that round robin would give the chunk; ``None`` changes nothing."""
         # A chunk dealt round robin would get its real rank.
         return _REAL_RANK if chunk is None or self.is_round_robin else self._as_rank_of(chunk)
 
-    @contextmanager
-    def _as_rank_of(self, chunk: int) -> Iterator[None]:
-        outer = self._rank_now
+    def _as_rank_of(self, chunk: int) -> AbstractContextManager:
         group = parallel_state.get_pipeline_model_parallel_group()
-        self._rank_now = round_robin_rank(self.placement(group.size()), group.rank(), chunk)
+        return self._as_rank(round_robin_rank(self.placement(group.size()), group.rank(), chunk))
+
+    @contextmanager
+    def _as_rank(self, rank: int) -> Iterator[None]:
+        outer = self._rank_now
+        self._rank_now = rank
         try:
             yield
         finally:
@@ -115,6 +124,10 @@ class ChunkPlacement(Feature):
             (IS_LAST, self._predicate),
             (TIED_GRADIENTS, self._tied_gradients),
             (SELECT_SEGMENT, _select_segment),
+            *(
+                (symbol, self._layers_of_stage)
+                for symbol in (LAYER_OFFSET, NUM_LAYERS, LAYOUT_OFFSET, LAYOUT_NUM_LAYERS)
+            ),
         ]
         building = [(BUILD_STAGES, self._build_stages), (GET_MODEL, self._get_model)]
         if self.is_round_robin:
@@ -150,36 +163,53 @@ class ChunkPlacement(Feature):
         placement = self.for_model(p, vp_size)
         chunks = []
         for chunk, stage in enumerate(placement.stages[device]):
-            rank = round_robin_rank(placement, device, chunk)
-            groups = copy.copy(pg_collection)
-            if rank != device:
-                groups.pp = RoundRobinRank(rank, p)
-            if not placement.is_round_robin:
-                # The stock embedding group spans the first and the last rank; here both ends may be on one rank.
-                groups.embd = None
             with self.chunk(chunk):
                 chunks.append(
                     build(
                         pre_process=placement.previous_stage(stage) is None,
                         post_process=placement.next_stage(stage) is None,
                         vp_stage=chunk if placement.num_chunks > placement.replicas else None,
-                        pg_collection=groups,
+                        pg_collection=groups_of_chunk(pg_collection, placement, chunk),
                     )
                 )
             if not placement.is_round_robin:
-                # Layer numbers in checkpoint keys are computed anew at every save and load.
-                chunks[-1].sharded_state_dict = self._as_rank_of(chunk)(chunks[-1].sharded_state_dict)
-                chunks[-1].register_forward_pre_hook(_refuse_generation, with_kwargs=True)
+                self.settle_chunk(chunks[-1], chunk)
         check_sharing(get_model_config(chunks[0]), self.name, placement)
         if placement.replicas > 1:
             replicas.make_replicas(chunks, placement, pg_collection.pp)
         if not placement.is_round_robin:
-            with torch.no_grad():
-                for embedding, head in _tied_weights(chunks):
-                    head.data.copy_(embedding.data)
+            copy_tied_weights(chunks)
         if self.cut is not None:
             self.cut(chunks, placement, pg_collection)
         return chunks
+
+    def settle_chunk(self, module: torch.nn.Module, chunk: int) -> None:
+        """Let a chunk that has been built save itself as what it is, and refuse to generate."""
+        # Layer numbers in checkpoint keys are computed anew at every save and load.
+        module.sharded_state_dict = self._as_rank_of(chunk)(module.sharded_state_dict)
+        module.register_forward_pre_hook(_refuse_generation, with_kwargs=True)
+
+    def _layers_of_stage(self, original: Callable[..., int], model, *args, **kwargs) -> int:
+        """Count layers for a stage that is named from outside of a chunk, by its real rank and its chunk.
+
+        Args:
+            original: counts them for a rank as round robin deals them.
+            model: its configuration or layout.
+            args, kwargs: of the original.
+        """
+        if self.is_in_chunk:
+            return original(model, *args, **kwargs)
+        asked = inspect.signature(original).bind(model, *args, **kwargs)
+        size, chunk = model.pipeline_model_parallel_size, asked.arguments.get("vp_stage")
+        rank = asked.arguments.get("pp_rank")
+        if size == 1 or chunk is None:
+            return original(model, *args, **kwargs)
+        if rank is None:
+            rank = parallel_state.get_pipeline_model_parallel_rank()
+        if not isinstance(rank, DealtRank):
+            asked.arguments["pp_rank"] = rank = round_robin_rank(self.placement(size), rank, chunk)
+        with self._as_rank(rank):
+            return original(*asked.args, **asked.kwargs)
 
     def check_built(self, chunks: list[torch.nn.Module], placement: Placement, device: int) -> None:
         """Refuse chunks that hold other layers than the placement says.
@@ -200,7 +230,7 @@ class ChunkPlacement(Feature):
                 raise UnsupportedError(
                     f"chunk {chunk} of pipeline rank {device} was not built for placement {placement.name}; call enable() "
                     "before the model is built (and after importing megatron.training if you use it), or build the "
-                    "chunks with build_model_chunks()"
+                    "chunks with build_model_chunks() or within place_model_chunks()"
                 )
 
     def _predicate(
@@ -253,17 +283,6 @@ class _Chunks(list):
     """
 
 
-def round_robin_rank(placement: Placement, device: int, chunk: int) -> int:
-    """Return the pipeline rank that would hold a chunk if chunks were dealt round robin.
-
-    Args:
-        placement: which stage the chunk is.
-        device: that holds it.
-        chunk: its index among the device's chunks.
-    """
-    return placement.stages[device][chunk] % placement.num_devices
-
-
 def _select_segment(original: Callable, main_pattern, pp_group, vp_stage, *args, **kwargs):
     """Megatron asks torch for the rank of a hybrid model's chunk, and torch knows nothing of our groups."""
     if isinstance(pp_group, RoundRobinRank):
@@ -272,7 +291,7 @@ def _select_segment(original: Callable, main_pattern, pp_group, vp_stage, *args,
     return original(main_pattern, pp_group, vp_stage, *args, **kwargs)
 
 
-def _virtual_pipeline_size() -> int:
+def virtual_pipeline_size() -> int:
     return parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
 
 
@@ -300,6 +319,12 @@ def _tied_weights(chunks: list[torch.nn.Module]) -> list[tuple[torch.nn.Paramete
         return []
     pair = embedding.shared_embedding_or_output_weight(), copied.shared_embedding_or_output_weight()
     return [] if pair[1] is None else [pair]  # a cut vocabulary has one copy, elsewhere
+
+
+def copy_tied_weights(chunks: list[torch.nn.Module]) -> None:
+    with torch.no_grad():
+        for embedding, copied in _tied_weights(chunks):
+            copied.data.copy_(embedding.data)
 
 
 def _sum_tied_gradients(model: list[torch.nn.Module]) -> None:

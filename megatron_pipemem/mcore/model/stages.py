@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.model.experts import expert_layers, nothing_left_behind
 from megatron_pipemem.mcore.model.multi_token import logged_before
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
@@ -242,9 +243,22 @@ class _BatchWatcher(IteratorWrapper):
 
 
 class Tape(IteratorWrapper):
-    """Passes on what an iterator yields; rewound, it yields the same once more and leaves the iterator alone."""
+    """Passes on what an iterator yields; rewound, it yields the same once more and leaves the iterator alone.
+
+    Raises:
+        UnsupportedError: data are read by a method of its own, which nobody can repeat.
+    """
 
     def __init__(self, iterator: Iterator):
+        given = iterator
+        while isinstance(given, IteratorWrapper):
+            given = given._iterator
+        if not hasattr(given, "__next__"):
+            raise UnsupportedError(
+                f"a batch of {type(given).__name__} cannot be read twice, as this schedule needs it, because next() does not "
+                "read it; give the data iterator a __next__, or leave out --pipemem-recompute (Megatron's own recomputation "
+                "goes on working) and --pipemem-vocab-parallel"
+            )
         super().__init__(iterator)
         self._seen: list = []
         self._rewound = False

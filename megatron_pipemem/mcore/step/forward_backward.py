@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from megatron_pipemem.config.refusals import SCHEDULES
+from megatron_pipemem.config.refusals import REORDERED, SCHEDULES
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import agree
 from megatron_pipemem.mcore.model.experts import routing_noted
@@ -144,6 +144,8 @@ class ForwardBackward(Feature):
         """
         check_config(config, SCHEDULES)
         placement = self.chunk_placement.placement(group.size(), len(chunks))
+        if placement.num_chunks > 1 and self.programs.name != "interleaved":
+            check_config(config, REORDERED)
         check_chunks(chunks, placement.num_chunks, self.programs.name, placement.replicas)
         known_chunks = len(chunks) // placement.replicas
         if len(iterators) != known_chunks:

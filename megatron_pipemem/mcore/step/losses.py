@@ -36,8 +36,10 @@ class _Leaf:
 
     @classmethod
     def of(cls, value: object) -> object:
-        """Return what stands for a value in the form: a leaf for a tensor, anything else as it is."""
-        return cls(value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else value
+        """Return what stands for a value in the form: a leaf for a tensor of one block, anything else as it is."""
+        if _is_block(value):
+            return cls(value.dtype, tuple(value.shape))
+        return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +73,7 @@ class LossCarrier:
         """
         self.finish()
         key = (self._group.rank(), destination, kind)
-        tensors = [value.detach() for value in tree_leaves(data) if isinstance(value, torch.Tensor)]
+        tensors = [value.detach() for value in tree_leaves(data) if _is_block(value)]
         form = pickle.dumps(tree_map(_Leaf.of, data))
         known = self._known.get(key)
         if known is not None:
@@ -197,13 +199,24 @@ def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, p
     step.num_tokens.copy_(num_tokens)
 
 
+def _is_block(value: object) -> bool:
+    """Return whether a value is a tensor that a shape and bytes describe. Jagged ones, for example, have more to them."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
+
+
 def _leaves(form: object) -> list[_Leaf]:
     return [value for value in tree_leaves(form) if isinstance(value, _Leaf)]
 
 
 def _restore(form: object, tensors: Iterator[torch.Tensor]) -> object:
-    """Return data of this form, with these tensors in the places of its leaves."""
-    return tree_map(lambda value: next(tensors) if isinstance(value, _Leaf) else value, form)
+    """Return data of this form, with these tensors in the places of its leaves, and other tensors on this rank's device."""
+
+    def restored(value: object) -> object:
+        if isinstance(value, _Leaf):
+            return next(tensors)
+        return value.to(torch.cuda.current_device()) if isinstance(value, torch.Tensor) else value
+
+    return tree_map(restored, form)
 
 
 def _buffer(leaves: list[_Leaf]) -> torch.Tensor:

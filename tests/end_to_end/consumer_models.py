@@ -1,0 +1,129 @@
+"""What programs that train with Megatron are given in the tests: a model in a folder of Hugging Face, and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+HIDDEN, INNER, VOCABULARY, LAYERS = 32, 48, 64, 4
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+# What needs a GPU.
+FUSED = ("gradient_accumulation_fusion", "masked_softmax_fusion", "bias_dropout_fusion", "persist_layer_norm")
+STEPS = ((5, 9, 16), (3,), (12, 7))
+"""Lengths of the sequences of every second microbatch: another number of microbatches per step."""
+
+
+def configuration(kind: str, tied: bool):
+    return AutoConfig.for_model(
+        kind,
+        architectures=[ARCHITECTURES[kind]],
+        num_hidden_layers=LAYERS,
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        vocab_size=VOCABULARY,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        attention_dropout=0.0,
+        tie_word_embeddings=tied,
+    )
+
+
+def write_model(folder: Path, kind: str, tied: bool) -> dict:
+    """Write configuration and weights; return what a case needs to know of them."""
+    shapes = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    if not tied:
+        shapes["lm_head.weight"] = (VOCABULARY, HIDDEN)
+    heads = {"q": HIDDEN, "k": HIDDEN // 2, "v": HIDDEN // 2}
+    for layer in range(LAYERS):
+        own = {
+            "input_layernorm.weight": (HIDDEN,),
+            "post_attention_layernorm.weight": (HIDDEN,),
+            **{f"self_attn.{name}_proj.weight": (size, HIDDEN) for name, size in heads.items()},
+            **{f"self_attn.{name}_proj.bias": (size,) for name, size in heads.items() if kind == "qwen2"},
+            "self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+            **{f"mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")},
+            "mlp.down_proj.weight": (HIDDEN, INNER),
+        }
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in own.items()}
+    generator = torch.Generator().manual_seed(7)
+    weights = {name: torch.randn(shape, generator=generator) * 0.1 + ("norm" in name) for name, shape in shapes.items()}
+    configuration(kind, tied).save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors")
+    return {"kind": kind, "tied": tied, "weights": str(folder)}
+
+
+def microbatches(step: int) -> Iterator[torch.Tensor]:
+    for index, length in enumerate(STEPS[step] * 2):
+        generator = torch.Generator().manual_seed(100 * step + index)
+        yield torch.randint(VOCABULARY, (1, length + 1), generator=generator)
+
+
+def forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module):
+    tokens = next(data)
+    length = tokens.shape[1] - 1
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    logits = model(tokens[:, :-1], torch.arange(length)[None], mask)
+
+    def log_probabilities(logits: torch.Tensor):
+        own = torch.log_softmax(logits.float(), -1).gather(-1, tokens[:, 1:, None])[..., 0]
+        return -own.mean(), {"log_probs": own.detach().clone(), "tokens": length}
+
+    return logits, log_probabilities
+
+
+def train(models: list, config, weights: str, export) -> dict:
+    """Export, then for every step compute log-probabilities and train, then export again.
+
+    Args:
+        models: chunks of this rank, wrapped by DDP.
+        config: Megatron's, of the model.
+        weights: folder that the model was loaded from.
+        export: yields names of Hugging Face and weights.
+
+    Returns:
+        Names of what was exported otherwise than it was loaded, the log-probabilities, a hash of the trained weights.
+    """
+    loaded, exported = load_file(f"{weights}/model.safetensors"), _copied(export())
+    wrong = sorted(name for name in loaded | exported if not _equal(loaded.get(name), exported.get(name)))
+    config.finalize_model_grads_func = finalize_model_grads
+    syncs = [model.no_sync for model in models]
+    config.no_sync_func = syncs if len(models) > 1 else syncs[0]
+    seen = []
+    for step, lengths in enumerate(STEPS):
+        for forward_only in (True, False):
+            for model in models:
+                model.zero_grad_buffer()
+            iterators = [microbatches(step) for _ in models]
+            data = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if len(models) > 1 else iterators[0],
+                model=models,
+                num_microbatches=2 * len(lengths),
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=forward_only,
+            )
+            seen.append([[each["tokens"], each["log_probs"].tolist()] for each in data])
+        with torch.no_grad():
+            for model in models:
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.main_grad
+    trained = _copied(export())
+    values = b"".join(trained[name].numpy().tobytes() for name in sorted(trained))
+    return {"wrong": wrong, "seen": seen, "trained": sha256(values).hexdigest()}
+
+
+def _copied(exported) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in exported}
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is not None and other is not None and torch.equal(one, other)
