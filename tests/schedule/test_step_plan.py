@@ -23,8 +23,9 @@ from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.features.offload.recompute import with_recompute
 from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.search import step_plan
 from megatron_pipemem.schedule.search.many_orders import ManyOrders
-from megatron_pipemem.schedule.search.step_dispatch import Dispatcher, Rule
+from megatron_pipemem.schedule.search.step_dispatch import Dispatcher
 from megatron_pipemem.schedule.search.step_plan import StepPlan, plan_step
 
 SYNCHRONOUS = sorted(name for name, family in FAMILIES.items() if not family.asynchronous)
@@ -112,7 +113,7 @@ def test_dispatched_steps_end_when_they_say_and_keep_the_cap(data):
     caps = [data.draw(st.floats(1, 4)) * max(tokens)] * base.num_devices
     order = tuple(data.draw(st.permutations(range(base.num_microbatches))))
     dispatcher = Dispatcher(base, costs, caps)
-    found = dispatcher.run(order, Rule(depth=data.draw(st.floats(0, 4))))
+    found = dispatcher.run(order)
     assert found is not None, "a device that has room for one microbatch can always go on"
     by_position = replace(costs, microbatch=costs.microbatch.reordered(order))
     schedule = dispatcher.schedule(found)
@@ -121,8 +122,9 @@ def test_dispatched_steps_end_when_they_say_and_keep_the_cap(data):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_tiny_plans_are_the_best_there_are(seed):
+def test_tiny_plans_are_the_best_there_are(seed, monkeypatch):
     """All orders of three microbatches, and all full-backward orders of two devices, in a cap of two of them."""
+    monkeypatch.setattr(step_plan, "_KICKS", 6)
     p, m, costs = 2, 3, Costs(microbatch=long_tailed(3, seed))
     base = build_schedule("1f1b", num_devices=p, num_microbatches=m)
     cap = MemoryCap(max(peaks(base, costs)), False)
@@ -150,7 +152,8 @@ def test_an_order_that_rises_to_a_peak_beats_arrival_by_a_quarter_at_equal_memor
     assert plan.arrival_makespan / plan.makespan > 1.25
 
 
-def test_a_plan_that_time_does_not_end_is_always_the_same():
+def test_a_plan_that_time_does_not_end_is_always_the_same(monkeypatch):
+    monkeypatch.setattr(step_plan, "_KICKS", 4)
     base = build_schedule("interleaved", num_devices=2, num_microbatches=4)
     costs = Costs(microbatch=long_tailed(4))
     assert plan_step(base, costs, seconds=60) == plan_step(base, costs, seconds=60)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import accumulate, pairwise, starmap
+from itertools import starmap
 from typing import NamedTuple
 
 from megatron_pipemem.schedule.core.action import Action, Kind
@@ -16,18 +16,7 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 
 KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 PLAIN = frozenset(KINDS)
-
-
-class Rule(NamedTuple):
-    """Say which of the forwards that are ready a device runs, and how many it runs ahead.
-
-    Args:
-        depth: by how many microbatches a forward of the next chunk comes before one of this chunk.
-        ahead: per device, the most forwards that wait for their backward; ``None``: as many as the cap admits.
-    """
-
-    depth: float = 0.0
-    ahead: tuple[int, ...] | None = None
+Ahead = Sequence[int] | None
 
 
 class Dispatched(NamedTuple):
@@ -73,37 +62,34 @@ class Dispatcher:
         links = list(zip(devices, devices[1:], strict=False))
         self._there = [*(costs.link_seconds(a, b) for a, b in links), 0.0]
         self._back = [0.0, *(costs.link_seconds(b, a) for a, b in links)]
-        self._chunks = [placement.chunk_of(stage) for stage in range(placement.num_stages)]
         takes, grows = self._changes[Kind.F], self._changes[Kind.I]
         own = [max(0.0, each) if is_split else 0.0 for each, is_split in zip(grows, self._split, strict=True)]
         self._spare = [each + more for each, more in zip(takes, own, strict=True)]
-        self._up_to, self._whole = [0.0] * placement.num_stages, []
-        for stages in placement.stages:
-            for stage, held in zip(stages, accumulate(takes[each] for each in stages), strict=True):
-                self._up_to[stage] = held
-            self._whole.append(self._up_to[stages[-1]] + max(own[each] for each in stages))
+        self._whole = [
+            sum(takes[each] for each in stages) + max(own[each] for each in stages) for stages in placement.stages
+        ]
 
-    def run(self, order: Sequence[int], rule: Rule | None = None) -> Dispatched | None:
+    def run(self, order: Sequence[int], ahead: Ahead = None) -> Dispatched | None:
         """Return what microbatches in this order come to; ``None`` where the cap leaves no device room to go on.
 
         A hot loop: a plan tries dozens of orders, so it is one function with everything at hand.
 
         Args:
             order: the microbatch of every position, by its place in the weights.
-            rule: which forwards run.
+            ahead: per device, the most forwards that wait for their backward; ``None``: as many as the cap admits.
         """
-        rule = rule or Rule()
         stages_of, device_of, caps = self._base.placement.stages, self._base.placement.devices, self._caps
         last, m, trains, split = len(device_of) - 1, len(order), self._trains, self._split
         tokens = [self._tokens[each] for each in order]
         forward, full, inputs, later = ([[row[k] for k in order] for row in self._seconds[kind]] for kind in KINDS)
         takes, gives, keeps, frees = (self._changes[kind] for kind in KINDS)
         spare = self._spare
+        # What younger microbatches may take on a device before one finds no room for all its chunks, were older ones gone.
+        slack = [[cap - each * whole for each in tokens] for cap, whole in zip(caps, self._whole, strict=True)]
         ready_f, ready_b = [[math.inf] * m for _ in device_of], [[math.inf] * m for _ in device_of]
         ready_f[0] = [0.0] * m
         done_f, done_b, done_w = ([0] * len(device_of) for _ in range(3))
         held, busy, ran = [0.0] * len(stages_of), [0.0] * len(stages_of), [[] for _ in stages_of]
-        ahead, depths = rule.ahead, [rule.depth * chunk for chunk in self._chunks]
         left = sum(1 if not trains else 3 if each else 2 for each in split) * m
         events = [(0.0, device) for device in range(len(stages_of))]
         while events:
@@ -121,16 +107,13 @@ class Dispatcher:
                 room = caps[device] - held[device]
                 for stage in stages:
                     k = done_f[stage]
-                    if k < m and ready_f[stage][k] <= now and k - depths[stage] < best:
+                    if k < m and ready_f[stage][k] <= now and k < best:
                         if tokens[k] * spare[stage] > room:
                             continue
-                        if len(stages) > 1:
-                            done_f[stage] = k + 1
-                            leaves_room = self._leaves_room(device, done_f, tokens)
-                            done_f[stage] = k
-                            if not leaves_room:
-                                continue
-                        chosen, best = stage, k - depths[stage]
+                        older = slack[device][done_f[stages[-1]] : k]
+                        if older and tokens[k] * takes[stage] > min(older):
+                            continue
+                        chosen, best = stage, k
             if chosen < 0:
                 for stage in stages:
                     if done_w[stage] < done_b[stage] and split[stage] and done_w[stage] < best:
@@ -141,6 +124,8 @@ class Dispatcher:
                 k = done_f[chosen]
                 done_f[chosen] = k + 1
                 end, change, after = now + forward[chosen][k], takes[chosen], chosen + 1
+                for older in range(done_f[stages[-1]], k):
+                    slack[device][older] -= change * tokens[k]
                 if chosen == last:
                     ready_b[chosen][k] = end if trains else math.inf
                 else:
@@ -165,23 +150,6 @@ class Dispatcher:
             left -= 1
             heappush(events, (end, device))
         return None if left else Dispatched(max(busy), ran)
-
-    def _leaves_room(self, device: int, done: Sequence[int], tokens: Sequence[float]) -> bool:
-        """Return whether every microbatch could still run forward on all chunks of a device when older ones have left it.
-
-        Args:
-            device: which.
-            done: how many forwards of every stage have started.
-            tokens: weight of every position's memory.
-        """
-        younger, cap, whole = 0.0, self._caps[device], self._whole[device]
-        for before, after in pairwise(self._base.placement.stages[device]):
-            share = self._up_to[before]
-            for k in range(done[before] - 1, done[after] - 1, -1):
-                if younger + tokens[k] * whole > cap:
-                    return False
-                younger += tokens[k] * share
-        return True
 
     def schedule(self, found: Dispatched) -> Schedule:
         """Return a dispatched step as a schedule."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
 from random import Random
 from typing import NamedTuple
 
@@ -24,24 +24,16 @@ from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import peaks, simulate
 from megatron_pipemem.schedule.core.validator import validate
-from megatron_pipemem.schedule.search.many_orders import ManyOrders
-from megatron_pipemem.schedule.search.step_dispatch import PLAIN, Dispatcher, Rule
+from megatron_pipemem.schedule.search.order_variation import Order, Variation, random_move
+from megatron_pipemem.schedule.search.step_dispatch import PLAIN, Ahead, Dispatcher
 
 SECONDS = 0.05
 _SEED = 0
-# Variations tried at once: a try takes as long as there are actions one after another, and hardly longer for more orders.
-_AT_ONCE = 96
-_STEPS_FURTHER = 6
-# A try by the simulator takes as long as that of all the others.
-_SIMULATED = 4
-# An order that exceeds its cap by a share is worse by so many times this share: variations may pass through it.
-_PENALTY = 3.0
-# Rounds of variations, and then of new actions, without progress, after which a search ends by itself.
+# Rounds of variations, and new schedules for orders moved at random, without progress, after which a search ends by itself.
 _ROUNDS, _KICKS = 6, 60
-# Times what simulating the base takes, to prove and to simulate the result.
-_TO_FINISH = 3.0
-
-Order = tuple[int, ...]
+_MOVES_AT_A_KICK = 6
+# Times what simulating the base takes: to prove and to simulate the result, and to begin with variations.
+_TO_FINISH, _TO_START = 2.5, 2.5
 
 
 @dataclass(frozen=True)
@@ -116,7 +108,8 @@ class _Search:
         self._base, self._costs, self._weights = base, costs, costs.microbatch
         begun = time.perf_counter()
         self._arrival_makespan, held = simulate(base, costs).makespan, peaks(base, costs)
-        self._deadline = deadline - _TO_FINISH * (time.perf_counter() - begun)
+        self._pace = time.perf_counter() - begun
+        self._deadline = deadline - _TO_FINISH * self._pace
         self._caps = held if cap is None else cap.of(base.num_devices)
         self._random = Random(_SEED)
         self._best: _Found | None = None
@@ -133,7 +126,7 @@ class _Search:
         if self._is_plain:
             self._reorder_actions(starts)
         elif self._best is None or self._has_time():
-            self._vary(self._base, starts)
+            self._vary(self._variation(self._base, starts))
         if self._best is None:
             raise MemoryCapError(
                 f"no order of the microbatches of {self._base.name} that was tried keeps the memory cap; raise the cap, or "
@@ -167,113 +160,69 @@ class _Search:
         kinds = [(sum(seconds[kind]), self._weights.seconds_of(kind)) for kind in (Kind.F, Kind.I, Kind.W)]
         return [sum(price * weights[k] for price, weights in kinds) for k in range(len(self._weights))]
 
-    def _has_time(self) -> bool:
-        return time.perf_counter() < self._deadline
+    def _has_time(self, steps: float = 0.0) -> bool:
+        """Return whether there is time for what takes so many times as long as simulating the base."""
+        return time.perf_counter() + steps * self._pace < self._deadline
 
     def _take(self, found: _Found) -> None:
         if self._best is None or found.value < self._best.value:
             self._best = found
 
     def _reorder_actions(self, starts: Sequence[Order]) -> None:
-        """Search orders of microbatches and of actions in turn: one is varied, then the other made anew for it."""
-        dispatcher = Dispatcher(self._base, self._costs, self._caps)
-        rules = list(_rules(self._base))
-        found = self._dispatched(dispatcher, product(rules, starts))
-        if self._has_time():
-            found.append(self._vary(self._base, starts))
-        stale = 0
-        while found and stale < _KICKS and self._has_time():
-            before = math.inf if self._best is None else self._best.value
-            current = min(found, key=lambda each: each.value)
-            varied = self._vary(current.schedule, [current.order])
-            found = [varied, *self._dispatched(dispatcher, product(rules, [varied.order]))]
-            if self._best is not None and self._best.value < before:
-                stale = 0
-                continue
-            stale += 1
-            kicked = list((self._best or varied).order)
-            for _ in range(1 + stale % _STEPS_FURTHER):
-                kicked = self._move()(kicked)
-            found = self._dispatched(dispatcher, product(rules, [tuple(kicked)]))
-
-    def _dispatched(self, dispatcher: Dispatcher, tries: Iterator[tuple[Rule, Order]]) -> list[_Found]:
-        """Return schedules made greedily: at least until one is there, and then while there is time."""
-        all_found = []
-        for rule, order in tries:
-            if self._best is not None and not self._has_time():
-                break
-            found = dispatcher.run(order, rule)
-            if found is not None:
-                all_found.append(_Found(found.makespan, order, dispatcher.schedule(found)))
-                self._take(all_found[-1])
-        return all_found
-
-    def _vary(self, schedule: Schedule, starts: Sequence[Order]) -> _Found:
-        """Vary the order of the microbatches of a schedule, from the best of some starts, and return the best order found.
-
-        Every round tries single moves, and first several of those moves one after another that the round before gained by.
+        """Vary the order in the best schedule made greedily, and in the base, in turn; and make schedules anew for what comes
+        of it.
         """
-        evaluate, at_once = self._evaluator(schedule)
-        moves: list[Callable[[list[int]], list[int]]] = []
-        tries, current, value, stale = list(starts), starts[0], math.inf, 0
-        while True:
-            values = evaluate(tries)
-            at = min(range(len(tries)), key=values.__getitem__)
-            stale = stale + 1 if values[at] >= value else 0
-            gains = (
-                sorted((each, move) for move, each in enumerate(values[-len(moves) :]) if each < value) if moves else []
-            )
-            if values[at] <= value:
-                current, value = tries[at], values[at]
-            if stale == _ROUNDS or not self._has_time():
+        dispatcher, limits = Dispatcher(self._base, self._costs, self._caps), list(_limits(self._base))
+        made = self._dispatched(dispatcher, product(limits, starts))
+        in_made = in_base = None
+        kicks = 0
+        while kicks < _KICKS and self._has_time(_TO_START):
+            if made is not None and (in_made is None or made.schedule is not in_made.schedule):
+                in_made = self._variation(made.schedule, [made.order])
+            gained = in_made is not None and self._vary(in_made)
+            if in_base is None and self._has_time(_TO_START):
+                in_base = self._variation(self._base, starts)
+            gained = (in_base is not None and self._vary(in_base)) or gained
+            varied = [each for each in (in_made, in_base) if each is not None]
+            anew = self._dispatched(dispatcher, product(limits, [each.order for each in varied]))
+            if anew is not None and (in_made is None or anew.value < in_made.value):
+                made = anew
+            elif not gained:
+                kicks += 1
+                order = varied[0].order if self._best is None else self._best.order
+                for _ in range(1 + kicks % _MOVES_AT_A_KICK):
+                    order = random_move(len(order), self._random)(order)
+                made = self._dispatched(dispatcher, product(limits, [order])) or made
+
+    def _dispatched(self, dispatcher: Dispatcher, tries: Iterable[tuple[Ahead, Order]]) -> _Found | None:
+        """Return the fastest of schedules made greedily: at least of the first that keeps the caps, then of those there is
+        time for.
+        """
+        fastest, of = None, None
+        for ahead, order in tries:
+            if (self._best or fastest) is not None and not self._has_time():
                 break
-            further, tries = list(current), []
-            for _, move in gains[1:_STEPS_FURTHER]:
-                further = moves[move](further)
-                tries.append(tuple(further))
-            moves = [self._move() for _ in range(at_once)]
-            tries += [tuple(move(list(current))) for move in moves]
-        found = _Found(value, current, schedule)
-        costs = replace(self._costs, microbatch=self._weights.reordered(current))
-        if all(held <= loosened(cap) for held, cap in zip(peaks(schedule, costs), self._caps, strict=True)):
-            self._take(found)
-        return found
+            found = dispatcher.run(order, ahead)
+            if found is not None and (fastest is None or found.makespan < fastest.makespan):
+                fastest, of = found, order
+        if fastest is None or of is None:
+            return None
+        result = _Found(fastest.makespan, of, dispatcher.schedule(fastest))
+        self._take(result)
+        return result
 
-    def _evaluator(self, schedule: Schedule) -> tuple[Callable[[Sequence[Order]], list[float]], int]:
-        """Return what tells the values of several orders of microbatches, and how many it takes at once."""
-        if schedule.offloads:
-            return lambda orders: [self._value(schedule, order) for order in orders], _SIMULATED
-        many = ManyOrders(schedule, self._costs, self._caps)
+    def _variation(self, schedule: Schedule, starts: Sequence[Order]) -> Variation:
+        return Variation(schedule, self._costs, self._caps, starts, self._random)
 
-        def values(orders: Sequence[Order]) -> list[float]:
-            makespans, excess = many.try_all(orders)
-            return [_valued(*each) for each in zip(makespans.tolist(), excess.tolist(), strict=True)]
-
-        return values, _AT_ONCE
-
-    def _value(self, schedule: Schedule, order: Order) -> float:
-        costs = replace(self._costs, microbatch=self._weights.reordered(order))
-        shares = zip(peaks(schedule, costs), self._caps, strict=True)
-        return _valued(simulate(schedule, costs).makespan, max(held / cap - 1 if cap else 0.0 for held, cap in shares))
-
-    def _move(self) -> Callable[[list[int]], list[int]]:
-        """Return what lets two microbatches change places, or moves one elsewhere."""
-        m = len(self._weights)
-        first, second, swaps = self._random.randrange(m), self._random.randrange(m), self._random.random() < 0.5
-
-        def moved(order: list[int]) -> list[int]:
-            order = list(order)
-            if swaps:
-                order[first], order[second] = order[second], order[first]
-            else:
-                order.insert(second, order.pop(first))
-            return order
-
-        return moved
-
-
-def _valued(makespan: float, excess: float) -> float:
-    return makespan * (1 + _PENALTY * excess) if excess > loosened(1.0) - 1 else makespan
+    def _vary(self, variation: Variation) -> bool:
+        """Vary an order until nothing is gained any more, and keep the best; return whether anything was gained."""
+        before, stale = variation.value, 0
+        while stale < _ROUNDS and self._has_time():
+            stale = 0 if variation.round() else stale + 1
+        makespan, order = variation.fitting
+        if makespan < math.inf:
+            self._take(_Found(makespan, order, variation.schedule))
+        return variation.value < before
 
 
 def _starts(work: Sequence[float]) -> Iterator[Order]:
@@ -292,17 +241,14 @@ def _starts(work: Sequence[float]) -> Iterator[Order]:
     yield tuple(arrival)
 
 
-def _rules(base: Schedule) -> Iterator[Rule]:
-    """Yield the rules by which actions are ordered: as many forwards ahead as the cap admits, and as many as in the base."""
-    ahead = []
-    for order in base.orders:
-        now = most = 0
-        for action in order:
-            now += (action.kind is Kind.F) - (action.kind in (Kind.I, Kind.B))
-            most = max(most, now)
-        ahead.append(most)
-    chunks = base.placement.num_chunks
-    yield Rule()
-    if chunks > 1:
-        yield Rule(depth=base.num_devices)
-    yield Rule(depth=base.num_devices / 2 if chunks > 1 else 0.0, ahead=tuple(ahead))
+def _limits(base: Schedule) -> Iterator[Ahead]:
+    """Yield how many forwards every device may run ahead: as many as the cap admits, and in a base of one stage per device also
+    at most as many as there.
+    """
+    yield None
+    if base.placement.num_chunks == 1:
+        ahead = []
+        for order in base.orders:
+            waiting = accumulate((a.kind is Kind.F) - (a.kind in (Kind.I, Kind.B)) for a in order)
+            ahead.append(max(waiting, default=0))
+        yield ahead
