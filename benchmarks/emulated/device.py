@@ -10,6 +10,7 @@ import ctypes
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -35,7 +36,8 @@ class Device:
     """What one rank did in one step: its passes, and the activations that autograd really kept.
 
     Args:
-        seconds: duration of F, I and W, one value per stage, and of vocabulary passes, one per device.
+        price: seconds of a pass, given its kind, its stage (or device) and its microbatch.
+        tokens: how many activations a microbatch counts for, in order; left out, each counts for one.
 
     Attributes:
         scale: what durations are multiplied with; 0 for a step that only warms up.
@@ -44,33 +46,34 @@ class Device:
         peak: the most activations that were kept right after a forward had begun.
     """
 
-    def __init__(self, seconds: dict[Kind, tuple[float, ...]]):
-        self._seconds = seconds
+    def __init__(self, price: Callable[[Kind, int, int], float], tokens: Sequence[float] = ()):
+        self._price, self._tokens = price, tokens
         self.scale = 1.0
         self.reset()
 
     def reset(self) -> None:
         """Forget the last step."""
         self.passes: list[tuple[Action, float, float]] = []
-        self.peak = 0
+        self.peak = 0.0
         self._counts: dict[tuple[Kind, int], int] = defaultdict(int)
-        self._alive: list[StorageWeakRef] = []
+        self._alive: list[tuple[StorageWeakRef, float]] = []
 
-    def new_activation(self) -> torch.Tensor:
+    def new_activation(self, stage: int) -> torch.Tensor:
         """What a forward leaves behind until its weight gradient is done. Counted for as long as anything keeps it."""
-        activation = torch.empty(1)
-        self._alive = [reference for reference in self._alive if not reference.expired()]
-        self._alive.append(StorageWeakRef(activation.untyped_storage()))
-        self.peak = max(self.peak, len(self._alive))
+        activation, size = torch.empty(1), self._tokens[self._counts[Kind.F, stage]] if self._tokens else 1
+        self._alive = [(reference, held) for reference, held in self._alive if not reference.expired()]
+        self._alive.append((StorageWeakRef(activation.untyped_storage()), size))
+        self.peak = max(self.peak, sum(held for _, held in self._alive))
         return activation
 
     def work(self, kind: Kind, stage: int, since: float) -> None:
         """Be busy until the pass that began at ``since`` has taken its time."""
-        deadline = since + self.scale * self._seconds[kind][stage]
+        microbatch = self._counts[kind, stage]
+        deadline = since + self.scale * self._price(kind, stage, microbatch)
         time.sleep(max(deadline - time.perf_counter() - _SPIN, 0.0))
         while (end := time.perf_counter()) < deadline:
             pass
-        self.passes.append((Action(kind, stage, self._counts[kind, stage]), since, end))
+        self.passes.append((Action(kind, stage, microbatch), since, end))
         self._counts[kind, stage] += 1
 
 
@@ -93,7 +96,7 @@ class SleepingStage(torch.nn.Module):
         since = time.perf_counter()
         if self.embedding is not None:
             input = input + self.embedding
-        activation, queue = self.device.new_activation(), current_queue()
+        activation, queue = self.device.new_activation(self.stage), current_queue()
         if queue is not None:
             output = _InputPath.apply(input, activation, self, queue)
         else:

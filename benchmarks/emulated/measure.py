@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from emulated.device import sharpen_timer
-from emulated.runtimes import Step, pass_seconds
+from emulated.runtimes import Step
 from megatron_pipemem.schedule.core.action import COMPUTE, Action, Kind
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.core.simulator import ActionPrices, simulate
 
 Passes = list[tuple[Action, float, float]]
 
@@ -33,6 +33,8 @@ class Row:
         simulated: makespan of its order in seconds, messages free of charge.
         measured: seconds from the first start to the last end of a pass on any device, one per repeat.
         pass_error: by how much a pass took longer than its price, relative, over all passes.
+        weights: of F, I and W, how many times the price of a microbatch of weight 1 each microbatch took, in the order in
+            which it ran them, over all stages and repeats.
     """
 
     runtime: str
@@ -41,6 +43,7 @@ class Row:
     simulated: float
     measured: tuple[float, ...]
     pass_error: float
+    weights: dict[str, tuple[float, ...]]
 
     @property
     def seconds(self) -> float:
@@ -113,8 +116,8 @@ def _row(step: Step, repeats: list[list[tuple[Passes, int]]]) -> Row:
             check_order(step.plan, [[action for action, _, _ in passes] for passes, _ in ranks])
         makespans.append(max(end for _, _, end in passes) - min(start for _, start, _ in passes))
         took += sum(end - start for _, start, end in passes)
-    seconds = pass_seconds(step.plan, step.costs)
-    priced = sum(seconds[action.kind][action.stage] for action in computes) * len(repeats)
+    prices = ActionPrices(step.plan, step.costs)
+    priced = sum(prices.of(*action) for action in computes) * len(repeats)
     return Row(
         step.runtime,
         step.name,
@@ -122,7 +125,19 @@ def _row(step: Step, repeats: list[list[tuple[Passes, int]]]) -> Row:
         simulate(step.plan, step.costs).makespan,
         tuple(makespans),
         took / priced - 1,
+        _weights([each for ranks in repeats for passes, _ in ranks for each in passes], prices),
     )
+
+
+def _weights(passes: Passes, prices: ActionPrices) -> dict[str, tuple[float, ...]]:
+    """Of F, I and W, the seconds of every microbatch over those of one of weight 1."""
+    took: dict[str, dict[int, float]] = {str(kind): {} for kind in (Kind.F, Kind.I, Kind.W)}
+    alike: dict[str, dict[int, float]] = {str(kind): {} for kind in (Kind.F, Kind.I, Kind.W)}
+    for (kind, stage, microbatch), start, end in passes:
+        if kind in took:
+            took[kind][microbatch] = took[kind].get(microbatch, 0.0) + end - start
+            alike[kind][microbatch] = alike[kind].get(microbatch, 0.0) + prices.of(kind, stage)
+    return {kind: tuple(each[k] / alike[kind][k] for k in sorted(each)) for kind, each in took.items()}
 
 
 def check_order(schedule: Schedule, ran: list[list[Action]]) -> None:

@@ -14,10 +14,10 @@ from emulated.device import ROWS, WIDTH, Device, SleepingStage
 from emulated.vocabulary import SleepingVocabulary, open_channels
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.transport import MessageFormat, Transport, connect
-from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import ActionPrices
 from megatron_pipemem.schedule.core.validator import validate_program
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
@@ -66,7 +66,7 @@ def our_steps(schedules: Iterable[tuple[str, Schedule, Costs]]) -> Iterator[Step
         validate_program(program)
         if placement.devices not in pipelines:
             pipelines[placement.devices] = connect(placement, dist.group.WORLD, CPU)
-        device = Device(pass_seconds(schedule, costs))
+        device = device_of(schedule, costs)
         kind, vocabulary = _Runner, None
         if schedule.vocabulary_barriers:
             vocabulary_channels = vocabulary_channels or open_channels()
@@ -87,12 +87,10 @@ def our_steps(schedules: Iterable[tuple[str, Schedule, Costs]]) -> Iterator[Step
         yield Step("pipemem", name, device, run, schedule, costs)
 
 
-def pass_seconds(schedule: Schedule, costs: Costs) -> dict[Kind, tuple[float, ...]]:
-    """Of every kind of pass, per stage, and per device for those of vocabulary parallelism."""
-    placement, seconds = schedule.placement, costs.seconds(schedule.placement)
-    if schedule.vocabulary_barriers:
-        seconds |= costs.vocabulary_costs(placement, schedule.vocabulary_barriers).seconds(placement.num_devices)
-    return seconds
+def device_of(schedule: Schedule, costs: Costs) -> Device:
+    """A device whose passes take, and whose activations count for, what the costs say of the schedule's microbatches."""
+    weights = costs.microbatch
+    return Device(ActionPrices(schedule, costs).of, weights.tokens if weights else ())
 
 
 class _Runner:
@@ -137,7 +135,7 @@ def torch_steps(microbatches: int, costs: Costs) -> Iterator[Step]:
     }
     for name, schedule_class in TORCH.items():
         placement = Placement.from_devices(placements[name])
-        device = Device(costs.seconds(placement))
+        device = device_of(Schedule(name, placement, microbatches, ()), costs)
         stages = [
             pipelining.PipelineStage(SleepingStage(device, stage), stage, placement.num_stages, CPU)
             for stage in placement.stages[rank]
@@ -212,7 +210,8 @@ def megatron_steps(microbatches: int, costs: Costs) -> Iterator[Step]:
             batch_p2p_comm=chunks == 1,
         )
         placement = Placement.from_devices(tuple(range(devices)) * chunks)
-        device = Device(costs.seconds(placement))
+        plan = _our_plan(name, microbatches)
+        device = device_of(plan, costs)
         models = [
             Chunk(config, SleepingStage(device, stage), chunk if chunks > 1 else None)
             for chunk, stage in enumerate(placement.stages[rank])
@@ -234,4 +233,4 @@ def megatron_steps(microbatches: int, costs: Costs) -> Iterator[Step]:
             pg_collection=groups,
         )
         # Our families of these names are Megatron's orders to the letter.
-        yield Step("megatron", name, device, run, _our_plan(name, microbatches), costs)
+        yield Step("megatron", name, device, run, plan, costs)
