@@ -31,7 +31,7 @@ SECONDS = 0.05
 _SEED = 0
 # Rounds of variations, and new schedules for orders moved at random, without progress, after which a search ends by itself.
 _ROUNDS, _KICKS = 6, 60
-_MOVES_AT_A_KICK = 6
+_CLIMB = 200
 # Times what simulating the base takes: to prove and to simulate the result, and to begin with variations.
 _TO_FINISH, _TO_START = 2.5, 2.5
 
@@ -189,10 +189,7 @@ class _Search:
                 made = anew
             elif not gained:
                 kicks += 1
-                order = varied[0].order if self._best is None else self._best.order
-                for _ in range(1 + kicks % _MOVES_AT_A_KICK):
-                    order = random_move(len(order), self._random)(order)
-                made = self._dispatched(dispatcher, product(limits, [order])) or made
+                made = self._climbed(dispatcher, limits, anew or made)
 
     def _dispatched(self, dispatcher: Dispatcher, tries: Iterable[tuple[Ahead, Order]]) -> _Found | None:
         """Return the fastest of schedules made greedily: at least of the first that keeps the caps, then of those there is
@@ -208,6 +205,24 @@ class _Search:
         if fastest is None or of is None:
             return None
         result = _Found(fastest.makespan, of, dispatcher.schedule(fastest))
+        self._take(result)
+        return result
+
+    def _climbed(self, dispatcher: Dispatcher, limits: Sequence[Ahead], begin: _Found | None) -> _Found | None:
+        """Move single microbatches, and keep what makes greedy schedules faster."""
+        if begin is None:
+            return None
+        best, value, order = None, begin.value, begin.order
+        for number in range(_CLIMB):
+            if not self._has_time():
+                break
+            tried = random_move(len(order), self._random)(order)
+            found = dispatcher.run(tried, limits[number % len(limits)])
+            if found is not None and found.makespan <= value:
+                best, value, order = found, found.makespan, tried
+        if best is None:
+            return begin
+        result = _Found(value, order, dispatcher.schedule(best))
         self._take(result)
         return result
 
