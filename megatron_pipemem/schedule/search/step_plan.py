@@ -241,19 +241,18 @@ class _Search:
 
 
 def _starts(work: Sequence[float]) -> Iterator[Order]:
-    """Yield orders of microbatches to start from, given the work of each.
+    """Yield orders of microbatches to start from, given the work of each, the most promising first.
 
-    Rising to a peak and falling again, the pipeline fills and runs dry with short ones, and neighbours are alike. Several peaks
-    keep the largest apart, which hold the most.
+    Rising to a peak and falling again, the pipeline fills and runs dry with short ones, and neighbours are alike. The later the
+    peak, the fewer large ones are on their way at once.
     """
-    arrival = range(len(work))
-    rising = sorted(arrival, key=work.__getitem__)
-    for peaks_of in (1, 2, 3):
-        hands = [rising[first::peaks_of] for first in range(peaks_of)]
-        yield tuple(each for hand in hands for each in (*hand[::2], *hand[1::2][::-1]))
+    rising = sorted(range(len(work)), key=work.__getitem__)
+    for share in (4, 2, 10):
+        falling = rising[1::share]
+        kept = set(falling)
+        yield (*(each for each in rising if each not in kept), *reversed(falling))
     yield tuple(rising)
-    yield tuple(rising[::-1])
-    yield tuple(arrival)
+    yield tuple(reversed(rising))
 
 
 def _limits(base: Schedule) -> Iterator[Ahead]:
