@@ -113,8 +113,9 @@ class _Search:
         self._caps = held if cap is None else cap.of(base.num_devices)
         self._random = Random(_SEED)
         self._best: _Found | None = None
+        self._by_arrival = tuple(range(base.num_microbatches))
         if all(now <= loosened(most) for now, most in zip(held, self._caps, strict=True)):
-            self._best = _Found(self._arrival_makespan, tuple(range(base.num_microbatches)), base)
+            self._best = _Found(self._arrival_makespan, self._by_arrival, base)
         kinds = {action.kind for order in base.orders for action in order}
         self._is_plain = kinds <= PLAIN and base.placement.replicas == base.pieces == 1
         self._arrival = self._best
@@ -126,7 +127,7 @@ class _Search:
         if self._is_plain:
             self._reorder_actions(starts)
         elif self._best is None or self._has_time():
-            self._vary(self._variation(self._base, starts))
+            self._vary(self._variation(self._base, [*starts, self._by_arrival]))
         if self._best is None:
             raise MemoryCapError(
                 f"no order of the microbatches of {self._base.name} that was tried keeps the memory cap; raise the cap, or "
@@ -181,7 +182,7 @@ class _Search:
                 in_made = self._variation(made.schedule, [made.order])
             gained = in_made is not None and self._vary(in_made)
             if in_base is None and self._has_time(_TO_START):
-                in_base = self._variation(self._base, starts)
+                in_base = self._variation(self._base, [*starts, self._by_arrival])
             gained = (in_base is not None and self._vary(in_base)) or gained
             varied = [each for each in (in_made, in_base) if each is not None]
             anew = self._dispatched(dispatcher, product(limits, [each.order for each in varied]))
