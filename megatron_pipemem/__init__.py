@@ -1,62 +1,82 @@
 """Pipeline schedules with controllable memory for stock Megatron-Core.
 
 Importing this package changes nothing anywhere and needs neither torch nor Megatron; ``enable()`` attaches a schedule to
-Megatron-Core, ``disable()`` takes it off again.
+Megatron-Core, ``disable()`` takes it off again. A public name is imported when it is first asked for.
 """
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from megatron_pipemem.errors import PipememError, ScheduleError, UnknownScheduleError, UnsupportedError, UpstreamError
-from megatron_pipemem.schedule.core.action import Action, Kind
-from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import Timeline, simulate
-from megatron_pipemem.schedule.core.validator import validate
-from megatron_pipemem.schedule.family import Family, Formula
-from megatron_pipemem.schedule.registry import build_schedule, register_schedule
-from megatron_pipemem.schedule.search import SearchResult, search_schedule
+if TYPE_CHECKING:  # what _MODULES says, for editors and type checkers
+    from megatron_pipemem.errors import PipememError as PipememError
+    from megatron_pipemem.errors import ScheduleError as ScheduleError
+    from megatron_pipemem.errors import UnknownScheduleError as UnknownScheduleError
+    from megatron_pipemem.errors import UnsupportedError as UnsupportedError
+    from megatron_pipemem.errors import UpstreamError as UpstreamError
+    from megatron_pipemem.mcore.plugin import build_model_chunks as build_model_chunks
+    from megatron_pipemem.mcore.plugin import disable as disable
+    from megatron_pipemem.mcore.plugin import enable as enable
+    from megatron_pipemem.mcore.plugin import place_model_chunks as place_model_chunks
+    from megatron_pipemem.mcore.plugin import write_report as write_report
+    from megatron_pipemem.schedule.core.action import Action as Action
+    from megatron_pipemem.schedule.core.action import Kind as Kind
+    from megatron_pipemem.schedule.core.costs import Costs as Costs
+    from megatron_pipemem.schedule.core.placement import Placement as Placement
+    from megatron_pipemem.schedule.core.schedule import Schedule as Schedule
+    from megatron_pipemem.schedule.core.simulator import Timeline as Timeline
+    from megatron_pipemem.schedule.core.simulator import simulate as simulate
+    from megatron_pipemem.schedule.core.validator import validate as validate
+    from megatron_pipemem.schedule.family import Family as Family
+    from megatron_pipemem.schedule.family import Formula as Formula
+    from megatron_pipemem.schedule.registry import build_schedule as build_schedule
+    from megatron_pipemem.schedule.registry import register_schedule as register_schedule
+    from megatron_pipemem.schedule.search import SearchResult as SearchResult
+    from megatron_pipemem.schedule.search import search_schedule as search_schedule
 
-try:
-    __version__ = version("megatron-pipemem")
-except PackageNotFoundError:  # run from a source tree
-    __version__ = "0+unknown"
+    __version__: str
 
-_NEEDS_MEGATRON = ("enable", "disable", "write_report", "build_model_chunks", "place_model_chunks")
+_MODULES = {
+    "errors": "PipememError ScheduleError UnknownScheduleError UnsupportedError UpstreamError",
+    "mcore.plugin": "enable disable write_report build_model_chunks place_model_chunks",
+    "schedule.core.action": "Action Kind",
+    "schedule.core.costs": "Costs",
+    "schedule.core.placement": "Placement",
+    "schedule.core.schedule": "Schedule",
+    "schedule.core.simulator": "Timeline simulate",
+    "schedule.core.validator": "validate",
+    "schedule.family": "Family Formula",
+    "schedule.registry": "build_schedule register_schedule",
+    "schedule.search": "SearchResult search_schedule",
+}
+"""Module of this package -> the public names that stand in it."""
 
-__all__ = [
-    "Action",
-    "Costs",
-    "Family",
-    "Formula",
-    "Kind",
-    "PipememError",
-    "Placement",
-    "Schedule",
-    "ScheduleError",
-    "SearchResult",
-    "Timeline",
-    "UnknownScheduleError",
-    "UnsupportedError",
-    "UpstreamError",
-    "build_schedule",
-    "register_schedule",
-    "search_schedule",
-    "simulate",
-    "validate",
-    *_NEEDS_MEGATRON,
-]
+_HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
+_NEEDS_MEGATRON = _MODULES["mcore.plugin"].split()
+
+__all__ = sorted(_HOME)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _NEEDS_MEGATRON:
         from megatron_pipemem.mcore import INSTALL, is_installed
 
         if not is_installed():
-            raise UpstreamError(f"megatron_pipemem.{name} needs Megatron: {INSTALL}")
-        from megatron_pipemem.mcore import plugin
+            from megatron_pipemem.errors import UpstreamError
 
-        return getattr(plugin, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            raise UpstreamError(f"megatron_pipemem.{name} needs Megatron: {INSTALL}")
+    return getattr(import_module(f"megatron_pipemem.{_HOME[name]}"), name)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("megatron-pipemem")
+    except PackageNotFoundError:  # run from a source tree
+        return "0+unknown"

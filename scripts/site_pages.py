@@ -81,9 +81,9 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 def command_pages() -> dict[str, str]:
     """Return the Markdown of ``commands/index.md`` and of a page per command of ``pipemem``, by page."""
-    from megatron_pipemem.cli.app import app
+    from megatron_pipemem.cli.app import load_commands
 
-    commands = {name: each for name, each in typer.main.get_command(app).commands.items() if not each.hidden}
+    commands = {name: each for name, each in load_commands().items() if not each.hidden}
     lines = ["# Commands", "", "Every command explains itself with `--help`; these pages are made from that.", ""]
     lines += ["| command | what it does |", "|---|---|"]
     lines += [f"| [`pipemem {name}`]({name}.md) | {_first_sentence(each.help)} |" for name, each in commands.items()]

@@ -14,17 +14,16 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-import typer
-
 import megatron_pipemem
-from megatron_pipemem.cli.app import app
+from megatron_pipemem.cli.app import load_commands
 
 PACKAGE = Path(megatron_pipemem.__file__).parent
 FOREIGN = PACKAGE / "cpu" / "transformer_engine"
 """Stands in for functions of another package, which have their arguments there."""
 
 COMMANDS = {
-    (Path(inspect.getfile(inspect.unwrap(each.callback))), each.callback.__name__) for each in app.registered_commands
+    (Path(inspect.getfile(inspect.unwrap(each.callback))), inspect.unwrap(each.callback).__name__)
+    for each in load_commands().values()
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -102,7 +101,7 @@ def test_every_public_function_explains_its_arguments():
 
 
 def test_every_option_of_a_command_has_a_help_text():
-    for name, command in typer.main.get_command(app).commands.items():
+    for name, command in load_commands().items():
         assert [each.name for each in command.params if not each.help] == [], name
 
 

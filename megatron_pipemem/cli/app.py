@@ -1,21 +1,120 @@
-"""Assemble the command ``pipemem`` from one module per subcommand."""
+"""Assemble the command ``pipemem`` from one function per subcommand, imported when it is called."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from megatron_pipemem import __version__
-from megatron_pipemem.cli import check, convert, grid, launch, pareto, plan, profile, report, schedules, show, simulate
 from megatron_pipemem.cli.common import INTERRUPTED, INVALID, UNUSABLE, report_error
 from megatron_pipemem.cli.examples import CommandWithExamples, RunCommand, markup
 from megatron_pipemem.errors import PipememError, ScheduleError
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """Say where a command stands.
+
+    Args:
+        function: that it is, as ``module.name`` within ``megatron_pipemem.cli``.
+        told: of it where all commands are listed: the first sentence of its help (a test compares), which is not read there.
+        kind: class of the command.
+        hidden: other programs call it.
+    """
+
+    function: str
+    told: str
+    kind: type[CommandWithExamples] = CommandWithExamples
+    hidden: bool = False
+
+
+_ENTRIES = {
+    "schedules": _Entry(
+        "schedules.schedules",
+        "List every schedule: what it holds at its peak, how long it idles, what it needs; or explain one, with a picture.",
+    ),
+    "simulate": _Entry(
+        "simulate.simulate",
+        "Run a schedule in the simulator: makespan, bubble, peak memory, messages, and how fast any could be.",
+    ),
+    "show": _Entry(
+        "show.show",
+        "Draw when every action runs and what every device holds: in the terminal, or into a file.",
+    ),
+    "pareto": _Entry(
+        "pareto.pareto",
+        "Compare bubble and peak memory of all families and of searched schedules; only the front is a choice.",
+    ),
+    "check": _Entry(
+        "check.check",
+        "Prove that a schedule file may run: complete, ordered, free of deadlock, within memory.",
+    ),
+    "convert": _Entry(
+        "convert.convert",
+        "Write a schedule as a file: one line per device, one action per comma-separated cell.",
+    ),
+    "plan": _Entry(
+        "plan.plan_command",
+        "Choose tensor, pipeline and data parallelism, microbatch, schedule and recompute for a run, and rank what fits.",
+    ),
+    "profile": _Entry(
+        "profile.profile",
+        "Measure or compute what one layer, the embedding and the head take and keep, and what stages made of them cost.",
+    ),
+    "launch": _Entry(
+        "launch.launch",
+        "Start this node's ranks of a run under torchrun; start the same on every node of it.",
+    ),
+    "grid": _Entry("grid.grid", "Train every point of a grid and compare them."),
+    "report": _Entry(
+        "report.report",
+        "Compare the runs of a grid: throughput against peak memory, and those that are worth choosing.",
+    ),
+    "run": _Entry(
+        "run.run_script", "Run a Megatron script with the plugin on, usually under torchrun.", kind=RunCommand
+    ),
+    "unfinished": _Entry(
+        "launch.unfinished",
+        "Exit with 0 if the run has a checkpoint to go on from, with 1 if it is finished or would start over; batch files ask.",
+        hidden=True,
+    ),
+    "grid-result": _Entry(
+        "grid.grid_result",
+        "Collect the result of a grid's point whose training has ended; grid.sbatch calls this.",
+        hidden=True,
+    ),
+}
+
+
+def load_command(name: str) -> CommandWithExamples:
+    """Import the function of a command, and return the command with all its options."""
+    entry = _ENTRIES[name]
+    module, _, function = entry.function.partition(".")
+    alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+    callback = getattr(import_module(f"megatron_pipemem.cli.{module}"), function)
+    alone.command(name, cls=entry.kind, hidden=entry.hidden)(callback)
+    return typer.main.get_command(alone)
+
+
+def load_commands() -> dict[str, CommandWithExamples]:
+    """Return all commands by name, those that the help does not list too."""
+    return {name: load_command(name) for name in _ENTRIES}
+
+
 class _Group(TyperGroup):
+    """Know its commands by name and sentence, and import the one that is called."""
+
+    def __init__(self, **settings: Any) -> None:
+        listed = {name: TyperCommand(name, help=each.told, hidden=each.hidden) for name, each in _ENTRIES.items()}
+        super().__init__(**settings | {"commands": listed})
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and load_command(name), rest
+
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:
         self.rich_markup_mode = markup()
         super().format_help(ctx, formatter)
@@ -42,26 +141,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-for _name, _command in (
-    ("schedules", schedules.schedules),
-    ("simulate", simulate.simulate),
-    ("show", show.show),
-    ("pareto", pareto.pareto),
-    ("check", check.check),
-    ("convert", convert.convert),
-    ("plan", plan.plan_command),
-    ("profile", profile.profile),
-    ("launch", launch.launch),
-    ("grid", grid.grid),
-    ("report", report.report),
-):
-    app.command(_name, cls=CommandWithExamples)(_command)
-app.command("unfinished", hidden=True)(launch.unfinished)
-app.command("grid-result", hidden=True)(grid.grid_result)
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        from megatron_pipemem import __version__
+
         typer.echo(f"pipemem {__version__}")
         raise typer.Exit
 
@@ -73,28 +158,6 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-# Whatever follows the script is the script's, whether or not it looks like a flag of ours.
-@app.command("run", cls=RunCommand, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
-def _run(
-    script: Annotated[Path, typer.Argument(help="A Megatron training script, for example pretrain_gpt.py.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(help="Flags of the script, and the --pipemem-* flags below.")
-    ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Run CUDA-only Megatron on CPU ranks over gloo.")] = False,
-) -> None:
-    """Run a Megatron script with the plugin on, usually under torchrun.
-
-    Examples:
-        # by name
-        torchrun --nproc-per-node 8 -m megatron_pipemem run pretrain_gpt.py FLAGS --pipemem-schedule v-half
-        # the fastest that fits
-        torchrun ... run pretrain_gpt.py FLAGS --pipemem-schedule auto --pipemem-memory-cap 6GiB
-    """
-    from megatron_pipemem.cli.run import run
-
-    run(cpu, script, arguments or [])
 
 
 def main() -> None:

@@ -47,7 +47,12 @@ class CommandWithExamples(TyperCommand):
 
 
 class RunCommand(CommandWithExamples):
-    """Tell in the help also of the flags that stand behind the script."""
+    """Tell in the help also of the flags that stand behind the script. Whatever follows the script is the script's, whether
+    or not it looks like a flag of ours.
+    """
+
+    ignore_unknown_options = True
+    allow_interspersed_args = False
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:
         super().format_help(ctx, formatter)

@@ -6,10 +6,31 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from megatron_pipemem.cli.rank_guard import rank_guard
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import INSTALL, is_installed
+
+
+def run_script(
+    script: Annotated[Path, typer.Argument(help="A Megatron training script, for example pretrain_gpt.py.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="Flags of the script, and the --pipemem-* flags below.")
+    ] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Run CUDA-only Megatron on CPU ranks over gloo.")] = False,
+) -> None:
+    """Run a Megatron script with the plugin on, usually under torchrun.
+
+    Examples:
+        # by name
+        torchrun --nproc-per-node 8 -m megatron_pipemem run pretrain_gpt.py FLAGS --pipemem-schedule v-half
+        # the fastest that fits
+        torchrun ... run pretrain_gpt.py FLAGS --pipemem-schedule auto --pipemem-memory-cap 6GiB
+    """
+    run(cpu, script, arguments or [])
 
 
 def run(cpu: bool, script: Path, arguments: list[str]) -> None:

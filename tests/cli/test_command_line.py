@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from megatron_pipemem.cli.app import app
+from megatron_pipemem.cli.app import app, load_commands
 from megatron_pipemem.launch import flags as run_flags
 
 COMMANDS = ["schedules", "simulate", "show", "check", "convert", "run"]
@@ -26,6 +26,48 @@ def test_help_lists_every_command(pipemem):
 def test_every_command_explains_itself(pipemem, command):
     shown = pipemem(command, "--help")
     assert shown.exit_code == 0 and f"Usage: pipemem {command}" in shown.stdout
+
+
+def test_the_list_of_commands_says_the_first_sentence_of_each():
+    """It is written down beside the names, so that the list needs no command's module."""
+    listed = get_command(app).commands
+    told = {name: " ".join(each.help.split("\n\n")[0].split()) for name, each in load_commands().items()}
+    assert {name: each.help for name, each in listed.items()} == told
+
+
+OF_THE_APP = {"cli", "cli.app", "cli.common", "cli.examples", "errors"}
+SLOW = {"matplotlib", "megatron", "numpy", "torch", "yaml"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "commands", "slow"),
+    [
+        ("--help", set(), SLOW | {"pydantic"}),
+        ("--version", set(), SLOW | {"pydantic"}),
+        ("simulate zbv -p 4 -m 8", {"simulate", "checks", "completion", "loading", "options", "progress"}, SLOW),
+        ("show zbv -p 4 -m 8", {"show", "checks", "completion", "loading", "options", "progress"}, SLOW),
+    ],
+    ids=lambda argument: argument.split()[0] if isinstance(argument, str) else "",
+)
+def test_a_command_imports_what_it_needs(arguments, commands, slow):
+    """Start-up is mostly imports. Modules are counted, since seconds depend on what else the machine does."""
+    code = (
+        "import sys\n"
+        "from megatron_pipemem.cli.app import main\n"
+        "try: main()\n"
+        "finally: print(*sys.modules, file=sys.stderr)\n"
+    )
+    command = [sys.executable, "-c", code, *arguments.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    loaded = set(done.stderr.split())
+    assert loaded & slow == set()
+    ours = {name.removeprefix("megatron_pipemem.") for name in loaded if name.startswith("megatron_pipemem.")}
+    if not commands:
+        assert ours == OF_THE_APP
+    assert {name for name in ours if name.startswith("cli")} == OF_THE_APP - {"errors"} | {
+        f"cli.{each}" for each in commands
+    }
+    assert {name.split(".")[0] for name in ours} <= {"cli", "errors", "files", "reading", "report", "schedule"}
 
 
 def test_version(pipemem):
@@ -91,7 +133,7 @@ def test_module_and_exit_code_of_a_real_process():
     assert done.stderr.startswith("error: unknown schedule 'v-hlaf'; did you mean 'v-half'")
 
 
-SHOWN = {name: command for name, command in get_command(app).commands.items() if not command.hidden}
+SHOWN = {name: each for name, each in load_commands().items() if not each.hidden}
 
 
 @pytest.mark.parametrize("command", SHOWN)

@@ -127,6 +127,29 @@ print(timeline.makespan, timeline.peak)
     assert run(code) == "107.5 0.625\n"
 
 
+def test_public_names_are_imported_when_asked_for():
+    """What type checkers are told of stands where it is looked up, and asking for one name imports no other's module."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    told = {
+        (node.module, name.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("megatron_pipemem.")
+        for name in node.names
+        if name.asname
+    }
+    assert told == {(f"megatron_pipemem.{module}", name) for name, module in megatron_pipemem._HOME.items()}
+    for name in set(megatron_pipemem.__all__) - set(megatron_pipemem._NEEDS_MEGATRON):
+        assert getattr(megatron_pipemem, name).__name__ == name
+    code = """
+import sys
+import megatron_pipemem
+print(*sorted(name for name in sys.modules if name.startswith("megatron_pipemem.")))
+megatron_pipemem.ScheduleError
+print(*sorted(name for name in sys.modules if name.startswith("megatron_pipemem.")))
+"""
+    assert run(code) == "\nmegatron_pipemem.errors\n"
+
+
 def test_importing_changes_nothing():
     """No environment, hook, handler, filter or random state is touched, and nothing is printed."""
     code = """

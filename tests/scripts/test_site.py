@@ -12,10 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import typer
 
 import megatron_pipemem
-from megatron_pipemem.cli.app import app
+from megatron_pipemem.cli.app import load_commands
 from megatron_pipemem.launch.flags import flag_parser
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 pytest.importorskip("mkdocs", reason="needs MkDocs: pip install '.[docs]'")
 pytest.importorskip("mkdocstrings", reason="needs mkdocstrings: pip install '.[docs]'")
 
-COMMANDS = {name: each for name, each in typer.main.get_command(app).commands.items() if not each.hidden}
+COMMANDS = {name: each for name, each in load_commands().items() if not each.hidden}
 
 
 @pytest.fixture(scope="module")
