@@ -57,7 +57,7 @@ install() {
         sed -un '/ MB)$/s/^ *Downloading /setup.sh:   downloading /p; s/^Installing collected packages.*/setup.sh:   unpacking/p'
 }
 
-wanted=$(cat requirements.txt setup.py | cksum)
+wanted=$(cat requirements.txt pyproject.toml | cksum)
 if [ -x "$venv/bin/python" ] && [ "$(cat "$venv/.pipemem-stamp" 2>/dev/null)" = "$wanted" ]; then
     exit 0
 fi

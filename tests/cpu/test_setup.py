@@ -16,7 +16,7 @@ TOOLS = ("bash", "env", "dirname", "cat", "cksum", "ls", "rm", "mkdir", "sed", "
 @pytest.fixture
 def machine(tmp_path: Path) -> Path:
     """A clone of what setup.sh reads, and a ``bin`` that is all of PATH: basic tools, and no Python yet."""
-    for name in ("scripts/setup.sh", "requirements.txt", "setup.py"):
+    for name in ("scripts/setup.sh", "requirements.txt", "pyproject.toml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
     (tmp_path / "bin").mkdir()

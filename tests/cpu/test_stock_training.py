@@ -160,7 +160,10 @@ def test_a_missing_script_is_an_error(environment: dict[str, str], tmp_path: Pat
     ("arguments", "says"),
     [
         (["nope.py"], "error: there is no script nope.py; give the path"),
-        ([str(REPOSITORY / "setup.py"), "--pipemem-schedule", "v-hlaf"], "error: unknown schedule 'v-hlaf'"),
+        (
+            [str(REPOSITORY / "scripts" / "pretrain_gpt.py"), "--pipemem-schedule", "v-hlaf"],
+            "error: unknown schedule 'v-hlaf'",
+        ),
     ],
 )
 def test_without_a_launcher_what_is_wrong_is_an_error_like_any_other(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -69,11 +70,10 @@ def test_imports_point_one_way(part, may_import):
             assert parts <= may_import, source
 
 
-def test_setup_installs_what_the_command_line_imports():
+def test_the_package_requires_what_the_command_line_imports():
     """All but torch, which comes with an extra, and without which most commands work."""
-    setup = ast.parse((PACKAGE.parent / "setup.py").read_text(encoding="utf-8"))
-    required = next(k.value for k in ast.walk(setup) if isinstance(k, ast.keyword) and k.arg == "install_requires")
-    installed = {requirement.split(">=")[0] for requirement in ast.literal_eval(required)}
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    installed = {requirement.split(">=")[0] for requirement in project["dependencies"]}
     parts = ("cli", "config", "launch", "planner", "report", "schedule")
     names = {name.split(".")[0] for source in SOURCES if part_of(source) in parts for name in imported(source)}
     others = names - set(sys.stdlib_module_names) - {"megatron_pipemem", "torch"}

@@ -1,0 +1,127 @@
+"""What pip installs: built as an index would hold it, and used where nothing else is."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.metadata import Metadata
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "megatron_pipemem"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+OUTSIDE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "COLUMNS")}
+"""Environment in which only an installed package is found."""
+
+
+def call(*command: object, cwd: Path) -> str:
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=cwd, env=OUTSIDE, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def build(hook: str, source: Path, into: Path) -> Path:
+    """Build as a front end of PEP 517 does, with the setuptools that is there, so that no index is needed."""
+    call(sys.executable, "-c", f"from setuptools import build_meta; build_meta.{hook}({str(into)!r})", cwd=source)
+    (built,) = into.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]):
+        shutil.copy(ROOT / name, source / name)
+    shutil.copytree(PACKAGE, source / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    return build("build_sdist", source, tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the source distribution, which must have all that it needs."""
+    unpacked = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(unpacked, filter="data")
+    (source,) = unpacked.iterdir()
+    return build("build_wheel", source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ``bin`` of an environment with the wheel and what it requires, in the versions of requirements.txt."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, symlinks=True)
+    versions = folder / "constraints.txt"
+    versions.write_text(re.sub(r"\[.*?\]", "", (ROOT / "requirements.txt").read_text(encoding="utf-8")))
+    pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--quiet"]
+    pip += ["--disable-pip-version-check", "--only-binary", ":all:", "--constraint", versions]
+    asked = [*pip, "--dry-run", "--no-deps", "--retries", "0", "--timeout", "5", "rich"]
+    reached = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if "No matching distribution found" in reached.stderr:
+        pytest.skip("needs a package index that pip reaches")
+    assert reached.returncode == 0, reached.stderr
+    call(*pip, "--no-compile", wheel, cwd=folder)
+    return folder / "bin"
+
+
+def members(archive: Path) -> dict[str, str]:
+    """What a wheel holds, as text."""
+    with zipfile.ZipFile(archive) as opened:
+        return {name: opened.read(name).decode() for name in opened.namelist()}
+
+
+def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
+    files = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert "megatron_pipemem/py.typed" in files
+    held = members(wheel)
+    assert {name for name in held if ".dist-info/" not in name} == files
+    assert {Path(name).parts[0] for name in held} == {PACKAGE.name, f"megatron_pipemem-{PROJECT['version']}.dist-info"}
+
+
+def test_the_metadata_is_what_an_index_takes(wheel: Path) -> None:
+    (text,) = [text for name, text in members(wheel).items() if name.endswith(".dist-info/METADATA")]
+    found = Metadata.from_email(text, validate=True)  # raises a group of all that is wrong
+    assert (found.name, str(found.version)) == (PROJECT["name"], PROJECT["version"])
+    assert found.license_expression == "Apache-2.0" and str(found.requires_python) == ">=3.12"
+    assert found.description_content_type.startswith("text/markdown")
+    assert found.description == (ROOT / "README.md").read_text(encoding="utf-8")
+    assert found.summary and found.keywords and found.author and "Typing :: Typed" in found.classifiers
+
+
+def test_the_license_goes_with_it(wheel: Path) -> None:
+    held = members(wheel)
+    for name in PROJECT["license-files"]:
+        (text,) = [text for each, text in held.items() if each.endswith(f".dist-info/licenses/{name}")]
+        assert text == (ROOT / name).read_text(encoding="utf-8")
+    assert "Copyright the megatron_pipemem authors" in (ROOT / "NOTICE").read_text(encoding="utf-8")
+
+
+def test_the_changelog_begins_with_the_version() -> None:
+    """``0.2.0.devN`` is on the way to ``0.2.0 (unreleased)``; what is released has neither."""
+    version = Version(PROJECT["version"])
+    heading = re.search(r"^## (\S+)(.*)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert heading[1] == version.base_version and len(version.release) == 3
+    assert heading[2] == (" (unreleased)" if version.is_devrelease else "")
+
+
+def test_an_empty_environment_has_a_version_and_plans_without_torch(bare: Path, tmp_path: Path) -> None:
+    assert call(bare / "pipemem", "--version", cwd=tmp_path) == f"pipemem {PROJECT['version']}\n"
+    find = "import importlib.util; print([importlib.util.find_spec(name) for name in ('torch', 'megatron')])"
+    assert call(bare / "python", "-c", find, cwd=tmp_path) == "[None, None]\n"
+    assert "0.625" in call(bare / "pipemem", "simulate", "v-half", "-p", 8, "-m", 33, cwd=tmp_path)
+    call(bare / "pipemem", "show", "zbv", "-p", 4, "-m", 8, "--output", "page.html", cwd=tmp_path)
+    assert "<script" in (tmp_path / "page.html").read_text(encoding="utf-8")  # made from report/page.*
+    run = ROOT / "configs" / "runs" / "tiny-cpu.yaml"  # of a model and a cluster that the package brings
+    few = ("--only", "tp=1", "--only", "pp=4", "--only", "schedule=1f1b,v-half", "--search-seconds", 0)
+    assert "v-half" in call(bare / "pipemem", "plan", run, *few, cwd=tmp_path)
