@@ -78,7 +78,7 @@ REORDERED = Refusals(
     " by a schedule whose forwards come in another order than Megatron's own",
     {
         "moe_enable_routing_replay": "routers are recorded and replayed in the order in which Megatron runs the forwards of a "
-        "rank; take a schedule with one model chunk per rank, or interleaved",
+        "rank; take a schedule with one model chunk per rank, or interleaved, and no --pipemem-microbatch-costs",
     },
 )
 _STREAMS = "shards of one weight draw from streams of their own there; leave out "

@@ -153,6 +153,14 @@ def test_an_iterator_that_cannot_be_dealt_or_ends_early_is_refused():
         run.begin(run.step(None))
 
 
+def test_routers_are_not_replayed_in_another_order():
+    run = Run("1f1b")
+    step = run.step(iter(WEIGHTS))
+    step.context.config.moe_enable_routing_replay = True
+    with pytest.raises(UnsupportedError, match="moe_enable_routing_replay.* no --pipemem-microbatch-costs"):
+        run.begin(step)
+
+
 def test_weights_travel_whole():
     rows = (1.0, 2.0), (0.5, 1.0)
     for weights in (

@@ -13,9 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
+from megatron_pipemem.config.refusals import REORDERED
 from megatron_pipemem.errors import PipememError, UnsupportedError
 from megatron_pipemem.mcore.agreement import agree, tell
 from megatron_pipemem.mcore.loop_arguments import running_iteration
+from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step.agreement import agreed_numbers, decided_by_first, groups_of_copy, largest_numbers
 from megatron_pipemem.mcore.step.batch_distribution import Dealer
@@ -140,6 +142,7 @@ class UnequalMicrobatches(Extension):
     def _own(self, step: Step) -> list[float] | None:
         """Return the weights that this rank finds, in one row; ``None`` where it reads no data of an end of the model."""
         placement, m = step.pipeline.placement, step.shape.num_microbatches
+        check_config(step.context.config, REORDERED)
         for iterator in step.iterators:
             if iterator is not None and not hasattr(iterator, "__next__"):
                 raise UnsupportedError(
