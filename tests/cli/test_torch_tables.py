@@ -54,7 +54,7 @@ def test_torch_loads_what_convert_writes(pipemem, tmp_path, name, suffix, form):
         device: [a for a in row if a.computation_type not in (reducing, schedules.UNSHARD, schedules.RESHARD)]
         for device, row in loaded.items()
     }
-    ran = schedules._simulate_comms_compute(rows, schedule.placement.device_of, schedule.num_stages)
+    ran = schedules._simulate_comms_compute(rows, schedule.placement.devices.__getitem__, schedule.num_stages)
     assert {device: [a for a in steps if a is not None] for device, steps in ran.items()} == rows
 
 

@@ -54,7 +54,9 @@ def judge(schedule: Schedule) -> None:
         torch_orders(schedule.orders), placement.num_devices, placement.num_stages, schedule.num_microbatches
     )
     assert found == dict(enumerate(placement.devices))
-    theirs = schedules._add_send_recv(torch_orders(schedule.orders), placement.device_of, placement.num_stages)
+    theirs = schedules._add_send_recv(
+        torch_orders(schedule.orders), placement.devices.__getitem__, placement.num_stages
+    )
     program = lower(schedule)
     messages = {
         device: {torch_action(action) for action in actions if action.kind in MESSAGES}
@@ -67,7 +69,7 @@ def judge(schedule: Schedule) -> None:
 
 def simulate_in_torch(actions, placement) -> int:
     """Steps of torch's simulation, which raises if a device never ends."""
-    simulated = schedules._simulate_comms_compute(actions, placement.device_of, placement.num_stages)
+    simulated = schedules._simulate_comms_compute(actions, placement.devices.__getitem__, placement.num_stages)
     ran = {device: [a for a in steps if a is not None] for device, steps in simulated.items()}
     assert ran == {device: list(order) for device, order in actions.items()}
     return max(map(len, simulated.values()))
@@ -122,7 +124,9 @@ def test_torch_agrees_on_random_schedules(schedule):
 def test_simulated_steps_are_those_of_the_reference_tables(name, steps):
     """Published tables at 8 devices and 33 microbatches, counted in torch's steps, where a message takes one too."""
     schedule = build_schedule(name, num_devices=8, num_microbatches=33)
-    theirs = schedules._add_send_recv(torch_orders(schedule.orders), schedule.placement.device_of, schedule.num_stages)
+    theirs = schedules._add_send_recv(
+        torch_orders(schedule.orders), schedule.placement.devices.__getitem__, schedule.num_stages
+    )
     assert simulate_in_torch(theirs, schedule.placement) == steps
 
 
