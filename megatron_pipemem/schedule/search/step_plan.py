@@ -21,6 +21,7 @@ from megatron_pipemem.schedule.core.bounds import lower_bound
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap, loosened
 from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.core.progress import rare_collection
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import peaks, simulate
 from megatron_pipemem.schedule.core.validator import validate
@@ -55,6 +56,7 @@ class StepPlan:
     bound: float
 
 
+@rare_collection()
 def plan_step(base: Schedule, costs: Costs, cap: MemoryCap | None = None, seconds: float = SECONDS) -> StepPlan:
     """Return an order of a step's microbatches, and a schedule for it, that is faster than the base in arrival order.
 
@@ -193,12 +195,12 @@ class _Search:
                 made = self._climbed(dispatcher, limits, anew or made)
 
     def _dispatched(self, dispatcher: Dispatcher, tries: Iterable[tuple[Ahead, Order]]) -> _Found | None:
-        """Return the fastest of schedules made greedily: at least of the first that keeps the caps, then of those there is
-        time for.
+        """Return the fastest of schedules made greedily: of those there is time for, and of one that keeps the caps in any case
+        where nothing better than arrival order is known.
         """
         fastest, of = None, None
         for ahead, order in tries:
-            if (self._best or fastest) is not None and not self._has_time():
+            if (fastest is not None or self._best is not self._arrival) and not self._has_time():
                 break
             found = dispatcher.run(order, ahead)
             if found is not None and (fastest is None or found.makespan < fastest.makespan):
