@@ -257,9 +257,13 @@ def prices_of(costs: str) -> tuple[Costs, str]:
     """Return the costs that a run begins with, and where they are from.
 
     Raises:
-        CostsError: a file that cannot be read.
+        CostsError: a file that cannot be read, or that weighs microbatches, which every step does anew.
     """
-    return (Costs(), "unit") if costs in ("unit", PROFILE) else (Costs.from_json(costs), "file")
+    if costs in ("unit", PROFILE):
+        return Costs(), "unit"
+    found = Costs.from_json(costs)
+    found.require_alike(f"{costs}: a run")
+    return found, "file"
 
 
 def schedule_of_file(path: str, memory_cap: float | Sequence[float] | None) -> Schedule:

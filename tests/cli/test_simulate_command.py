@@ -328,4 +328,6 @@ def test_microbatches_of_a_costs_file_that_are_not_alike(pipemem, pipemem_json, 
     schedule.write_text(timeline.schedule.to_csv())
     alone = refuses("simulate", schedule, "--costs", file, "--memory-cap", 0.9, code=1)
     assert "microbatch 2 alone holds 1 activation units over the memory cap of 0.9" in alone
-    assert "the search takes microbatches that are alike" in refuses("simulate", "auto", *size[2:], "-m", 4)
+    assert "the search takes the prices of microbatches that are alike" in refuses(
+        "simulate", "auto", *size[2:], "-m", 4
+    )

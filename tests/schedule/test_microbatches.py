@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -30,6 +31,7 @@ from megatron_pipemem.schedule.knowledge import Knowledge
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.pareto import choices
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.request import prices_of
 from megatron_pipemem.schedule.search import search_schedule
 
 LAYERS = ("F", "I", "W", "B", "R", "RS")
@@ -233,17 +235,20 @@ def test_messages_of_long_microbatches_count_with_their_bytes() -> None:
     assert list(held) == [400, 340]
 
 
-def test_who_takes_equal_microbatches_only_says_so() -> None:
+def test_who_takes_equal_microbatches_only_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text('{"microbatch": {"time": [1, 2]}}')
     stream = family_window("pipedream-2bw", 2, 4, steady(2, 4))
     uses = {
         "the search": lambda: search_schedule(num_devices=2, num_microbatches=4, costs=HEAVY),
         "the table of all schedules": lambda: choices(2, 4, HEAVY),
         "a window of a stream that is never flushed": lambda: stream.simulate(HEAVY),
+        "a run": lambda: prices_of(str(file)),
         "a replay": lambda: replay("1f1b", 2, 4, None).makespan(HEAVY),
     }
     for who, use in uses.items():
         with pytest.raises(
-            CostsError, match=f"{who} takes microbatches that are alike, .*; leave the key microbatch out"
+            CostsError, match=f"{who} takes the prices of microbatches that are alike, .*; leave the key microbatch out"
         ):
             use()
 

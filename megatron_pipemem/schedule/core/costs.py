@@ -177,8 +177,8 @@ class Costs:
         """Raise a CostsError in the name of whoever cannot take microbatches that have weights."""
         if self.microbatch is not None:
             raise CostsError(
-                f"{who} takes microbatches that are alike, and these costs weigh them; leave the key microbatch out of the "
-                "costs, and order the microbatches of a step with plan_step"
+                f"{who} takes the prices of microbatches that are alike, and these costs weigh them; leave the key microbatch "
+                "out, and plan every step for its own with plan_step, or in a run with --pipemem-microbatch-costs"
             )
 
     def seconds(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
