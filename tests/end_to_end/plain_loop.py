@@ -96,6 +96,11 @@ def batches(step: int, sizes=SAME):
         yield tokens[:, :-1], tokens[:, 1:]
 
 
+def weight(batch) -> tuple[float, float]:
+    """By tokens."""
+    return (batch[0].numel() / (2 * SEQUENCE),) * 2
+
+
 def call(data, model, with_labels: bool) -> torch.Tensor:
     """The model's output for the next batch; without data, as on a stage that has no use for them."""
     if data is None:

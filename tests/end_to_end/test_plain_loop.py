@@ -44,6 +44,11 @@ CUT = {
     "v-half": {"chunks": 2, "settings": {"vocab_parallel": "2"}},
     "zb-h1 tp": {"tp": 2, "settings": {"vocab_parallel": "2"}},
 }
+WEIGHTS = {"microbatch_costs": "plain_loop:weight"}
+WEIGHED = {
+    "v-half tp weighed": {"chunks": 2, "tp": 2, "settings": WEIGHTS},
+    "zb-h1 offload weighed": {"settings": {**WEIGHTS, "offload": "full", "offload_options": {"min_bytes": "1B"}}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +92,10 @@ def test_microbatches_that_differ_train_as_stocks_do(variable, name):
     assert ours["logits"] == stock["logits"]
 
 
-@pytest.mark.parametrize("name", [*FORETOLD, *(f"{name} cut" for name in CUT)])
+@pytest.mark.parametrize("name", [*FORETOLD, *WEIGHED, *(f"{name} cut" for name in CUT)])
 def test_bytes_of_microbatches_that_differ_are_foretold(variable, tmp_path, name):
     """Masks are made for every microbatch, and attention keeps its scores: both grow with the square of the length."""
-    case = CUT[name.removesuffix(" cut")] if name.endswith(" cut") else VARIABLE[name]
+    case = CUT[name.removesuffix(" cut")] if name.endswith(" cut") else (VARIABLE | WEIGHED)[name]
     report = tmp_path / "report.json"
     variable(name, **{**case, "settings": {**case.get("settings", {}), "report": str(report)}, "variable": "LENGTHS"})
     ranks = json.loads(report.read_text())["ranks"]
@@ -100,9 +105,10 @@ def test_bytes_of_microbatches_that_differ_are_foretold(variable, tmp_path, name
     assert all(rank["counted_host_peak_bytes"] > 0 for rank in ranks) == ("offload" in name)
 
 
-@pytest.mark.parametrize("name", [*CUT, "chimera"])
-def test_microbatches_that_differ_train_with_a_cut_vocabulary_or_two_replicas(variable, name):
-    case = CUT.get(name, {})
+@pytest.mark.parametrize("name", [*CUT, "chimera", *WEIGHED])
+def test_microbatches_that_differ_train_as_stock_but_for_the_order_of_sums(variable, name):
+    """With a cut vocabulary, two replicas of the model, or in another order. Losses come in the order of the iterator."""
+    case = (CUT | WEIGHED).get(name, {})
     stock, ours = variable("stock", tp=case.get("tp", 1)), variable(name, **case)
     whole, cut = ([float.fromhex(loss) for loss in each["losses"]] for each in (stock, ours))
     assert cut == pytest.approx(whole, rel=1e-6)
