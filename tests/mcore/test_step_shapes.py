@@ -29,7 +29,7 @@ class Model(torch.nn.Module):
         raise AssertionError("the model must not run")
 
 
-def make_step(world, iterators: list, forward_step, m: int = 3, **others) -> Step:
+def make_step(world, iterators: list, forward_step, m: int = 3) -> Step:
     config = SimpleNamespace(hidden_size=8, sequence_parallel=True, variable_seq_lengths=True)
     groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2))
     context = SimpleNamespace(
@@ -40,19 +40,19 @@ def make_step(world, iterators: list, forward_step, m: int = 3, **others) -> Ste
         config=config,
     )
     return Step(
-        context,
-        [Model()],
-        groups,
-        Pipeline(world, Placement.linear(1), 0, [0], {}),
-        None,
-        MessageFormat(None, torch.float32, torch.device("cpu")),
-        _shape_of_tokens(config, groups),
-        _same_tokens(16, 2, None, config, groups, m),
-        None,
-        None,
-        iterators,
-        True,
-        **others,
+        context=context,
+        chunks=[Model()],
+        groups=groups,
+        pipeline=Pipeline(world, Placement.linear(1), 0, [0], {}),
+        shape=None,
+        message=MessageFormat(None, torch.float32, torch.device("cpu")),
+        message_shape=_shape_of_tokens(config, groups),
+        tokens=_same_tokens(16, 2, None, config, groups, m),
+        full_microbatch=None,
+        programs=None,
+        finalize=None,
+        iterators=iterators,
+        finalizes=True,
     )
 
 
