@@ -167,6 +167,7 @@ def test_weights_travel_whole():
         MicrobatchWeights(rows[0]),
         MicrobatchWeights(rows[0], rows[1]),
         MicrobatchWeights(rows[0], None, {Kind.W: rows[1], Kind.RS: rows[0]}),
+        MicrobatchWeights(rows[0], None, {Kind.OFFLOAD: rows[1], Kind.LOSS: rows[0]}),
     ):
         assert unequal._unpacked(unequal._packed(weights), 2) == weights
 

@@ -95,6 +95,7 @@ def test_a_file_has_weights_for_all_steps_or_of_each(tmp_path, content, times):
         ({"times": [1, 2]}, "holds no weights of microbatches"),
         ([1, -2], r"time\[1\] is negative"),
         ([[1, 2], ["a", 2]], "holds no weights"),
+        ([1, None], r"time\[1\] is None"),
         ({"time": [1, 2], "kinds": {"SEND_F": [1, 1]}}, "SEND_F"),
     ],
 )
@@ -113,6 +114,10 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path, content, words):
         (lambda batch: float("nan"), None, r"time\[0\]"),
         (lambda batch: -1, None, r"time\[0\] is negative"),
         (lambda batch: "much", None, r"time\[0\]"),
+        ("math:sqrt", -1, "--pipemem-microbatch-costs math:sqrt fails for microbatch 0 of training step 1: ValueError"),
+        ("math:cos", "much", "costs math:cos fails for microbatch 0"),
+        ("builtins:str", 1, "costs builtins:str returns no weights in training step 1: microbatch.time"),
+        ({}.__getitem__, "lengths", "the function of microbatch_costs, __getitem__, fails .*KeyError: 'lengths'"),
     ],
 )
 def test_batches_that_cannot_be_weighed_are_refused(asked, batch, words):

@@ -26,7 +26,7 @@ from megatron_pipemem.mcore.step.programs import Compiled
 from megatron_pipemem.mcore.step.weighing import Weigher
 from megatron_pipemem.schedule.core.action import COMPLETING, Kind
 from megatron_pipemem.schedule.core.costs import Costs
-from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.core.microbatches import WEIGHED, MicrobatchWeights
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.knowledge import MEASURED
@@ -39,7 +39,7 @@ SHARE = 0.01
 LEAST_SECONDS, MOST_SECONDS = 0.02, 0.2
 """Of planning, whatever the step before took."""
 
-_KINDS = (Kind.F, Kind.I, Kind.W, Kind.B, Kind.R, Kind.RS)
+_KINDS = tuple(sorted(WEIGHED))
 _NONE = -1.0
 """In the place of weights that a kind does not have."""
 

@@ -65,14 +65,14 @@ def weigher_of(asked: MicrobatchCosts) -> Weigher:
         CostsError: the file cannot be read as weights.
     """
     if callable(asked):
-        return partial(_by_function, asked)
+        return partial(_by_function, f"the function of microbatch_costs, {getattr(asked, '__name__', asked)},", asked)
     if asked.lower() == TOKENS:
         return _by_tokens
     if asked.lower() == FLOPS:
         return _by_flops
     if asked.endswith(".json"):
         return _of_file(asked)
-    return partial(_by_function, _function(asked))
+    return partial(_by_function, f"--pipemem-microbatch-costs {asked}", _function(asked))
 
 
 @dataclass(frozen=True)
@@ -205,15 +205,33 @@ def _layer_flops(config, length: int) -> tuple[float, float]:
 
 
 def _by_function(
+    name: str,
     function: Callable[[object], object],
     batches: Sequence[object],
     full: FullMicrobatch,
     config: object,
     iteration: int,
 ) -> MicrobatchWeights:
-    found = [function(batch) for batch in batches]
-    pairs = [each if isinstance(each, tuple) and len(each) == 2 else (each, 1.0) for each in found]
-    return MicrobatchWeights(*(tuple(map(_plain, weights)) for weights in zip(*pairs, strict=True)))
+    """Call a user's function of this name for every batch.
+
+    Raises:
+        UnsupportedError: it fails, whatever it raises.
+        CostsError: what it returns is no weight.
+    """
+    pairs = []
+    for number, batch in enumerate(batches):
+        try:
+            found = function(batch)
+        except Exception as error:
+            raise UnsupportedError(
+                f"{name} fails for microbatch {number} of training step {iteration + 1}: {type(error).__name__}: {error}; it "
+                "gets what the data iterator yields, and is to return a time, or a time and a memory"
+            ) from error
+        pairs.append(found if isinstance(found, tuple) and len(found) == 2 else (found, 1.0))
+    try:
+        return MicrobatchWeights(*(tuple(map(_plain, weights)) for weights in zip(*pairs, strict=True)))
+    except CostsError as error:
+        raise CostsError(f"{name} returns no weights in training step {iteration + 1}: {error}") from error
 
 
 def _plain(weight: object) -> object:
@@ -247,7 +265,7 @@ def _of_file(path: str) -> Weigher:
         CostsError: it holds no weights.
     """
     found = read_json(path, "weights of microbatches", CostsError)
-    one_for_all = not isinstance(found, list) or all(isinstance(each, int | float) for each in found)
+    one_for_all = not isinstance(found, list) or not any(isinstance(each, list | dict) for each in found)
     steps = [_weights_of_json(path, each) for each in ([found] if one_for_all else found)]
 
     def weigh(batches: Sequence[object], full: FullMicrobatch, config: object, iteration: int) -> MicrobatchWeights:
