@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_suffix, check_writable
+from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.search import MAX_CHUNKS
 from megatron_pipemem.schedule.size import check_affordable
 
@@ -33,6 +34,15 @@ def check_size(devices: int, microbatches: int, chunks: int, yes: bool, fitted: 
         if chunks > MAX_CHUNKS:
             counts = f"--devices {devices}, --microbatches {microbatches} and {chunks} chunks or pieces"
         check_affordable(devices, microbatches, chunks, f"{counts} make", fitted)
+
+
+def check_steps(schedule: Schedule, steps: int, yes: bool) -> None:
+    """Ask before so many steps of a schedule are simulated that it takes long; as ``check_size``, with the same error."""
+    if not yes:
+        placement, counts = schedule.placement, f"--steps {steps} of {schedule.num_microbatches} microbatches"
+        check_affordable(
+            placement.num_devices, schedule.num_units * steps, placement.num_chunks, f"{counts} make", fitted=False
+        )
 
 
 def check_output(path: Path | None, suffixes: Sequence[str], what: str) -> None:

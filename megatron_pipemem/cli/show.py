@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_pipemem.cli.checks import check_output
+from megatron_pipemem.cli.checks import check_output, check_steps
 from megatron_pipemem.cli.common import console, print_json, report_note
 from megatron_pipemem.cli.completion import complete_schedules
 from megatron_pipemem.cli.loading import load_and_simulate, price_layers
@@ -48,6 +48,7 @@ def show(
         with showing(f"building, proving and simulating {name}"):
             _, timeline, reason = load_and_simulate(name, asked, prices)
             if steps > 1:
+                check_steps(timeline.schedule, steps, asked.yes)
                 timeline = draw_steps(timeline, steps)
         timelines.append(timeline)
         if reason and not as_json:

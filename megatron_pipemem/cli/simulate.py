@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_pipemem.cli.checks import check_steps
 from megatron_pipemem.cli.common import console, print_facts, print_json
 from megatron_pipemem.cli.completion import complete_schedules
 from megatron_pipemem.cli.loading import Loaded, load_and_simulate, price_layers
@@ -83,6 +84,7 @@ def simulate(
         if single_queue:
             facts |= _in_single_queues(loaded.schedule, costs)
         if steps > 1:
+            check_steps(loaded.schedule, steps, asked.yes)
             facts |= _without_barrier(loaded.schedule, costs, steps)
     if loaded.schedule.vocabulary_barriers or asked.vocab_parallel != "off":
         facts["vocabulary_barriers"] = loaded.schedule.vocabulary_barriers

@@ -95,6 +95,9 @@ def test_steps_without_a_barrier(pipemem_json, refuses):
     extra = {key: found.pop(key) for key in ("steps", "steps_makespan", "period", "gain")}
     assert extra == {"steps": 8, "steps_makespan": 51.5 + 7 * 48, "period": 48, "gain": 51.5 / 48} and found == usual
     assert "asynchronous" in refuses("simulate", "pipedream", "-p", 4, "-m", 8, "--steps", 2)
+    for command in ("simulate", "show"):
+        told = refuses(command, "1f1b", "-p", 4, "-m", 8, "--steps", 10**8)
+        assert "--steps 100000000 of 8 microbatches make" in told and "--yes" in told
 
 
 def test_costs_from_a_file(pipemem_json, tmp_path):
