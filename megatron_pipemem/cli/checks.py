@@ -37,7 +37,16 @@ def check_size(devices: int, microbatches: int, chunks: int, yes: bool, fitted: 
 
 
 def check_steps(schedule: Schedule, steps: int, yes: bool) -> None:
-    """Ask before so many steps of a schedule are simulated that it takes long; as ``check_size``, with the same error."""
+    """Ask before so many steps are simulated that it takes long.
+
+    Args:
+        schedule: of every step.
+        steps: how many.
+        yes: whether the user wants it all the same.
+
+    Raises:
+        UnsupportedError: they are too many; it says what they would take.
+    """
     if not yes:
         placement, counts = schedule.placement, f"--steps {steps} of {schedule.num_microbatches} microbatches"
         check_affordable(

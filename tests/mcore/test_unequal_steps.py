@@ -127,9 +127,10 @@ def test_a_planner_that_fails_leaves_the_step_in_arrival_order_and_says_so_once(
 
 def test_what_no_order_can_keep_is_refused_under_a_cap():
     run = Run("1f1b", memory_cap=1.0)
-    run.extension = UnequalMicrobatches(run.source, weigher_of(lambda batch: (batch, 100 * batch)))
-    with pytest.raises(PipememError, match="microbatch"):
-        run.begin(run.step(iter(WEIGHTS)))
+    for heavy in (lambda batch: (batch, 100 * batch)), (lambda batch: (1.0, 100.0)):
+        run.extension = UnequalMicrobatches(run.source, weigher_of(heavy))
+        with pytest.raises(PipememError, match="microbatch"):
+            run.begin(run.step(iter(WEIGHTS)))
     assert issubclass(MemoryCapError, PipememError)
 
 

@@ -84,7 +84,8 @@ class UnequalMicrobatches(Extension):
             # Experts are exchanged between pipelines, so all of these do the same at the same time.
             numbers, groups = largest_numbers(numbers, others), [others, *groups]
         weights = _unpacked(numbers, m)
-        if _are_alike(weights):
+        exceeds_prices = self._source.request.memory_cap is not None and max(weights.tokens) > 1  # and maybe the cap
+        if _are_alike(weights) and not exceeds_prices:
             return base
         costs = replace(self._source.priced(base.plan), microbatch=weights)
         found = decided_by_first(lambda: self._planned(base.plan.schedule, costs, has_peers), groups)
