@@ -153,7 +153,12 @@ class Normalised:
 
 
 class OneBarrier(Normalised):
-    """Input gradient from statistics alone, before ``g`` is known; the weight gradient at any time after that."""
+    """Input gradient from statistics alone, before ``g`` is known; the weight gradient at any time when it is."""
+
+    @property
+    def owes_input_gradient(self) -> bool:
+        """Return whether the input gradient has not been taken yet."""
+        return self._batch.average is not None
 
     @torch.no_grad()
     def input_gradient(self) -> torch.Tensor:

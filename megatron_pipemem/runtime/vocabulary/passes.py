@@ -332,6 +332,8 @@ class VocabularyPasses:
         del self._normalised[microbatch]
         gradient = self._sent_loss_gradients.pop(microbatch).wait()
         if isinstance(done, OneBarrier):
+            if done.owes_input_gradient:  # its reduction comes later on this device, and nothing is kept so long
+                self._partial_input_gradients[microbatch] = self._held(done.input_gradient())
             work = done.weight_gradient(gradient)
         else:
             partial, work = done.input_gradient(gradient)
