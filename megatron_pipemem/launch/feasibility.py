@@ -14,7 +14,7 @@ from megatron_pipemem.planner.memory import held, request_of, schedule_of
 from megatron_pipemem.schedule.model_cut import known_chunks
 from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.registry import family
-from megatron_pipemem.schedule.request import FILE_SUFFIX, Request, check_barriers, check_replicas
+from megatron_pipemem.schedule.request import FILE_SUFFIX, Request, check_barriers, check_replicas, check_weighs
 from megatron_pipemem.schedule.size import check_affordable, is_fitted
 
 
@@ -76,6 +76,8 @@ def _schedules(run: Run) -> None:
     if cut.pp == 1 and choice.name != STOCK:
         raise UnsupportedError(f"pp 1 leaves no pipeline for schedule {choice.name}; set schedule.name to {STOCK}")
     request, options = request_of(run), run.schedule_options
+    if choice.microbatch_costs is not None:
+        check_weighs(choice.name, request)
     recomputes = request.recompute != "none"
     schedule = None if choice.name == AUTO else schedule_of(run, request)
     if choice.name != STOCK and run.implementation == "transformer_engine":

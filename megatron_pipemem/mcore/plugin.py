@@ -39,7 +39,7 @@ from megatron_pipemem.mcore.symbols import USED
 from megatron_pipemem.mcore.vocabulary.step import VocabularySteps
 from megatron_pipemem.schedule.options import LAYERWISE, MESSAGE_SHAPES, OFF, RANDOM, STOCK
 from megatron_pipemem.schedule.registry import register_module
-from megatron_pipemem.schedule.request import PROFILE, Request, check_vocab_parallel, prices_of
+from megatron_pipemem.schedule.request import PROFILE, Request, check_vocab_parallel, check_weighs, prices_of
 
 logger = logging.getLogger(__name__)
 
@@ -125,21 +125,14 @@ class Settings:
                 raise UnsupportedError(f"{name} {getattr(self, name)!r} is none of {', '.join(allowed)}")
         if self.schedule != STOCK:
             prices_of(self.costs)
-        for flag, is_given, what in (
-            ("--pipemem-single-queue", self.single_queue, "schedules"),
-            ("--pipemem-microbatch-costs", self.microbatch_costs is not None, "microbatches for schedules"),
-        ):
-            if is_given and self.schedule == STOCK:
-                raise UnsupportedError(
-                    f"{flag} orders {what} of this package, and {STOCK} is Megatron's own; leave one of them out"
-                )
+        if self.single_queue and self.schedule == STOCK:
+            raise UnsupportedError(
+                f"--pipemem-single-queue orders schedules of this package, and {STOCK} is Megatron's own; leave one of them out"
+            )
         asked = (self.schedule, self.memory_cap, self.costs, self.options, offload.mode, offload.recompute)
         request = Request.of(*asked, offload.host_memory is not None, self.vocab_parallel)
-        if self.microbatch_costs is not None and request.is_asynchronous:
-            raise UnsupportedError(
-                f"schedule {self.schedule!r} runs forwards of the next step, whose microbatches nobody has weighed; drop "
-                "--pipemem-microbatch-costs, or take a synchronous schedule"
-            )
+        if self.microbatch_costs is not None:
+            check_weighs(self.schedule, request)
         return None if self.schedule == STOCK else request
 
 

@@ -235,6 +235,24 @@ def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
         )
 
 
+def check_weighs(schedule: str, request: Request) -> None:
+    """Check a schedule by the name that the user gave, and what is asked of it.
+
+    Raises:
+        UnsupportedError: steps of this schedule cannot be planned for the weights of their microbatches.
+    """
+    if schedule == STOCK:
+        raise UnsupportedError(
+            "--pipemem-microbatch-costs orders microbatches for schedules of this package, and stock is Megatron's own; leave "
+            "one of them out"
+        )
+    if request.is_asynchronous:
+        raise UnsupportedError(
+            f"schedule {schedule!r} runs forwards of the next step, whose microbatches nobody has weighed; drop "
+            "--pipemem-microbatch-costs, or take a synchronous schedule"
+        )
+
+
 def check_replicas(placement: Placement) -> None:
     """Raises:
     UnsupportedError: there are replicas of the model elsewhere than Megatron can build them.

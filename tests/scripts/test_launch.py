@@ -306,6 +306,8 @@ ASYNCHRONOUS = ("schedule.name=pipedream", "model.tied=false")
         (["megatron.moe-token-dispatcher-type=flex"], "pass --moe-token-dispatcher-type alltoall"),
         (["schedule.name=stock", "schedule.vocab_parallel=2"], "no passes for a cut vocabulary"),
         (["schedule.name=stock", "schedule.offload=full"], "no place for offload"),
+        (["schedule.name=stock", "schedule.microbatch_costs=tokens"], "orders microbatches"),
+        ([*ASYNCHRONOUS, "schedule.microbatch_costs=tokens"], "whose microbatches nobody has weighed"),
         (["schedule.name=gems", "parallelism.pp=1"], "pp 1 leaves no pipeline"),
         (["schedule.recompute=selective", "schedule.recompute_modules=[activation]"], "cannot recompute an FFN's"),
         (
