@@ -10,6 +10,72 @@ from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.options import MESSAGE_SHAPES, OFFLOAD, RANDOM, RECOMPUTE, VOCABULARY
 
 
+_FLAGS: dict[str, dict[str, Any]] = {
+    "--pipemem-schedule": dict(metavar="NAME|FILE.csv|auto|stock", help="which schedule to run"),
+    "--pipemem-schedule-module": dict(
+        metavar="FILE.py|package.module", help="add the schedules of a Python file or module, so that one can be named"
+    ),
+    "--pipemem-memory-cap": dict(
+        metavar="X|XGiB|XMiB|XB|X,X,...",
+        help="the most a rank may hold: activation units, or, with auto, bytes of activations; one for all pipeline ranks, or "
+        "one each",
+    ),
+    "--pipemem-costs": dict(
+        metavar="unit|profile|FILE", help="what passes take: equal, measured in the run, or as the JSON file says"
+    ),
+    "--pipemem-offload": dict(
+        metavar="|".join(OFFLOAD),
+        help="which activations wait on the host for their backward, beside what the schedule itself says",
+    ),
+    "--pipemem-host-memory": dict(
+        metavar="XGiB",
+        help=f"host memory per node for that, shared by its ranks (default: {DEFAULT_HOST_SHARE:g} of what is available)",
+    ),
+    "--pipemem-recompute": dict(
+        metavar="|".join(RECOMPUTE),
+        help="what runs again before its backward: of every stage what is cheap (norms, activation functions, unfused "
+        "attention), or all; auto: whatever of these a memory cap needs, per stage",
+    ),
+    "--pipemem-offload-option": dict(
+        metavar="KEY=VALUE", action="append", help="ratio, min_bytes, guard, switches, and bandwidth for CPU ranks"
+    ),
+    "--pipemem-trace": dict(metavar="DIR", help="write timelines of plan and run"),
+    "--pipemem-report": dict(metavar="FILE", help="write predicted and counted bytes, bubbles, losses"),
+    "--pipemem-vocab-parallel": dict(
+        metavar="|".join(VOCABULARY),
+        help="cut embedding and LM head over the pipeline's ranks, by Algorithm 1 (two barriers, two microbatches more in "
+        "flight) or Algorithm 2 (one barrier, one microbatch more) of arXiv 2411.05288; auto: whichever of the three the "
+        "model's sizes and layout, the costs and the cap call for",
+    ),
+    "--pipemem-vocab-piece-tokens": dict(
+        metavar="N",
+        type=int,
+        help="compute the cut head's logits for N tokens at a time, which bounds what they take in fp32 (default: all)",
+    ),
+    "--pipemem-single-queue": dict(
+        action="store_true",
+        help="order what a rank launches for one hardware queue, as is done anyway on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1",
+    ),
+    "--pipemem-random": dict(
+        metavar="|".join(RANDOM),
+        help="what first weights and dropout depend on: stock: Megatron's streams of every rank; layerwise: the seed, the "
+        "iteration, the microbatch and the layer alone, so that every schedule, stock included, trains the same from step 0",
+    ),
+    "--pipemem-message-shapes": dict(
+        metavar="|".join(MESSAGE_SHAPES),
+        help="how ranks learn the shapes of messages under variable_seq_lengths: step: all of a step at its start, from the "
+        "tokens that the first stage passes to the model; message: each from a header, which every receive waits for",
+    ),
+    "--pipemem-microbatch-costs": dict(
+        metavar="FLOPs|tokens|FILE.json|module:function",
+        help="what microbatches cost that are not alike (packed or long documents): every training step then runs them in the "
+        "order, and by the schedule, that suit them; a function takes what the data iterator yields",
+    ),
+    "--pipemem-option": dict(metavar="KEY=VALUE", action="append", help="option of the schedule"),
+}
+"""All flags but that of ``plan_parser``: what argparse is told of each."""
+
+
 class Parser(argparse.ArgumentParser):
     """A parser of flags among others. Raises UnsupportedError, with all flags, where argparse would end the process."""
 
@@ -34,82 +100,6 @@ def plan_parser() -> Parser:
 def flag_parser() -> Parser:
     """Return a parser of all flags. What is not given is not in its answer: ``Settings`` has the defaults."""
     parser = Parser(parents=[plan_parser()], argument_default=argparse.SUPPRESS)
-    parser.add_argument("--pipemem-schedule", metavar="NAME|FILE.csv|auto|stock", help="which schedule to run")
-    parser.add_argument(
-        "--pipemem-schedule-module",
-        metavar="FILE.py|package.module",
-        help="add the schedules of a Python file or module, so that one can be named",
-    )
-    parser.add_argument(
-        "--pipemem-memory-cap",
-        metavar="X|XGiB|XMiB|XB|X,X,...",
-        help="the most a rank may hold: activation units, or, with auto, bytes of activations; one for all pipeline ranks, or "
-        "one each",
-    )
-    parser.add_argument(
-        "--pipemem-costs",
-        metavar="unit|profile|FILE",
-        help="what passes take: equal, measured in the run, or as the JSON file says",
-    )
-    parser.add_argument(
-        "--pipemem-offload",
-        metavar="|".join(OFFLOAD),
-        help="which activations wait on the host for their backward, beside what the schedule itself says",
-    )
-    parser.add_argument(
-        "--pipemem-host-memory",
-        metavar="XGiB",
-        help=f"host memory per node for that, shared by its ranks (default: {DEFAULT_HOST_SHARE:g} of what is available)",
-    )
-    parser.add_argument(
-        "--pipemem-recompute",
-        metavar="|".join(RECOMPUTE),
-        help="what runs again before its backward: of every stage what is cheap (norms, activation functions, unfused "
-        "attention), or all; auto: whatever of these a memory cap needs, per stage",
-    )
-    parser.add_argument(
-        "--pipemem-offload-option",
-        metavar="KEY=VALUE",
-        action="append",
-        help="ratio, min_bytes, guard, switches, and bandwidth for CPU ranks",
-    )
-    parser.add_argument("--pipemem-trace", metavar="DIR", help="write timelines of plan and run")
-    parser.add_argument("--pipemem-report", metavar="FILE", help="write predicted and counted bytes, bubbles, losses")
-    parser.add_argument(
-        "--pipemem-vocab-parallel",
-        metavar="|".join(VOCABULARY),
-        help="cut embedding and LM head over the pipeline's ranks, by Algorithm 1 (two barriers, two microbatches more in "
-        "flight) or Algorithm 2 (one barrier, one microbatch more) of arXiv 2411.05288; auto: whichever of the three the "
-        "model's sizes and layout, the costs and the cap call for",
-    )
-    parser.add_argument(
-        "--pipemem-vocab-piece-tokens",
-        metavar="N",
-        type=int,
-        help="compute the cut head's logits for N tokens at a time, which bounds what they take in fp32 (default: all)",
-    )
-    parser.add_argument(
-        "--pipemem-single-queue",
-        action="store_true",
-        help="order what a rank launches for one hardware queue, as is done anyway on GPUs with CUDA_DEVICE_MAX_CONNECTIONS=1",
-    )
-    parser.add_argument(
-        "--pipemem-random",
-        metavar="|".join(RANDOM),
-        help="what first weights and dropout depend on: stock: Megatron's streams of every rank; layerwise: the seed, the "
-        "iteration, the microbatch and the layer alone, so that every schedule, stock included, trains the same from step 0",
-    )
-    parser.add_argument(
-        "--pipemem-message-shapes",
-        metavar="|".join(MESSAGE_SHAPES),
-        help="how ranks learn the shapes of messages under variable_seq_lengths: step: all of a step at its start, from the "
-        "tokens that the first stage passes to the model; message: each from a header, which every receive waits for",
-    )
-    parser.add_argument(
-        "--pipemem-microbatch-costs",
-        metavar="FLOPs|tokens|FILE.json|module:function",
-        help="what microbatches cost that are not alike (packed or long documents): every training step then runs them in the "
-        "order, and by the schedule, that suit them; a function takes what the data iterator yields",
-    )
-    parser.add_argument("--pipemem-option", metavar="KEY=VALUE", action="append", help="option of the schedule")
+    for name, told in _FLAGS.items():
+        parser.add_argument(name, **told)
     return parser
