@@ -133,58 +133,22 @@ def _counting() -> Iterator[Counter[str]]:
 def _step(chunks: int) -> Callable[[], object]:
     """Return a step of chunks that compute next to nothing, by whatever function Megatron's module holds then."""
     import torch
-    import torch.distributed as dist
-    from megatron.core.enums import ModelType
-    from megatron.core.pipeline_parallel import schedules
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer import TransformerConfig
+    from stock_steps import tiny_step
 
-    groups = ProcessGroupCollection()
-    groups.pp = dist.group.WORLD
-    groups.tp = groups.cp = [dist.new_group([member]) for member in range(DEVICES)][dist.get_rank()]
-    config = TransformerConfig(
-        num_layers=DEVICES * chunks,
-        hidden_size=WIDTH,
-        num_attention_heads=1,
-        pipeline_model_parallel_size=DEVICES,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        microbatch_group_size_per_vp_stage=DEVICES if chunks > 1 else None,
-        pipeline_dtype=torch.float32,
+    step = tiny_step(
+        DEVICES,
+        chunks,
+        WIDTH,
+        lambda input_ids: input_ids.t().unsqueeze(-1).expand(-1, -1, WIDTH),
+        lambda data: {"input_ids": next(data)},
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # asked for with variable lengths, experts or none
-        overlap_p2p_comm=chunks > 1,
-        batch_p2p_comm=chunks == 1,
     )
-
-    class Chunk(torch.nn.Module):
-        def __init__(self, vp_stage: int | None):
-            super().__init__()
-            self.config, self.vp_stage, self.model_type = config, vp_stage, ModelType.encoder_or_decoder
-            self.weight = torch.nn.Parameter(torch.ones(WIDTH))
-            self.input = None
-
-        def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
-            (self.input,) = tensors
-
-        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-            embedded = input_ids.t().unsqueeze(-1).expand(-1, -1, WIDTH)
-            return (embedded if self.input is None else self.input) * self.weight
-
-    def forward_step(data: Iterator[torch.Tensor], chunk: Chunk):
-        return chunk(next(data)), lambda output: (output.sum(), {})
-
-    models = [Chunk(chunk if chunks > 1 else None) for chunk in range(chunks)]
-    name = f"forward_backward_pipelining_with{'' if chunks > 1 else 'out'}_interleaving"
-    return lambda: getattr(schedules, name)(
-        forward_step_func=forward_step,
-        data_iterator=[(torch.ones(1, 1 + number % 5) for number in range(MICROBATCHES)) for _ in models],
-        model=models,
+    return lambda: step(
+        data_iterator=[(torch.ones(1, 1 + number % 5) for number in range(MICROBATCHES)) for _ in range(chunks)],
         num_microbatches=MICROBATCHES,
         seq_length=5,
         micro_batch_size=1,
-        p2p_communicator=P2PCommunicator(groups.pp, config),
-        pg_collection=groups,
     )
 
 

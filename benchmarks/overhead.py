@@ -206,60 +206,14 @@ def measure(size: Size, rounds: int, steps: int, report: Path) -> dict[str, list
 def prepare(size: Size) -> Callable[[], object]:
     """A step of chunks that compute next to nothing, by whatever function Megatron's module holds then."""
     import torch
-    import torch.distributed as dist
-    from megatron.core.enums import ModelType
-    from megatron.core.pipeline_parallel import schedules
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer import TransformerConfig
+    from stock_steps import tiny_step
 
-    rank, chunks = dist.get_rank(), SCHEDULES[size.schedule]
-    groups = ProcessGroupCollection()
-    groups.pp = dist.group.WORLD
-    groups.tp = groups.cp = [dist.new_group([member]) for member in range(size.devices)][rank]
-    config = TransformerConfig(
-        num_layers=size.devices * chunks,
-        hidden_size=WIDTH,
-        num_attention_heads=1,
-        pipeline_model_parallel_size=size.devices,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        microbatch_group_size_per_vp_stage=size.devices if chunks > 1 else None,
-        pipeline_dtype=torch.float32,
-        deallocate_pipeline_outputs=True,
-        # As megatron.training sets them for either schedule.
-        overlap_p2p_comm=chunks > 1,
-        batch_p2p_comm=chunks == 1,
+    chunks = SCHEDULES[size.schedule]
+    step = tiny_step(
+        size.devices, chunks, WIDTH, lambda: torch.zeros(ROWS, 1, WIDTH), lambda _: {}, deallocate_pipeline_outputs=True
     )
-
-    class Chunk(torch.nn.Module):
-        def __init__(self, vp_stage: int | None):
-            super().__init__()
-            self.config, self.vp_stage, self.model_type = config, vp_stage, ModelType.encoder_or_decoder
-            self.weight = torch.nn.Parameter(torch.ones(WIDTH))
-            self.input = None
-
-        def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
-            (self.input,) = tensors
-
-        def forward(self) -> torch.Tensor:
-            return (torch.zeros(ROWS, 1, WIDTH) if self.input is None else self.input) * self.weight
-
-    def forward_step(_, chunk: Chunk):
-        return chunk(), lambda output: (output.sum(), {})
-
-    models = [Chunk(chunk if chunks > 1 else None) for chunk in range(chunks)]
-    keywords = {
-        "forward_step_func": forward_step,
-        "data_iterator": [None] * chunks,
-        "model": models,
-        "num_microbatches": size.microbatches,
-        "seq_length": ROWS,
-        "micro_batch_size": 1,
-        "p2p_communicator": P2PCommunicator(groups.pp, config),
-        "pg_collection": groups,
-    }
-    name = f"forward_backward_pipelining_with{'' if chunks > 1 else 'out'}_interleaving"
-    return lambda: getattr(schedules, name)(**keywords)
+    keywords = {"num_microbatches": size.microbatches, "seq_length": ROWS, "micro_batch_size": 1}
+    return lambda: step(data_iterator=[None] * chunks, **keywords)
 
 
 def table(rows: list[Row]) -> Table:

@@ -1,0 +1,87 @@
+"""Steps of stock Megatron-Core's functions over chunks that are made for a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+
+
+class TinyChunk(torch.nn.Module):
+    """A chunk that computes next to nothing: what it receives, or what it makes of a batch, times a weight.
+
+    Args:
+        config: of the model.
+        vp_stage: its number among the rank's chunks, ``None`` where there is one.
+        width: features of a message.
+        embed: makes the first stage's input, ``[s, b, width]``, of what the forward step passes.
+    """
+
+    def __init__(self, config: TransformerConfig, vp_stage: int | None, width: int, embed: Callable[..., torch.Tensor]):
+        super().__init__()
+        self.config, self.vp_stage, self.model_type = config, vp_stage, ModelType.encoder_or_decoder
+        self.weight = torch.nn.Parameter(torch.ones(width))
+        self.input: torch.Tensor | None = None
+        self._embed = embed
+
+    def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
+        (self.input,) = tensors
+
+    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+        return (self._embed(**batch) if self.input is None else self.input) * self.weight
+
+
+def tiny_step(
+    devices: int,
+    chunks: int,
+    width: int,
+    embed: Callable[..., torch.Tensor],
+    batch: Callable[[Iterator], dict[str, torch.Tensor]],
+    **settings: Any,
+) -> Callable[..., object]:
+    """Return a step of tiny chunks, by whatever function Megatron's module holds when it is called. It takes what Megatron's
+    function takes but for the model, its forward step and its groups; ``data_iterator`` is a list, one per chunk.
+
+    Args:
+        devices: pipeline ranks, which are all ranks.
+        chunks: per device.
+        width: see ``TinyChunk``.
+        embed: see ``TinyChunk``.
+        batch: reads what the forward step passes to the model from a chunk's iterator.
+        settings: more of ``TransformerConfig``.
+    """
+    groups = ProcessGroupCollection()
+    groups.pp = dist.group.WORLD
+    groups.tp = groups.cp = [dist.new_group([member]) for member in range(devices)][dist.get_rank()]
+    config = TransformerConfig(
+        num_layers=devices * chunks,
+        hidden_size=width,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=devices,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        microbatch_group_size_per_vp_stage=devices if chunks > 1 else None,
+        pipeline_dtype=torch.float32,
+        # As megatron.training sets them for either schedule.
+        overlap_p2p_comm=chunks > 1,
+        batch_p2p_comm=chunks == 1,
+        **settings,
+    )
+
+    def forward_step(data: Iterator, chunk: TinyChunk):
+        return chunk(**batch(data)), lambda output: (output.sum(), {})
+
+    keywords = {
+        "forward_step_func": forward_step,
+        "model": [TinyChunk(config, chunk if chunks > 1 else None, width, embed) for chunk in range(chunks)],
+        "p2p_communicator": P2PCommunicator(groups.pp, config),
+        "pg_collection": groups,
+    }
+    name = f"forward_backward_pipelining_with{'' if chunks > 1 else 'out'}_interleaving"
+    return lambda **step: getattr(schedules, name)(**keywords, **step)
