@@ -6,6 +6,7 @@ sleep of a given length, so a few cores carry any number of devices. Messages ar
 
     python benchmarks/emulated_devices.py            # p = 4 and 8, minutes
     python benchmarks/emulated_devices.py --quick    # p = 4, one step each
+    python benchmarks/emulated_devices.py --steps    # p = 4, consecutive steps with and without a barrier between them
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from emulated.measure import Row, measure
 from emulated.runtimes import Step, megatron_steps, our_steps, torch_steps
+from emulated.steps import BARRIER, DROPPED, OVERLAPPED, StepsRow, measure_steps
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -27,8 +30,11 @@ from megatron_pipemem import Costs, build_schedule
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.search import search_schedule
+from megatron_pipemem.schedule.stream import LEAST_GAIN
 
 FAMILIES = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min", "1f1b-v")
+STEPPED = ("1f1b", "zb-h2", "zbv")
+"""Whose consecutive steps are compared: one that gains nothing without a barrier, and two that do."""
 CAPS = (0.5, 0.625, 0.75, 1.0)
 """Activation units that searched schedules may hold."""
 
@@ -51,7 +57,7 @@ class Duel:
 
 def our_schedules(devices: int, microbatches: int, costs: Costs) -> tuple[tuple[str, Schedule], ...]:
     """The families, and what the search finds under every cap for these costs."""
-    shape = {"num_devices": devices, "num_microbatches": microbatches}
+    shape: dict[str, Any] = {"num_devices": devices, "num_microbatches": microbatches}
     rows = [(name, build_schedule(name, **shape)) for name in FAMILIES]
     for cap in CAPS:
         found = search_schedule(**shape, costs=costs, memory_cap=cap, max_chunks=2)
@@ -138,6 +144,93 @@ def compare(devices: int, microbatches: int, ratio: tuple[float, float, float], 
     }
 
 
+@dataclass(frozen=True)
+class Overlap:
+    """What one schedule gains without the barrier between its steps.
+
+    Args:
+        schedule: whose.
+        planned: how many times as fast as with the barrier, by the simulator.
+        measured: likewise, in this run.
+        against_stock: how many times as fast as the fastest of Megatron-Core's schedules.
+        break_even: share of steps that may turn out to need clipping until the gain is lost; ``None`` where there is none.
+    """
+
+    schedule: str
+    planned: float
+    measured: float
+    against_stock: float
+    break_even: float | None
+
+
+def overlaps(rows: list[StepsRow]) -> list[Overlap]:
+    """One for every schedule of ours. A step that is dropped costs as much wherever it comes."""
+    stock = min(row.seconds for row in rows if row.runtime != "pipemem")
+    ours = {(row.schedule, row.way): row for row in rows if row.runtime == "pipemem"}
+    found = []
+    for name in dict.fromkeys(name for name, _ in ours):
+        waits, free, dropped = (ours[name, way] for way in (BARRIER, OVERLAPPED, DROPPED))
+        saved, lost = waits.seconds - free.seconds, dropped.seconds - free.seconds
+        assert waits.planned is not None and free.planned is not None, "ours are planned"
+        gain = waits.planned / free.planned
+        even = saved / lost if gain > LEAST_GAIN and lost > 0 else None
+        found.append(Overlap(name, gain, waits.seconds / free.seconds, stock / free.seconds, even))
+    return found
+
+
+def steps_table(rows: list[StepsRow]) -> Table:
+    """Seconds from step to step, planned and measured, and the spread over the repeats."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("runtime", "schedule", "barrier", "planned", "measured", "ratio", "spread"):
+        table.add_column(heading, justify="left" if heading in ("runtime", "schedule", "barrier") else "right")
+    for row in rows:
+        table.add_row(
+            row.runtime,
+            row.schedule,
+            row.way,
+            "-" if row.planned is None else f"{row.planned:.3f}",
+            f"{row.seconds:.3f}",
+            "-" if row.planned is None else f"{row.seconds / row.planned:.3f}",
+            f"{(max(row.measured) - min(row.measured)) / row.seconds:.1%}",
+        )
+    return table
+
+
+def overlaps_table(found: list[Overlap]) -> Table:
+    """What schedules gain."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("schedule", "planned gain", "measured", "against stock", "pays up to"):
+        table.add_column(heading, justify="left" if heading == "schedule" else "right")
+    for each in found:
+        even = "-" if each.break_even is None else f"{each.break_even:.0%} clipped"
+        table.add_row(each.schedule, *(f"{x:.3f}" for x in (each.planned, each.measured, each.against_stock)), even)
+    return table
+
+
+def compare_steps(
+    devices: int, microbatches: int, ratio: tuple[float, float, float], unit: float, repeats: int, steps: int
+) -> dict:
+    """One comparison of consecutive steps, printed and as JSON data. ``unit`` is the seconds of one cost unit."""
+    console = Console()
+    forward, inputs, weights = (unit * part for part in ratio)
+    costs = Costs(forward, inputs, weights)
+    rows = measure_steps(devices, microbatches, costs, STEPPED, steps, repeats)
+    title = f"{devices} devices, {microbatches} microbatches, {steps} steps, F:I:W = {':'.join(f'{part:g}' for part in ratio)}"
+    console.print(f"{title}, {unit * 1e3:g} ms each", style="bold")
+    found = overlaps(rows)
+    console.print(steps_table(rows))
+    console.print(overlaps_table(found))
+    return {
+        "devices": devices,
+        "microbatches": microbatches,
+        "costs": ratio,
+        "unit_seconds": unit,
+        "steps": steps,
+        "rows": [asdict(row) | {"seconds": row.seconds} for row in rows],
+        "without_barrier": [asdict(each) for each in found],
+    }
+
+
 def parse_ratio(text: str) -> tuple[float, float, float]:
     """``F,I,W``, three positive numbers."""
     try:
@@ -161,7 +254,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--costs",
         type=parse_ratio,
         nargs="+",
-        default=[(1.0, 1.0, 1.0), (1.0, 1.5, 0.5)],
         metavar="F,I,W",
         help="cost units of a device's whole share of a microbatch (default: 1,1,1 and 1,1.5,.5)",
     )
@@ -170,13 +262,26 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, default=3, help="measured steps of every row (default: %(default)d)")
     parser.add_argument("--quick", action="store_true", help="4 devices, one cost vector, one step of every row")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        nargs="?",
+        const=6,
+        help="compare so many consecutive steps, with and without a barrier between them (left empty: %(const)d), in place of "
+        "single ones; 4 devices, 2 microbatches each, one cost vector by default",
+    )
     parser.add_argument("--output", type=Path, default=Path("out/benchmarks/emulated_devices.json"))
     parsed = parser.parse_args(arguments)
+    few = parsed.quick or parsed.steps is not None
+    parsed.costs = parsed.costs or [(1.0, 1.0, 1.0), (1.0, 1.5, 0.5)][: 1 if few else None]
     if parsed.quick:
         parsed.costs, parsed.repeats = parsed.costs[:1], 1
-    parsed.devices = parsed.devices or ([4] if parsed.quick else [4, 8])
+    parsed.devices = parsed.devices or ([4] if few else [4, 8])
+    parsed.per_device = 3 if parsed.steps is None else 2
+    if parsed.steps is not None and parsed.steps < 3:
+        parser.error("--steps must be at least 3: the first one is unlike the others")
     for devices in parsed.devices:
-        microbatches = parsed.microbatches or 3 * devices
+        microbatches = parsed.microbatches or parsed.per_device * devices
         if devices < 2 or microbatches % devices or microbatches < 2 * devices:
             # Ours takes any number; Megatron's interleaved schedule and torch's DualPipeV do not.
             parser.error(
@@ -190,8 +295,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
+    compared = compare if arguments.steps is None else partial(compare_steps, steps=arguments.steps)
     results = [
-        compare(devices, arguments.microbatches or 3 * devices, ratio, arguments.step_ms / 1e3, arguments.repeats)
+        compared(
+            devices,
+            arguments.microbatches or arguments.per_device * devices,
+            ratio,
+            arguments.step_ms / 1e3,
+            arguments.repeats,
+        )
         for devices in arguments.devices
         for ratio in arguments.costs
     ]

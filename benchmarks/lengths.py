@@ -7,7 +7,7 @@ Documents longer than the context are drawn again, as data loaders leave them ou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -92,7 +92,7 @@ def weigh(batch: Batch, microbatches: int | None = None) -> MicrobatchWeights:
     inputs = [linear + 2 * more for linear, more in zip(tokens, attention, strict=True)]
     count = microbatches or len(batch)
     unit, memory = sum(forward) / count, sum(tokens) / count
-    time = {Kind.F: forward, Kind.I: inputs, Kind.W: tokens}
+    time: dict[Kind, Sequence[float]] = {Kind.F: forward, Kind.I: inputs, Kind.W: tokens}
     kinds = {kind: tuple(each / unit for each in seconds) for kind, seconds in time.items()}
     return MicrobatchWeights(kinds[Kind.F], tuple(each / memory for each in tokens), kinds)
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from itertools import product
 from pathlib import Path
 from unittest import mock
 
+from fresh_ranks import run_ranks
 from rich.console import Console
 from rich.table import Table
 
@@ -58,13 +58,8 @@ class Row:
 
 def run() -> list[Row]:
     """Count the steps of all engines on fresh processes."""
-    from torch import multiprocessing
-
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # Megatron warns of every GPU package it misses
-    multiprocessing.set_forkserver_preload(["megatron_pipemem.cpu.warm"])
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.start_processes(_rank, (folder,), nprocs=DEVICES, start_method="forkserver")
+        run_ranks(_rank, (folder,), DEVICES)
         counts = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(DEVICES)]
     return [
         Row(

@@ -19,15 +19,16 @@ import argparse
 import gc
 import itertools
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+from fresh_ranks import run_ranks
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -102,16 +103,12 @@ def run_sizes(all_sizes: Iterable[Size], rounds: int, turn_actions: int = TURN_A
         rounds: how often each engine's turn comes.
         turn_actions: of a rank, per turn, at least.
     """
-    import torch
-
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # Megatron warns of every GPU package it misses, on every rank
     rows = []
     for size in all_sizes:
         with tempfile.TemporaryDirectory() as folder:
             processes = size.devices if size.played is None else 1
             steps = max(3, turn_actions // size.actions)
-            torch.multiprocessing.spawn(_rank, (size, rounds, steps, folder), nprocs=processes)
+            run_ranks(_rank, (size, rounds, steps, folder), processes)
             spent = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(processes)]
         rows += _rows(size, spent)
     return rows
@@ -165,14 +162,15 @@ def share_gloo_device() -> None:
     from torch.distributed.constants import default_pg_timeout
 
     device = ProcessGroupGloo.create_default_device()
-    create = ProcessGroupGloo.__init__
+    gloo: Any = ProcessGroupGloo  # which gets another constructor
+    create = gloo.__init__
 
     def on_device(group: ProcessGroupGloo, store, rank: int, size: int, timeout=default_pg_timeout) -> None:
-        options = ProcessGroupGloo._Options()
+        options = gloo._Options()
         options._devices, options._timeout = [device], timeout
         create(group, store, rank, size, options)
 
-    ProcessGroupGloo.__init__ = on_device
+    gloo.__init__ = on_device
 
 
 def measure(size: Size, rounds: int, steps: int, report: Path) -> dict[str, list[float]]:

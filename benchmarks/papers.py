@@ -277,12 +277,12 @@ def table(title: str, rows: Sequence[Row]) -> Table:
     for column in ("setup", "paper", "planner", "paper / base", "planner / base", "off", "note"):
         result.add_column(column, justify="left" if column in ("setup", "note") else "right")
     for row in rows:
-        ratios = (row.relative_paper, row.relative_planner)
+        paper, planner = ratios = (row.relative_paper, row.relative_planner)
         result.add_row(
             row.setup,
             *("" if value is None else f"{value:.2f}" for value in (row.paper, row.planner)),
             *("" if value is None else f"{value:.3f}" for value in ratios),
-            "" if None in ratios else f"{100 * (ratios[1] / ratios[0] - 1):+.1f}%",
+            "" if paper is None or planner is None else f"{100 * (planner / paper - 1):+.1f}%",
             row.note,
         )
     return result
@@ -294,7 +294,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("out/benchmarks/papers.json"))
     arguments = parser.parse_args()
     console = Console(width=150, highlight=False)
-    results = {}
+    results: dict[str, list[dict]] = {}
     for name, compare in (("grid", grid_search), ("offload", offloaded), ("vocabulary", vocabulary)):
         if arguments.only in (None, name):
             tables = compare()

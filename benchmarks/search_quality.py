@@ -14,6 +14,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from rich import box
@@ -117,7 +118,7 @@ def measure(
     fitting = fitting_families(p, m, costs, cap, max_chunks, placements) if beside_families else ()
     best = min(((simulate(schedule, costs).makespan, schedule.name) for schedule in fitting), default=None)
     return Row(
-        p, m, ratio, costs.p2p, cap, max_chunks,
+        p, m, ratio, costs.link_seconds(0, 1), cap, max_chunks,
         1 - ideal / result.makespan,
         1 - ideal / result.lower_bound,
         1 - ideal / lower_bound(Placement.v_shape(p), m, costs, cap),
@@ -142,22 +143,25 @@ def fitting_families(
 
 def unequal_costs(p: int, ratio: Sequence[float], rng: random.Random, p2p: float) -> Costs:
     """Every pass of every stage of a V off by up to a fifth."""
-    prices = [tuple(part / 2 * rng.uniform(0.8, 1.2) for _ in range(2 * p)) for part in ratio]
-    return Costs(*prices, p2p=p2p)
+    forward, inputs, weights = [tuple(part / 2 * rng.uniform(0.8, 1.2) for _ in range(2 * p)) for part in ratio]
+    return Costs(forward, inputs, weights, p2p)
 
 
 def with_wrong_costs(p: int, m: int, cap: float, rng: random.Random) -> WrongCosts:
     """Plan for costs of which every single one is off by up to 20 %, run with the true ones."""
     ratio = tuple(rng.uniform(0.4, 2) for _ in range(3))
-    true = Costs(*(tuple(part / 2 for _ in range(2 * p)) for part in ratio))
+    forward, inputs, weights = ((part / 2,) * (2 * p) for part in ratio)
+    true = Costs(forward, inputs, weights)
     guessed = unequal_costs(p, ratio, rng, 0.0)
-    shape = {"num_devices": p, "num_microbatches": m, "memory_cap": cap, "placements": [Placement.v_shape(p)]}
-    known = search_schedule(**shape, costs=true).makespan
-    fitting = fitting_families(p, m, true, cap, 2, shape["placements"])
+    search = partial(
+        search_schedule, num_devices=p, num_microbatches=m, memory_cap=cap, placements=[Placement.v_shape(p)]
+    )
+    known = search(costs=true).makespan
+    fitting = fitting_families(p, m, true, cap, 2, [Placement.v_shape(p)])
     return WrongCosts(
         cap,
-        simulate(search_schedule(**shape, costs=guessed).schedule, true).makespan / known,
-        simulate(search_schedule(**shape).schedule, true).makespan / known,
+        simulate(search(costs=guessed).schedule, true).makespan / known,
+        simulate(search().schedule, true).makespan / known,
         min(simulate(schedule, true).makespan for schedule in fitting) / known,
     )
 
@@ -205,21 +209,21 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
 
 def random_searches(count: int, rng: random.Random) -> dict[str, list[Row]]:
     """Searches for so many random costs, by what is random about them, and for extreme ones."""
-    groups = {"any costs": [], "any costs, more chunks": [], "unequal stages": [], "messages": []}
+    groups: dict[str, list[Row]] = {"any costs": [], "any costs, more chunks": [], "unequal stages": [], "messages": []}
     groups["extreme costs, more chunks"] = [
         measure(8, 24, ratio, Costs(*ratio), cap, MAX_CHUNKS)
         for ratio in track(EXTREME, "extreme costs", transient=True)
         for cap in (0.625, 0.75)
     ]
     for _ in track(range(count), "random inputs", transient=True):
-        ratio = tuple(round(rng.uniform(0.4, 2), 2) for _ in range(3))
+        f, i, w = ratio = (round(rng.uniform(0.4, 2), 2), round(rng.uniform(0.4, 2), 2), round(rng.uniform(0.4, 2), 2))
         p2p = round(rng.uniform(0, 0.2) * ratio[0] / 2, 3)
         for cap in (0.625, 0.75):
-            groups["any costs"].append(measure(8, 24, ratio, Costs(*ratio), cap))
-            groups["any costs, more chunks"].append(measure(8, 24, ratio, Costs(*ratio), cap, MAX_CHUNKS))
+            groups["any costs"].append(measure(8, 24, ratio, Costs(f, i, w), cap))
+            groups["any costs, more chunks"].append(measure(8, 24, ratio, Costs(f, i, w), cap, MAX_CHUNKS))
             costs = unequal_costs(8, ratio, rng, 0.0)
             groups["unequal stages"].append(measure(8, 24, ratio, costs, cap, placements=[Placement.v_shape(8)]))
-            groups["messages"].append(measure(8, 24, ratio, Costs(*ratio, p2p=p2p), cap))
+            groups["messages"].append(measure(8, 24, ratio, Costs(f, i, w, p2p), cap))
     return groups
 
 

@@ -38,6 +38,38 @@ class TinyChunk(torch.nn.Module):
         return (self._embed(**batch) if self.input is None else self.input) * self.weight
 
 
+def stock_groups(devices: int) -> ProcessGroupCollection:
+    """Return Megatron's groups where all ranks are one pipeline."""
+    groups = ProcessGroupCollection()
+    groups.pp = dist.group.WORLD
+    groups.tp = groups.cp = [dist.new_group([member]) for member in range(devices)][dist.get_rank()]
+    return groups
+
+
+def stock_config(devices: int, chunks: int, width: int, **settings: Any) -> TransformerConfig:
+    """Return the configuration of a model of one layer per chunk.
+
+    Args:
+        devices: pipeline ranks.
+        chunks: per device.
+        width: features of a message.
+        settings: more of ``TransformerConfig``.
+    """
+    return TransformerConfig(
+        num_layers=devices * chunks,
+        hidden_size=width,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=devices,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        microbatch_group_size_per_vp_stage=devices if chunks > 1 else None,
+        pipeline_dtype=torch.float32,
+        # As megatron.training sets them for either schedule.
+        overlap_p2p_comm=chunks > 1,
+        batch_p2p_comm=chunks == 1,
+        **settings,
+    )
+
+
 def tiny_step(
     devices: int,
     chunks: int,
@@ -57,22 +89,7 @@ def tiny_step(
         batch: reads what the forward step passes to the model from a chunk's iterator.
         settings: more of ``TransformerConfig``.
     """
-    groups = ProcessGroupCollection()
-    groups.pp = dist.group.WORLD
-    groups.tp = groups.cp = [dist.new_group([member]) for member in range(devices)][dist.get_rank()]
-    config = TransformerConfig(
-        num_layers=devices * chunks,
-        hidden_size=width,
-        num_attention_heads=1,
-        pipeline_model_parallel_size=devices,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        microbatch_group_size_per_vp_stage=devices if chunks > 1 else None,
-        pipeline_dtype=torch.float32,
-        # As megatron.training sets them for either schedule.
-        overlap_p2p_comm=chunks > 1,
-        batch_p2p_comm=chunks == 1,
-        **settings,
-    )
+    groups, config = stock_groups(devices), stock_config(devices, chunks, width, **settings)
 
     def forward_step(data: Iterator, chunk: TinyChunk):
         return chunk(**batch(data)), lambda output: (output.sum(), {})

@@ -118,6 +118,7 @@ def greedy(stock, costs: Costs, held: float, makespan: float, seconds: float) ->
         if found is not None and (best is None or found.makespan <= best.makespan):
             best, order = found, tuple(tried)
     took = time.process_time() - started
+    assert best is not None and costs.microbatch is not None, "stock's memory holds the step"
     schedule, own = dispatcher.schedule(best), Costs(microbatch=costs.microbatch.reordered(order))
     peak = max(peaks(schedule, own)) / held
     return Way("PipeWeaver's idea on 1f1b", makespan / simulate(schedule, own).makespan, peak, None, took)

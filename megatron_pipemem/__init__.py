@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # what _MODULES says, for editors and type checkers
     from megatron_pipemem.mcore.plugin import disable as disable
     from megatron_pipemem.mcore.plugin import enable as enable
     from megatron_pipemem.mcore.plugin import place_model_chunks as place_model_chunks
+    from megatron_pipemem.mcore.plugin import settle as settle
     from megatron_pipemem.mcore.plugin import write_report as write_report
     from megatron_pipemem.schedule.core.action import Action as Action
     from megatron_pipemem.schedule.core.action import Kind as Kind
@@ -39,7 +40,7 @@ if TYPE_CHECKING:  # what _MODULES says, for editors and type checkers
 
 _MODULES = {
     "errors": "PipememError ScheduleError UnknownScheduleError UnsupportedError UpstreamError",
-    "mcore.plugin": "enable disable write_report build_model_chunks place_model_chunks",
+    "mcore.plugin": "enable disable settle write_report build_model_chunks place_model_chunks",
     "schedule.core.action": "Action Kind",
     "schedule.core.costs": "Costs",
     "schedule.core.placement": "Placement",
@@ -70,7 +71,12 @@ def __getattr__(name: str) -> Any:
             from megatron_pipemem.errors import UpstreamError
 
             raise UpstreamError(f"megatron_pipemem.{name} needs Megatron: {INSTALL}")
-    return getattr(import_module(f"megatron_pipemem.{_HOME[name]}"), name)
+    value = getattr(import_module(f"megatron_pipemem.{_HOME[name]}"), name)
+    if _HOME[name].startswith("schedule."):
+        from megatron_pipemem.schedule.core.display import draw_with
+
+        draw_with("megatron_pipemem.report.display")
+    return value
 
 
 def _version() -> str:

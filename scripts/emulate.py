@@ -23,6 +23,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from megatron_pipemem.errors import UnsupportedError
 
@@ -67,7 +68,7 @@ def emulated(rule: str, num_stages: int, replicas: int = 1) -> Iterator[None]:
 class _Emulator:
     def __init__(self, rule: str, num_stages: int, replicas: int, original, forward_step):
         self.per_microbatch = rule != "pipedream-2bw"
-        self.optimizer = None
+        self.optimizer: Any = None
         self._vertical = rule == "pipedream-vertical-sync"
         self._stages = num_stages
         self._replicas = replicas

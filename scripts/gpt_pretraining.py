@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from megatron.core import mpu
@@ -49,7 +50,8 @@ def get_batch(data: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
     batch: Batch = {}
     tp_rank = mpu.get_tensor_model_parallel_rank()
     if tp_rank == 0:
-        sample = next(data)
+        assert data is not None, "this rank reads"
+        sample: Any = next(data)
         batch = {name: sample[name].cuda(non_blocking=True) if name in sample else None for name in _FIELDS}
     batch = get_batch_on_this_tp_rank(
         batch,
@@ -117,7 +119,7 @@ def forward_step(data: Iterator[Batch] | None, model: GPTModel) -> tuple[torch.T
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
     )
-    return output, partial(loss_func, batch["loss_mask"])
+    return output, partial(loss_func, batch["loss_mask"])  # type: ignore[arg-type]  # only the last stage calls it
 
 
 def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple:
@@ -149,7 +151,7 @@ def build_datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple
     return BlendedMegatronDatasetBuilder(dataset, num_samples, reads_data, config).build()
 
 
-build_datasets.is_distributed = True  # Megatron then calls it on every rank: the builder synchronises them itself
+build_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron then calls it on every rank: the builder synchronises them itself
 
 
 def main() -> None:

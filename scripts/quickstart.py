@@ -209,10 +209,10 @@ def compare(rows: Sequence[dict]) -> list[dict]:
     ``identical`` says the same of what the row is ``compared_with``: of the emulator, where an asynchronous run has one.
     """
     stock = stock_row(rows)
-    known = stock is not None and bool(stock["losses"])
+    losses = stock["losses"] if stock is not None else None
     compared = []
     for row in rows:
-        as_stock = row["losses"] == stock["losses"] if known else None
+        as_stock = row["losses"] == losses if losses else None
         emulated = row.get("emulator_losses")
         identical = as_stock if emulated is None else row["losses"] == emulated
         other = "stock" if emulated is None else "emulator"

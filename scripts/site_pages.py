@@ -1,8 +1,9 @@
 """Add to the site, while MkDocs builds it, the pages that do not lie in docs/ (a hook of mkdocs.yml).
 
 These are the README, which becomes the start page, and the repository's other documents; a page for every command, from its
-help; the page of the Python API, from ``megatron_pipemem.__all__``; and a page that shows the text of every other file of the
-repository that a document links to, so that links work in the repository and on the site alike.
+help; the page of the Python API, from ``megatron_pipemem.__all__``; a picture of every schedule; the example notebook, which is
+executed; and a page that shows the text of every other file of the repository that a document links to, so that links work in
+the repository and on the site alike.
 """
 
 from __future__ import annotations
@@ -12,22 +13,32 @@ import inspect
 import os
 import re
 import sys
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 
-import typer
+import nbformat
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
+from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
+
+from megatron_pipemem.cli.examples import CommandWithExamples  # noqa: E402
+from megatron_pipemem.report.display import frame  # noqa: E402 - of this tree, whatever is installed
+from megatron_pipemem.report.html import page as page_of_runs  # noqa: E402
+from megatron_pipemem.schedule.core.simulator import Timeline, simulate  # noqa: E402
+from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
 
 DOCUMENTS = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "patches/README.md": "patches.md",
+    "examples/schedules.ipynb": "notebook.md",
     **{
         str(path.relative_to(ROOT)): str(path.relative_to(ROOT)).replace("README.md", "index.md")
         for path in sorted((ROOT / "benchmarks").rglob("*.md"))
@@ -46,7 +57,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         config: of the site. Entries of its navigation that end in ``/`` are replaced by the pages there.
     """
     documents = {page: (ROOT / document).read_text(encoding="utf-8") for document, page in DOCUMENTS.items()}
-    pages = documents | command_pages() | {"python-api.md": python_api_page()}
+    runs = gallery_runs()
+    pages = documents | command_pages() | {"python-api.md": python_api_page(), "gallery.md": gallery_page(runs)}
+    pages["notebook.md"] = notebook_page(documents["notebook.md"])
+    for name, run in runs.items():
+        files.append(File.generated(config, f"gallery/{name}.html", content=page_of_runs([run])))
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))
     sources = {**DOCUMENTS, **{f"docs/{path.name}": path.name for path in (ROOT / "docs").glob("*.md")}}
@@ -54,7 +69,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for target in sorted(linked):
         shown = File.generated(config, _page_of(target), content=file_page(target), inclusion=InclusionLevel.NOT_IN_NAV)
         files.append(shown)
-    config.nav = _expanded(config.nav, sorted(pages, key=lambda page: (not page.endswith("/index.md"), page)))
+    config.nav = _expanded(config.nav or [], sorted(pages, key=lambda page: (not page.endswith("/index.md"), page)))
     return files
 
 
@@ -86,12 +101,14 @@ def command_pages() -> dict[str, str]:
     commands = {name: each for name, each in load_commands().items() if not each.hidden}
     lines = ["# Commands", "", "Every command explains itself with `--help`; these pages are made from that.", ""]
     lines += ["| command | what it does |", "|---|---|"]
-    lines += [f"| [`pipemem {name}`]({name}.md) | {_first_sentence(each.help)} |" for name, each in commands.items()]
+    lines += [
+        f"| [`pipemem {name}`]({name}.md) | {_first_sentence(each.help or '')} |" for name, each in commands.items()
+    ]
     pages = {"commands/index.md": "\n".join(lines) + "\n"}
     return pages | {f"commands/{name}.md": command_page(name, each) for name, each in commands.items()}
 
 
-def command_page(name: str, command: typer.core.TyperCommand) -> str:
+def command_page(name: str, command: CommandWithExamples) -> str:
     """Return the Markdown of one command: what it does, its arguments, options and examples.
 
     Args:
@@ -103,7 +120,7 @@ def command_page(name: str, command: typer.core.TyperCommand) -> str:
 
     context = command.make_context(name, [], resilient_parsing=True, help_option_names=["-h", "--help"])
     usage = " ".join(["pipemem", name, *command.collect_usage_pieces(context)])
-    lines = [f"# pipemem {name}", "", inspect.cleandoc(command.help), "", "```", usage, "```"]
+    lines = [f"# pipemem {name}", "", inspect.cleandoc(command.help or ""), "", "```", usage, "```"]
     arguments = [each for each in command.get_params(context) if each.param_type_name == "argument"]
     options = [each for each in command.get_params(context) if each.param_type_name == "option"]
     for heading, parameters in (("Arguments", arguments), ("Options", options)):
@@ -111,7 +128,7 @@ def command_page(name: str, command: typer.core.TyperCommand) -> str:
         lines += _table(heading, records)
     if isinstance(command, RunCommand):
         flags = [each for each in flag_parser()._actions if each.help]
-        lines += _table("Flags after the script", [(_flag(each), each.help) for each in flags])
+        lines += _table("Flags after the script", [(_flag(each), each.help or "") for each in flags])
     lines += ["", "## Examples", "", "```bash"]
     for line, purpose in command.examples:
         lines += [f"# {purpose}", line]
@@ -144,6 +161,57 @@ def python_api_page() -> str:
         for name in names:
             lines += ["", f"::: {name}"]
     return "\n".join(lines) + "\n"
+
+
+def gallery_runs() -> dict[str, Timeline]:
+    """Return how every schedule runs on four devices with eight microbatches, by its name."""
+    built = {each.name: build_schedule(each.name, num_devices=4, num_microbatches=8) for each in families()}
+    return {name: simulate(schedule) for name, schedule in built.items()}
+
+
+def gallery_page(runs: dict[str, Timeline]) -> str:
+    """Return the Markdown of the page with every schedule's picture; the pictures are pages of their own beside it."""
+    lines = [
+        "# Gallery",
+        "",
+        "Every schedule on four devices with eight microbatches, where F, I and W take equally long and messages take no time.",
+        "A peak of 1 is what 1F1B's first device holds. Drag to move, press + and - to zoom, and point at an action.",
+        "`pipemem show NAME -p 4 -m 8` draws the same.",
+    ]
+    for each in families():
+        run = runs[each.name]
+        source = f"gallery/{each.name}.html"
+        told = f"{each.summary.rstrip('.')} ({each.source})"
+        lines += ["", f"## {each.name}", "", f"{told}. [On a page of its own]({source})", ""]
+        lines += [f"<div>{frame(run, f"src='{source}' loading='lazy'")}</div>"]
+    return "\n".join(lines) + "\n"
+
+
+@lru_cache(maxsize=1)
+def notebook_page(text: str) -> str:
+    """Execute a notebook, and return the Markdown of its cells and of what they show.
+
+    Raises:
+        CellExecutionError: a cell raises.
+    """
+    notebook = nbformat.reads(text, as_version=4)
+    with TemporaryDirectory() as home:
+        environment = {**os.environ, "IPYTHONDIR": home, "PYTHONPATH": str(ROOT)}
+        quiet = ["--log-level=ERROR"]
+        NotebookClient(notebook, kernel_name="python3", timeout=None, extra_arguments=quiet).execute(env=environment)
+    lines: list[str] = []
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            lines += [cell.source, ""]
+            continue
+        lines += ["```python", cell.source, "```", ""]
+        for output in cell.outputs:
+            shown = output.get("data", {})
+            if "text/html" in shown:
+                lines += [f"<div>{shown['text/html']}</div>", ""]
+            else:
+                lines += ["```text", shown.get("text/plain", output.get("text", "")).rstrip(), "```", ""]
+    return "\n".join(lines)
 
 
 def file_page(target: str) -> str:

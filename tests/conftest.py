@@ -16,21 +16,32 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from xdist.scheduler import Scheduling
 
-# Beginnings of paths. Under pytest-xdist, tests that start processes of their own run one after another. A process that
-# computes for a while by itself is no reason to be here.
-START_PROCESSES = tuple(
-    f"tests/{path}"
-    for path in (
-        *("benchmarks/", "end_to_end/", "slurm/"),
+# Beginnings of paths. Under pytest-xdist, tests that start processes of their own run one after another on each of two
+# workers: on one alone they would take far longer than all others do on the rest, and most of them wait now and then. What
+# trains on the session's ranks, and what these keep from run to run, has the second one. A process that computes for a while
+# by itself is no reason to be here.
+START_PROCESSES = {
+    "own ranks": (
+        *("benchmarks/", "slurm/"),
         *("cpu/test_activate", "cpu/test_ranks", "cpu/test_setup", "cpu/test_stock_training"),
+        *("end_to_end/test_consumers", "end_to_end/test_plain_loop", "end_to_end/test_snapshot"),
+        "end_to_end/test_transformer_engine",
         *("runtime/test_executor", "runtime/test_offload", "runtime/test_vocabulary_ranks"),
         *("scripts/test_launch_grid.py", "scripts/test_quickstart"),
-    )
-)
+    ),
+    "the session's ranks": ("end_to_end/",),
+}
 
 
-def _starts_processes(nodeid: str) -> bool:
-    return nodeid.startswith(START_PROCESSES)
+# Files whose tests share something that takes long to make, which every worker with one of them would make for itself.
+MAKE_ONCE = ("planner/test_profile.py", "scripts/test_package.py", "scripts/test_site.py", "transformer_engine/")
+
+
+def _scope(nodeid: str) -> str:
+    """What runs on one worker, one test after another: a group, a file, or the test alone."""
+    path = nodeid.removeprefix("tests/")
+    group = next((group for group, places in START_PROCESSES.items() if path.startswith(places)), None)
+    return group or next((place for place in MAKE_ONCE if path.startswith(place)), nodeid)
 
 
 # An example that fails is shown as it was found, with what reproduces it: to shrink one can take many minutes. That, and
@@ -74,10 +85,10 @@ def world() -> Iterator[ProcessGroup]:
 def pytest_xdist_make_scheduler(config, log) -> Scheduling:
     from xdist.scheduler import LoadScopeScheduling
 
-    class OneWorkerForRanks(LoadScopeScheduling):
+    class WorkersForRanks(LoadScopeScheduling):
         """Marks for ``--dist loadgroup`` would say the same; pytest-xdist 3.8 loses them under pytest 9.2."""
 
         def _split_scope(self, nodeid: str) -> str:
-            return "ranks" if _starts_processes(nodeid) else nodeid
+            return _scope(nodeid)
 
-    return OneWorkerForRanks(config, log)
+    return WorkersForRanks(config, log)

@@ -70,7 +70,7 @@ def compare(setting: Setting, repeats: int) -> list[dict]:
     planned = list(ways(setting))
     steps = [(f"{family}, {method}", schedule, costs) for family, method, schedule, costs in planned]
     rows = measure(setting.devices, repeats, partial(our_steps, steps))
-    found = []
+    found: list[dict] = []
     for (family, method, _, _), row in zip(planned, rows, strict=True):
         if not found or found[-1]["family"] != family:
             baseline = row

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
-import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from fresh_ranks import run_ranks
 
 from emulated.device import sharpen_timer
 from emulated.runtimes import Step
 from megatron_pipemem.schedule.core.action import COMPUTE, Action, Kind
+from megatron_pipemem.schedule.core.action_prices import ActionPrices
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import ActionPrices, simulate
+from megatron_pipemem.schedule.core.simulator import simulate
 
 Passes = list[tuple[Action, float, float]]
 
@@ -66,19 +69,30 @@ def measure(devices: int, repeats: int, prepare: Callable[[], Iterable[Step]]) -
     Raises:
         RuntimeError: a runtime left out a pass or did not keep to its order.
     """
-    # Inherited by the ranks, which share the cores.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # Megatron warns of every GPU package it misses, on every rank
+    return on_ranks(devices, partial(_measured, repeats, prepare))
+
+
+def on_ranks(devices: int, work: Callable[[], object]) -> Any:
+    """Call ``work``, which must be picklable, on fresh ranks, and return what it returns on rank 0."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (devices, repeats, prepare, Path(folder)), nprocs=devices)
-        return torch.load(Path(folder) / "rows.pt", weights_only=False)
+        run_ranks(_rank, (devices, work, Path(folder)), devices)
+        return torch.load(Path(folder) / "found.pt", weights_only=False)
 
 
-def _rank(rank: int, devices: int, repeats: int, prepare: Callable[[], Iterable[Step]], folder: Path) -> None:
+def _rank(rank: int, devices: int, work: Callable[[], object], folder: Path) -> None:
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     sharpen_timer()
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=devices)
+    found = work()
+    if rank == 0:
+        torch.save(found, folder / "found.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measured(repeats: int, prepare: Callable[[], Iterable[Step]]) -> list[Row] | None:
+    """Run everything on this rank; rank 0 returns what all of them saw."""
     steps: list[Step] = []
     for step in prepare():
         # Warms up code and connections; its passes take no time.
@@ -93,14 +107,10 @@ def _rank(rank: int, devices: int, repeats: int, prepare: Callable[[], Iterable[
             step.device.reset()
             dist.barrier()
             step.run()
-            gathered: list[tuple[Passes, int]] = [None] * devices  # type: ignore[list-item]
+            gathered: list[tuple[Passes, int]] = [None] * dist.get_world_size()  # type: ignore[list-item]
             dist.all_gather_object(gathered, (step.device.passes, step.device.peak))
             seen.append(gathered)
-    if rank == 0:
-        rows = [_row(step, seen) for step, seen in zip(steps, ran, strict=True)]
-        torch.save(rows, folder / "rows.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return [_row(step, seen) for step, seen in zip(steps, ran, strict=True)] if dist.get_rank() == 0 else None
 
 
 def _row(step: Step, repeats: list[list[tuple[Passes, int]]]) -> Row:

@@ -14,10 +14,10 @@ from emulated.device import ROWS, WIDTH, Device, SleepingStage
 from emulated.vocabulary import SleepingVocabulary, open_channels
 from megatron_pipemem.runtime.executor import Executor
 from megatron_pipemem.runtime.transport import MessageFormat, Transport, connect
+from megatron_pipemem.schedule.core.action_prices import ActionPrices
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import ActionPrices
 from megatron_pipemem.schedule.core.validator import validate_program
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
@@ -46,6 +46,7 @@ class Step:
         run: runs one step.
         plan: the order it promises.
         costs: what its passes take.
+        executor: of ours, makes the executor of one step.
     """
 
     runtime: str
@@ -54,6 +55,7 @@ class Step:
     run: Callable[[], object]
     plan: Schedule
     costs: Costs
+    executor: Callable[[], Executor] | None = None
 
 
 def our_steps(schedules: Iterable[tuple[str, Schedule, Costs]]) -> Iterator[Step]:
@@ -65,6 +67,7 @@ def our_steps(schedules: Iterable[tuple[str, Schedule, Costs]]) -> Iterator[Step
         program = lower(schedule)
         validate_program(program)
         if placement.devices not in pipelines:
+            assert dist.group.WORLD is not None
             pipelines[placement.devices] = connect(placement, dist.group.WORLD, CPU)
         device = device_of(schedule, costs)
         kind, vocabulary = _Runner, None
@@ -74,7 +77,7 @@ def our_steps(schedules: Iterable[tuple[str, Schedule, Costs]]) -> Iterator[Step
         runners = {stage: kind(device, stage, placement) for stage in placement.stages[dist.get_rank()]}
         message = MessageFormat((ROWS, 1, WIDTH), torch.float32, CPU)
 
-        def run(
+        def executor(
             program=program,
             runners=runners,
             pipeline=pipelines[placement.devices],
@@ -82,9 +85,12 @@ def our_steps(schedules: Iterable[tuple[str, Schedule, Costs]]) -> Iterator[Step
             vocabulary=vocabulary,
         ):
             features = [vocabulary.passes()] if vocabulary else []
-            Executor(program, dist.get_rank(), runners, Transport(pipeline, message), features).run()
+            return Executor(program, dist.get_rank(), runners, Transport(pipeline, message), features)
 
-        yield Step("pipemem", name, device, run, schedule, costs)
+        def run(made=executor) -> None:
+            made().run()
+
+        yield Step("pipemem", name, device, run, schedule, costs, executor)
 
 
 def device_of(schedule: Schedule, costs: Costs) -> Device:
@@ -107,7 +113,7 @@ class _Runner:
     def release_output(self, output: torch.Tensor) -> None:
         """Nothing to gain: outputs are a few bytes."""
 
-    def backward(self, input, output, output_gradient):
+    def backward(self, microbatch, input, output, output_gradient):
         torch.autograd.backward(output, output_gradient)
         return None if input is None else input.grad
 
@@ -118,8 +124,9 @@ class _Runner:
 class _RunnerBetween(_Runner):
     """A sleeping stage where embedding and head are not in the stages."""
 
-    def forward(self, microbatch: int, input: torch.Tensor) -> torch.Tensor:
-        # The embedding's output has the batch first.
+    def forward(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
+        assert input is not None, "the embedding is before the first stage"
+        # Its output has the batch first.
         return self._stage(input.transpose(0, 1).contiguous() if self._stage.stage == 0 else input)
 
 
@@ -171,20 +178,18 @@ def megatron_steps(microbatches: int, costs: Costs) -> Iterator[Step]:
     from megatron.core.enums import ModelType
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
+    from stock_steps import stock_config, stock_groups
 
     rank, devices = dist.get_rank(), dist.get_world_size()
-    groups = ProcessGroupCollection()
-    groups.pp = dist.group.WORLD
-    groups.tp = groups.cp = [dist.new_group([member]) for member in range(devices)][rank]
+    groups = stock_groups(devices)
 
     class Chunk(torch.nn.Module):
         def __init__(self, config: TransformerConfig, stage: SleepingStage, vp_stage: int | None):
             super().__init__()
             self.config, self.stage, self.vp_stage = config, stage, vp_stage
             self.model_type = ModelType.encoder_or_decoder
-            self.input = None
+            self.input: torch.Tensor | None = None
 
         def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
             (self.input,) = tensors
@@ -196,19 +201,7 @@ def megatron_steps(microbatches: int, costs: Costs) -> Iterator[Step]:
         return chunk(), lambda output: (output.sum(), {})
 
     for name, chunks in MEGATRON.items():
-        config = TransformerConfig(
-            num_layers=devices * chunks,
-            hidden_size=WIDTH,
-            num_attention_heads=1,
-            pipeline_model_parallel_size=devices,
-            virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-            microbatch_group_size_per_vp_stage=devices if chunks > 1 else None,
-            pipeline_dtype=torch.float32,
-            deallocate_pipeline_outputs=True,
-            # As megatron.training sets them for either schedule.
-            overlap_p2p_comm=chunks > 1,
-            batch_p2p_comm=chunks == 1,
-        )
+        config = stock_config(devices, chunks, WIDTH, deallocate_pipeline_outputs=True)
         placement = Placement.from_devices(tuple(range(devices)) * chunks)
         plan = _our_plan(name, microbatches)
         device = device_of(plan, costs)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from random import Random
+from typing import Any
 
 from lengths import DISTRIBUTIONS, imbalanced, weigh
 from rich import box
@@ -48,7 +49,7 @@ class Case:
 
     def planned(self, names: Sequence[str], weights: MicrobatchWeights) -> list[tuple[str, Schedule, tuple[int, ...]]]:
         """Plans of the families, and their orders, in the memory of stock 1F1B in arrival order."""
-        shape = {"num_devices": self.devices, "num_microbatches": self.microbatches}
+        shape: dict[str, Any] = {"num_devices": self.devices, "num_microbatches": self.microbatches}
         costs = Costs(self.unit, self.unit, self.unit, microbatch=weights)
         cap = MemoryCap(max(peaks(build_schedule("1f1b", **shape), costs)), False)
         plans = [(name, plan_step(build_schedule(name, **shape), costs, cap, PLAN_SECONDS)) for name in names]
@@ -88,7 +89,8 @@ def _replanned(case: Case) -> dict:
     first = case.run(case.planned(["1f1b", "zbv"], known), weights)
     seen = {Kind(kind): each for kind, each in first[0].weights.items()}
     measured = MicrobatchWeights(seen[Kind.F], None, seen)
-    plans = [(f"{name}, measured", *rest) for name, *rest in case.planned(["1f1b", "zbv"], measured)]
+    planned = case.planned(["1f1b", "zbv"], measured)
+    plans = [(f"{name}, measured", schedule, order) for name, schedule, order in planned]
     rows = [*first, *case.run(plans, weights)[2:]]
     return _told(
         case, "microbatches made uneven by experts, planned as alike and by the seconds of a step before", rows

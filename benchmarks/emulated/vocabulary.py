@@ -59,7 +59,8 @@ class SleepingVocabulary:
             VocabularyEmbedding(embedding),
             VocabularyHead(head, HeadOptions(barriers=schedule.vocabulary_barriers)),
         )
-        self._batch = Batch(*(torch.randint(WORDS, (m, 1, ROWS), generator=drawn) for _ in range(2)))
+        tokens, self._labels = (torch.randint(WORDS, (m, 1, ROWS), generator=drawn) for _ in range(2))
+        self._batch = Batch(list(tokens), list(self._labels))
 
     def passes(self) -> VocabularyPasses:
         """Those of one step."""
@@ -99,8 +100,8 @@ class SleepingVocabulary:
         Raises:
             RuntimeError: a loss is not that of the whole matrices.
         """
-        logits = self._embedding[self._batch.tokens[microbatch, 0]] @ self._head.t()
-        expected = torch.nn.functional.cross_entropy(logits, self._batch.labels[microbatch, 0], reduction="none")
+        logits = self._embedding[self._batch.tokens[microbatch][0]] @ self._head.t()
+        expected = torch.nn.functional.cross_entropy(logits, self._labels[microbatch, 0], reduction="none")
         if not torch.allclose(scored.losses[:, 0], expected, rtol=1e-4):
             raise RuntimeError(f"losses of microbatch {microbatch} are {scored.losses[:, 0]} and should be {expected}")
         return torch.ones_like(scored.losses)

@@ -20,6 +20,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import proof
 
@@ -73,7 +74,7 @@ def cases(rehearse: bool) -> list[Case]:
     found = [Case("stock")]
     for each in synchronous_families():
         chunks = chunks_per_device(each.name)
-        copies = family(each.name).placement(RANKS, None).replicas
+        copies = family(each.name).replicas
         found.append(Case(each.name, chunks // copies, exact=copies == 1))
     found += [Case("v-half", 2, vocabulary=algorithm, exact=False) for algorithm in ("1", "2")]
     found += [_data_parallel("stock"), _data_parallel("1f1b"), _data_parallel("zb-h1"), _data_parallel("v-half", 2)]
@@ -200,7 +201,7 @@ def run_rank(plan: dict) -> int:
 
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.cuda.set_device(0)
-    bound = {"device_id": torch.device("cuda:0")} if plan["bound"] else {}
+    bound: dict[str, Any] = {"device_id": torch.device("cuda:0")} if plan["bound"] else {}
     dist.init_process_group("nccl", **bound)
     for number, fields in enumerate(plan["cases"]):
         begin = time.perf_counter()

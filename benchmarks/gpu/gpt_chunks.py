@@ -99,7 +99,7 @@ def builder(size: Size, config: TransformerConfig, layers: str) -> Callable[...,
     return build
 
 
-def batches(size: Size, step: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+def batches(size: Size, step: int = 0) -> Iterator[dict[str, torch.Tensor | None]]:
     """Endless, the same on every rank."""
     generator = torch.Generator().manual_seed(step)
     device = torch.cuda.current_device()

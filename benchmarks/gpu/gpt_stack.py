@@ -174,9 +174,12 @@ class Loop:
                     mover.call_back(j + 1)
                 mover.use(j)
             self._backward(j)
-            checksums.append(self.inputs[j].grad.double().sum())
+            gradient = self.inputs[j].grad
+            assert gradient is not None, "its backward has run"
+            checksums.append(gradient.double().sum())
             self.inputs[j].grad = None
-        return [*(parameter.grad for parameter in self.stack.parameters()), *checksums]
+        gradients = (parameter.grad for parameter in self.stack.parameters())
+        return [*(each for each in gradients if each is not None), *checksums]
 
     def _forward(self, i: int, engine: OffloadEngine | None, mover: _Mover | None) -> None:
         if mover is not None:

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import proof
 
@@ -86,7 +88,8 @@ def bytes_per_logit(size: Size, barriers: int) -> dict[str, float]:
         ("T", kernels.logit_gradient, [raw, local, owned, *per_token], {}),
     ):
         with _counter() as counter:
-            results = function(*inputs, scale=1.0, softcap=None, **constants)
+            run_pass: Callable[..., Any] = function  # they take other tensors, and other constants
+            results = run_pass(*inputs, scale=1.0, softcap=None, **constants)
         written = [raw] if results is None else [each for each in results if each is not None]
         fused = sum(tensor.nbytes for tensor in (*inputs, *written))
         values[f"{phase}_eager_bytes_per_logit"] = counter.bytes / raw.numel()
@@ -139,7 +142,7 @@ def head_of(weight, compiled: bool):
     from megatron_pipemem.runtime.vocabulary.head import HeadOptions, VocabularyHead
     from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition, WeightShard
 
-    parameter = torch.nn.Parameter(weight)
+    parameter: Any = torch.nn.Parameter(weight)
     parameter.main_grad = torch.zeros(weight.shape, device=weight.device)
     shard = WeightShard(parameter, VocabularyPartition(weight.size(0), 1), 0)
     return VocabularyHead(shard, HeadOptions(compiled=compiled))
@@ -153,7 +156,7 @@ def run(head, x, labels):
 
     kept = []
     s = proof.seconds(lambda: kept.append(head.score(x, labels)))
-    done = combine(kept[0], kept[0].statistics.clone()[None])
+    done: Any = combine(kept[0], kept[0].statistics.clone()[None])  # a OneBarrier, as the head's options say
     g = torch.ones_like(done.losses)  # of their sum
     dx = finish_input_gradient(done.input_gradient(), x.dtype, done.without_ignored(g))
     t = proof.seconds(done.weight_gradient(g).run)
@@ -197,7 +200,7 @@ def errors_against_fp64(inputs) -> dict[str, float]:
     exact = torch.nn.functional.cross_entropy(exact_x @ exact_weight.t(), labels, reduction="none")
     exact.sum().backward()
     wanted = {"loss": exact.detach(), "dX": exact_x.grad, "dW": exact_weight.grad}
-    errors = {}
+    errors: dict[str, float] = {}
     for name in ("eager", "compiled"):
         head = head_of(weight, name == "compiled")
         losses, dx, _ = run(head, x, labels)

@@ -243,7 +243,8 @@ def measure_bandwidths(machine: Machine, settings: Settings) -> list[Bandwidth]:
         few = partial(multiply, max(1, int(0.5 * out.nbytes / max(alone) / one)))
         plain = statistics.median(machine.seconds(few) for _ in range(settings.repeats))
         beside = [seconds_beside(machine, [out, back], few) for _ in range(settings.repeats)]
-        found.append(Bandwidth(nbytes, *alone, *busy, statistics.median(beside) / plain - 1))
+        rates_found = [*alone, *busy, statistics.median(beside) / plain - 1]
+        found.append(Bandwidth(nbytes, *rates_found))
     machine.synchronize()
     channel.close()
     return found
@@ -255,19 +256,17 @@ def measure_layer(machine: Machine, settings: Settings, shape: Shape, recompute:
     gradient = torch.ones_like(x)
     rounds = []
     for _ in range(settings.repeats + 2):
-        queue, kept = WeightGradientQueue(), []
+        queue = WeightGradientQueue()
+        kept: list[torch.Tensor] = []
 
-        def forward(queue=queue, kept=kept) -> None:
+        def run_forward(queue=queue, kept=kept) -> None:
             with collecting(queue):
                 kept.append(stack(x))
 
-        rounds.append(
-            (
-                machine.seconds(forward),
-                machine.seconds(lambda kept=kept: kept.pop().backward(gradient)),
-                machine.seconds(queue.run),
-            )
-        )
+        def run_backward(kept=kept) -> None:
+            kept.pop().backward(gradient)
+
+        rounds.append((machine.seconds(run_forward), machine.seconds(run_backward), machine.seconds(queue.run)))
     forward, input_gradient, weight_gradient = (
         statistics.median(column) / 2 for column in zip(*rounds[2:], strict=True)
     )

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -26,7 +26,7 @@ class Row:
     """
 
     case: str
-    values: dict[str, object]
+    values: Mapping[str, object]
     missed: tuple[str, ...] = ()
 
 
@@ -44,7 +44,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     complete: bool = False
 
-    def add(self, case: str, values: dict[str, object], missed: list[str] | tuple[str, ...] = ()) -> None:
+    def add(self, case: str, values: Mapping[str, object], missed: list[str] | tuple[str, ...] = ()) -> None:
         self.rows.append(Row(case, values, tuple(missed)))
         self._write()
 

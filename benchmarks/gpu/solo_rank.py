@@ -33,6 +33,7 @@ def main() -> int:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     report = proof.Report(options.output, options.rehearse)
+    pipelines: tuple[int, ...]
     if options.rehearse:
         size, pipelines, microbatches = Size(32, 2, 2, 16, 64, dtype=torch.float32), (4,), 2
     else:

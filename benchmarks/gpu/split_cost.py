@@ -69,7 +69,8 @@ def measure(size, layers: str, rounds: int) -> dict[str, float]:
         for _ in range(rounds + 1):
             for fused in (False, True):
                 # Modules of Transformer Engine delay theirs always: of their B, the weight gradients follow at once.
-                queue, outputs = WeightGradientQueue(), []
+                queue = WeightGradientQueue()
+                outputs: list[torch.Tensor] = []
                 collected = None if fused else queue
 
                 def forward(collected=collected, outputs=outputs) -> None:
@@ -82,8 +83,12 @@ def measure(size, layers: str, rounds: int) -> dict[str, float]:
                         outputs.pop().backward(gradient)
                     defer(delayed, queue)
 
+                def all_of_it(backward=backward, queue=queue) -> None:
+                    backward()
+                    queue.run()
+
                 if fused:
-                    seconds = [proof.seconds(forward), proof.seconds(lambda b=backward, q=queue: (b(), q.run()))]
+                    seconds = [proof.seconds(forward), proof.seconds(all_of_it)]
                 else:
                     seconds = [proof.seconds(forward), proof.seconds(backward), proof.seconds(queue.run)]
                 for name, taken in zip("FB" if fused else "FIW", seconds, strict=True):

@@ -60,6 +60,10 @@ _ENTRIES = {
         "plan.plan_command",
         "Choose tensor, pipeline and data parallelism, microbatch, schedule and recompute for a run, and rank what fits.",
     ),
+    "layout": _Entry(
+        "layout.layout_command",
+        "Say which layers each pipeline stage should hold so that a step is shortest, beside the even split.",
+    ),
     "profile": _Entry(
         "profile.profile",
         "Measure or compute what one layer, the embedding and the head take and keep, and what stages made of them cost.",
@@ -72,6 +76,14 @@ _ENTRIES = {
     "report": _Entry(
         "report.report",
         "Compare the runs of a grid: throughput against peak memory, and those that are worth choosing.",
+    ),
+    "explain": _Entry(
+        "explain.explain_command",
+        "Tell where the time of a run's last step went, rank by rank, and the three changes that would win most.",
+    ),
+    "trace": _Entry(
+        "trace.trace",
+        "Show a step as it ran beside its plan in Perfetto, or explain what a profiler recorded of stock Megatron.",
     ),
     "run": _Entry(
         "run.run_script", "Run a Megatron script with the plugin on, usually under torchrun.", kind=RunCommand
@@ -96,7 +108,8 @@ def load_command(name: str) -> CommandWithExamples:
     alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     callback = getattr(import_module(f"megatron_pipemem.cli.{module}"), function)
     alone.command(name, cls=entry.kind, hidden=entry.hidden)(callback)
-    return typer.main.get_command(alone)
+    command: Any = typer.main.get_command(alone)
+    return command
 
 
 def load_commands() -> dict[str, CommandWithExamples]:
@@ -111,15 +124,16 @@ class _Group(TyperGroup):
         listed = {name: TyperCommand(name, help=each.told, hidden=each.hidden) for name, each in _ENTRIES.items()}
         super().__init__(**settings | {"commands": listed})
 
-    def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple:
+    # Contexts are those of click, which typer has taken in and does not export.
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple:
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command and load_command(name), rest
+        return name, load_command(name) if command is not None and name is not None else None, rest
 
-    def format_help(self, ctx: typer.Context, formatter: Any) -> None:
+    def format_help(self, ctx: Any, formatter: Any) -> None:
         self.rich_markup_mode = markup()
         super().format_help(ctx, formatter)
 
-    def invoke(self, ctx: typer.Context) -> object:
+    def invoke(self, ctx: Any) -> object:
         """Run the command; a user's error or an interrupt ends in one line on stderr, never in a traceback."""
         try:
             return super().invoke(ctx)

@@ -94,7 +94,7 @@ def _cap(text: str | None) -> float | tuple[float, ...] | None:
         raise UnsupportedError(
             f"--memory-cap {text}: a table knows of no bytes; give activation units, 1 is 1F1B's peak"
         )
-    return cap and cap.amount
+    return None if cap is None else cap.amount
 
 
 def _facts(file: Path, table: Table, schedule: Schedule) -> dict[str, object]:

@@ -32,7 +32,7 @@ def check_size(devices: int, microbatches: int, chunks: int, yes: bool, fitted: 
     if not yes:
         counts = f"--devices {devices} and --microbatches {microbatches}"
         if chunks > MAX_CHUNKS:
-            counts = f"--devices {devices}, --microbatches {microbatches} and {chunks} chunks or pieces"
+            counts = f"--devices {devices}, --microbatches {microbatches} and {chunks} chunks or slices"
         check_affordable(devices, microbatches, chunks, f"{counts} make", fitted)
 
 

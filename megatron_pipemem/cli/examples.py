@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from itertools import batched
 from textwrap import indent
-from typing import Any
+from typing import Any, Literal
 
-import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
@@ -14,7 +13,7 @@ _LEAST_COLUMNS = 80
 """Of Typer's panels, which cut names of options where there are fewer; then click's own plain help does."""
 
 
-def markup() -> str | None:
+def markup() -> Literal["markdown"] | None:
     """Return how help is to be rendered; ``None`` is plain."""
     return "markdown" if Console().width >= _LEAST_COLUMNS else None
 
@@ -34,11 +33,12 @@ class CommandWithExamples(TyperCommand):
         pairs = batched(map(str.strip, examples.splitlines()), 2)
         self.examples = [(line, purpose.removeprefix("# ")) for purpose, line in pairs]
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    # Contexts are those of click, which typer has taken in and does not export.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.obj = list(args)  # as typed
         return super().parse_args(ctx, args)
 
-    def format_help(self, ctx: typer.Context, formatter: Any) -> None:
+    def format_help(self, ctx: Any, formatter: Any) -> None:
         self.rich_markup_mode = markup()
         super().format_help(ctx, formatter)
         formatter.write("\n Examples\n")  # what is written comes after panels
@@ -54,7 +54,7 @@ class RunCommand(CommandWithExamples):
     ignore_unknown_options = True
     allow_interspersed_args = False
 
-    def format_help(self, ctx: typer.Context, formatter: Any) -> None:
+    def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
         from megatron_pipemem.launch.flags import flag_parser
 

@@ -103,7 +103,8 @@ def grid(
             left = len(store.open_points())
             jobs = "; its jobs stay in Slurm's queue" if launcher == "slurm" else ""
             report_error(f"interrupted with {left} of {len(points)} points left or failed{jobs}; go on with: {again}")
-            raise typer.Exit(stop.code if isinstance(stop, SystemExit) else INTERRUPTED) from None
+            code = stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else INTERRUPTED
+            raise typer.Exit(code) from None
     for index in missing:
         report_note(
             f"{label(store.settings()[index])}: ended without a result, cancelled or killed; start it again with: {again}"

@@ -6,9 +6,10 @@ The LM head is placed as it was asked for: on the last stage, or cut over all de
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_pipemem.cli.checks import check_layers, check_size
 from megatron_pipemem.cli.common import CANNOT_RUN, report_note
@@ -20,12 +21,13 @@ from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_cap, parse_caps
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
+from megatron_pipemem.schedule.core.slices import slice_costs
 from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 from megatron_pipemem.schedule.features.vocabulary.choice import REDISTRIBUTE, choose_vocabulary, head_on_last_stage
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape
-from megatron_pipemem.schedule.options import AUTO, OFF, check_recompute, parse_options
+from megatron_pipemem.schedule.options import AUTO, OFF, check_recompute, parse_options, slice_counts
 from megatron_pipemem.schedule.registry import check_options, family
 from megatron_pipemem.schedule.request import SEARCH_OPTIONS, Request, check_search_options
 from megatron_pipemem.schedule.resolve import ChosenSchedule, resolve, vocabulary_ways
@@ -143,7 +145,7 @@ def _host_budget(host_memory: str | None, costs: Costs) -> float | None:
             f"--host-memory {host_memory} is not in the unit of the memory cap; give both in bytes, with --costs FILE "
             "with memory, or both in activation units"
         )
-    return None if budget is None else budget.amount
+    return None if budget is None else budget.amounts[0]
 
 
 def read_schedule(
@@ -168,13 +170,15 @@ def read_schedule(
     except ScheduleFormatError as error:
         raise ScheduleFormatError(f"{path}: {error}") from error
     count = table.num_microbatches() if microbatches is None else microbatches
-    check_size(placement.num_devices, count * table.header.pieces, placement.num_chunks, yes, fitted=False)
+    check_size(placement.num_devices, count * table.header.slices, placement.num_chunks, yes, fitted=False)
     return table, Schedule.of_table(table, path.stem, count)
 
 
-def _likely_chunks(name: str, settings: Mapping[str, object]) -> int:
-    """Return the stages per device, or pieces of as many microbatches; told without building anything."""
-    said = {"chunks": 1, "max_chunks": 1, "pieces": 1, "waves": 2}
+def _likely_chunks(name: str, settings: Mapping[str, Any]) -> int:
+    """Return the stages per device, or slices of as many microbatches; told without building anything."""
+    said = {"chunks": 1, "max_chunks": 1, "slices": 1, "waves": 2}
+    if name == AUTO and "slices" in settings:
+        settings = {**settings, "slices": max(slice_counts(settings["slices"]))}
     counts = [settings[option] * each for option, each in said.items() if isinstance(settings.get(option), int)]
     return max([*counts, 1]) if counts else 2 if name == AUTO else family(name).chunks or 2
 
@@ -291,7 +295,7 @@ def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | Non
         return amount
     if asked.layers is None:
         raise UnsupportedError(f"--head-cost {asked.head_cost} counts layers; say with --layers how many the model has")
-    seconds = costs.seconds(schedule.placement)
+    seconds = costs.seconds(schedule.placement, schedule.slices)
     return amount * sum(map(sum, (seconds[Kind.F], seconds[Kind.B]))) / asked.layers
 
 
@@ -308,7 +312,7 @@ def priced_head(asked: Prices, costs: Costs, schedule: Schedule, barriers: int) 
     if seconds is None:
         return costs
     if not barriers:
-        return head_on_last_stage(costs, schedule.placement, seconds)
+        return head_on_last_stage(costs, schedule.placement, seconds, slices=schedule.slices)
     devices = schedule.num_devices
     return replace(costs, vocabulary=VocabularyCosts.of_head(seconds, devices, barriers))
 
@@ -325,14 +329,36 @@ def load_and_simulate(name: str, asked: Question, prices: Costs) -> tuple[Loaded
         PipememError: it cannot be had; the message says why.
     """
     loaded = load_schedule(name, asked, costs=prices, offload=asked.offload, host_memory=asked.host_memory)
-    loaded, prices, reason = _with_head(loaded, prices, asked)
+    loaded, prices, reason = _with_head(loaded, _with_attention(loaded, prices, asked), asked)
     return loaded, simulate(loaded.schedule, prices), reason
+
+
+def _with_attention(loaded: Loaded, prices: Costs, asked: Question) -> Costs:
+    """Return prices of every slice, where attention makes later slices take longer."""
+    share, slices = asked.attention_share, loaded.schedule.slices
+    if share is None or slices == 1:
+        return prices
+    if loaded.request.searches or asked.vocab_parallel != OFF:
+        what = "auto searches with" if loaded.request.searches else "--vocab-parallel chooses for"
+        raise UnsupportedError(
+            f"--attention-share {share:g} makes slices differ, and {what} slices that are alike; leave one of the two out"
+        )
+    return slice_costs(prices, loaded.schedule.placement, (1,) * slices, share)
+
+
+def check_attention(asked: Question, schedules: Iterable[Schedule]) -> None:
+    """Raise an UnsupportedError if none of the schedules has the slices that an attention share is about."""
+    if asked.attention_share is not None and all(schedule.slices == 1 for schedule in schedules):
+        raise UnsupportedError(
+            f"--attention-share {asked.attention_share:g} prices slices of sequences, and nothing is cut into any; add "
+            "-o slices=4 to a schedule that takes it, or leave it out"
+        )
 
 
 def _with_head(loaded: Loaded, prices: Costs, asked: Question) -> tuple[Loaded, Costs, str]:
     schedule, reason = loaded.schedule, ""
     check_layers(asked.layers, schedule.placement.model_stages)
-    algorithm = asked.vocab_parallel
+    algorithm: str = asked.vocab_parallel
     if algorithm == "auto":
         seconds = head_seconds(asked, prices, schedule)
         if seconds is None:
@@ -352,6 +378,7 @@ def _with_head(loaded: Loaded, prices: Costs, asked: Question) -> tuple[Loaded, 
         algorithm, reason = choice.best.name, choice.reason
         if algorithm == REDISTRIBUTE:
             layout = choice.best.layers
+            assert layout is not None, "what is redistributed are layers"
             moved = head_on_last_stage(prices, schedule.placement, seconds, layout)
             return loaded, moved, f"{reason}; layers per stage: {', '.join(map(str, layout))}"
     if algorithm == OFF:

@@ -115,6 +115,7 @@ class Question(Prices, Size):
         offload: which activations make a round trip to the host.
         offload_ratio: seconds of that over those of their F, I and W.
         host_memory: the most that the host holds.
+        attention_share: of F's seconds, the part that is causal attention.
     """
 
     offload: Annotated[
@@ -134,12 +135,22 @@ class Question(Prices, Size):
     host_memory: Annotated[
         str | None, typer.Option(metavar="X|XGiB", help="The most host memory of a device, in the unit of the cap.")
     ] = None
+    attention_share: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            metavar="A",
+            help="Of F's seconds, the part that is causal attention over the whole sequence: where sequences are cut into "
+            "slices, later ones then take longer. Default: slices take as long.",
+        ),
+    ] = None
 
 
 def takes_group(command: Callable[..., None]) -> Callable[..., None]:
     """Let a command take the fields of its one dataclass argument as options."""
     hints, own = get_type_hints(command, include_extras=True), signature(command).parameters
-    name, group = next((name, hint) for name, hint in hints.items() if is_dataclass(hint))
+    name, group = next((name, hint) for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint))
     of_group = get_type_hints(group, include_extras=True)
     members = [Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default) for each in fields(group)]
 
@@ -153,6 +164,7 @@ def takes_group(command: Callable[..., None]) -> Callable[..., None]:
         for parameter in own.values()
         for each in (members if parameter.name == name else [parameter])
     }
-    call.__signature__ = signature(command).replace(parameters=list(taken.values()))
-    call.__annotations__ = {name: each.annotation for name, each in taken.items()}
-    return call
+    made: Any = call  # typer reads its options from these attributes
+    made.__signature__ = signature(command).replace(parameters=list(taken.values()))
+    made.__annotations__ = {name: each.annotation for name, each in taken.items()}
+    return made

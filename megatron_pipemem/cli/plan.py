@@ -28,6 +28,7 @@ from megatron_pipemem.planner.variants import PLAIN
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.schedule.core.memory_cap import parse_bytes
 from megatron_pipemem.schedule.size import check_affordable
+from megatron_pipemem.schedule.stream import LEAST_GAIN
 
 _REASONS = 12
 
@@ -61,13 +62,18 @@ def plan_command(
 ) -> None:
     """Choose tensor, pipeline and data parallelism, microbatch, schedule and recompute for a run, and rank what fits.
 
-    Context and expert parallelism, the global batch and all flags stay as the run has them.
+    Context and expert parallelism, the global batch and all flags stay as the run has them; slices of microbatches too, unless
+    ``--only slices=1,2,4`` names some. Where the run says
+    ``schedule.overlap_steps: true``, plans are ranked by the time from step to step without a barrier between steps. The
+    gain is how many times as fast that is as with the barrier.
 
     Examples:
         # ranked, with what binds
         pipemem plan configs/runs/98b-40xa100.yaml
         # less to choose from
         pipemem plan run.yaml --memory 60GiB --only tp=4,8 --only schedule=v-half,1f1b
+        # by the period of steps without a barrier between them
+        pipemem plan configs/runs/98b-40xa100.yaml --set schedule.overlap_steps=true
         # by what was measured; written for launch
         pipemem plan run.yaml --profile profile.json --output best.yaml
     """
@@ -141,11 +147,16 @@ def _print(answer: Answer) -> None:
 
 
 def _table(plans: Sequence[Plan]) -> FittingTable:
-    columns = ("schedule", "tp", "pp", "dp", "mb", "recompute", "s/step", "MFU", "peak GiB", "bubble", "binds")
+    columns = ["schedule", "tp", "pp", "dp", "mb", "recompute", "s/step", "MFU", "peak GiB", "bubble", "binds"]
+    overlaps = any(each.gain is not None for each in plans)
+    if overlaps:
+        columns.insert(-1, "gain")
     table = FittingTable(columns, text=("schedule", "recompute", "binds"))
     for each in plans:
         cut = each.run.parallelism
         name = each.schedule if cut.chunks is None else f"{each.schedule} v={cut.chunks}"
+        if (each.run.schedule.slices or 1) > 1:
+            name += f" n={each.run.schedule.slices}"
         table.add_row(
             name if each.variant == PLAIN else f"{name} + {each.variant}",
             *map(str, (cut.tp, cut.pp, cut.dp, cut.micro_batch)),
@@ -154,9 +165,15 @@ def _table(plans: Sequence[Plan]) -> FittingTable:
             f"{each.mfu:.1%}",
             gibibytes(each.peak),
             f"{each.bubble_rate:.1%}",
+            *([_gain(each)] if overlaps else []),
             each.binds,
         )
     return table
+
+
+def _gain(plan: Plan) -> str:
+    """Return what steps without a barrier between them gain, in words."""
+    return "none" if plan.gain is None or plan.gain <= LEAST_GAIN else f"{plan.gain:.3f}"
 
 
 def _advice(rejected: Counter[str]) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, make_dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megatron_pipemem.cli.common import console, print_json, report_note
+from megatron_pipemem.cli.cut import DEFAULT_CLUSTER, ClusterName, SequenceLength, check_runs_own, cut_options
 from megatron_pipemem.cli.options import Json, takes_group
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.config.cluster import Cluster
@@ -28,33 +29,11 @@ from megatron_pipemem.schedule.registry import build_schedule
 from megatron_pipemem.schedule.request import FILE_SUFFIX
 
 MIB = 1 << 20
-DEFAULT_CLUSTER = "a100-80g"
-
-
-_CUT = {
-    "tp": "Tensor-parallel ranks.",
-    "sequence_parallel": "Split norms over them too.",
-    "cp": "Context-parallel ranks.",
-    "ep": "Expert-parallel ranks.",
-    "micro_batch": "Sequences per microbatch.",
-    "recompute": "What runs again before its backward.",
-    "attention": "Which attention the layers have.",
-    "precision": "Element type of weights and activations.",
-}
-"""Fields of ``Execution`` that can be typed, in place of a run."""
-
-
-_HINTS = get_type_hints(Execution)
-
-
-def _typed_as(name: str, told: str) -> tuple[str, Any, Any]:
-    """Return a field of ``Cut`` for one of ``Execution``: text where that has few values, which ``Execution`` checks."""
-    hint, values = _HINTS[name], get_args(_HINTS[name])
-    flag = typer.Option(f"--{name.replace('_', '-')}", metavar="|".join(values) or None, help=told)
-    return name, Annotated[str if values else hint, flag], getattr(Execution, name)
-
-
-Cut = make_dataclass("Cut", [_typed_as(*each) for each in _CUT.items()], frozen=True, kw_only=True)
+_CUT = ("tp", "sequence_parallel", "cp", "ep", "micro_batch", "recompute", "attention", "precision")
+if TYPE_CHECKING:
+    Cut = Execution  # of which it has some fields
+else:
+    Cut = cut_options(*_CUT)
 
 
 @takes_group
@@ -63,9 +42,9 @@ def profile(
     cut: Cut,
     run: Annotated[Path | None, typer.Argument(help="A run configuration; it says model, cluster and cut.")] = None,
     model: Annotated[str | None, typer.Option(help="A model by name or YAML file, instead of a run.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="A cluster by name or YAML file.")] = None,
+    cluster: ClusterName = None,
     stages: Annotated[int | None, typer.Option(min=1, help="Stages of the pipeline: ranks times chunks.")] = None,
-    sequence: Annotated[int | None, typer.Option(help="Tokens per sequence, if not the model's.")] = None,
+    sequence: SequenceLength = None,
     fake: Annotated[bool, typer.Option("--fake", help="Count bytes with fake tensors; seconds by formulas.")] = False,
     formulas: Annotated[bool, typer.Option("--formulas", help="Nothing is run, and Megatron is not needed.")] = False,
     offload: Annotated[bool, typer.Option("--offload", help="Measure the way to the host and back, too.")] = False,
@@ -88,13 +67,14 @@ def profile(
     if output is not None:
         check_writable(output)
     if run is not None:
-        _check_runs_own(context)
+        check_runs_own(context, _CUT)
         asked = load(run, Run)
         shape, execution = asked.model, asked.execution
         machine = load(cluster, Cluster) if cluster else asked.cluster
         placement = _placement(asked) if stages is None else None
         stages = placement.num_stages if placement else stages or asked.parallelism.pp * (asked.parallelism.chunks or 1)
     else:
+        assert model is not None, "it is one of the two"
         placement, shape, machine = None, load(model, Model), load(cluster or DEFAULT_CLUSTER, Cluster)
         execution = typed(asdict(cut), Execution)
     if sequence is not None:
@@ -117,14 +97,6 @@ def profile(
         _print(found, layers, result["profile"]["offload_ratio"], run or model)
     if output is not None:
         write_whole(output, json.dumps(result, indent=2, allow_nan=False) + "\n")
-
-
-def _check_runs_own(context: typer.Context) -> None:
-    """Refuse what would change nothing: a run says itself how it is cut and runs."""
-    for parameter in context.command.params:
-        given = context.get_parameter_source(parameter.name)
-        if parameter.name in _CUT and given is not None and given.name == "COMMANDLINE":
-            raise UnsupportedError(f"{parameter.opts[0]} is said by the run; change it there, or profile with --model")
 
 
 def _placement(run: Run) -> Placement | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,7 +22,7 @@ from megatron_pipemem.schedule.registry import Family, build_schedule, families,
 _FLAGS = {"costs": "--costs", "memory_cap": "--memory-cap"}
 _COLUMNS = (
     *("name", "placement", "summary", "peak", "bubble", "source", "splits_backward", "min_devices", "chunks", "needs"),
-    *("asynchronous", "simulated_only", "offloads", "replicas"),
+    *("asynchronous", "slices", "offloads", "replicas"),
 )
 """Of the JSON table."""
 
@@ -40,8 +40,7 @@ def schedules(
 
     Peaks are in activation units: 1 is what 1F1B's first device holds. Bubbles are for many microbatches, with F, I, W,
     B the seconds of one device's share of the model, p devices, m microbatches and v chunks. Asynchronous schedules
-    update weights in the middle of a step, so they train differently from all others. What is simulated only can be
-    built, simulated, drawn and converted, but not run.
+    update weights in the middle of a step, so they train differently from all others.
 
     Examples:
         # all, with formulas
@@ -81,7 +80,7 @@ def _explain(chosen: Family, devices: int | None, microbatches: int | None, as_j
     else:
         p, m = devices or 4, microbatches or 2 * (devices or 4)
     costs = with_channel(Costs(), None)
-    fitted = {"costs": costs} if "costs" in chosen.options else {}
+    fitted: dict[str, Any] = {"costs": costs} if "costs" in chosen.options else {}
     timeline = simulate(build_schedule(chosen.name, num_devices=p, num_microbatches=m, **fitted), costs)
     out = console()
     out.print(f"{chosen.name}: {chosen.summary}", style="bold", soft_wrap=True, markup=False)
@@ -101,8 +100,8 @@ def _facts(chosen: Family) -> Iterator[tuple[str, str]]:
         yield "needs", need
     if chosen.offloads:
         yield "offload", "activations spend time in host memory"
-    if chosen.simulated_only:
-        yield "runs", f"no: {chosen.simulated_only}"
+    if chosen.slices > 1:
+        yield "slices", f"every sequence runs in {chosen.slices} slices unless -o slices says otherwise"
     for flag, text in _options(chosen):
         yield f"  {flag}", text
     yield "p, m, v", "devices, microbatches, chunks per device; F, I, W, B: seconds of one device's share of the model"
@@ -114,9 +113,9 @@ def _backward(chosen: Family) -> str:
 
 def _needs(chosen: Family) -> list[str]:
     least = f"p >= {chosen.min_devices}" if chosen.min_devices > 1 else ""
-    marks = ["asynchronous" if chosen.asynchronous else "", "simulated only" if chosen.simulated_only else ""]
+    mark = "asynchronous" if chosen.asynchronous else ""
     copies = f"{chosen.replicas} copies of the weights" if chosen.replicas > 1 else ""
-    return [line for line in (chosen.needs or least, copies, ", ".join(filter(None, marks))) if line]
+    return [line for line in (chosen.needs or least, copies, mark) if line]
 
 
 def _options(chosen: Family) -> Iterator[tuple[str, str]]:

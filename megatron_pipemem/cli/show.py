@@ -10,7 +10,7 @@ import typer
 from megatron_pipemem.cli.checks import check_output, check_steps
 from megatron_pipemem.cli.common import console, print_json, report_note
 from megatron_pipemem.cli.completion import complete_schedules
-from megatron_pipemem.cli.loading import load_and_simulate, price_layers
+from megatron_pipemem.cli.loading import check_attention, load_and_simulate, price_layers
 from megatron_pipemem.cli.options import NAME_HELP, Json, Question, takes_group
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.report import SUFFIXES, TerminalTimeline, save_comparison
@@ -53,6 +53,7 @@ def show(
         timelines.append(timeline)
         if reason and not as_json:
             report_note(f"{name}: {reason}")
+    check_attention(asked, [timeline.schedule for timeline in timelines])
     if as_json:
         print_json([_data(timeline, output) for timeline in timelines])
     elif output is None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from megatron_pipemem.cli.checks import check_steps
 from megatron_pipemem.cli.common import console, print_facts, print_json
 from megatron_pipemem.cli.completion import complete_schedules
-from megatron_pipemem.cli.loading import Loaded, load_and_simulate, price_layers
+from megatron_pipemem.cli.loading import Loaded, check_attention, load_and_simulate, price_layers
 from megatron_pipemem.cli.options import NAME_HELP, Json, Question, takes_group
 from megatron_pipemem.cli.progress import showing
-from megatron_pipemem.report.tables import FittingTable
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.report.placements import placements_table
 from megatron_pipemem.report.timeline import DrawnRun
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.bounds import lower_bound
@@ -26,10 +28,11 @@ from megatron_pipemem.schedule.core.single_queue import run_single_queues
 from megatron_pipemem.schedule.core.validator import validate_program
 from megatron_pipemem.schedule.features.offload.recompute import recomputed_by_mode
 from megatron_pipemem.schedule.lowering import lower
-from megatron_pipemem.schedule.search import MAX_CHUNKS, Candidate
+from megatron_pipemem.schedule.overlap import check_overlaps
+from megatron_pipemem.schedule.search import MAX_CHUNKS
 from megatron_pipemem.schedule.stream import stream
 
-_USUAL = {"replicas": 1, "weight_versions": 1, "recomputed": {}, "microbatch_weights": {}}
+_USUAL = {"slices": 1, "replicas": 1, "weight_versions": 1, "recomputed": {}, "microbatch_weights": {}}
 _USUAL |= dict.fromkeys(("search_seconds", "host_peak", "stall_seconds", "transfers"), 0)
 """What nobody needs to be told; of a list, for every device."""
 
@@ -56,13 +59,15 @@ def simulate(
 
     Costs are for one device's whole share of the model and one microbatch, whatever the number of chunks, so makespans
     of different placements compare. The lower bound holds for every order of the same placement (for ``auto``: of every
-    placement tried) within the memory cap, or, without one, within this schedule's own peak; with several replicas or
-    sequence pieces it is the busiest device's work, as it is with the vocabulary passes of ``--vocab-parallel``. A costs file
-    may weigh microbatches that are not alike; the bound then holds for every order of these, too.
+    placement tried) within the memory cap, or, without one, within this schedule's own peak; with several replicas it
+    is the busiest device's work, as it is with the vocabulary passes of ``--vocab-parallel``. A costs file may weigh
+    microbatches that are not alike; the bound then holds for every order of these, too. It may also price every slice of a
+    schedule with sequence slices: lists of one value per stage and slice, stage by stage. ``--attention-share`` makes such
+    prices of one number.
 
     With ``--steps``, every device begins a step when it has done the one before, as with an optimizer that is validated
-    later. The period is the time from step to step then, the gain that over steps that end together. A run of this
-    version, as stock Megatron, joins all devices at the end of a step.
+    later. The period is the time from step to step then, the gain that over steps that end together. A run does so with
+    --pipemem-overlap-steps; else, as in stock Megatron, all devices meet at the end of a step.
 
     Examples:
         # with the seconds of F, I, W and of a message
@@ -71,6 +76,8 @@ def simulate(
         pipemem simulate auto -p 8 -m 24 --memory-cap .625
         # half of the activations wait on the host
         pipemem simulate zbv -p 8 -m 32 --offload half --offload-ratio .4
+        # four slices of every sequence, where later ones take longer
+        pipemem simulate seq1f1b -p 4 -m 8 -o slices=4 --attention-share .3
         # who gains without a barrier between steps
         pipemem simulate zbv -p 8 -m 16 --steps 8
         # a large vocabulary
@@ -79,13 +86,14 @@ def simulate(
     prices = price_layers([name], asked)
     with showing(f"building, proving and simulating {name}"):
         loaded, timeline, reason = load_and_simulate(name, asked, prices)
+        check_attention(asked, [loaded.schedule])
         chosen, costs = loaded.chosen, timeline.costs
         facts = _facts(timeline, loaded)
         if single_queue:
             facts |= _in_single_queues(loaded.schedule, costs)
         if steps > 1:
             check_steps(loaded.schedule, steps, asked.yes)
-            facts |= _without_barrier(loaded.schedule, costs, steps)
+            facts |= _without_barrier(loaded, costs, steps)
     if loaded.schedule.vocabulary_barriers or asked.vocab_parallel != "off":
         facts["vocabulary_barriers"] = loaded.schedule.vocabulary_barriers
     if reason:
@@ -98,14 +106,15 @@ def simulate(
     if loaded.request.searches and not {"chunks", "max_chunks", "placement"} & set(loaded.request.options):
         print_facts(out, [("searched", _AS_A_RUN.format(chunks=loaded.schedule.placement.num_chunks))])
     if (search := chosen.search) is not None:
+        what = "period" if loaded.request.searches_period else "makespan"
         if chosen.offload is not None:
             gap = f"{1 - facts['lower_bound'] / timeline.makespan:.2%} of the makespan at most; the bound knows no cap"
         elif search.is_optimal:
             gap = "0, optimal among the placements tried"
         else:
-            gap = f"{search.gap:.2%} of the makespan at most"
+            gap = f"{search.gap:.2%} of the {what} at most"
         print_facts(out, [("gap to the bound", gap)])
-        out.print(_placements(search.candidates))
+        out.print(placements_table(search.candidates, what))
     if chosen.offload is not None and chosen.offload.kept:
         reasons = Counter(chosen.offload.kept.values()).most_common()
         print_facts(out, [("activations kept", ", ".join(f"{count} ({why})" for why, count in reasons))])
@@ -123,29 +132,23 @@ def _in_single_queues(schedule: Schedule, costs: Costs) -> dict[str, float]:
     return {"single_queue_makespan": run.makespan, "single_queue_bubble_rate": run.bubble_rate}
 
 
-def _without_barrier(schedule: Schedule, costs: Costs, steps: int) -> dict[str, object]:
-    """Return how long steps take that do not wait for each other."""
-    found = stream(schedule, costs, steps=steps)
-    return {"steps": steps, "steps_makespan": max(found.ends[steps - 1]), "period": found.period, "gain": found.gain}
+def _without_barrier(loaded: Loaded, costs: Costs, steps: int) -> dict[str, Any]:
+    """Return how long steps take that do not wait for each other, and why a run would not have them so, if it would not."""
+    found = stream(loaded.schedule, costs, steps=steps)
+    facts: dict[str, Any] = {
+        "steps": steps,
+        "steps_makespan": max(found.ends[steps - 1]),
+        "period": found.period,
+        "gain": found.gain,
+    }
+    try:
+        check_overlaps(loaded.schedule.name, loaded.request, costs.microbatch is not None)
+    except UnsupportedError as reason:
+        facts["a_run_refuses"] = str(reason)
+    return facts
 
 
-def _placements(candidates: Iterable[Candidate]) -> FittingTable:
-    """Return the best of every placement."""
-    columns = ("placement", "chunks", "makespan", "bound", "peak", "found by")
-    table = FittingTable(columns, text=("placement", "found by"))
-    for each in candidates:
-        table.add_row(
-            each.schedule.placement.name,
-            str(each.schedule.placement.num_chunks),
-            f"{each.makespan:.6g}",
-            f"{each.lower_bound:.6g}",
-            f"{max(each.peaks):.4g}",
-            each.found_by,
-        )
-    return table
-
-
-def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, object]:
+def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
     """Return the keys of ``--json``; peaks in activation units whatever the costs say about bytes."""
     schedule, search, weights = timeline.schedule, loaded.chosen.search, timeline.costs.microbatch
     in_units = Costs(microbatch=weights)
@@ -155,6 +158,7 @@ def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, object]:
         "devices": schedule.num_devices,
         "microbatches": schedule.num_microbatches,
         "chunks": schedule.placement.num_chunks,
+        "slices": schedule.slices,
         "makespan": timeline.makespan,
         "ideal": timeline.ideal,
         "bubble_rate": timeline.bubble_rate,
@@ -182,18 +186,20 @@ def _lower_bound(timeline: Timeline, loaded: Loaded, peak: float) -> float:
     schedule = timeline.schedule
     if (
         schedule.placement.replicas > 1
-        or schedule.pieces > 1
         or schedule.vocabulary_barriers
         or all(action.kind is Kind.F for order in schedule.orders for action in order)
     ):
         return timeline.ideal
+    costs, slices = loaded.chosen.costs, schedule.slices
+    if slices > 1:  # of which each may have its own price
+        costs = replace(timeline.costs, memory=costs.memory)
     if schedule.offloads or schedule.recomputed:
         # What is away or dropped takes no memory: no cap on what is held bounds the makespan.
-        return lower_bound(schedule.placement, schedule.num_microbatches, loaded.chosen.costs, None)
+        return lower_bound(schedule.placement, schedule.num_microbatches, costs, None, slices=slices)
     if loaded.chosen.search is not None and loaded.chosen.offload is None:
         return loaded.chosen.search.lower_bound
     cap = peak if loaded.memory_cap is None else loaded.memory_cap
-    return lower_bound(schedule.placement, schedule.num_microbatches, loaded.chosen.costs, cap)
+    return lower_bound(schedule.placement, schedule.num_microbatches, costs, cap, slices=slices)
 
 
 _SHORT = {"single_queue_makespan": "one queue: makespan", "single_queue_bubble_rate": "one queue: bubble"}
@@ -207,7 +213,7 @@ def _told(facts: Mapping[str, object]) -> Iterator[tuple[str, str]]:
             yield _SHORT.get(key, key.replace("_", " ")), _text(key, fact)
 
 
-def _text(key: str, fact: object) -> str:
+def _text(key: str, fact: Any) -> str:
     if key == "microbatch_weights":
         spans = ((what, min(each), max(each), fmean(each)) for what, each in fact.items())
         return ", ".join(f"{what} {least:.4g} to {most:.4g}, mean {mean:.4g}" for what, least, most, mean in spans)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from megatron_pipemem.config import hybrid
@@ -31,8 +32,15 @@ def uncut(model: Model, stages: int) -> tuple[int, ...] | None:
     """Return the pieces of every stage where no flag says them: layers evenly, multi-token prediction on the last; ``None``
     where the layers do not divide.
     """
-    each, over = divmod(model.layers, stages)
-    return None if over else (*[each] * (stages - 1), each + model.pieces - model.layers)
+    return None if model.layers % stages else even(model, stages)
+
+
+def even(model: Model, stages: int) -> tuple[int, ...]:
+    """Return the pieces of every stage where layers are shared out evenly, or nearly so where they do not divide, and
+    multi-token prediction is on the last.
+    """
+    *others, last = spread(model.layers, stages)
+    return (*others, last + model.pieces - model.layers)
 
 
 def flags(model: Model, counts: Sequence[int]) -> dict[str, str]:
@@ -42,11 +50,23 @@ def flags(model: Model, counts: Sequence[int]) -> dict[str, str]:
         model: its shape.
         counts: pieces of every stage.
     """
-    if len(counts) == 1 or (model.pattern is None and tuple(counts) == uncut(model, len(counts))):
+    pattern = pattern_of(model)
+    if len(counts) == 1 or (pattern is None and tuple(counts) == uncut(model, len(counts))):
         return {}
-    if model.pattern is None:
+    if pattern is None:
         return {FLAG: written(counts, model.mtp_layers)}
-    return {PATTERN: hybrid.cut(pattern_of(model), counts)}
+    return {PATTERN: hybrid.cut(pattern, counts)}
+
+
+def with_cut(run: Run, counts: Sequence[int]) -> Run:
+    """Return the run with its model cut so, whatever its flags said of that.
+
+    Args:
+        run: whose flags are replaced.
+        counts: pieces of every stage.
+    """
+    others = {key: value for key, value in run.megatron.items() if key.replace("_", "-") not in (*FLAGS, PATTERN)}
+    return replace(run, megatron=others | flags(run.model, counts))
 
 
 def pattern_of(model: Model) -> str | None:
@@ -62,18 +82,35 @@ def written(counts: Sequence[int], mtp_layers: int = 0) -> str:
         counts: pieces of every stage.
         mtp_layers: what the last piece stands for, where it is multi-token prediction.
     """
+    first, *others = _stages(counts, mtp_layers)
+    if not others:
+        return first
+    text = f"{first}|"
+    for stage, equal in groupby(others[:-1]):
+        times = len(list(equal))
+        text += f"({stage}|)*{times}" if times > 1 else f"{stage}|"
+    return text + others[-1]
+
+
+def stages_of(model: Model, counts: Sequence[int]) -> list[str]:
+    """Return what every stage holds, in Megatron's words.
+
+    Args:
+        model: its shape.
+        counts: pieces of every stage.
+    """
+    pattern = pattern_of(model)
+    return _stages(counts, model.mtp_layers) if pattern is None else hybrid.cut(pattern, counts).split(hybrid.SEGMENTS)
+
+
+def _stages(counts: Sequence[int], mtp_layers: int) -> list[str]:
     texts = [_repeated("t", count) for count in counts]
     if mtp_layers:
         last = max(stage for stage, count in enumerate(counts) if count)
         texts[last] = _repeated("t", counts[last] - 1) + _repeated("m", mtp_layers)
-    first, *others = texts
-    if not others:
-        return f"E{first}L"
-    text = f"E{first}|"
-    for stage, equal in groupby(others[:-1]):
-        times = len(list(equal))
-        text += f"({stage}|)*{times}" if times > 1 else f"{stage}|"
-    return f"{text}{others[-1]}L"
+    texts[0] = f"E{texts[0]}"
+    texts[-1] += "L"
+    return texts
 
 
 def _repeated(symbol: str, count: int) -> str:

@@ -50,7 +50,8 @@ class Limited:
     """
 
     def __post_init__(self) -> None:
-        for key, limit in _limits(type(self)):
+        kind: type = type(self)
+        for key, limit in _limits(kind):
             if (value := getattr(self, key)) is not None:
                 limit.check(value, key)
 

@@ -117,7 +117,7 @@ def check_key(kind: type, key: str, user: str = "", file: Path | None = None) ->
     for part in key.split("."):
         if get_origin(here) is dict:
             return
-        known = _parameters(here) if is_dataclass(here) else {}
+        known = _parameters(here) if isinstance(here, type) and is_dataclass(here) else {}
         if part != BASE and part not in known:
             raise ConfigError(f"unknown key; {nearest(part, known)}", key=f"{user}{key}", file=file)
         hint = str if part == BASE else known[part].annotation
@@ -263,11 +263,11 @@ def _parameters(kind: type) -> dict[str, Parameter]:
 def _dataclass_of_values(hint: Any) -> type | None:
     """Return the dataclass of a hint like ``dict[str, Part]`` or ``dict[str, Part] | None``."""
     mappings = (get_args(each) for each in (hint, *get_args(hint)) if get_origin(each) is dict)
-    return next((value for _, value in mappings if is_dataclass(value)), None)
+    return next((value for _, value in mappings if isinstance(value, type) and is_dataclass(value)), None)
 
 
 def _dataclass_in(hint: Any) -> type | None:
     """Return the dataclass of a hint like ``Model`` or ``Model | None``."""
     if get_origin(hint) in (dict, list, tuple):
         return None
-    return next((each for each in (hint, *get_args(hint)) if is_dataclass(each)), None)
+    return next((each for each in (hint, *get_args(hint)) if isinstance(each, type) and is_dataclass(each)), None)

@@ -191,6 +191,11 @@ class Model(Limited):
         return 3 if self.gated else 2
 
     @property
+    def fuses_experts(self) -> bool:
+        """Whether Megatron has a fused activation for the experts: for gated ones it has none with biases."""
+        return not (self.gated and self.bias == "all")
+
+    @property
     def latent_query_channels(self) -> int:
         """Per head of latent attention."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim

@@ -5,12 +5,14 @@ A run asks Megatron's configurations, the launcher the flags that will set them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.features.windows import check_batch, updates_per_batch
+from megatron_pipemem.schedule.overlap import check_delays
 
 
 class Refusals(NamedTuple):
@@ -26,7 +28,9 @@ class Refusals(NamedTuple):
 
 
 _UNCOUNTED = ("quantile_balancing", "global_aux_loss")
-_REFUSED: Mapping[str, Callable[[object], bool]] = {
+_REFUSED: Mapping[str, Callable[[Any], bool]] = {
+    "attention_dropout": lambda share: float(share or 0) > 0,
+    "context_parallel_size": lambda number: int(number or 1) > 1,
     "cuda_graph_impl": lambda impl: impl not in (None, "none"),
     "num_microbatches_with_partial_activation_checkpoints": lambda number: number is not None,
     "moe_router_load_balancing_type": lambda asked: any(kind in (asked or "") for kind in _UNCOUNTED),
@@ -34,6 +38,9 @@ _REFUSED: Mapping[str, Callable[[object], bool]] = {
     "moe_token_dispatcher_type": lambda dispatcher: dispatcher == "flex",
     "gtp_weight_remat_size": lambda number: (number or 1) > 1,
     "expert_gtp_weight_remat_size": lambda number: (number or 1) > 1,
+    "rerun_mode": lambda mode: mode not in (None, "disabled"),
+    "optimizer": lambda name: name not in (None, "adam", "sgd"),
+    "grad_norm_skip_threshold": lambda threshold: threshold is not None and math.isfinite(float(threshold)),
 }
 """Which values cannot be; of every other attribute all true ones."""
 
@@ -144,6 +151,87 @@ ASYNCHRONOUS = Refusals(
         "drop --mtp-num-layers",
     },
 )
+_COUNTED_ONCE = "counts what a step's forwards send where, and the first of them may run again; drop "
+_WRITTEN_ONCE = "would write what a step leaves before it is known whether it must be taken again; drop "
+OVERLAPPED = Refusals(
+    " without a barrier between steps",
+    {
+        "rerun_mode": "Megatron has all ranks agree on the results of a step before it updates any weights; pass --rerun-mode "
+        "disabled",
+        "fp16": "all ranks decide together whether the loss scale was too large before any of them updates its weights; train "
+        "in bf16 or fp32",
+        "loss_scale": "all ranks look together for gradients that the scale has made infinite before any of them updates its "
+        "weights; drop --loss-scale",
+        "calculate_per_token_loss": "gradients are divided by the tokens of the whole step, which the last stage knows last; "
+        "drop --calculate-per-token-loss",
+        "log_num_zeros_in_grad": "all ranks count zeros together before any of them updates its weights; drop "
+        "--log-num-zeros-in-grad",
+        "log_params_norm": "all ranks sum up their weights together after every step; drop --log-params-norm",
+        "rampup_batch_size": "how steps follow each other is planned for one number of microbatches; drop "
+        "--rampup-batch-size",
+        "step_batch_size_schedule": "how steps follow each other is planned for one number of microbatches; drop "
+        "--step-batch-size-schedule",
+        "use_layer_wise_distributed_optimizer": "its shares of the weights are whole layers, which it gathers in its own step; "
+        "take --use-distributed-optimizer with --optimizer adam",
+        "optimizer_cuda_graph": "the graph would replay one step, whatever must be taken back; drop --optimizer-cuda-graph",
+        "cuda_graph_impl": "a graph replays a step as it was captured, with its end; pass --cuda-graph-impl none",
+    },
+)
+DELAYED = Refusals(
+    " by an asynchronous schedule without a barrier between steps",
+    {
+        "grad_norm_skip_threshold": "the training loop moves the learning rate on before it is known whether a batch is "
+        "above it; leave grad_norm_skip_threshold out",
+        "optimizer_cpu_offload": "the offloaded optimizer updates copies on the host at its own pace; drop "
+        "--optimizer-cpu-offload",
+        "save_params_interval": "it would write weights that the last batch has not updated; drop --save-params-interval",
+    },
+)
+ROLLED_BACK = Refusals(
+    " without a barrier between steps where gradients are clipped",
+    {
+        "optimizer": "only what adam and sgd change is known, and can be put back; pass --optimizer adam, or --clip-grad 0",
+        "optimizer_cpu_offload": "the offloaded optimizer updates copies on the host at its own pace; drop "
+        "--optimizer-cpu-offload, or pass --clip-grad 0",
+        "use_precision_aware_optimizer": "its state has scales that only the optimizer knows, and cannot be put back; drop "
+        "--use-precision-aware-optimizer, or pass --clip-grad 0",
+        "grad_norm_skip_threshold": "a step above it must not be taken at all; leave grad_norm_skip_threshold out, or clip "
+        "nothing",
+        "overlap_param_gather_with_optimizer_step": "weights would be gathered before it is known whether they stand; drop "
+        "--overlap-param-gather-with-optimizer-step",
+        "reuse_grad_buf_for_mxfp8_param_ag": "gathered weights overwrite the gradients that the step may need again; drop "
+        "--reuse-grad-buf-for-mxfp8-param-ag",
+        "fp8_param_gather": "8-bit weights have scales that the step changes, and cannot be put back; drop --fp8-param-gather",
+        "fp4_param_gather": "4-bit weights have scales that the step changes, and cannot be put back; drop --fp4-param-gather",
+        "qk_clip": "it scales weights behind the optimizer's back, and the step may be taken back; drop --qk-clip",
+        "log_max_attention_logit": f"it {_COUNTED_ONCE}--log-max-attention-logit",
+        "moe_router_enable_expert_bias": f"it {_COUNTED_ONCE}--moe-router-enable-expert-bias",
+        "moe_router_load_balancing_type": f"{' or '.join(_UNCOUNTED)} {_COUNTED_ONCE}it, as with "
+        "--moe-router-load-balancing-type aux_loss",
+        "moe_routing_trace_path": f"it {_COUNTED_ONCE}--moe-routing-trace-path",
+        "save_params_interval": f"it {_WRITTEN_ONCE}--save-params-interval",
+        "save_activations_interval": f"it {_WRITTEN_ONCE}--save-activations-interval",
+        "save_tokens_per_expert_interval": f"it {_WRITTEN_ONCE}--save-tokens-per-expert-interval",
+    },
+)
+_CUT = ", or take a schedule without sequence slices"
+SLICED = Refusals(
+    " in sequence slices",
+    {
+        "context_parallel_size": f"every rank has a part of the sequence already; pass --context-parallel-size 1{_CUT}",
+        "attention_dropout": "masks are drawn for whole sequences, and those of slices would be others; pass "
+        f"--attention-dropout 0{_CUT}",
+        "window_size": f"Megatron cuts sliding windows for whole sequences only; drop --window-size{_CUT}",
+        "variable_seq_lengths": "all sequences are cut at the same places; drop --variable-seq-lengths, and pad the "
+        f"sequences{_CUT}",
+        "mtp_num_layers": f"the last tokens of a slice would have nothing to predict from; drop --mtp-num-layers{_CUT}",
+        "num_moe_experts": "routers balance, and drop, the tokens of whole microbatches; train a model without experts"
+        f"{_CUT}",
+        "experimental_attention_variant": "it does not take keys and values of earlier slices; drop "
+        f"--experimental-attention-variant{_CUT}",
+        "apply_rope_fusion": "the fused kernel begins every sequence at position 0; pass --no-rope-fusion" + _CUT,
+    },
+)
 PER_MICROBATCH = Refusals(
     " by a schedule that updates after every microbatch",
     {
@@ -186,12 +274,46 @@ _DELAYED_SCALING = (
     "twice; pass --fp8-recipe tensorwise, or --pipemem-recompute none"
 )
 
+_DELAYED_SCALES = (
+    "fp8 with delayed scaling does not go without a barrier between steps where gradients are clipped: forwards that run again "
+    "would count their values twice; pass --fp8-recipe tensorwise, or --clip-grad 0"
+)
+
+_JOINED: Sequence[tuple[Callable[[Callable[[str], Any]], object], str]] = (
+    (
+        lambda of: int(of("log_interval") or 0) == 1,
+        "with --log-interval 1 every step is logged, and a step that is logged ends on all ranks together; pass "
+        "--log-interval 10, for example",
+    ),
+    (
+        lambda of: int(of("timing_log_level") or 0) > 0 and of("barrier_with_L1_time"),
+        "with --timing-log-level 1 or 2 timers begin on all ranks together; add --no-barrier-with-level-1-timing",
+    ),
+    (
+        lambda of: of("exit_duration_in_mins"),
+        "with --exit-duration-in-mins all ranks tell each other after every step whether it is time; end the run by "
+        "--exit-interval or a signal",
+    ),
+    (
+        lambda of: of("num_experts"),
+        "with experts the loop sums up their losses over all ranks after every step, to log them",
+    ),
+    (
+        lambda of: of("mtp_num_layers"),
+        "with multi-token prediction the loop sums up its losses over all ranks after every step, to log them",
+    ),
+    (
+        lambda of: of("sft") or of("dataloader_inter_document_masking"),
+        "with packed sequences the loop counts their tokens over all ranks after every step, to log FLOPs",
+    ),
+)
+
 # Flags that are not called like their attribute, and what Megatron's flags are when they are not given.
 _FLAGS = {"fp8": "fp8-format", "fp4": "fp4-format", "cpu_offloading": "cpu-offloading-num-layers"}
-_DEFAULTS = {"clip_grad": 1.0, "fp8_recipe": "delayed"}
+_DEFAULTS = {"clip_grad": 1.0, "fp8_recipe": "delayed", "rerun_mode": "validate_results"}
 
 
-def refuse(value_of: Callable[[str], object], *wanted: Refusals) -> None:
+def refuse(value_of: Callable[[str], Any], *wanted: Refusals) -> None:
     """Refuse a configuration that does not go with features.
 
     Args:
@@ -208,7 +330,7 @@ def refuse(value_of: Callable[[str], object], *wanted: Refusals) -> None:
                 raise UnsupportedError(f"{attribute} = {value!r} is not supported{feature}: {sentence}")
 
 
-def refuse_transformer_engine(value_of: Callable[[str], object], splits: bool, recomputes: bool) -> None:
+def refuse_transformer_engine(value_of: Callable[[str], Any], splits: bool, recomputes: bool) -> None:
     """Refuse what does not go with Transformer Engine's layers.
 
     Args:
@@ -225,6 +347,29 @@ def refuse_transformer_engine(value_of: Callable[[str], object], splits: bool, r
         refuse(value_of, SPLIT_BACKWARD)
 
 
+def refuse_sliced(value_of: Callable[[str], Any], overlaps: bool, weighs: bool) -> None:
+    """Refuse what does not go with sequence slices.
+
+    Args:
+        value_of: of an attribute of Megatron's configuration.
+        overlaps: whether steps have no barrier between them.
+        weighs: whether microbatches differ in what they cost.
+
+    Raises:
+        UnsupportedError: the configuration asks for it.
+    """
+    refuse(value_of, SLICED)
+    if overlaps:
+        raise UnsupportedError(
+            "sequence slices need a barrier between steps; drop --pipemem-overlap-steps, or take a schedule without slices"
+        )
+    if weighs:
+        raise UnsupportedError(
+            "microbatches that are weighed run whole; drop --pipemem-microbatch-costs, or take a schedule without sequence "
+            "slices"
+        )
+
+
 def refuse_asynchronous(run: Run, name: str) -> None:
     """Refuse a run that would be refused when it starts under the asynchronous family of that name.
 
@@ -236,6 +381,36 @@ def refuse_asynchronous(run: Run, name: str) -> None:
     refuse(flag_values(run.flags | {run.precision: True}), *asynchronous(per_batch))
     if run.model.tied and not per_batch:
         raise UnsupportedError(TIED)
+    if run.schedule.overlap_steps:
+        check_delays(name)
+
+
+def refuse_overlapped(value_of: Callable[[str], Any], delays: bool) -> None:
+    """Refuse what does not go without a barrier between steps.
+
+    Args:
+        value_of: of an attribute of Megatron's configurations and arguments.
+        delays: whether a step is taken when its norm is known, and never taken back.
+
+    Raises:
+        UnsupportedError: the configuration asks for it.
+    """
+    refuse(value_of, OVERLAPPED)
+    if delays:
+        refuse(value_of, DELAYED)
+    elif float(value_of("clip_grad") or 0) > 0:
+        refuse(value_of, ROLLED_BACK)
+        if value_of("fp8") and value_of("fp8_recipe") == "delayed":
+            raise UnsupportedError(_DELAYED_SCALES)
+
+
+def joined_anyway(value_of: Callable[[str], Any]) -> list[str]:
+    """Return, a sentence each, what joins the ranks of a run after every step, so that it gains nothing without a barrier.
+
+    Args:
+        value_of: of an argument of Megatron's training loop; ``None`` for one that it does not have.
+    """
+    return [sentence for joins, sentence in _JOINED if joins(value_of)]
 
 
 def asynchronous(per_batch: bool) -> tuple[Refusals, ...]:
@@ -243,7 +418,7 @@ def asynchronous(per_batch: bool) -> tuple[Refusals, ...]:
     return (ASYNCHRONOUS,) if per_batch else (ASYNCHRONOUS, PER_MICROBATCH)
 
 
-def flag_values(flags: Mapping[str, object]) -> Callable[[str], object]:
+def flag_values(flags: Mapping[str, object]) -> Callable[[str], Any]:
     """Return what attributes will be under a training script's flags (without dashes in front), defaults included."""
 
     def value_of(attribute: str) -> object:

@@ -20,8 +20,17 @@ from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.limits import MOST_DEVICES, Amount, Count, CountOrZero, Devices, Limited
 from megatron_pipemem.config.model import Execution, Model, Recomputable, Recompute
 from megatron_pipemem.errors import ConfigError, PipememError
-from megatron_pipemem.schedule.options import OFF, OFFLOAD, RANDOM, STOCK, VOCABULARY
-from megatron_pipemem.schedule.registry import register_module
+from megatron_pipemem.schedule.options import (
+    AUTO,
+    OFF,
+    OVERLAP_AFTER,
+    STOCK,
+    Offload,
+    RandomStreams,
+    Rollback,
+    VocabularyCut,
+)
+from megatron_pipemem.schedule.registry import family, register_module
 from megatron_pipemem.schedule.request import FILE_SUFFIX
 
 
@@ -77,7 +86,7 @@ BY_ACTION = ("core_attn", "layernorm", "activation")
 
 
 @dataclass(frozen=True)
-class ScheduleChoice:
+class ScheduleChoice(Limited):
     """Say which schedule runs, and what it does beside computing.
 
     Args:
@@ -86,6 +95,7 @@ class ScheduleChoice:
         memory_cap: the most a rank may hold: activation units (``"0.5"``) or, with ``auto``, bytes (``"6GiB"``).
         costs: ``unit``, ``profile`` or a JSON file.
         options: of the family.
+        slices: into which every microbatch is cut along its sequence, where the schedule leaves a choice.
         offload: which activations wait on the host: ``off``, ``half``, ``full`` or ``auto``.
         random: what first weights and dropout depend on: ``stock`` for Megatron's streams of every rank, or ``layerwise`` for
             the seed, the iteration, the microbatch and the layer alone.
@@ -95,6 +105,10 @@ class ScheduleChoice:
         recompute: which forwards run again before their backward, see ``Execution``.
         recompute_modules: what ``selective`` runs again; ``BY_ACTION`` are run again by an action of the schedule, where it is
             not Megatron's own.
+        overlap_steps: whether ranks begin a step without waiting for each other at the end of the one before.
+        rollback: where the state waits that a step without a barrier is rolled back to if it had to be clipped: ``device``,
+            ``host`` or ``auto``.
+        overlap_after: how many steps in a row must not have been clipped before one goes without a barrier.
         module: Python file or module that adds the family to the table.
     """
 
@@ -102,12 +116,16 @@ class ScheduleChoice:
     memory_cap: str | None = None
     costs: str = "unit"
     options: dict[str, Any] = field(default_factory=dict)
-    offload: Literal[*OFFLOAD] = OFF
-    random: Literal[*RANDOM] = STOCK
-    vocab_parallel: Literal[*VOCABULARY] = OFF
+    slices: Count | None = None
+    offload: Offload = OFF
+    random: RandomStreams = STOCK
+    vocab_parallel: VocabularyCut = OFF
     microbatch_costs: str | None = None
     recompute: Recompute = "none"
     recompute_modules: tuple[Recomputable, ...] = ("core_attn",)
+    overlap_steps: bool = False
+    rollback: Rollback = AUTO
+    overlap_after: CountOrZero = OVERLAP_AFTER
     module: str | None = None
 
     @property
@@ -116,6 +134,13 @@ class ScheduleChoice:
         return self.recompute == "selective" and self.name != STOCK and set(self.recompute_modules) == set(BY_ACTION)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.slices or 1) > 1 and (self.name == STOCK or self.name.endswith(FILE_SUFFIX)):
+            raise ConfigError(
+                f"is {self.slices}, but schedule {self.name} cannot be told how to cut microbatches; name one with an option "
+                "slices, or auto",
+                key="slices",
+            )
         if self.module is not None:
             try:
                 register_module(self.module)
@@ -205,10 +230,29 @@ class Run:
         return {key.replace("_", "-"): value for key, value in self.megatron.items()}
 
     @property
+    def delays_updates(self) -> bool:
+        """Whether the gradients of a batch wait for their norm while the next batch adds up its own beside them."""
+        name = self.schedule.name
+        if not self.schedule.overlap_steps or name in (AUTO, STOCK) or name.endswith(FILE_SUFFIX):
+            return False
+        return family(name).asynchronous
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether a step may have to be rolled back: it is taken before it is known whether gradients must be clipped."""
+        clip = self.flags.get("clip-grad")  # Megatron clips by default
+        may_clip = clip is None or float(clip) > 0
+        return self.schedule.overlap_steps and may_clip and not self.delays_updates
+
+    @property
     def schedule_options(self) -> dict[str, Any]:
-        """Options of its schedule, stages per pipeline rank included; a file has none, and says that number itself."""
-        chunks = None if self.schedule.name.endswith(FILE_SUFFIX) else self.parallelism.chunks
-        return self.schedule.options | ({} if chunks is None else {"chunks": chunks})
+        """Options of its schedule, stages per pipeline rank and slices included; a file has none, and says those numbers
+        itself.
+        """
+        if self.schedule.name.endswith(FILE_SUFFIX):
+            return self.schedule.options
+        given = {"chunks": self.parallelism.chunks, "slices": self.schedule.slices}
+        return self.schedule.options | {key: value for key, value in given.items() if value is not None}
 
     @property
     def execution(self) -> Execution:

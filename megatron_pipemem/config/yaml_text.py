@@ -80,7 +80,8 @@ def write_yaml(value: Any) -> str:
 
 def _check_extent(text: str) -> None:
     """Check the extent before anything is built: going through the parser's events takes no stack and little memory."""
-    sizes, anchors = [0], {}
+    sizes = [0]
+    anchors: dict[str, int] = {}
     open_anchors: list[str | None] = [None]
     for event in yaml.parse(text, _Loader):
         if getattr(event, "tag", None) is not None:

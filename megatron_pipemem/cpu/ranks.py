@@ -39,7 +39,7 @@ def start_ranks(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     size = len(arguments)
-    processes = []
+    processes: list[BaseProcess] = []
     for rank, (own, log) in enumerate(zip(arguments, logs, strict=True)):
         environment = {
             "RANK": str(rank),
@@ -60,6 +60,7 @@ def start_ranks(
 def end_ranks(processes: Sequence[BaseProcess]) -> None:
     """Kill what still runs, with everything that it started: Megatron's checkpoint writer is a process of its own."""
     for process in processes:
+        assert process.pid is not None, "it has been started"
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     for process in processes:

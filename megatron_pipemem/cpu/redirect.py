@@ -73,9 +73,11 @@ def install() -> None:
     for name, function in list(vars(torch).items()):
         if name in _LIKE or (callable(function) and function in factories):
             setattr(torch, name, _on_cpu(function))
+    tensors: Any = torch.Tensor  # classes that get other methods
+    modules: Any = torch.nn.Module
     for name in _METHODS:
-        setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
-    torch.Tensor.to = _to(torch.Tensor.to)
-    torch.Tensor.type = _type(torch.Tensor.type)
-    torch.Tensor.cuda = torch.Tensor.pin_memory = torch.nn.Module.cuda = _itself
-    torch.Tensor.record_stream = lambda tensor, stream: None
+        setattr(tensors, name, _on_cpu(getattr(tensors, name)))
+    tensors.to = _to(tensors.to)
+    tensors.type = _type(tensors.type)
+    tensors.cuda = tensors.pin_memory = modules.cuda = _itself
+    tensors.record_stream = lambda tensor, stream: None

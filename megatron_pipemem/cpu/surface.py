@@ -116,7 +116,7 @@ def _zero(*_: Any, **__: Any) -> int:
     return 0
 
 
-class _Generators(Sequence):
+class _Generators(Sequence[torch.Generator]):
     """The one random generator there is, for every device."""
 
     def __init__(self, generator: torch.Generator, device: _Device):
@@ -126,7 +126,7 @@ class _Generators(Sequence):
     def __len__(self) -> int:
         return self._device.count
 
-    def __getitem__(self, index: int) -> torch.Generator:
+    def __getitem__(self, index: Any) -> Any:
         return ((self._generator,) * len(self))[index]
 
 
@@ -187,9 +187,10 @@ def install() -> None:
         for name, function in functions.items():
             if module is torch.cuda or hasattr(module, name):
                 setattr(module, name, function)
+    nvtx: Any = torch.cuda.nvtx  # a module that gets other functions
     for name in ("range_push", "range_pop", "mark"):
-        setattr(torch.cuda.nvtx, name, _nothing)
-    torch.cuda.nvtx.range = contextlib.nullcontext
+        setattr(nvtx, name, _nothing)
+    nvtx.range = contextlib.nullcontext
 
     # PyTorch's own code asks here (data loaders, process groups), and gets the truth.
     torch.accelerator.is_available = lambda: False

@@ -13,7 +13,7 @@ import torch
 from megatron_pipemem.cpu import checkpoint_writer, fused_adam
 
 
-def _build_norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+def _build_norm(cls: Any, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
     """Build PyTorch's own norm for configurations that Megatron leaves to Apex or Transformer Engine.
 
     Sequence parallelism asks nothing of the norm but a mark on its parameters, whose gradients Megatron then sums over
@@ -39,7 +39,7 @@ def _accumulate_weight_gradient(total_input: torch.Tensor, grad_output: torch.Te
 
 
 def _fused_gradients() -> ModuleType:
-    module = ModuleType("fused_weight_gradient_mlp_cuda", "Apex's extension of that name, computed by PyTorch.")
+    module: Any = ModuleType("fused_weight_gradient_mlp_cuda", "Apex's extension of that name, computed by PyTorch.")
     module.wgrad_gemm_accum_fp32 = _accumulate_weight_gradient
     module.wgrad_gemm_accum_fp16 = _accumulate_weight_gradient
     return module
@@ -53,7 +53,7 @@ def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
 
 
 def _build_attention(
-    self: torch.nn.Module,
+    self: Any,
     *args: Any,
     k_channels: int | None = None,
     v_channels: int | None = None,

@@ -100,8 +100,17 @@ def script_flags(run: Run) -> list[str]:
     Raises:
         ConfigError: it does, or something has no flag.
     """
+    return words(all_flags(run))
+
+
+def all_flags(run: Run) -> Flags:
+    """Return what ``script_flags`` writes.
+
+    Raises:
+        ConfigError: as there.
+    """
     fixed = _fixed(run, {**_planned(run), "training": _training_flags(run), "output": _output_flags(run)})
-    return words({**fixed, **_defaults(run), **run.flags})
+    return {**fixed, **_defaults(run), **run.flags}
 
 
 def planned_flags(run: Run) -> list[str]:
@@ -203,6 +212,7 @@ def model_flags(model: Model) -> Flags:
             "moe-router-num-groups": model.router_groups or None,
             "moe-router-group-topk": model.router_groups_per_token or None,
             "moe-router-topk-scaling-factor": model.router_scale if model.router_scale != 1 else None,
+            "no-bias-swiglu-fusion": not model.fuses_experts,
         }
     return flags
 
@@ -257,7 +267,8 @@ def _schedule_flags(run: Run) -> Flags:
             recomputes = {"recompute-granularity": "selective", "recompute-modules": choice.recompute_modules}
     elif choice.recompute == "full":
         recomputes = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
-    names = ("memory_cap", "costs", "offload", "random", "vocab_parallel", "microbatch_costs")
+    names = ["memory_cap", "costs", "offload", "random", "vocab_parallel", "microbatch_costs"]
+    names += ["overlap_steps", "rollback", "overlap_after"]
     plain = {key: getattr(choice, key) for key in names}
     said = {key: value for key, value in plain.items() if value != getattr(ScheduleChoice, key)}
     switches = run.cluster.switches if choice.offload != "off" else ()
@@ -305,6 +316,8 @@ def _defaults(run: Run) -> Flags:
         "eval-interval": 1000,
         "lr": 1e-4,
     }
+    if run.schedule.overlap_steps:  # a step that is logged, or checked, ends on all ranks together
+        flags |= {"log-interval": 10, "rerun-mode": "disabled"}
     return flags | (CPU_FLAGS if run.on_cpu else {})
 
 

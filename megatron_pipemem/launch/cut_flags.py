@@ -6,6 +6,7 @@ A run asks here when it takes its command line, the launcher before it starts ra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from megatron_pipemem.config import hybrid, layout
 from megatron_pipemem.config.model import Block
@@ -16,7 +17,7 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.model_cut import Cut, check_cut, known_chunks, placements_of
 from megatron_pipemem.schedule.registry import families
 
-Flags = Mapping[str, object]
+Flags = Mapping[str, Any]
 """Name without dashes in front -> value, as text or as it is in a run's file; ``True`` for a bare flag."""
 
 VIRTUAL_STAGES = "num-virtual-stages-per-pipeline-rank"
@@ -80,10 +81,10 @@ def cut_of(flags: Flags, num_devices: int, layers: int | None) -> Cut | None:
     return None
 
 
-def pattern_of(flags: Flags) -> tuple[str, str] | tuple[None, None]:
-    """Return the flag that says the layers of a hybrid model, and the layers; ``None`` twice for other models."""
+def pattern_of(flags: Flags) -> tuple[str | None, str]:
+    """Return the flag that says the layers of a hybrid model, and the layers; ``None`` and nothing for other models."""
     name = next((name for name in hybrid.FLAGS if given(flags, name)), None)
-    return (None, None) if name is None else (name, str(flags[name]))
+    return (None, "") if name is None else (name, str(flags[name]))
 
 
 def cut_pattern(flags: Flags, placement: Placement, with_head: bool) -> str | None:
@@ -170,7 +171,7 @@ def counted_layers(flags: Flags, layers: int) -> str:
 def checked_placements(
     flags: Flags,
     schedule: str,
-    options: Mapping[str, object],
+    options: Mapping[str, Any],
     num_devices: int,
     layers: int | None,
     file: Schedule | None = None,
@@ -260,10 +261,10 @@ def remarks(flags: Flags, schedule: str) -> list[str]:
         for name in _WITHOUT_EFFECT
         if given(flags, name)
     ]
-    if given(flags, _GROUP_SIZE) and not any(
+    if given(flags, GROUP_SIZE) and not any(
         "group_size" in each.options for each in families() if each.name == schedule
     ):
-        found.append(f"--{_GROUP_SIZE} has no effect: schedule {schedule} has no groups of microbatches")
+        found.append(f"--{GROUP_SIZE} has no effect: schedule {schedule} has no groups of microbatches")
     if (
         given(flags, "save")
         and given(flags, "use-distributed-optimizer")
@@ -328,7 +329,7 @@ _REFUSED: tuple[tuple[tuple[str, ...], Callable[[Placement], bool], str], ...] =
         "linear or interleaved placement",
     ),
 )
-_GROUP_SIZE = "microbatch-group-size-per-virtual-pipeline-stage"
+GROUP_SIZE = "microbatch-group-size-per-virtual-pipeline-stage"
 _RESHARDABLE = "dist-ckpt-optim-fully-reshardable"
 _WITHOUT_EFFECT = (
     "use-ring-exchange-p2p",

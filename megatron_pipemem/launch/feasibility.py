@@ -9,13 +9,16 @@ from megatron_pipemem.config.cluster import GIB
 from megatron_pipemem.config.runs import Run, resolve_script
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.launch import cut_flags
-from megatron_pipemem.launch.command import min_nodes, script_flags
+from megatron_pipemem.launch.command import all_flags, min_nodes, script_flags
 from megatron_pipemem.planner.memory import held, request_of, schedule_of
+from megatron_pipemem.schedule.core.slices import slice_tokens
 from megatron_pipemem.schedule.model_cut import known_chunks
 from megatron_pipemem.schedule.options import AUTO, STOCK
+from megatron_pipemem.schedule.overlap import check_overlaps
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.request import FILE_SUFFIX, Request, check_barriers, check_replicas, check_weighs
 from megatron_pipemem.schedule.size import check_affordable, is_fitted
+from megatron_pipemem.schedule.text.weights_file import read_microbatch_costs
 
 
 def feasible(run: Run, any_size: bool = False) -> str | None:
@@ -78,6 +81,10 @@ def _schedules(run: Run) -> None:
     request, options = request_of(run), run.schedule_options
     if choice.microbatch_costs is not None:
         check_weighs(choice.name, request)
+        read_microbatch_costs(choice.microbatch_costs)
+    if choice.overlap_steps:
+        check_overlaps(choice.name, request, choice.microbatch_costs is not None)
+        refusals.refuse_overlapped(refusals.flag_values(all_flags(run)), request.is_asynchronous)
     recomputes = request.recompute != "none"
     schedule = None if choice.name == AUTO else schedule_of(run, request)
     if choice.name != STOCK and run.implementation == "transformer_engine":
@@ -87,6 +94,7 @@ def _schedules(run: Run) -> None:
     if file is not None and cut.chunks not in (None, file.placement.num_chunks):
         raise UnsupportedError(f"{choice.name} has {file.placement.num_chunks} chunks per rank, not {cut.chunks}")
     if choice.name == STOCK:
+        assert schedule is not None, "Megatron's own schedule is known"
         cut_flags.check_layers(run.flags, run.model.layers, cut.pp, known_chunks(schedule.placement))
     else:
         refusals.refuse(refusals.flag_values(run.flags), refusals.SCHEDULES)
@@ -96,7 +104,22 @@ def _schedules(run: Run) -> None:
     if schedule is not None:
         check_barriers(choice.name, schedule.vocabulary_barriers, choice.vocab_parallel)
         check_replicas(schedule.placement)
+        if schedule.slices > 1:
+            _check_slices(run, schedule.slices)
     _fits_in_memory(run, request if schedule is None else replace(request, file=schedule))
+
+
+def _check_slices(run: Run, slices: int) -> None:
+    flags, cut, choice = all_flags(run), run.parallelism, run.schedule
+    fuses = run.model.position == "rope" and not run.on_cpu and not flags.get("no-rope-fusion")
+    value_of = refusals.flag_values(flags | {"apply-rope-fusion": fuses})
+    refusals.refuse_sliced(value_of, choice.overlap_steps, choice.microbatch_costs is not None)
+    if run.implementation == "transformer_engine":
+        raise UnsupportedError(
+            "layers attend by Transformer Engine's attention, which does not take keys and values of earlier sequence slices; "
+            "pass --transformer-impl local, or take a schedule without slices"
+        )
+    slice_tokens(run.model.sequence, slices, multiple=cut.tp if cut.sequence_parallel else 1)
 
 
 def _fits_in_memory(run: Run, request: Request) -> None:
@@ -111,10 +134,14 @@ def _fits_in_memory(run: Run, request: Request) -> None:
             "model further, recompute, or take a schedule with a lower peak"
         )
     if (most := max(found.host)) > found.room:
-        raise UnsupportedError(
-            f"pipeline rank {found.host.index(most)} sends {most / GIB:.1f} GiB to its host, which has {found.room / GIB:.1f} "
-            "GiB for each rank; offload less, or cut the model further"
-        )
+        where, way_out = f"its host, which has {found.room / GIB:.1f} GiB for each rank", "cut the model further"
+        sends = f"sends {most / GIB:.1f} GiB to {where}; offload less, or {way_out}"
+        if run.rolls_back:
+            sends = (
+                f"keeps {most / GIB:.1f} GiB of state to roll a step back to on {where}; drop schedule.overlap_steps, clip "
+                f"nothing (clip-grad: 0), or {way_out}"
+            )
+        raise UnsupportedError(f"pipeline rank {found.host.index(most)} {sends}")
 
 
 def _if_even(run: Run, request: Request, rank: int) -> str:
@@ -126,6 +153,7 @@ def _if_even(run: Run, request: Request, rank: int) -> str:
         key: value for key, value in run.megatron.items() if key.replace("_", "-") != "moe-expert-capacity-factor"
     }
     even = held(replace(run, parallelism=replace(run.parallelism, expert_load=1.0), megatron=others), request)
+    assert even is not None, "it is known of the run with uneven routing"
     return (
         f" where its experts get {load:g} times an even share of tokens, and {even.device[rank] / GIB:.1f} GiB where all get "
         "as many,"

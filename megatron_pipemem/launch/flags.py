@@ -7,8 +7,15 @@ from typing import Any
 
 from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.options import MESSAGE_SHAPES, OFFLOAD, RANDOM, RECOMPUTE, VOCABULARY
-
+from megatron_pipemem.schedule.options import (
+    MESSAGE_SHAPES,
+    OFFLOAD,
+    OVERLAP_AFTER,
+    RANDOM,
+    RECOMPUTE,
+    ROLLBACK,
+    VOCABULARY,
+)
 
 _FLAGS: dict[str, dict[str, Any]] = {
     "--pipemem-schedule": dict(metavar="NAME|FILE.csv|auto|stock", help="which schedule to run"),
@@ -70,6 +77,21 @@ _FLAGS: dict[str, dict[str, Any]] = {
         metavar="FLOPs|tokens|FILE.json|module:function",
         help="what microbatches cost that are not alike (packed or long documents): every training step then runs them in the "
         "order, and by the schedule, that suit them; a function takes what the data iterator yields",
+    ),
+    "--pipemem-overlap-steps": dict(
+        action="store_true",
+        help="let every rank begin a step as soon as it has done its own part of the one before: no rank waits for another one "
+        "between steps, and training stays the same to the bit",
+    ),
+    "--pipemem-rollback": dict(
+        metavar="|".join(ROLLBACK),
+        help="with that and gradient clipping, where the state is kept that a step is rolled back to whose gradients turn out "
+        "to be clipped; auto: on the device where it fits",
+    ),
+    "--pipemem-overlap-after": dict(
+        metavar="N",
+        type=int,
+        help=f"with those, wait for the gradient norm until N steps in a row were not clipped (default: {OVERLAP_AFTER})",
     ),
     "--pipemem-option": dict(metavar="KEY=VALUE", action="append", help="option of the schedule"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
@@ -31,14 +32,14 @@ def decided_by_rank_zero[T](decide: Callable[[], T]) -> T:
             decided = decide()
         except Exception as error:  # the other ranks are waiting and must hear of it, whatever it is
             failure = error
-    payload = [(decided, None if failure is None else f"{failure}", isinstance(failure, PipememError))]
+    payload: list[Any] = [(decided, None if failure is None else f"{failure}", isinstance(failure, PipememError))]
     dist.broadcast_object_list(payload, src=0)
-    decided, message, is_ours = payload[0]
+    of_rank_zero, message, is_ours = payload[0]
     if failure is not None and not is_ours:
         raise failure
     if message is not None:
         raise UnsupportedError(message if is_ours else f"rank 0 failed to plan: {message}")
-    return decided
+    return of_rank_zero
 
 
 def done_by_all[T](do: Callable[[], T]) -> T:
@@ -52,7 +53,7 @@ def done_by_all[T](do: Callable[[], T]) -> T:
     Raises:
         UnsupportedError: another rank failed; that one raises what it failed with.
     """
-    done: T | None = None
+    done: Any = None
     failure: Exception | None = None
     try:
         done = do()
@@ -89,7 +90,7 @@ def gather[T](contribution: T, group: dist.ProcessGroup | None = None) -> list[T
     """Return every rank's contribution, on every rank, in the order of the group's ranks; by default of the world's."""
     if not dist.is_initialized():
         return [contribution]
-    gathered: list[T | None] = [None] * dist.get_world_size(group)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, contribution, group=group)
     return gathered
 

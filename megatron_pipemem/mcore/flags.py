@@ -7,7 +7,7 @@ import os
 from itertools import pairwise
 
 from megatron_pipemem.config import hybrid
-from megatron_pipemem.config.refusals import SCHEDULES, flag_values, refuse
+from megatron_pipemem.config.refusals import SCHEDULES, flag_values, refuse, refuse_overlapped
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.flags import Parser, flag_parser, plan_parser
@@ -15,7 +15,7 @@ from megatron_pipemem.mcore.plan_file import add_planned_flags
 from megatron_pipemem.mcore.plugin import Settings
 from megatron_pipemem.schedule.model_cut import known_chunks
 from megatron_pipemem.schedule.options import OFF, STOCK, parse_options
-from megatron_pipemem.schedule.request import check_devices_of_file
+from megatron_pipemem.schedule.schedule_file import check_devices_of_file
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +80,18 @@ def add_virtual_stages(settings: Settings, arguments: list[str]) -> list[str]:
             f"there is no pipeline for schedule {settings.schedule}: pass --pipeline-model-parallel-size 2 or more, or "
             f"--pipemem-schedule {STOCK} to measure Megatron's own step"
         )
-    file = settings.request.file
+    request = settings.request
+    assert request is not None, "only stock has none"
+    file = request.file
     if file is not None:
         check_devices_of_file(file, p)
     refuse(flag_values(flags), SCHEDULES)
+    if settings.overlap_steps:
+        refuse_overlapped(flag_values(flags), request.is_asynchronous)
     placements = cut_flags.checked_placements(flags, settings.schedule, settings.options, p, layers, file)
     pattern = cut_flags.cut_pattern(flags, placements[0], with_head=settings.vocab_parallel == OFF)
     written = (pattern or "").partition("=")[2] or cut_flags.pattern_of(flags)[1]
-    if written is not None and hybrid.is_cut(written):
+    if hybrid.is_cut(written):
         cut_flags.check_experts(flags, written, placements[0])
     if os.environ.get("RANK", "0") == "0":
         for remark in cut_flags.remarks(flags, settings.schedule):
@@ -114,6 +118,6 @@ def _values(arguments: list[str]) -> dict[str, str | bool]:
 
 def _units_or_text(cap: str | None) -> float | str | None:
     try:
-        return float(cap)
-    except (TypeError, ValueError):
+        return None if cap is None else float(cap)
+    except ValueError:
         return cap

@@ -15,6 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import repeat
+from typing import Any
 
 import numpy as np
 import torch
@@ -164,7 +165,7 @@ def build_stage(
     if gpu_norms:
         for module in stage.modules():
             if isinstance(module, torch.nn.RMSNorm):
-                module.forward = partial(fused_rms_norm, module)
+                module.__dict__["forward"] = partial(fused_rms_norm, module)  # hides the method of its class
     if execution.precision == "fp32":
         return stage
     if any(isinstance(parameter, FakeTensor) for parameter in stage.parameters()):
@@ -175,7 +176,7 @@ def build_stage(
     return Float16Module(config, stage)
 
 
-def run_stage(stage: torch.nn.Module, model: Model, execution: Execution, position: int, microbatches: int) -> Observed:
+def run_stage(stage: Any, model: Model, execution: Execution, position: int, microbatches: int) -> Observed:
     """Run microbatches through F, I and W of a stage from ``build_stage``, every F while the one before is still kept.
 
     Args:
@@ -200,27 +201,31 @@ def run_stage(stage: torch.nn.Module, model: Model, execution: Execution, positi
         config, _forward_step, microbatches, execution.cp, False, False, None, False,
         num_tokens=torch.zeros([], dtype=torch.int, device=torch.cuda.current_device()),
     )  # fmt: skip
-    batch = watch_batches(repeat(_batch(model, execution, position)), observed.ledger)
+    batch = watch_batches(repeat(_batch(model, execution, position)), observed.counter)
     placement = ChunkPlacement(lambda devices, chunks: _PIPELINE, is_round_robin=True)
     runner = ChunkStage(step, stage, batch, 0, 1, position == LAST, placement, delayed_modules(stage))
     program = lower(_schedule(microbatches))
-    transport = _MadeUpMessages(tuple(shape), config.pipeline_dtype)
-    Executor(program, position, {position: runner}, transport, (), observed.ledger, observed.trace).run()
+    # Of a transport it has what a step uses that has none before it and none behind it.
+    messages: Any = _MadeUpMessages(tuple(shape), config.pipeline_dtype)
+    Executor(program, position, {position: runner}, messages, (), observed.ledger, observed.trace).run()
     count = sum(parameter.numel() for parameter in stage.parameters())
-    return Observed(observed.ledger.entries, observed.trace.actions(), count)
+    return Observed(observed.counter.entries, observed.clock.actions(), count)
 
 
 def _evenly(preprocess: Callable, dispatcher, routing_map: torch.Tensor) -> np.ndarray:
-    """Route as many tokens to every expert: fake tensors have no values, and shapes follow from these numbers."""
+    """Route as many tokens to every expert, or one more to some of each rank: fake tensors have no values, and shapes follow
+    from these numbers.
+    """
     preprocess(dispatcher, routing_map)
-    visits = dispatcher.num_out_tokens
+    visits, experts = dispatcher.num_out_tokens, dispatcher.num_experts
     sources = dispatcher.ep_size * dispatcher.tp_size
-    from_each = np.full((sources, dispatcher.num_local_experts), visits // dispatcher.num_experts)
+    each = np.diff(np.arange(experts + 1) * visits // experts)
+    from_each = np.tile(each[: dispatcher.num_local_experts], (sources, 1))
     dispatcher.num_global_tokens_per_local_expert = from_each
     if sources > 1:
-        to_each = np.full(dispatcher.ep_size, visits // dispatcher.ep_size)
-        dispatcher.input_splits = dispatcher.output_splits = to_each
-        dispatcher.output_splits_tp = np.full(dispatcher.tp_size, visits)
+        dispatcher.input_splits = each.reshape(dispatcher.ep_size, -1).sum(axis=1)
+        dispatcher.output_splits = np.full(dispatcher.ep_size, from_each[0].sum())
+        dispatcher.output_splits_tp = np.full(dispatcher.tp_size, dispatcher.output_splits.sum())
     for order in ("sort_input_by_local_experts", "restore_output_by_local_experts"):
         shape = (-1, dispatcher.num_local_experts) if order.startswith("sort") else (dispatcher.num_local_experts, -1)
         chunks = np.arange(dispatcher.num_experts * dispatcher.tp_size)
@@ -353,6 +358,7 @@ def _config(model: Model, execution: Execution, kinds: Sequence[str], position: 
         }
     if model.kv_lora_rank is not None:
         of_kinds["rope_type"] = "rope"
+    fuses_experts = model.fuses_experts or not model.experts
     return kind_of_config(
         **{name: value for name, value in flags.items() if name in known}
         | {
@@ -374,7 +380,7 @@ def _config(model: Model, execution: Execution, kinds: Sequence[str], position: 
             "masked_softmax_fusion": False,
             "apply_rope_fusion": False,
             "bias_dropout_fusion": execution.fused,
-            "bias_activation_fusion": execution.fused and model.activation != "squared_relu",
+            "bias_activation_fusion": execution.fused and model.activation != "squared_relu" and fuses_experts,
         }
         | recompute
         | of_kinds

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from megatron.core import parallel_state
 
@@ -16,6 +17,11 @@ from megatron_pipemem.errors import UnsupportedError
 def _arguments():
     module = sys.modules.get("megatron.training.global_vars")
     return None if module is None else module._GLOBAL_ARGS
+
+
+def argument(name: str) -> object:
+    """Return an argument of the loop by its attribute; ``None`` where there is none, or no such loop."""
+    return getattr(_arguments(), name, None)
 
 
 def steps_left() -> int | None:
@@ -79,7 +85,44 @@ def scalar_interval() -> int | None:
     return getattr(arguments, "tensorboard_log_interval", None) or 1
 
 
-def open_writers() -> tuple[object | None, object | None]:
+def prints_log(iteration: int, is_first: bool) -> bool:
+    """Return whether the loop prints a line of its log for an iteration.
+
+    Args:
+        iteration: that has ended.
+        is_first: whether it is the first one of this run.
+    """
+    return is_first or iteration % _arguments().log_interval == 0
+
+
+def is_last(iteration: int) -> bool:
+    """Return whether the loop ends after that iteration, however early it may end otherwise."""
+    return iteration == _arguments().train_iters
+
+
+def consumed_samples() -> int:
+    """Return the training samples of all iterations so far."""
+    return _arguments().consumed_train_samples
+
+
+def write_scalars(scalars: dict[str, float], step: int, wandb: bool = True) -> None:
+    """Write numbers to TensorBoard and W&B, each if it is open on this rank.
+
+    Args:
+        scalars: by name.
+        step: iteration or samples.
+        wandb: whether W&B is to have them, whose steps are iterations.
+    """
+    to_tensorboard, to_wandb = open_writers()
+    if to_tensorboard is not None:
+        for name, value in scalars.items():
+            to_tensorboard.add_scalar(name, value, step)
+        to_tensorboard.flush()
+    if to_wandb is not None and wandb:
+        to_wandb.log(scalars, step)
+
+
+def open_writers() -> tuple[Any, Any]:
     """Return what the loop writes scalars to on this rank: TensorBoard's writer and W&B, each if it is open here."""
     module = sys.modules["megatron.training.global_vars"]
     return module.get_tensorboard_writer(), module.get_wandb_writer()

@@ -6,13 +6,13 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 
 from megatron_pipemem.errors import UpstreamError
 
-TESTED_VERSIONS = ("0.19.2",)
+TESTED_VERSIONS = ("0.19.0", "0.19.2")
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,14 @@ class Feature:
 class PatchSet:
     """Replaced symbols. ``remove`` puts every original back."""
 
+    _symbols: list[Symbol] = field(default_factory=list)
     _originals: list[tuple[object, str, object]] = field(default_factory=list)
     _by_name: list[tuple[Callable, Callable]] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        """Return what is replaced, each once, by its name within its module."""
+        return list(dict.fromkeys(symbol.name for symbol in self._symbols))
 
     def install(self, replacements: Replacements) -> None:
         """Replace every symbol, all of them or none: whatever fails leaves every symbol as it was.
@@ -108,29 +114,41 @@ class PatchSet:
                 original = getattr(owner, attribute)  # which another replacement may have put there
                 replacement = _in_place_of(original, act)
                 setattr(owner, attribute, replacement)
+                self._symbols.append(symbol)
                 self._originals.append((owner, attribute, original))
                 if symbol.by_name:
                     self._by_name.append((original, replacement))
-                    _rebind(original, replacement)
+            _rebind(self._by_name)
         except BaseException:
             self.remove()
             raise
 
     def remove(self) -> None:
+        self._symbols.clear()
         while self._originals:
             owner, attribute, original = self._originals.pop()
             setattr(owner, attribute, original)
-        while self._by_name:  # also in modules that were imported since
-            original, replacement = self._by_name.pop()
-            _rebind(replacement, original)
+        by_name, self._by_name = self._by_name, []
+        _rebind([(replacement, original) for original, replacement in by_name])  # also in modules imported since
 
 
-def _rebind(held: Callable, wanted: Callable) -> None:
-    """Put one function in the place of another in every module that holds it, under whatever name."""
-    modules = [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-    for module in modules:
-        for name in [name for name, value in list(vars(module).items()) if value is held]:
-            setattr(module, name, wanted)
+def _rebind(pairs: Sequence[tuple[Callable, Callable]]) -> None:
+    """Put functions in the place of others in every module that holds those, under whatever name.
+
+    Training has imported thousands of modules, so all pairs go through them together.
+
+    Args:
+        pairs: what is held, and what is wanted in its place; which another pair may replace in turn.
+    """
+    if not pairs:
+        return
+    wanted_by_id = {id(held): wanted for held, wanted in pairs}
+    for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
+        for name, value in list(vars(module).items()):
+            if id(value) in wanted_by_id:
+                while id(value) in wanted_by_id:
+                    value = wanted_by_id[id(value)]
+                setattr(module, name, value)
 
 
 def _in_place_of(original: Callable, act: Callable) -> Callable:
@@ -151,6 +169,12 @@ def megatron_version() -> str:
         return str(importlib.import_module("megatron.core").__version__)
     except (ImportError, AttributeError):
         return "(not installed)"
+
+
+def version_told() -> str:
+    """Return the version of megatron-core in words: which ones were tested where this is none of them."""
+    version = megatron_version().partition("+")[0]  # without the commit that it was built from
+    return version if version in TESTED_VERSIONS else f"{version} (tested are {', '.join(TESTED_VERSIONS)})"
 
 
 def _tested() -> str:

@@ -8,22 +8,27 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import tell
+from megatron_pipemem.mcore.asynchronous.delayed import DelayedOptimizer, DelayedSteps
 from megatron_pipemem.mcore.asynchronous.training import AsynchronousTraining
 from megatron_pipemem.mcore.layerwise import LayerwiseRandom
 from megatron_pipemem.mcore.model.placement import ChunkPlacement
 from megatron_pipemem.mcore.model.program_chunks import ProgramChunks
 from megatron_pipemem.mcore.optimizer_state import ReshardableState
-from megatron_pipemem.mcore.patching import Feature, PatchSet, is_imported
+from megatron_pipemem.mcore.overlap.optimizer import OverlappedOptimizer
+from megatron_pipemem.mcore.overlap.steps import OverlappedSteps
+from megatron_pipemem.mcore.patching import Feature, PatchSet, is_imported, version_told
 from megatron_pipemem.mcore.replanning import Replanner
 from megatron_pipemem.mcore.report.observer import StockObserver
 from megatron_pipemem.mcore.report.recording import Recording
 from megatron_pipemem.mcore.report.run_record import RunRecord
+from megatron_pipemem.mcore.slices.step import SequenceSlices
 from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step.extension import Extension
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward
@@ -37,7 +42,8 @@ from megatron_pipemem.mcore.step.unequal import UnequalMicrobatches
 from megatron_pipemem.mcore.step.weighing import MicrobatchCosts, weigher_of
 from megatron_pipemem.mcore.symbols import USED
 from megatron_pipemem.mcore.vocabulary.step import VocabularySteps
-from megatron_pipemem.schedule.options import LAYERWISE, MESSAGE_SHAPES, OFF, RANDOM, STOCK
+from megatron_pipemem.schedule.options import AUTO, LAYERWISE, MESSAGE_SHAPES, OFF, OVERLAP_AFTER, RANDOM, STOCK
+from megatron_pipemem.schedule.overlap import check_overlap, check_overlaps
 from megatron_pipemem.schedule.registry import register_module
 from megatron_pipemem.schedule.request import PROFILE, Request, check_vocab_parallel, check_weighs, prices_of
 
@@ -76,6 +82,11 @@ class Settings:
             start, from the tokens that the first stage passes to the model, or ``message`` for each from a header.
         microbatch_costs: what microbatches that are not alike cost: ``tokens``, ``FLOPs``, a JSON file of weights,
             ``module:function`` or a function of what the data iterator yields. Every training step is then planned for its own.
+        overlap_steps: let every rank begin a training step as soon as it has done its own part of the one before, without
+            waiting for the others; training stays the same to the bit.
+        rollback: with that and gradient clipping, where the state is kept that a step is rolled back to whose gradients turn
+            out to be clipped: ``device``, ``host``, or ``auto`` for the device where it fits.
+        overlap_after: wait for the gradient norm until so many steps in a row were not clipped.
         train_steps: training steps of the run, for asynchronous schedules: the last one reads no data of a next one.
             Megatron's own training loop tells it by itself.
         schedule_module: Python file (``mine.py``) or module (``package.module``) that adds the schedule to the table.
@@ -86,17 +97,20 @@ class Settings:
     costs: str = "unit"
     trace: str | None = None
     report: str | None = None
-    options: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     offload: str = "off"
     host_memory: str | None = None
     recompute: str = "none"
-    offload_options: Mapping[str, object] = field(default_factory=dict)
+    offload_options: Mapping[str, Any] = field(default_factory=dict)
     vocab_parallel: str = OFF
     vocab_piece_tokens: int | None = None
     single_queue: bool = False
     random: str = STOCK
     message_shapes: str = "step"
     microbatch_costs: MicrobatchCosts | None = None
+    overlap_steps: bool = False
+    rollback: str = AUTO
+    overlap_after: int = OVERLAP_AFTER
     train_steps: int | None = None
     schedule_module: str | None = None
 
@@ -129,10 +143,15 @@ class Settings:
             raise UnsupportedError(
                 f"--pipemem-single-queue orders schedules of this package, and {STOCK} is Megatron's own; leave one of them out"
             )
-        asked = (self.schedule, self.memory_cap, self.costs, self.options, offload.mode, offload.recompute)
+        searched = {"period": True} if self.overlap_steps and self.schedule == AUTO else {}
+        options = {**searched, **(self.options or {})}
+        asked = (self.schedule, self.memory_cap, self.costs, options, offload.mode, offload.recompute)
         request = Request.of(*asked, offload.host_memory is not None, self.vocab_parallel)
         if self.microbatch_costs is not None:
             check_weighs(self.schedule, request)
+        check_overlap(self.rollback, self.overlap_after)
+        if self.overlap_steps:
+            check_overlaps(self.schedule, request, self.microbatch_costs is not None)
         return None if self.schedule == STOCK else request
 
 
@@ -168,19 +187,20 @@ class _Enabled:
         """
         record = None
         if settings.trace is not None or settings.report is not None:
-            paths = [None if path is None else Path(path) for path in (settings.report, settings.trace)]
-            record = RunRecord(*paths)
+            report, trace = (None if path is None else Path(path) for path in (settings.report, settings.trace))
+            record = RunRecord(report, trace)
             record.check_outputs()
         recording = [] if record is None else [Recording(record)]
         layerwise = [LayerwiseRandom()] if settings.random == LAYERWISE else []
         source, offloading = source_for(settings)
-        if source is None:
+        request = settings.request
+        if source is None or request is None:
             observer = StockObserver(record, *prices_of(settings.costs))
             return cls(settings, [observer, ReshardableState(), *recording, *layerwise], record=record)
         chunk_placement = ChunkPlacement(
             source.placement,
-            settings.request.is_round_robin,
-            source.cut if settings.request.cuts_vocabulary else None,
+            request.is_round_robin,
+            source.cut if request.cuts_vocabulary else None,
             settings.schedule,
         )
         extensions: list[Extension] = [offloading]
@@ -189,15 +209,20 @@ class _Enabled:
             extensions.append(Replanner(source, profiles))
         if settings.microbatch_costs is not None:
             extensions.append(UnequalMicrobatches(source, weigher_of(settings.microbatch_costs)))
-        if settings.request.is_asynchronous:
-            extensions.append(AsynchronousTraining(source, settings.train_steps))
-        extensions.append(SplitBackward(settings.request, counted=record is not None))
+        if request.is_asynchronous:
+            delayed = DelayedOptimizer() if settings.overlap_steps else None
+            extensions += [] if delayed is None else [DelayedSteps(delayed)]
+            extensions.append(AsynchronousTraining(source, settings.train_steps, delayed))
+        elif settings.overlap_steps:
+            extensions.append(OverlappedSteps(OverlappedOptimizer(settings.rollback, settings.overlap_after)))
+        extensions.append(SplitBackward(request, counted=record is not None))
         # An asynchronous step runs forwards of the next one, whose shapes nobody knows.
-        if settings.message_shapes == "step" and not settings.request.is_asynchronous:
+        if settings.message_shapes == "step" and not request.is_asynchronous:
             extensions.append(StepShapes(chunk_placement))
         extensions += [
             ReplicaSteps(),
             VocabularySteps(),
+            SequenceSlices(),
             Losses(),
             *recording,
             *layerwise,
@@ -222,7 +247,7 @@ class _Enabled:
 _enabled: _Enabled | None = None
 
 
-def enable(schedule: str, **settings: object) -> None:
+def enable(schedule: str, **settings: Any) -> None:
     """Make stock Megatron-Core run pipeline steps by a schedule of this package.
 
     Call it once, before the model is built, on every rank, with the same arguments. Enabling again with the same settings
@@ -255,6 +280,7 @@ def enable_with(wanted: Settings) -> None:
     enabled.install()
     _enabled = enabled
     tell(logger, "enabled: %s", _brief(wanted))
+    tell(logger, "replaced in megatron-core %s: %s", version_told(), ", ".join(enabled.patches.names))
 
 
 def disable() -> None:
@@ -271,6 +297,18 @@ def disable() -> None:
     enabled.patches.remove()
     if enabled.forward_backward is not None:
         enabled.forward_backward.close()
+
+
+def settle() -> None:
+    """Wait until the last training step is the one that Megatron would have taken, where steps overlap.
+
+    Training loops that are not Megatron's own call it on every rank before they read weights or the optimizer's state, for
+    example to save them. Evaluations through the forward-backward function do so by themselves.
+    """
+    if _enabled is not None:
+        for feature in _enabled.features:
+            if isinstance(feature, OverlappedSteps):
+                feature.settle_now()
 
 
 def write_report() -> None:

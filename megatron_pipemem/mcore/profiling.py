@@ -38,7 +38,7 @@ def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats
     _check(model, execution, fake)
     with lone_rank(execution, fake):
         microbatches = 2 if fake else 1 + repeats
-        gpu_norms = fake and cluster.backend == "nccl"
+        gpu_norms = cluster is not None and cluster.backend == "nccl"
 
         def part(role: int, *kinds: str) -> Part:
             name = ("the first", "a middle", "the last")[role]
@@ -53,7 +53,7 @@ def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats
         ends = layers
         if execution.attention == "unfused":
             ends = {kind: part(FIRST, kind, kind) - part(FIRST, kind) for kind in twos}
-    if fake:
+    if cluster is not None:
         priced = from_formulas(model, execution, cluster)
         optimizer, seconds = priced.optimizer_seconds, {kind: each.seconds for kind, each in priced.layers.items()}
         frames = {FIRST: priced.first.seconds, MIDDLE: priced.middle.seconds, LAST: priced.last.seconds}
@@ -73,7 +73,7 @@ def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats
         model=model,
         execution=execution,
         source="fake tensors" if fake else "measured",
-        device=speed(cluster) if fake else device_name(),
+        device=device_name() if cluster is None else speed(cluster),
         layers={kind: timed(kind, layer) for kind, layer in layers.items()},
         first=replace(first - ends[main], seconds=frames[FIRST]),
         middle=replace(twos[main] - layers[main] * 2, seconds=frames[MIDDLE]),
@@ -107,7 +107,7 @@ def _stage_part(
 ) -> Part:
     stage = build_stage(model, execution, position, kinds, gpu_norms)
     seen = run_stage(stage, model, execution, position, microbatches)
-    memory = {kind: change for kind, change in changes(seen.entries).items() if change}
+    memory: dict[Kind, float] = {kind: change for kind, change in changes(seen.entries).items() if change}
     seconds: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
     for traced in seen.actions:
         if traced.action.microbatch > 0:

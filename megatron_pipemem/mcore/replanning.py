@@ -53,6 +53,7 @@ class Replanner(Extension):
     def __init__(self, source: Source, needs_seconds: bool):
         self._source = source
         self._needs_seconds = needs_seconds
+        self._slices = 1
         self._has_seconds = False
         self._stopwatch = Stopwatch()
         self._warm = False
@@ -68,6 +69,7 @@ class Replanner(Extension):
         """Have the step planned anew if earlier steps have shown something new, on all ranks alike."""
 
         def links() -> dict[Edge, float]:
+            assert self._message is not None, "seconds are taken from earlier steps"
             if self._message.typical is None:
                 tell(logger, "nobody knows the shapes of messages, so their time is not measured and counts as 0")
                 return {}
@@ -83,12 +85,17 @@ class Replanner(Extension):
 
     def after(self, step: Step) -> None:
         self._message, ledger = step.message, step.observation.ledger
+        if step.program.schedule.slices != self._slices:
+            # Times of other slices say nothing about these.
+            self._slices = step.program.schedule.slices
+            self._stopwatch, self._unread = Stopwatch(self._slices), None
         # Whether something was counted or timed is alike on every rank, whatever has become of it here.
         if self._source.needs_bytes and ledger is not None:
             self._counted = True
             self._failure = self._failure or ledger.failure
             with self._noting_failure():
-                self._changes = bytes_per_action(ledger.entries, step.pipeline.placement.num_stages)
+                num_stages = step.pipeline.placement.num_stages
+                self._changes = bytes_per_action(ledger.entries, num_stages, slices=self._slices)
         if self._unread is not None:
             actions: list[TracedAction] = []
             with self._noting_failure():
@@ -132,15 +139,16 @@ class Replanner(Extension):
     def _update(
         self, seen: Sequence[_Contribution], placement: Placement, counted: bool, timed: bool
     ) -> MeasurementUpdate | None:
-        changes = merge_bytes(seen, placement) if counted else None
+        changes = merge_bytes(seen, placement, self._slices) if counted else None
         if not timed:
             return MeasurementUpdate("bytes counted", None, changes, 0.0)
         links = average([each.links for each in seen])
-        costs = costs_from(average([each.medians for each in seen]), links, placement, self._source.costs)
+        medians = average([each.medians for each in seen])
+        costs = costs_from(medians, links, placement, self._source.costs, self._slices)
         if not self._has_seconds:
             self._has_seconds = True
             return MeasurementUpdate("costs measured", costs, changes, 0.0)
-        moved = drift(self._source.costs, costs, placement)
+        moved = drift(self._source.costs, costs, placement, self._slices)
         return None if moved is None else MeasurementUpdate(moved, costs, changes, MINIMUM_GAIN)
 
     @contextmanager
@@ -151,14 +159,20 @@ class Replanner(Extension):
             self._failure = f"{type(error).__name__}: {error}"
 
 
-def merge_bytes(seen: Sequence[_Contribution], placement: Placement) -> dict[Kind, tuple[int, ...]]:
-    """Return the bytes of every stage, from the rank that holds most for it: replicas may have seen other batches."""
+def merge_bytes(seen: Sequence[_Contribution], placement: Placement, slices: int = 1) -> dict[Kind, tuple[int, ...]]:
+    """Return the bytes of every stage and slice, stage by stage, from the rank that holds most for it: replicas may have
+    seen other batches.
+
+    Args:
+        seen: what every rank has counted.
+        placement: of the stages.
+        slices: sequence slices of a microbatch.
+    """
     kinds = {kind for each in seen if each.changes for kind in each.changes}
-    chosen = [
-        max(
-            (each.changes for each in seen if each.device == device and each.changes),
-            key=lambda changes, stage=stage: changes[Kind.F][stage],
-        )
-        for stage, device in enumerate(placement.devices)
-    ]
-    return {kind: tuple(c[kind][stage] if kind in c else 0 for stage, c in enumerate(chosen)) for kind in sorted(kinds)}
+
+    def most(stage: int, device: int) -> dict[Kind, tuple[int, ...]]:
+        of_device = (each.changes for each in seen if each.device == device and each.changes)
+        return max(of_device, key=lambda changes: sum(changes[Kind.F][stage * slices : (stage + 1) * slices]))
+
+    chosen = [most(stage, device) for stage, device in enumerate(placement.devices) for _ in range(slices)]
+    return {kind: tuple(c[kind][at] if kind in c else 0 for at, c in enumerate(chosen)) for kind in sorted(kinds)}

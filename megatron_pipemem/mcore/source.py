@@ -28,7 +28,7 @@ from megatron_pipemem.schedule.model_cut import placements_of, searched
 from megatron_pipemem.schedule.one_by_one import forward_schedule
 from megatron_pipemem.schedule.options import AUTO, OFF
 from megatron_pipemem.schedule.registry import family
-from megatron_pipemem.schedule.request import Request, check_devices_of_file
+from megatron_pipemem.schedule.request import Request
 from megatron_pipemem.schedule.resolve import (
     ChosenSchedule,
     family_schedule,
@@ -36,6 +36,7 @@ from megatron_pipemem.schedule.resolve import (
     vocabulary_ways,
     without_offload,
 )
+from megatron_pipemem.schedule.schedule_file import check_devices_of_file
 from megatron_pipemem.schedule.search.cache import ResultCache
 
 logger = logging.getLogger(__name__)
@@ -214,6 +215,7 @@ class Source:
             return
         if self.request.vocabulary == AUTO:
             model = get_attr_wrapped_model(chunks[0], "pre_process", return_model_obj=True)
+            assert pg_collection is not None, "whoever builds the model has made them"
             layout = layout_of(chunks, placement, pg_collection.pp)
             barriers = choose_barriers(model, layout, self.costs, self._ways(placement, len(chunks)))
             self.request = self.request.decided(barriers)

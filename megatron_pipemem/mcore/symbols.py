@@ -12,6 +12,8 @@ _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _RANDOM = "megatron.core.tensor_parallel.random"
+_OPTIMIZERS = "megatron.core.optimizer.optimizer"
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer"
 _TRAINING = "megatron.training.training"
 
 _FORWARD_BACKWARD = (
@@ -129,13 +131,21 @@ GET_TRAINING_OPTIMIZER = Symbol(_TRAINING, "get_megatron_optimizer", _OPTIMIZER)
 SAVE = Symbol(_TRAINING, "save_checkpoint", ("iteration", "non_persistent_ckpt"))
 LOAD = Symbol(_TRAINING, "load_checkpoint", ("ddp_model", "load_arg"))
 RESHARDABLE_STATE = Symbol(
-    "megatron.core.optimizer.distrib_optimizer",
+    _DISTRIBUTED,
     "DistributedOptimizer.sharded_param_state_fully_reshardable",
     ("self", "model_sharded_state_dict"),
 )
 TRAIN = Symbol(_TRAINING, "train")
 TRAINING_LOG = Symbol(_TRAINING, "training_log", ("loss_dict", "iteration", "grad_norm"))
 SAVE_AND_TIME = Symbol(_TRAINING, "save_checkpoint_and_time", ("iteration",))
+
+EVALUATE = Symbol(_TRAINING, "evaluate_and_print_results", ("prefix", "iteration"))
+STOP_GATHERING = Symbol(_TRAINING, "disable_forward_pre_hook", ("model_chunks",))
+DECIDE_EXIT = Symbol(_TRAINING, "checkpoint_and_decide_exit", ("optimizer", "iteration"))
+SIGNALS = Symbol("megatron.training.dist_signal_handler", "DistributedSignalHandler.signals_received", ("self",))
+ALL_OF_PIPELINE = Symbol(_TRAINING, "logical_and_across_model_parallel_group", ("input", "group"))
+MOST_OF_PIPELINE = Symbol(_TRAINING, "reduce_max_stat_across_model_parallel_group", ("stat", "group"))
+ZERO_GRAD_BUFFER = Symbol(_DDP, "DistributedDataParallel.zero_grad_buffer", ("self",))
 
 # Where models and their layers begin to draw random numbers.
 GPT_MODEL = Symbol("megatron.core.models.gpt.gpt_model", "GPTModel.__init__", ("self", "config"))
@@ -170,9 +180,20 @@ USED = (
         "MTPLossLoggingHelper.save_metrics_to_tracker",
         ("loss", "correct", "total", "layer_number", "num_layers", "reduce_group", "avg_group"),
     ),
+    Symbol("megatron.core.transformer.moe.moe_logging", "get_moe_metrics_tracker"),
     Symbol("megatron.core.transformer.mlp", "MLP.forward", ("hidden_states", "per_token_scale")),
     Symbol("megatron.core.transformer.moe.moe_utils", "get_capacity", ("num_tokens", "num_experts", "capacity_factor")),
     Symbol("megatron.core.transformer.moe.moe_utils", "MoEAuxLossAutoScaler.set_loss_scale", ("scale",)),
+    Symbol(_OPTIMIZERS, "Float16OptimizerWithFloat16Params._copy_main_params_to_model_params"),
+    Symbol(_DISTRIBUTED, "DistributedOptimizer._copy_main_params_to_model_params"),
+    Symbol(
+        "megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup.start_param_sync", ("force_sync",)
+    ),
+    Symbol(_DDP, "DistributedDataParallel.start_param_sync", ("force_sync",)),
+    Symbol("megatron.core.optimizer.clip_grads", "multi_tensor_applier"),
+    Symbol("megatron.core.optimizer.clip_grads", "l2_norm_impl"),
+    Symbol(_OPTIMIZERS, "ChainedOptimizer.grads_states_parallel_group_is_shared", ("self",)),
+    Symbol(_OPTIMIZERS, "MegatronOptimizer.get_grads_for_grad_norm", ("self",)),
     Symbol("megatron.core.utils", "prepare_input_tensors_for_wgrad_compute", ("grad_output", "all_gathered_input")),
     Symbol("megatron.core.utils", "get_tensor_model_parallel_group_if_none", ("tp_group",)),
 )

@@ -12,6 +12,7 @@
 * ``space``           what there is to choose from
 * ``replay``          one order under many costs
 * ``variants``        what runs can do beside computing in another order
+* ``balance``         the layers per stage with which one schedule is fastest (``pipemem layout``)
 * ``planning``        the search
-* ``output``          a plan as a run configuration and as JSON
+* ``plans``           a plan as a run configuration and as JSON
 """

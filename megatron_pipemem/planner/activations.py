@@ -144,7 +144,7 @@ def _latent_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     positions = 0 if execution.sequence_parallel else model.qk_pos_emb_head_dim  # in one tensor with the latent
     for name, rank, before in (
         ("queries'", model.q_lora_rank or 0, gathered * (model.q_lora_rank or 0)),
-        ("keys' and values'", model.kv_lora_rank, rows * (model.kv_lora_rank + positions)),
+        ("keys' and values'", model.kv_lora_rank or 0, rows * ((model.kv_lora_rank or 0) + positions)),
     ):
         if rank and model.qk_norm:
             yield Saved(f"{name} latent before its norm", before, "I")
@@ -177,7 +177,7 @@ def _expert_tensors(model: Model, execution: Execution) -> Iterable[Saved]:
     yield Saved("experts' inputs", visits * model.hidden * e, "W")
     yield Saved("experts' activation's input", inner * (model.projections - 1), "I", "mlp")
     yield Saved("experts' second projection's input", inner, "W", "activation")
-    if not execution.fused:
+    if not (execution.fused and model.fuses_experts):
         yield Saved("experts' activation's output", inner * (3 if model.gated else 1), "I", "mlp")
     if model.shared_expert_ffn:
         yield from _ffn_tensors(model, execution, model.shared_expert_ffn)

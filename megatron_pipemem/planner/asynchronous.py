@@ -1,8 +1,9 @@
 """Price asynchronous schedules for those who ask for them. They train differently, so they never compete with the others.
 
-A step takes the makespan of a window, because the training loop joins all ranks at its end, and so is not free of bubbles. A
-rank holds several versions of its parameters, and the whole optimizer, which cannot be shared out. What updates after every
-microbatch pays for the reduction and the optimizer so often, with nothing to hide them behind.
+A step takes the makespan of a window, because the training loop joins all ranks at its end, and so is not free of bubbles.
+Without that barrier it takes the period of windows, and the gradients of a second batch take memory. A rank holds several
+versions of its parameters, and the whole optimizer, which cannot be shared out. What updates after every microbatch pays for
+the reduction and the optimizer so often, with nothing to hide them behind.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from megatron_pipemem.planner.space import Limits, Order
 from megatron_pipemem.planner.step import DISTRIBUTED, GRADIENT, Step, price
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.features.windows import family_window, steady, updates_per_batch
-from megatron_pipemem.schedule.registry import Family, families
+from megatron_pipemem.schedule.registry import Family, build_schedule, families
+from megatron_pipemem.schedule.stream import stream
 
 _SHARED = (DISTRIBUTED, "overlap-param-gather")
 _PER_MICROBATCH = ("overlap-grad-reduce",)
@@ -49,7 +51,7 @@ def asynchronous(run: Run, limits: Limits, pace: MeasuredSlowdown | None, reject
         dropped = _SHARED if per_batch else (*_SHARED, *_PER_MICROBATCH)
         clipping = {} if per_batch else {"clip-grad": 0}
         flags = clipping | {name: value for name, value in run.flags.items() if name not in dropped}
-        own = replace(run, megatron=flags)
+        own = replace(run, megatron=flags, schedule=replace(run.schedule, name=family.name))
         try:
             refuse_asynchronous(own, family.name)
         except UnsupportedError as error:
@@ -64,8 +66,12 @@ def _priced(family: Family, run: Run, step: Step, per_batch: bool) -> Priced:
 
     middle = family_window(family.name, p, batch, steady(p, batch))
     timeline = middle.simulate(step.costs)
+    seconds = timeline.makespan
+    if run.delays_updates:
+        one = build_schedule(family.name, num_devices=p, num_microbatches=batch, update_every=batch)
+        seconds = stream(one, step.costs).period
     # In the middle of a step the busiest device never waits.
-    makespan = timeline.makespan + (m - batch) * max(timeline.work) / batch
+    makespan = seconds + (m - batch) * max(timeline.work) / batch
     more = tuple((versions - 1) * nbytes for versions, nbytes in zip(middle.versions_held, step.weights, strict=True))
     static = tuple(map(sum, zip(step.static, more, strict=True)))
     if not per_batch:

@@ -19,6 +19,9 @@ from megatron_pipemem.config.model import Block, Execution, Model, Passes
 SCAN = 7  # FLOPs per token, channel and state of a Mamba block's scan, as Megatron counts them
 
 
+MatrixCut = Literal["columns", "rows", "none"]
+
+
 @dataclass(frozen=True)
 class Matrix:
     """A linear layer of a block.
@@ -35,7 +38,7 @@ class Matrix:
 
     inputs: int
     outputs: int
-    cut: Literal["columns", "rows", "none"]
+    cut: MatrixCut
     bias: bool = False
     copies: int = 1
     visits: float = 1.0
@@ -76,13 +79,14 @@ def _attention(model: Model, execution: Execution) -> Iterable[Matrix]:
 
 def _latent_attention(model: Model, execution: Execution) -> Iterable[Matrix]:
     # Transformer Engine's ranks each have the whole of what leads to the latents.
-    down = "none" if execution.implementation == "transformer_engine" else "columns"
+    down: MatrixCut = "none" if execution.implementation == "transformer_engine" else "columns"
     queries = model.heads * model.latent_query_channels
     if model.q_lora_rank:
         yield Matrix(model.hidden, model.q_lora_rank, down)
     yield Matrix(model.q_lora_rank or model.hidden, queries, "columns")
-    yield Matrix(model.hidden, model.kv_lora_rank + model.qk_pos_emb_head_dim, down)
-    yield Matrix(model.kv_lora_rank, model.heads * (model.qk_head_dim + model.v_head_dim), "columns")
+    latent = model.kv_lora_rank or 0
+    yield Matrix(model.hidden, latent + model.qk_pos_emb_head_dim, down)
+    yield Matrix(latent, model.heads * (model.qk_head_dim + model.v_head_dim), "columns")
     yield Matrix(model.heads * model.v_head_dim, model.hidden, "rows", model.bias == "all")
 
 
@@ -93,7 +97,7 @@ def _ffn(model: Model, width: int, copies: int = 1, visits: float = 1.0) -> Iter
 
 
 def _experts(model: Model, execution: Execution) -> Iterable[Matrix]:
-    yield Matrix(model.hidden, model.experts, "none", waits=False)
+    yield Matrix(model.hidden, model.experts, "none", model.bias == "all", waits=False)
     yield from _ffn(model, model.expert_width, model.experts // execution.ep, execution.expert_visits(model))
     if model.shared_expert_ffn:
         yield from _ffn(model, model.shared_expert_ffn)
@@ -124,7 +128,7 @@ def _other_parameters(model: Model, execution: Execution, block: Block) -> int:
     if block is Block.ATTENTION and model.qk_norm:
         inner = 2 * model.channels
     if block is Block.LATENT_ATTENTION and model.qk_norm:
-        inner = (model.q_lora_rank or 0) + model.kv_lora_rank
+        inner = (model.q_lora_rank or 0) + (model.kv_lora_rank or 0)
     count = per_channel * (model.hidden + inner)
     if block is Block.MAMBA:
         convolved = model.mamba_width + 2 * model.mamba_groups * model.mamba_state

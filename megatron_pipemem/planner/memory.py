@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from megatron_pipemem.config import layout
 from megatron_pipemem.config.runs import Run
-from megatron_pipemem.errors import ScheduleError, UnsupportedError
-from megatron_pipemem.planner.step import price
-from megatron_pipemem.planner.variants import HOST_MEMORY, offload_step, vocabulary_step
-from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
+from megatron_pipemem.planner.slices import sliced_step, why_not_sliced
+from megatron_pipemem.planner.step import Step, price
+from megatron_pipemem.planner.variants import HOST_MEMORY, host_bytes, offload_step, vocabulary_step
 from megatron_pipemem.schedule.core.bounds import least_held
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap
 from megatron_pipemem.schedule.core.placement import Placement
@@ -28,7 +28,7 @@ class MemoryUse:
 
     Args:
         device: on its device, everything included.
-        host: on the host, of its activations.
+        host: on the host, of its activations or its state to roll back to.
         room: on the host, for them.
     """
 
@@ -60,13 +60,14 @@ def held(run: Run, request: Request | None = None) -> MemoryUse | None:
     if layers is None:
         return None
     request = replace(request, file=schedule, recompute="none")  # which the price of a layer knows
-    ways, refused = [], None
+    ways: list[MemoryUse] = []
+    refused: PipememError | None = None
     for barriers in _barriers(run, schedule):
         try:
             ways.append(_held(run, placement, replace(request, barriers=barriers), layers))
         except (ScheduleError, UnsupportedError) as error:
             refused = error
-    if not ways:
+    if refused is not None and not ways:
         raise refused
     return min(ways, key=lambda way: max(way.device))
 
@@ -117,19 +118,36 @@ def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, .
     elif request.offload != OFF or (schedule is not None and schedule.offloads):
         step = offload_step(run, placement, layers=layers)
         if request.cap_in_units is not None:
-            unit = sum(step.costs.memory[Kind.F])
-            caps = tuple(cap * unit for cap in request.caps(placement.num_devices))
+            unit = sum(step.saved)
+            caps = tuple(cap * unit for cap in request.caps(placement.num_devices) or ())
             request = replace(request, memory_cap=MemoryCap(caps, True))
     else:
-        step = price(run, placement, layers)
+        step = _plain_step(run, placement, layers, 1 if schedule is None else schedule.slices)
     if schedule is not None:
         shape = Shape(placement.num_devices, None, microbatches)
         schedule = resolve(request, shape, Knowledge(step.costs, host_budget=step.host)).schedule
         kept, host = peaks(schedule, step.costs), peaks(schedule, step.costs, host=True)
     else:
-        kept, host = least_held(placement, microbatches, step.costs), (0.0,) * placement.num_devices
+        kept, host = tuple(least_held(placement, microbatches, step.costs)), (0.0,) * placement.num_devices
         if request.offload != OFF:  # a stage's activations at a time
-            kept = tuple(max(step.costs.memory[Kind.F][stage] for stage in owned) for owned in placement.stages)
+            kept = tuple(max(step.saved[stage] for stage in owned) for owned in placement.stages)
     versions = (1,) * placement.num_devices if schedule is None else versions_held(schedule)
     older = tuple((count - 1) * nbytes for count, nbytes in zip(versions, step.weights, strict=True))
-    return MemoryUse(tuple(map(sum, zip(kept, step.static, step.buffers, older, strict=True))), host, step.host)
+    device = tuple(map(sum, zip(kept, step.static, step.buffers, older, strict=True)))
+    if not run.rolls_back or run.schedule.rollback == "device":
+        return MemoryUse(device, host, step.host)
+    there = run.cluster.memory_bytes if run.schedule.rollback == AUTO else 0
+    ways = [
+        (on_device + state, away) if on_device + state <= there else (on_device, away + state)
+        for on_device, away, state in zip(device, host, step.rollback, strict=True)
+    ]
+    on_devices, on_hosts = zip(*ways, strict=True)
+    return MemoryUse(on_devices, on_hosts, host_bytes(run))
+
+
+def _plain_step(run: Run, placement: Placement, layers: tuple[int, ...], slices: int) -> Step:
+    """Return a step without variants; where the slices of its microbatches have no prices of their own, they share evenly."""
+    cut = replace(run, schedule=replace(run.schedule, name=AUTO, slices=slices))
+    if slices == 1 or why_not_sliced(cut) is not None:
+        return price(run, placement, layers)
+    return sliced_step(cut, placement, layers)

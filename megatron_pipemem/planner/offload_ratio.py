@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_pipemem.config.cluster import Cluster, HostChannel
-from megatron_pipemem.config.model import Execution, Model
+from megatron_pipemem.config.model import Execution, Model, Recomputable
 from megatron_pipemem.planner.activations import moved_bytes
 from megatron_pipemem.planner.counts import layer_flops
 
-CHEAP = ("layernorm", "activation")
+CHEAP: tuple[Recomputable, ...] = ("layernorm", "activation")
 """What is cheaper to compute again than to move."""
 
 

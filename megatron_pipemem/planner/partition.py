@@ -48,8 +48,13 @@ class Loads:
     needed: Sequence[bool] = ()
 
 
-def partition(loads: Loads, placement: Placement) -> tuple[int, ...]:
+def partition(loads: Loads, placement: Placement, start: Sequence[int] | None = None) -> tuple[int, ...]:
     """Return the layers of every stage, in model order.
+
+    Args:
+        loads: what is shared out.
+        placement: of the stages.
+        start: layers of every stage to relieve the slowest device of, in place of the cut with the fastest stages.
 
     Raises:
         UnsupportedError: there are no layers, or the placement holds more than one replica of the model.
@@ -60,6 +65,8 @@ def partition(loads: Loads, placement: Placement) -> tuple[int, ...]:
             "layer, and a placement of one replica"
         )
     measure = _Measure(loads, placement)
+    if start is not None:
+        return tuple(_move_layers(list(start), measure))
     counts = _cut(measure)
     if sum(loads.needed) >= placement.num_devices and measure.devices_without(np.array([counts]))[0]:
         counts = _cut(measure, with_needed=placement.num_devices)
@@ -155,7 +162,7 @@ class _Measure:
         """Return the stages with layers, of the slowest device."""
         seconds = _of_stages(self._seconds, counts) + self._end_seconds
         slowest = np.bincount(self.devices, seconds, self.num_devices).argmax()
-        return [stage for stage in np.flatnonzero(self.devices == slowest) if counts[stage]]
+        return [int(stage) for stage in np.flatnonzero(self.devices == slowest) if counts[stage]]
 
 
 def _move_layers(start: list[int], measure: _Measure) -> list[int]:

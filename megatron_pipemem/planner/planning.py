@@ -26,6 +26,7 @@ from megatron_pipemem.planner.asynchronous import asynchronous
 from megatron_pipemem.planner.plans import Answer, Base, Entry, Group, Plan
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.replay import family_schedule, lengths, measured, same_passes
+from megatron_pipemem.planner.slices import sliced_step
 from megatron_pipemem.planner.space import SEARCHED, Limits, Order, cuts, orders
 from megatron_pipemem.planner.step import Step, least_seconds, least_static, price
 from megatron_pipemem.planner.variants import PLAIN, Variant, variants
@@ -40,6 +41,7 @@ from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.request import Request
 from megatron_pipemem.schedule.resolve import resolve
+from megatron_pipemem.schedule.stream import stream
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ TOO_MUCH_STATIC = "parameters, gradients and optimizer alone exceed the memory"
 TOO_MUCH_KEPT = "one microbatch's activations exceed the memory left"
 TOO_HIGH = "the schedule's peak exceeds the memory left"
 SLOWER = "slower than those listed, by a bound or by their time"
+WAITS = "cannot go without a barrier between steps"
 UNTRIED = "offload that takes long to plan: not tried, could be faster; leave the planner less by --only"
 _LARGEST_SEARCH = 60_000  # passes of a step that is worth searching
 _SEARCHES = 3
@@ -145,13 +148,18 @@ class _Planner:
             if group.variant is None
             and group.step.placement.replicas == 1
             and group.bound < min(slowest, reached.get(id(group.step), slowest)) * (1 - _WORTH_SEARCHING)
-            and 3 * group.run.parallelism.microbatches * group.step.placement.num_stages <= _LARGEST_SEARCH
+            and 3 * _units(group.run) * group.step.placement.num_stages <= _LARGEST_SEARCH
         ]
         for group in hopeful[:_SEARCHES]:
             p, m = group.run.parallelism.pp, group.run.parallelism.microbatches
             try:
                 with doing(f"searching an order for p = {p}, m = {m}"):
-                    request = Request(AUTO, MemoryCap(group.step.room(self._memory), True), {"seconds": seconds})
+                    options = {
+                        "seconds": seconds,
+                        "period": group.run.schedule.overlap_steps,
+                        "slices": _slices(group.run),
+                    }
+                    request = Request(AUTO, MemoryCap(group.step.room(self._memory), True), options)
                     known = Knowledge(group.step.costs, placement=group.step.placement)
                     found = resolve(request, Shape(p, None, m), known)
             except PipememError as error:
@@ -169,12 +177,22 @@ class _Planner:
 
     def _price(self, run: Run) -> None:
         for placement, found in orders(run, self.limits, self.rejected).items():
-            step = price(run, placement, pace=self._pace)
+            if run.schedule.overlap_steps and placement.replicas > 1:
+                self.rejected[WAITS] += len(found)
+                continue
+            slices = _slices(run)
+            step = (
+                price(run, placement, pace=self._pace) if slices == 1 else sliced_step(run, placement, pace=self._pace)
+            )
             if self.limits.admits(variant=PLAIN):
                 self._bound(run, step, found, None)
+            if run.schedule.overlap_steps or slices > 1:  # no variant goes with it
+                continue
             for variant in variants() if placement.replicas == 1 and run.parallelism.pp > 1 else ():
                 if self.limits.admits(variant=variant.name):
                     self._bound(run, variant.prepare(run, placement, self._pace), found, variant)
+        if run.schedule.overlap_steps or _slices(run) > 1:
+            return
         for base, makespan, peaks in asynchronous(run, self.limits, self._pace, self.rejected):
             self._wait(self._plan(base, None, makespan, peaks))
 
@@ -183,20 +201,23 @@ class _Planner:
         if min(room) <= 0:
             self.rejected[TOO_MUCH_STATIC] += len(found)
             return
-        m = run.parallelism.microbatches
+        m, slices = run.parallelism.microbatches, _slices(run)
         if step.placement.replicas > 1:  # how they share the microbatches is their orders' business
             free = m * sum(step.work) / step.placement.num_devices
+        elif run.schedule.overlap_steps:  # the other bounds are about steps that end together
+            free = m * _busiest(step)
         else:
-            free = max(lower_bound(step.placement, m, step.costs), m * _busiest(step))
+            free = max(lower_bound(step.placement, m, step.costs, slices=slices), m * _busiest(step, slices))
         bound = free
         if variant is not None and variant.frees_memory:
-            kept = (step.costs.memory or {}).get(Kind.F, (0,) * step.placement.num_stages)
-            if any(kept[stage] > room[device] for stage, device in enumerate(step.placement.devices)):
+            if any(step.saved[stage] > room[device] for stage, device in enumerate(step.placement.devices)):
                 self.rejected[TOO_MUCH_KEPT] += len(found)
                 return
         elif step.placement.replicas == 1:
             try:
-                bound = max(free, lower_bound(step.placement, m, step.costs, room))
+                bound = max(free, lower_bound(step.placement, m, step.costs, room, slices=slices))
+                if run.schedule.overlap_steps:
+                    bound = free
             except PipememError:
                 self.rejected[TOO_MUCH_KEPT] += len(found)
                 return
@@ -210,7 +231,7 @@ class _Planner:
                 if group.variant is None:
                     self._wait(self._run_order(group, order))
                 else:
-                    self._consider(group, order)
+                    self._consider(group, group.variant, order)
             except PipememError:
                 self.rejected[f"{order.name} does not take so many pipeline ranks or microbatches"] += 1
 
@@ -226,13 +247,18 @@ class _Planner:
         if plan.base.group.variant is not None:
             self._vary(plan.base, cut.microbatches)
             return
-        makespan, peaks = measured(plan.schedule, cut.pp, cut.microbatches, cut.chunks, plan.step.costs, in_full=True)
+        passes = (plan.schedule, cut.pp, cut.microbatches, cut.chunks, plan.step.costs)
+        makespan, peaks = measured(*passes, in_full=True, overlaps=plan.run.schedule.overlap_steps)
         made = replace(plan, makespan=makespan, peaks=plan.step.held(peaks), extended=False)
         self._wait(made if made.peak <= self._memory else None)
 
     def _run_order(self, group: Group, order: Order) -> Plan | None:
         """``None`` where it does not fit."""
-        cut, costs = group.run.parallelism, group.step.costs
+        cut, costs, slices = group.run.parallelism, group.step.costs, _slices(group.run)
+        if slices > 1:
+            sliced = family_schedule(order.name, cut.pp, cut.microbatches, order.chunks, slices=slices)
+            found = self._found(Base(group, order), sliced)
+            return None if found is None else replace(found, order=None)  # which its name and the slices stand for
         if "costs" in family(order.name).options:
             fitted = family_schedule(order.name, cut.pp, cut.microbatches, order.chunks, costs)
             return self._found(Base(group, order), fitted)
@@ -246,12 +272,13 @@ class _Planner:
         cut, costs = group.run.parallelism, group.step.costs
         key = (order, cut.pp, cut.microbatches, same_passes(costs))
         if key not in self._times:
-            self._times[key] = measured(order.name, cut.pp, cut.microbatches, order.chunks, costs)
+            passes = (order.name, cut.pp, cut.microbatches, order.chunks, costs)
+            self._times[key] = measured(*passes, overlaps=group.run.schedule.overlap_steps)
         return self._times[key]
 
-    def _consider(self, group: Group, order: Order) -> None:
+    def _consider(self, group: Group, variant: Variant, order: Order) -> None:
         """Let a variant of an order wait with what the order takes alone."""
-        variant, (seconds, peaks) = group.variant, self._measured(group, order)
+        seconds, peaks = self._measured(group, order)
         if variant.frees_memory and self._fits(group, peaks):
             self.rejected[f"{variant.name}: the order fits without"] += 1
         elif not variant.frees_memory and not self._may_fit(group, peaks):
@@ -277,12 +304,13 @@ class _Planner:
     def _vary(self, base: Base, microbatches: int) -> None:
         """Let a variant wait with what so many microbatches take, and for the rest what the busiest device computes."""
         rest = base.group.run.parallelism.microbatches - microbatches
-        group, order = base.group, base.order
+        group, order, variant = base.group, base.order, base.group.variant
+        assert variant is not None
         try:
             alone = family_schedule(order.name, group.run.parallelism.pp, microbatches, order.chunks)
-            found = self._found(base, group.variant.apply(alone, group.step, group.step.room(self._memory)))
+            found = self._found(base, variant.apply(alone, group.step, group.step.room(self._memory)))
         except PipememError as error:
-            self.rejected[f"{group.variant.name} cannot be had with {order.name}: {error}"] += 1
+            self.rejected[f"{variant.name} cannot be had with {order.name}: {error}"] += 1
             return
         if found is not None and rest:
             makespan = found.makespan + rest * _busiest(group.step)
@@ -292,7 +320,10 @@ class _Planner:
     def _found(self, base: Base, schedule: Schedule) -> Plan | None:
         """Return a plan for an order that no family's name stands for, if it fits."""
         timeline = simulate(schedule, base.group.step.costs)
-        return self._plan(base, schedule, timeline.makespan, timeline.peaks)
+        seconds = timeline.makespan
+        if base.group.run.schedule.overlap_steps:
+            seconds = stream(schedule, timeline.costs, steps=1).period
+        return self._plan(base, schedule, seconds, timeline.peaks)
 
     def _plan(self, base: Base, schedule: Schedule | None, makespan: float, peaks: Sequence[float]) -> Plan | None:
         """Return a plan, if it fits."""
@@ -327,12 +358,21 @@ def _extended(run: Run) -> bool:
     return len(lengths(run.parallelism.pp, run.parallelism.microbatches)) > 1
 
 
-def _busiest(step: Step) -> float:
+def _slices(run: Run) -> int:
+    return run.schedule.slices or 1
+
+
+def _units(run: Run) -> int:
+    """Return what a stage runs forward: microbatches, or the slices of all of them."""
+    return run.parallelism.microbatches * _slices(run)
+
+
+def _busiest(step: Step, slices: int = 1) -> float:
     """Return the seconds per microbatch that some device computes at least, the passes of a cut vocabulary included."""
-    prices, vocabulary = step.costs.seconds(step.placement), step.costs.vocabulary
+    prices, vocabulary = step.costs.seconds(step.placement, slices), step.costs.vocabulary
     cut = {} if vocabulary is None else vocabulary.seconds(step.placement.num_devices)
     return max(
-        sum(prices[kind][stage] for kind in (Kind.F, Kind.I, Kind.W) for stage in stages)
+        sum(sum(prices[k][s * slices : (s + 1) * slices]) for k in (Kind.F, Kind.I, Kind.W) for s in stages)
         + sum(seconds[device] for kind, seconds in cut.items() if kind is not Kind.LOSS)
         for device, stages in enumerate(step.placement.stages)
     )
@@ -346,11 +386,10 @@ def _configured(base: Base) -> Run:
     """Return the run with this schedule and, where layers are not shared evenly, its layout."""
     group, order = base.group, base.order
     # Without a pipeline Megatron takes its own step, which no schedule of ours replaces.
-    choice = replace(group.run.schedule, name=order.name if group.run.parallelism.pp > 1 else STOCK)
+    choice = replace(group.run.schedule, name=order.name)
+    if group.run.parallelism.pp == 1:
+        choice = replace(choice, name=STOCK, overlap_steps=False)
     if group.variant is not None:
         choice = group.variant.choice(choice)
-    cuts = (*layout.FLAGS, layout.PATTERN)
-    flags = {key: value for key, value in group.run.megatron.items() if key.replace("_", "-") not in cuts}
-    flags |= layout.flags(group.run.model, group.step.layers)
     cut = replace(group.run.parallelism, chunks=order.chunks)
-    return replace(group.run, parallelism=cut, schedule=choice, megatron=flags)
+    return layout.with_cut(replace(group.run, parallelism=cut, schedule=choice), group.step.layers)

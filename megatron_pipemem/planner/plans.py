@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 from math import floor, log10
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from megatron_pipemem.config.cluster import GIB
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.config.yaml_text import write_yaml
+from megatron_pipemem.planner.replay import Replay, measured
 from megatron_pipemem.planner.space import Order
 from megatron_pipemem.planner.step import Step, mfu
 from megatron_pipemem.planner.variants import PLAIN, Variant
@@ -25,7 +27,7 @@ class Plan:
         run: what `pipemem launch` takes, but for ``schedule.name`` of a searched order, which is a file still to be written.
         base: the order as it stands alone, its cut and its variant.
         order: the passes, where no family's name stands for them.
-        makespan: seconds of the schedule alone.
+        makespan: seconds of the schedule alone; from step to step where no barrier stands between steps.
         peaks: bytes per pipeline rank, everything included.
         extended: from shorter steps, until it is run in full.
     """
@@ -55,6 +57,18 @@ class Plan:
     def seconds(self) -> float:
         """Seconds of a step."""
         return self.makespan + self.step.outside
+
+    @cached_property
+    def gain(self) -> float | None:
+        """Return how many times as fast its steps follow each other without the barrier between them; 1 where there is nothing
+        to gain, and ``None`` where the barrier stands.
+        """
+        if not self.run.schedule.overlap_steps:
+            return None
+        cut, costs = self.run.parallelism, self.step.costs
+        if self.order is not None:
+            return Replay(self.order).makespan(costs) / self.makespan
+        return measured(self.schedule, cut.pp, cut.microbatches, cut.chunks, costs, in_full=True)[0] / self.makespan
 
     @property
     def peak(self) -> float:
@@ -120,12 +134,15 @@ def facts(plan: Plan) -> dict[str, Any]:
         "schedule": plan.schedule,
         "variant": plan.variant,
         "recompute": plan.run.schedule.recompute,
+        "slices": plan.run.schedule.slices or 1,
         **{key: getattr(cut, key) for key in ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch", "microbatches")},
         "layers": list(plan.step.layers),
         "seconds": plan.seconds,
         "mfu": plan.mfu,
         "bubble_rate": plan.bubble_rate,
+        "gain_without_barrier": plan.gain,
         "peak_bytes": list(plan.peaks),
+        "rollback_bytes": list(plan.step.rollback),
         "losses_seconds": plan.losses,
         "binds": plan.binds,
         "run": _changed(plan.run),

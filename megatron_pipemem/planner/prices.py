@@ -9,8 +9,8 @@ Formulas, with ``n`` tokens of a microbatch on the rank and ``e`` bytes per elem
   speed of the device's memory;
 * tensor parallelism: two all-reduces of ``n h e`` bytes in F and in I, or with sequence parallelism as many bytes in gathers
   and scatters. What W gathers again is hidden behind the products of I, as in Megatron;
-* context parallelism: keys and values go round the ring in F, with their gradients in I; hidden behind the attention where
-  that takes longer;
+* context parallelism: keys and values go round the ring in F, and once more with their gradients in I (arXiv 2310.01889);
+  hidden behind the attention where that takes longer;
 * expert parallelism: two all-to-all in F and in I of the tokens that leave the rank;
 * a ring of ``r`` ranks moves ``(r - 1) / r`` of the bytes in a gather or scatter, twice that in an all-reduce;
 * recomputing belongs to I, with its communication.
@@ -92,8 +92,10 @@ def layer(
     touched = sum(each.nbytes for each in activations.layer_tensors(model, execution, kind))
     moving = 2 * touched / (cluster.memory_gb_per_s * 1e9)
     messages = sum(_block_messages(model, execution, cluster, Block(block)) for block in kind)
+    ring = sum(_ring_seconds(model, execution, cluster, Block(block)) for block in kind)
     everything_again = execution.recompute == "full"
-    communication = Passes(messages, messages * (2 if everything_again else 1), 0.0)
+    # Backward, the ring passes keys and values again, and their gradients, behind twice the products.
+    communication = Passes(messages + ring, messages + 2 * ring + everything_again * (messages + ring))
     again = (flops.input - plain.input) / cluster.flops + everything_again * moving
     if execution.recompute == "selective":
         # What is made again is written, from about as much that is read.
@@ -105,9 +107,9 @@ def layer(
     if everything_again:
         again += tails.forward / cluster.flops
     computing = each_pass(operator.mul, computing, pace)
-    again = again * pace.input + everything_again * messages
+    again = again * pace.input + everything_again * (messages + ring)
     return Price(
-        seconds=computing + Passes(messages, messages + again),
+        seconds=computing + Passes(messages + ring, messages + 2 * ring + again),
         communication=communication,
         again=again,
         kept=activations.layer_bytes(model, execution, kind),
@@ -249,19 +251,28 @@ def _block_messages(model: Model, execution: Execution, cluster: Cluster, block:
     n, e, tp = execution.tokens(model), execution.element, execution.tp
     link = cluster.link(tp)
     seconds = all_reduce(n * model.hidden * e, tp, link)
-    keys = 2 * n * execution.key_groups(model) * model.channels * e
     if block is Block.ATTENTION and model.key_heads < tp:
         # Every rank gathers queries, keys and values of all heads, and scatters their gradients.
         seconds += gather(n * model.qkv_width * e, tp, link)
-    if block is Block.LATENT_ATTENTION:
-        keys = n * model.heads / tp * (model.latent_query_channels + model.v_head_dim) * e
-        if execution.implementation == "local":  # the latents' ranks are cut, and gathered
-            width = (model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim
-            seconds += gather(n * width * e, tp, link)
-    if block in (Block.ATTENTION, Block.LATENT_ATTENTION) and execution.cp > 1:
-        ring = cluster.link(execution.cp, tp).seconds(keys) * (execution.cp - 1)
-        seconds += max(0.0, ring - counts.core_flops(model, execution, block) / cluster.flops)
+    if block is Block.LATENT_ATTENTION and execution.implementation == "local":
+        # The latents' ranks are cut, and gathered.
+        width = (model.q_lora_rank or 0) + (model.kv_lora_rank or 0) + model.qk_pos_emb_head_dim
+        seconds += gather(n * width * e, tp, link)
     if block is Block.EXPERTS and execution.ep > 1:
         visits = n * execution.expert_visits(model) * model.hidden / execution.sequence_ranks * e
         seconds += 2 * gather(visits, execution.ep, cluster.link(execution.ep, tp))
     return seconds
+
+
+def _ring_seconds(model: Model, execution: Execution, cluster: Cluster, block: Block) -> float:
+    """Return the seconds of F in which keys and values go round the context-parallel ring and nothing hides it (arXiv
+    2310.01889).
+    """
+    if block not in (Block.ATTENTION, Block.LATENT_ATTENTION) or execution.cp == 1:
+        return 0.0
+    width: float = 2 * execution.key_groups(model) * model.channels
+    if block is Block.LATENT_ATTENTION:
+        width = model.heads / execution.tp * (model.latent_query_channels + model.v_head_dim)
+    nbytes = execution.tokens(model) * width * execution.element
+    ring = cluster.link(execution.cp, execution.tp).seconds(nbytes) * (execution.cp - 1)
+    return max(0.0, ring - counts.core_flops(model, execution, block) / cluster.flops)

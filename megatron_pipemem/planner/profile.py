@@ -28,6 +28,7 @@ from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.prices import listed
 
 Source = Literal["formulas", "fake tensors", "measured"]
 
@@ -164,8 +165,9 @@ class Profile:
             raise ConfigError(f"stages of {list(layers)} layers are not the {self.model.layers} of the model")
         kinds, ends = self.model.kinds, list(accumulate(layers))
         stages = [self.stage(i, len(layers), kinds[ends[i] - count : ends[i]]) for i, count in enumerate(layers)]
-        for index in range(1, len(stages) if placement is not None else 0):
-            if placement.devices[index - 1] == placement.devices[index]:
+        devices = range(len(stages)) if placement is None else placement.devices
+        for index in range(1, len(stages)):
+            if devices[index - 1] == devices[index]:
                 stages[index - 1 : index + 1] = _handing_over(*stages[index - 1 : index + 1])
         actions = dict.fromkeys(kind for stage in stages for kind in stage.memory)
         return Costs(
@@ -206,11 +208,11 @@ class Profile:
         """
         costs = self.costs(layers, link, placement)
         return {
-            "forward": list(costs.forward),
-            "backward_input": list(costs.backward_input),
-            "backward_weight": list(costs.backward_weight),
+            "forward": list(listed(costs.forward)),
+            "backward_input": list(listed(costs.backward_input)),
+            "backward_weight": list(listed(costs.backward_weight)),
             "p2p": costs.p2p,
-            "memory": {str(kind): list(changes) for kind, changes in costs.memory.items()},
+            "memory": {str(kind): list(listed(changes)) for kind, changes in (costs.memory or {}).items()},
             "profile": {**asdict(self), "layers_per_stage": list(layers)},
         }
 

@@ -6,7 +6,7 @@ every pass waits for is worked out once; a replay is then one sweep over the pas
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
 from megatron_pipemem.schedule.core.action import Kind
@@ -16,6 +16,7 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import peaks
 from megatron_pipemem.schedule.core.walk import Times
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.stream import until_they_repeat
 
 _LONG = 4  # a step of more microbatches per device than this is two shorter ones, extended
 
@@ -39,15 +40,29 @@ class Replay:
 
     def makespan(self, costs: Costs) -> float:
         """Return the makespan in seconds."""
+        return max(self._run(costs)((0.0,) * self.schedule.num_devices))
+
+    def period(self, costs: Costs) -> float:
+        """Return the seconds from step to step without a barrier between steps."""
+        run = self._run(costs)
+        idle = (0.0,) * self.schedule.num_devices
+        period, _ = until_they_repeat(self.schedule.name, lambda _, begins: run(begins), idle)
+        return period
+
+    def _run(self, costs: Costs) -> Callable[[Sequence[float]], list[float]]:
+        """Return what tells when devices end a step, from when they begin it."""
         costs.require_alike("a replay")
         found, seconds = self._found, costs.seconds(self.schedule.placement)
-        times = Times(
-            found.graph,
-            [seconds[kind][stage] for kind, stage in found.kinds],
-            [costs.link_seconds(*link) for link in found.links],
-        )
-        times.run(self._steps)
-        return max(times.free)
+        prices = [seconds[kind][stage] for kind, stage in found.kinds]
+        lags = [costs.link_seconds(*link) for link in found.links]
+
+        def run(begins: Sequence[float]) -> list[float]:
+            times = Times(found.graph, prices, lags, 0.0)
+            times.free[: len(begins)] = begins
+            times.run(self._steps)
+            return times.free[: len(begins)]
+
+        return run
 
     def peaks(self, costs: Costs) -> tuple[float, ...]:
         """Return the most that every device holds."""
@@ -70,7 +85,9 @@ def replay(name: str, num_devices: int, num_microbatches: int, chunks: int | Non
     return Replay(family_schedule(name, num_devices, num_microbatches, chunks))
 
 
-def family_schedule(name: str, p: int, m: int, chunks: int | None, costs: Costs | None = None) -> Schedule:
+def family_schedule(
+    name: str, p: int, m: int, chunks: int | None, costs: Costs | None = None, slices: int = 1
+) -> Schedule:
     """Return a family's schedule.
 
     Args:
@@ -79,11 +96,14 @@ def family_schedule(name: str, p: int, m: int, chunks: int | None, costs: Costs 
         m: microbatches of one step.
         chunks: stages per device; ``None`` where the family has no choice.
         costs: for families that fit their order to them.
+        slices: of every microbatch; 1 leaves it whole.
 
     Raises:
         PipememError: the family cannot be built so.
     """
     options = {} if chunks is None else {"chunks": chunks}
+    if slices > 1:
+        options["slices"] = slices
     return build_schedule(name, num_devices=p, num_microbatches=m, costs=costs, **options)
 
 
@@ -106,7 +126,13 @@ def same_passes(costs: Costs) -> tuple[object, ...]:
 
 
 def measured(
-    name: str, num_devices: int, num_microbatches: int, chunks: int | None, costs: Costs, in_full: bool = False
+    name: str,
+    num_devices: int,
+    num_microbatches: int,
+    chunks: int | None,
+    costs: Costs,
+    in_full: bool = False,
+    overlaps: bool = False,
 ) -> tuple[float, tuple[float, ...]]:
     """Return seconds and peaks of a family's step.
 
@@ -117,17 +143,32 @@ def measured(
         chunks: stages per device; ``None`` where the family has no choice.
         costs: what actions take, in seconds, and hold.
         in_full: run all microbatches, however many.
+        overlaps: whether no barrier stands between steps; the seconds are then from step to step.
     """
     counts = (num_microbatches,) if in_full else lengths(num_devices, num_microbatches)
-    if len(counts) == 1:
-        one = replay(name, num_devices, num_microbatches, chunks)
-        return one.makespan(costs), one.peaks(costs)
-    shorter, longer = counts
-    a, b = (replay(name, num_devices, count, chunks) for count in counts)
+    return extended([replay(name, num_devices, count, chunks) for count in counts], num_microbatches, costs, overlaps)
+
+
+def extended(
+    steps: Sequence[Replay], num_microbatches: int, costs: Costs, overlaps: bool = False
+) -> tuple[float, tuple[float, ...]]:
+    """Return seconds and peaks of a step: its own, or those of two shorter ones, extended.
+
+    Args:
+        steps: of as many microbatches as ``lengths`` says.
+        num_microbatches: of the whole step.
+        costs: what actions take, in seconds, and hold.
+        overlaps: whether no barrier stands between steps; the seconds are then from step to step.
+    """
+    seconds_of = Replay.period if overlaps else Replay.makespan
+    if len(steps) == 1:
+        return seconds_of(steps[0], costs), steps[0].peaks(costs)
+    shorter, longer = (each.schedule.num_microbatches for each in steps)
+    a, b = steps
     more = (num_microbatches - longer) / (longer - shorter)
-    seconds = b.makespan(costs)
+    seconds = seconds_of(b, costs)
     held = zip(a.peaks(costs), b.peaks(costs), strict=True)
-    return seconds + more * (seconds - a.makespan(costs)), tuple(y + more * (y - x) for x, y in held)
+    return seconds + more * (seconds - seconds_of(a, costs)), tuple(y + more * (y - x) for x, y in held)
 
 
 _KINDS = (Kind.F, Kind.I, Kind.W, Kind.B)

@@ -7,19 +7,24 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
+from typing import Any, get_args
 
 from megatron_pipemem.config.hybrid import needed_layers
 from megatron_pipemem.config.loading import nearest
+from megatron_pipemem.config.model import Recompute
 from megatron_pipemem.config.runs import Run, ScheduleChoice
 from megatron_pipemem.errors import ConfigError, PipememError
 from megatron_pipemem.planner.activations import layer_bytes
 from megatron_pipemem.planner.replay import family_schedule
+from megatron_pipemem.planner.slices import why_not_sliced
 from megatron_pipemem.planner.step import DISTRIBUTED
 from megatron_pipemem.planner.variants import PLAIN, variants
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.registry import families, family
+from megatron_pipemem.schedule.family import Family
+from megatron_pipemem.schedule.options import AUTO
+from megatron_pipemem.schedule.registry import families, family, sliced_families
 
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 SEARCHED = "search"
 """Stands among the names of families for an order that is searched for."""
 OUTCLASSED = {
@@ -34,10 +39,12 @@ OUTCLASSED = {
     "dualpipe": "two replicas of the model take more memory than they save",
 }
 """Families that are never worth their memory, and why; considered where a user names them."""
-_OF_REPLICAS = {DISTRIBUTED: True, "overlap-grad-reduce": True, "overlap-param-gather": True}
+OF_REPLICAS = {DISTRIBUTED: True, "overlap-grad-reduce": True, "overlap-param-gather": True}
 """What the prices of several data-parallel ranks take for granted, where the run does not say otherwise."""
+_KEPT_OF_SCHEDULE = ("recompute_modules", "overlap_steps", "rollback", "overlap_after")
 _MOST_CHUNKS = 8
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
+_SLICES = (1, 2, 4, 8, 16, 32, 64)
 _LEAST_SAVED = 0.02  # of a layer's bytes
 
 
@@ -81,7 +88,8 @@ class Limits:
 def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
     """Yield every way to cut a run's model over all devices of its cluster that Megatron can run, without a schedule.
 
-    Context and expert parallelism, the global batch and what a selective recompute repeats stay as the run has them.
+    Context and expert parallelism, the global batch and what a selective recompute repeats stay as the run has them, and so do
+    slices unless the limits name some.
 
     Args:
         run: supplies everything that is not chosen.
@@ -99,12 +107,18 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
         if pp > run.model.layers + 2:
             rejected["more pipeline ranks than layers, embedding and head"] += 1
             continue
-        for micro_batch, recompute in product(KEYS["micro_batch"](run), RECOMPUTE):
-            if not limits.admits(micro_batch=micro_batch, recompute=recompute):
+        counts = _SLICES if "slices" in limits.allowed else (run.schedule.slices or 1,)
+        for micro_batch, recompute, slices in product(KEYS["micro_batch"](run), RECOMPUTE, counts):
+            if not limits.admits(micro_batch=micro_batch, recompute=recompute, slices=slices):
                 continue
             cut = replace(given, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch, chunks=None, sequence_parallel=tp > 1)
-            choice = ScheduleChoice(recompute=recompute, recompute_modules=run.schedule.recompute_modules)
-            flags = {**_OF_REPLICAS, **run.megatron} if dp * given.cp > 1 else run.megatron
+            choice = replace(
+                ScheduleChoice(recompute=recompute),
+                **{key: getattr(run.schedule, key) for key in _KEPT_OF_SCHEDULE},
+            )
+            if slices != 1:
+                choice = replace(choice, name=AUTO, slices=slices)  # which order is still open
+            flags = {**OF_REPLICAS, **run.megatron} if dp * given.cp > 1 else run.megatron
             candidate = replace(run, parallelism=cut, schedule=choice, megatron=flags)
             if (reason := _impossible(candidate)) is None:
                 yield candidate
@@ -120,6 +134,8 @@ def _impossible(run: Run) -> str | None:
         return f"dp x cp is no multiple of ep {cut.ep}"
     if 0 < sum(needed_layers(run.model.pattern or "", run.flags)) < cut.pp:
         return "fewer layers with experts than pipeline ranks, and Megatron's log of their losses needs one on each"
+    if (run.schedule.slices or 1) > 1 and (reason := why_not_sliced(run)) is not None:
+        return reason
     execution = run.execution
     try:
         execution.check(run.model)
@@ -158,10 +174,10 @@ def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, 
         rejected: counts what is left out, by reason.
     """
     found: dict[Placement, list[Order]] = {}
-    pp, layers = run.parallelism.pp, run.model.layers
-    named = limits.allowed.get("schedule", ())
+    pp, layers, slices = run.parallelism.pp, run.model.layers, run.schedule.slices or 1
+    named, sliced = limits.allowed.get("schedule", ()), tuple(sliced_families())
     for each in families():
-        if each.simulated_only or each.asynchronous or not limits.admits(schedule=each.name):
+        if not (_runs_whole(each) if slices == 1 else each in sliced) or not limits.admits(schedule=each.name):
             continue
         if each.name in OUTCLASSED and each.name not in named:
             rejected[f"{each.name}: {OUTCLASSED[each.name]}"] += 1
@@ -172,7 +188,7 @@ def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, 
         for chunks in range(2, _MOST_CHUNKS + 1) if "chunks" in each.options else (None,):
             if not limits.admits(chunks=chunks or each.chunks):
                 continue
-            placement = _placement(each.name, pp, chunks)
+            placement = _placement(each.name, pp, chunks, slices)
             if placement is None:
                 rejected[f"{each.name} does not take so many pipeline ranks or chunks"] += 1
             elif placement.model_stages > max(layers + 2, pp):
@@ -182,12 +198,22 @@ def orders(run: Run, limits: Limits, rejected: Counter[str]) -> dict[Placement, 
     return found
 
 
+def _runs_whole(each: Family) -> bool:
+    """Return whether a family runs whole microbatches, in a run that waits for their gradients."""
+    return not (each.asynchronous or each.slices > 1)
+
+
 @lru_cache(maxsize=4096)
-def _placement(name: str, num_devices: int, chunks: int | None) -> Placement | None:
+def _placement(name: str, num_devices: int, chunks: int | None, slices: int) -> Placement | None:
+    fewest = family(name).fewest_microbatches(num_devices)
     try:
-        return family_schedule(name, num_devices, family(name).fewest_microbatches(num_devices), chunks).placement
+        return family_schedule(name, num_devices, fewest, chunks, slices=slices).placement
     except PipememError:
         return None
+
+
+def _names() -> list[str]:
+    return [each.name for each in families()]
 
 
 def _divisors(number: int) -> list[int]:
@@ -198,14 +224,15 @@ def _pipelines(run: Run) -> list[int]:
     return _divisors(run.cluster.num_devices // run.parallelism.cp)
 
 
-KEYS: Mapping[str, Callable[[Run], Sequence[object]]] = {
+KEYS: Mapping[str, Callable[[Run], Sequence[Any]]] = {
     "tp": lambda run: _divisors(run.cluster.devices_per_node),
     "pp": _pipelines,
     "dp": _pipelines,
     "micro_batch": lambda run: _MICRO_BATCHES,
     "chunks": lambda run: range(1, _MOST_CHUNKS + 1),
     "recompute": lambda run: RECOMPUTE,
-    "schedule": lambda run: [SEARCHED, *(each.name for each in families() if not each.simulated_only)],
+    "slices": lambda run: _SLICES,
+    "schedule": lambda run: [SEARCHED, *_names()],
     "variant": lambda run: [PLAIN, *(each.name for each in variants())],
 }
 """What may be limited -> the values there are for a run."""

@@ -13,7 +13,8 @@ Bytes of a rank are parameters, fp32 gradients, the optimizer or its shard of it
 buffers: messages that are sent and received, the logits' gradient where the head is, and one layer's working set where whole
 layers are recomputed. Where the devices hold the model more than once, all of that stands there once per replica, but a
 microbatch runs through one of them; and the fp32 gradients of the replicas are added up, two ranks at a time, before they are
-reduced, when nothing is left that could hide either.
+reduced, when nothing is left that could hide either. Where a step may have to be rolled back, the state before it stands
+beside all that, on the device or on the host.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
+from typing import TYPE_CHECKING
 
 from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.hybrid import needed_layers
@@ -35,11 +37,17 @@ from megatron_pipemem.planner.prices import MeasuredSlowdown, Price
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.prices import listed
+
+if TYPE_CHECKING:
+    from megatron_pipemem.planner.partition import Loads
 
 DISTRIBUTED = "use-distributed-optimizer"
 """The flag that shares the optimizer out."""
 GRADIENT = 4  # bytes per parameter
 _OPTIMIZER = {"bf16": 12, "fp16": 12, "fp32": 8}  # master parameters where they are not fp32 already, and two moments
+_ROLLBACK = 12
+"""Bytes per parameter that the optimizer updates on a rank: it in fp32 and two moments, as they were before the last step."""
 _MESSAGES_IN_FLIGHT = 2  # per stage and direction: one that is used, one that arrives
 
 
@@ -60,7 +68,9 @@ class Step:
         work: per device, seconds per microbatch.
         reduction: seconds of data-parallel messages that nothing hides, on the worst device.
         optimizer: seconds, on the worst device.
-        host: bytes of host memory that a rank's activations may take.
+        rollback: per device, bytes of the state that a step may have to be rolled back to, on the device or the host; part of
+            ``static`` where the run says on the device.
+        host: bytes of host memory that a rank may take.
     """
 
     placement: Placement
@@ -75,7 +85,13 @@ class Step:
     work: tuple[float, ...]
     reduction: float
     optimizer: float
+    rollback: tuple[float, ...]
     host: float = inf
+
+    @property
+    def saved(self) -> Sequence[float]:
+        """Return the bytes that a microbatch's forward keeps, per stage."""
+        return listed((self.costs.memory or {}).get(Kind.F, (0.0,) * self.placement.num_stages))
 
     def held(self, kept: Sequence[float]) -> tuple[float, ...]:
         """Return all bytes of every device, from those that its activations take at most: what is listed, and compared
@@ -105,6 +121,8 @@ class _Cut:
     dp: int
     distributed: bool
     pace: MeasuredSlowdown
+    rollback: str | None = None
+    gradients: int = 1
     needed: tuple[bool, ...] = ()
     shared_ends: bool = False
 
@@ -157,9 +175,10 @@ class _Cut:
         return [*self.parts(), *replace(self, shared_ends=False).ends()]
 
     def static(self, part: Price) -> float:
-        """Return the bytes of parameters, gradients and optimizer on one rank."""
+        """Return the bytes of parameters, gradients and optimizer on one rank, and of what is kept of them to roll back to."""
         element, optimizer = self.execution.element, _OPTIMIZER[self.execution.precision]
-        return part.parameters * (element + GRADIENT) + optimizer * self.updated(part)
+        kept = _ROLLBACK * (self.rollback == "device")
+        return part.parameters * (element + self.gradients * GRADIENT) + (optimizer + kept) * self.updated(part)
 
     def updated(self, part: Price) -> float:
         """Return the number of parameters in the rank's shard of the optimizer."""
@@ -198,6 +217,8 @@ def _cut(run: Run, pace: MeasuredSlowdown | None) -> _Cut:
         run.parallelism.dp,
         distributed=bool(run.flags.get(DISTRIBUTED)),
         pace=pace or MeasuredSlowdown(),
+        rollback=run.schedule.rollback if run.rolls_back else None,
+        gradients=2 if run.delays_updates else 1,
         needed=tuple(needed_layers(run.model.pattern or "", run.flags)),
     )
 
@@ -218,11 +239,32 @@ def least_static(run: Run) -> float:
 @lru_cache(maxsize=4096)
 def balanced(cut: _Cut, placement: Placement) -> tuple[int, ...]:
     """Return the layers of every stage by the planner's partition."""
-    from megatron_pipemem.planner.partition import Loads, partition  # numpy takes a while to load
+    from megatron_pipemem.planner.partition import partition  # numpy takes a while to load
+
+    loads, stays = _loads(cut, placement)
+    # Every replica is cut alike, and both of its ways run over all devices.
+    counts = partition(loads, placement if placement.replicas == 1 else Placement.linear(placement.num_devices))
+    return (*counts[:-1], counts[-1] + stays)
+
+
+def loads_of(run: Run, placement: Placement, shared_ends: bool = False) -> tuple[Loads, bool]:
+    """Return what the stages of a run share out, and whether multi-token prediction stays with the head, so that it is
+    part of what stands behind the last layer, and no piece.
+
+    Args:
+        run: as for ``price``.
+        placement: of the stages.
+        shared_ends: as for ``price``.
+    """
+    return _loads(replace(_cut(run, None), shared_ends=shared_ends), placement)
+
+
+def _loads(cut: _Cut, placement: Placement) -> tuple[Loads, bool]:
+    from megatron_pipemem.planner.partition import Loads
 
     parts = cut.parts()
     first, last = cut.ends()
-    # Multi-token prediction stays with the head where all devices share that, and where the placement says so.
+    # It stays where all devices share the head, and where the placement says so.
     stays = len(parts) > cut.model.layers and (cut.shared_ends or not placement.is_round_robin)
     if stays:
         last += parts.pop()
@@ -236,9 +278,7 @@ def balanced(cut: _Cut, placement: Placement) -> tuple[int, ...]:
         last_bytes=cut.static(last) + last.kept.saved,
         needed=cut.needed,
     )
-    # Every replica is cut alike, and both of its ways run over all devices.
-    counts = partition(loads, placement if placement.replicas == 1 else Placement.linear(placement.num_devices))
-    return (*counts[:-1], counts[-1] + stays)
+    return loads, stays
 
 
 @lru_cache(maxsize=1024)
@@ -281,6 +321,7 @@ def _step(cut: _Cut, placement: Placement, layers: tuple[int, ...]) -> Step:
         reduction=max(_exposed(cut, device, replicas) for device in held)
         + max(_sums(cut, device, placement) for device in held),
         optimizer=max(updated) * prices.adam_seconds(cut.cluster),
+        rollback=tuple(_ROLLBACK * (cut.rollback is not None) * count for count in updated),
     )
 
 
@@ -293,7 +334,7 @@ def _links(cut: _Cut, placement: Placement) -> dict[tuple[int, int], float]:
         nodes = {device * apart // cluster.devices_per_node for device in (source, destination)}
         return (cluster.intra_node if len(nodes) == 1 else cluster.inter_node).seconds(nbytes)
 
-    links = {}
+    links: dict[tuple[int, int], float] = {}
     for a, b in pairwise(placement.devices):
         links |= {(a, b): seconds(a, b), (b, a): seconds(b, a)}
     return links

@@ -106,11 +106,11 @@ def offload_step(
 
 
 def host_bytes(run: Run) -> float:
-    """Return the bytes of host memory for one rank's activations."""
+    """Return the bytes of host memory that one rank may take."""
     given = run.flags.get(HOST_MEMORY)
     if given is None:
         return DEFAULT_HOST_SHARE * run.cluster.host_bytes
-    return parse_cap(str(given)).amount / run.cluster.devices_per_node
+    return parse_cap(str(given)).amounts[0] / run.cluster.devices_per_node
 
 
 def offloaded(schedule: Schedule, step: Step, room: tuple[float, ...]) -> Schedule:
@@ -187,12 +187,18 @@ register_variant(
         frees_memory=True,
     )
 )
+
+
+def _cut_vocabulary(barriers: int, schedule: Schedule, step: Step, room: tuple[float, ...]) -> Schedule:
+    return with_vocabulary(schedule, barriers, step.costs)
+
+
 for _algorithm, _barriers in BARRIERS_OF_ALGORITHM.items():
     register_variant(
         Variant(
             f"vocabulary-{_algorithm}",
             choice=partial(replace, vocab_parallel=str(_algorithm)),
             prepare=partial(vocabulary_step, _barriers),
-            apply=lambda schedule, step, room, barriers=_barriers: with_vocabulary(schedule, barriers, step.costs),
+            apply=partial(_cut_vocabulary, _barriers),
         )
     )

@@ -7,6 +7,7 @@ elements, attention its scores and values over the whole sequence, a Mamba layer
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from megatron_pipemem.config.model import LATENT, Block, Execution, Model
 from megatron_pipemem.errors import ConfigError
@@ -87,7 +88,7 @@ def _model(symbol: str, of: Sizes, sequence: int) -> Model:
     names = {**_ATTRIBUTES, "mamba_head_dim": "mamba_head_dim"}
     if symbol == Block.LATENT_ATTENTION:
         names |= {name: name for name in LATENT}
-    sizes = {field: int(size) for field, attribute in names.items() if (size := of(attribute))}
+    sizes: dict[str, Any] = {field: int(size) for field, attribute in names.items() if (size := of(attribute))}
     hidden, heads, gated = sizes.get("hidden", 0), sizes.get("heads", 1), bool(of("gated_linear_unit"))
     usual = {"hidden": hidden, "heads": heads, "head_channels": max(1, hidden // heads)}
     if gated:
@@ -98,7 +99,7 @@ def _model(symbol: str, of: Sizes, sequence: int) -> Model:
         vocabulary=1,
         sequence=max(1, sequence),
         activation="swiglu" if gated else "gelu",
-        **usual | sizes,
+        **{**usual, **sizes},
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from megatron_pipemem.report.figure_rows import HELD, HELD_EDGE, LIMIT, QUIET, PicturedRun, Windows, draw_run
 from megatron_pipemem.report.timeline import IDLE, KIND_NAMES, TRANSFER_COLOURS, TRANSFER_NAMES, common_end
@@ -44,8 +45,8 @@ def draw(timelines: Sequence[Timeline]) -> Figure:
         axes[0].set_title(
             _title(run, runs[0]), loc="left", fontsize=13 if len(runs) == 1 else 11, fontweight="bold", pad=7
         )
-    for axes in panels[-1] if len(set(stretches)) == 1 else (axes for row in panels for axes in row):
-        axes.tick_params(labelbottom=True)
+    for panel in panels[-1] if len(set(stretches)) == 1 else chain.from_iterable(panels):
+        panel.tick_params(labelbottom=True)
     _label_time(figure, runs, width)
     _add_legend(figure, runs)
     cuts = _cut_out(
@@ -79,11 +80,10 @@ def _panels(
         bottom=below / height,
     )
     panels = []
-    for row, windows in zip(rows, stretches, strict=True):
+    for index, windows in enumerate(stretches):
         lengths = [end - start for start, end in windows]
-        panels.append(
-            tuple(map(figure.add_subplot, row.subgridspec(1, len(windows), width_ratios=lengths, wspace=_GAP)))
-        )
+        row = rows[index].subgridspec(1, len(windows), width_ratios=lengths, wspace=_GAP)
+        panels.append(tuple(figure.add_subplot(row[column]) for column in range(len(windows))))
     return figure, panels
 
 
@@ -121,7 +121,7 @@ def _add_legend(figure: Figure, runs: Sequence[PicturedRun]) -> None:
         for kind in dict(run.legend):
             chunks = range(1 if kind in VOCABULARY else run.num_chunks)
             shades.setdefault(kind, [run.colour(kind, chunk) for chunk in chunks])
-    entries: dict[str, object] = {
+    entries: dict[str, Any] = {
         f"{kind} {name}": tuple(Patch(facecolor=shade) for shade in shades[kind])
         for kind, name in KIND_NAMES.items()
         if kind in shades
@@ -137,7 +137,7 @@ def _add_legend(figure: Figure, runs: Sequence[PicturedRun]) -> None:
         entries["1F1B's peak (1)"] = Line2D([], [], color=LIMIT, linewidth=0.9, linestyle=(0, (4, 3)))
     columns = len(entries) if figure.get_figwidth() > 11 else -(-len(entries) // 2)
     figure.legend(
-        entries.values(), entries.keys(), loc="lower center", bbox_to_anchor=(0.5, 0.34 / figure.get_figheight()),
+        list(entries.values()), list(entries), loc="lower center", bbox_to_anchor=(0.5, 0.34 / figure.get_figheight()),
         ncols=columns, frameon=False, fontsize=8.5, handleheight=1.0, columnspacing=1.3, handletextpad=0.6,
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
     )  # fmt: skip
@@ -145,7 +145,7 @@ def _add_legend(figure: Figure, runs: Sequence[PicturedRun]) -> None:
 
 def _add_footnotes(figure: Figure, runs: Sequence[PicturedRun], left_out: list[str]) -> None:
     schedules = [run.timeline.schedule for run in runs]
-    reading = "Numbers are microbatches" if all(s.pieces == 1 for s in schedules) else "Numbers are sequence pieces"
+    reading = "Numbers are microbatches" if all(s.slices == 1 for s in schedules) else "Numbers are sequence slices"
     if any(s.placement.num_chunks > s.placement.replicas for s in schedules):
         reading += "; paler: a device's later chunk"
     elif any(s.placement.replicas > 1 for s in schedules):

@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from megatron_pipemem.report.picture import figure_of
 from megatron_pipemem.report.timeline import IDLE, TRANSFER_COLOURS, Box, DrawnRun, held_steps, ink
 from megatron_pipemem.schedule.core.action import MEMORY
 
@@ -74,7 +75,7 @@ def draw_run(run: PicturedRun, panels: Sequence[Axes], windows: Windows, points:
         What was left out for want of room, in words.
     """
     left_out: set[str] = set()
-    row_points = panels[0].get_position().height * panels[0].figure.get_figheight() * 72 / len(run.rows)
+    row_points = panels[0].get_position().height * figure_of(panels[0]).get_figheight() * 72 / len(run.rows)
     size = _number_size(run, windows, points, row_points)
     if not size:
         left_out.add("microbatch numbers")
@@ -99,7 +100,7 @@ def draw_run(run: PicturedRun, panels: Sequence[Axes], windows: Windows, points:
     return left_out
 
 
-def _bars(axes: Axes, spans: Iterable[tuple[int, float, float]], rows: tuple[float, float], **look: object) -> None:
+def _bars(axes: Axes, spans: Iterable[tuple[int, float, float]], rows: tuple[float, float], **look: Any) -> None:
     """Draw bars of one look, each of a device from one time to another."""
     from matplotlib.collections import PolyCollection
 
@@ -108,7 +109,7 @@ def _bars(axes: Axes, spans: Iterable[tuple[int, float, float]], rows: tuple[flo
     axes.add_collection(PolyCollection(corners, **{"linewidths": 0, **look}))
 
 
-def _write(axes: Axes, device: int, times: tuple[float, float], text: str, **look: object) -> None:
+def _write(axes: Axes, device: int, times: tuple[float, float], text: str, **look: Any) -> None:
     """Write text into the middle of a bar of actions."""
     place = (sum(times) / 2, device + sum(_ACTIONS) / 2 + 0.01)
     axes.text(*place, text, ha="center", va="center_baseline", clip_on=True, **look)
@@ -195,9 +196,9 @@ def _frame(axes: Axes) -> None:
 def _name_devices(panels: Sequence[Axes], run: PicturedRun, row_points: float) -> None:
     """Write names on the left, peaks on the right."""
     size = min(9.0, 0.42 * row_points)
-    left = {"xytext": (-5, 0), "ha": "right", "va": "center", "fontsize": size, "color": TEXT}
-    right = {"xytext": (4, 0), "ha": "left", "va": "center", "fontsize": size, "color": HELD_EDGE}
-    place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+    left: dict[str, Any] = {"xytext": (-5, 0), "ha": "right", "va": "center", "fontsize": size, "color": TEXT}
+    right: dict[str, Any] = {"xytext": (4, 0), "ha": "left", "va": "center", "fontsize": size, "color": HELD_EDGE}
+    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
     for device, peak in enumerate(run.timeline.peaks):
         panels[0].annotate(f"device {device}", (0, device + sum(_ACTIONS) / 2), **place, **left)
         panels[-1].annotate(run.memory_text(peak), (1, device + (_UPPER + _FLOOR) / 2), **place, **right)
@@ -206,7 +207,7 @@ def _name_devices(panels: Sequence[Axes], run: PicturedRun, row_points: float) -
 
 def _break(panels: Sequence[Axes]) -> None:
     """Draw a torn edge between the windows."""
-    teeth = round(panels[0].get_position().height * panels[0].figure.get_figheight() * 8)
+    teeth = round(panels[0].get_position().height * figure_of(panels[0]).get_figheight() * 8)
     for panel, edge, inwards in zip(panels, (1, 0), (-0.003, 0.003), strict=True):
         zigzag = [edge + inwards * (tooth % 2) for tooth in range(teeth + 1)]
         panel.plot(

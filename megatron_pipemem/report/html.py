@@ -62,7 +62,7 @@ def _data(run: DrawnRun, top: float) -> dict[str, object]:
             f"Makespan {timeline.makespan:.6g}, busiest device works {timeline.ideal:.6g}, messages "
             f"{timeline.messages}, peak {run.memory_text(timeline.peak)}."
         ),
-        "pieces": timeline.schedule.pieces,
+        "slices": timeline.schedule.slices,
         "makespan": timeline.makespan,
         "bytes": not run.in_units,
         "limit": 1 if run.in_units else None,

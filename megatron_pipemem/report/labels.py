@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from megatron_pipemem.report.picture import figure_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,7 +31,7 @@ _ROUNDS = 3
 _CHARACTERS = 36
 """In a line of names that share a point."""
 
-_STYLES = {
+_STYLES: dict[bool, dict[str, Any]] = {
     True: {"fontsize": 8.5, "color": "#202124", "fontweight": "bold"},
     False: {"fontsize": 7.0, "color": "#6f757b"},
 }
@@ -66,7 +68,7 @@ def add_labels(axes: Axes, labels: Sequence[Label], curves: Sequence[Sequence[tu
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-    figure = axes.figure
+    figure = figure_of(axes)
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # a name must not move the axes that it was placed in
     renderer, points = FigureCanvasAgg(figure).get_renderer(), 72 / figure.dpi
@@ -81,7 +83,7 @@ def add_labels(axes: Axes, labels: Sequence[Label], curves: Sequence[Sequence[tu
     places = place(
         spots,
         [(box.width * points, box.height * points) for box in boxes],
-        axes.get_window_extent(renderer).extents * points,
+        [edge * points for edge in axes.get_window_extent(renderer).extents],
         [group[0].farthest for group in groups.values()],
         np.vstack([np.empty((0, 4)), *(np.hstack([corners[:-1], corners[1:]]) for corners in drawn)]),
     )

@@ -6,6 +6,7 @@ const view = { start: 0, end: data.shared || end };
 let cursor = 0, hovered = null;
 const LEFT = 70, RIGHT = 150, ROW = 22, HELD = 18, GAP = 6, AXIS = 22, TOP = 4;
 const PITCH = ROW + 2 + HELD + GAP;
+document.body.classList.toggle("framed", window !== window.top);
 const FONT = getComputedStyle(document.body).fontFamily;
 const number = value => String(+value.toPrecision(6));
 const memory = (value, run) => !run.bytes ? number(+value.toPrecision(4))
@@ -396,8 +397,8 @@ function pointed(run, event) {
   return time > run.makespan || time < 0 ? null : at(run, device, time);
 }
 
-const which = (run, microbatch) => run.pieces === 1 ? `microbatch ${microbatch}`
-  : `piece ${microbatch % run.pieces} of microbatch ${Math.floor(microbatch / run.pieces)}`;
+const which = (run, microbatch) => run.slices === 1 ? `microbatch ${microbatch}`
+  : `slice ${microbatch % run.slices} of microbatch ${Math.floor(microbatch / run.slices)}`;
 
 function lines(place) {
   const { run, device, i, busy } = place, row = run.rows[device], [start, stop] = spot(place);

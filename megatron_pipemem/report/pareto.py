@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.report.picture import axes_for_points, write_picture
+from megatron_pipemem.report.picture import axes_for_points, figure_of, write_picture
 from megatron_pipemem.report.tables import FittingTable
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def draw(points: Sequence[Point], bound: Sequence[tuple[float, float]] = (), tit
     axes = axes_for_points(
         (11, 6.4), title, "peak memory of the fullest device (activation units, 1F1B = 1)", "bubble rate"
     )
-    figure = axes.figure
+    figure = figure_of(axes)
     placements = list(dict.fromkeys(point.placement for point in sorted(points, key=_by_peak)))
     if bound:
         # Up to each memory its own bound, which is the lower one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_suffix, whole_file
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg")
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "pipemem",
     "font.family": "sans-serif",
@@ -55,6 +55,14 @@ def write_picture(draw: Callable[[], Figure], path: str | Path, what: str, inste
             f"a {path.suffix} picture needs {error.name}: pip install {error.name}{instead}"
         ) from error
     return path
+
+
+def figure_of(axes: Axes) -> Figure:
+    """Return the figure that axes stand in."""
+    from matplotlib.figure import Figure
+
+    assert isinstance(axes.figure, Figure), "nothing here draws figures within figures"
+    return axes.figure
 
 
 def axes_for_points(size: tuple[float, float], title: str, x: str, y: str) -> Axes:

@@ -42,7 +42,7 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         share = f"; {chosen['peak_activation']:.4g} of 1F1B's" if chosen else ""
         found.append(f"peak activations {peak / _MIB:.4g} MiB on the fullest rank, {_agreement(ranks)}{share}")
     if loads := {rank["rank"]: rank["expert_load"] for rank in ranks if rank.get("expert_load")}:
-        rank = max(loads, key=loads.get)
+        rank = max(loads, key=loads.__getitem__)
         found.append(
             f"experts of rank {rank} got {loads[rank]:.3g} times an even share of a microbatch's tokens, the most of all ranks"
         )
@@ -53,6 +53,19 @@ def lines(report: Mapping[str, Any]) -> list[str]:
             f"bubble {planned:.1%} planned, {measured:.1%} measured, of the rank that idles least"
             + ("" if seconds is None else f"; a step takes {seconds:.4g} s from its first pass to its last")
         )
+    if ahead := _most(ranks, "steps_ahead"):
+        back, state = _most(ranks, "steps_taken_back"), "the state to take a step back to takes"
+        held = {
+            "rollback_bytes": f"{state} {{}} of the device",
+            "rollback_host_bytes": f"{state} {{}} of the host",
+            "waiting_gradient_bytes": "gradients that wait for their step take {} of the device",
+        }
+        found.append(f"{ahead} of {report['steps']} steps waited for no gradient norm; {back} of them were taken back")
+        found += [
+            sentence.format(f"{nbytes / _MIB:.4g} MiB") + " on the fullest rank"
+            for key, sentence in held.items()
+            if (nbytes := _most(ranks, key))
+        ]
     losses = [loss for loss in report["losses"] if loss is not None]
     if losses:
         found.append(f"loss {losses[0]:.5g} in the first step, {losses[-1]:.5g} in the last of {len(report['losses'])}")
@@ -83,9 +96,10 @@ def _size(devices: int, chunks: int, microbatches: int) -> str:
 def _agreement(ranks: Sequence[Mapping[str, Any]]) -> str:
     """Say how well predicted and counted peaks agree."""
     known = [
-        (*_predicted(rank), rank["counted_peak_bytes"], rank["rank"])
+        (least, most, rank["counted_peak_bytes"], rank["rank"])
         for rank in ranks
-        if None not in (rank["predicted_peak_bytes"], rank["counted_peak_bytes"])
+        for least, most in [_predicted(rank)]
+        if least is not None and most is not None and rank["counted_peak_bytes"] is not None
     ]
     if not known:
         return "counted; nothing was predicted"
@@ -108,7 +122,7 @@ def _predicted(rank: Mapping[str, Any]) -> tuple[int | None, int | None]:
 
 
 def _most(ranks: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    return max((rank[key] for rank in ranks if rank[key] is not None), default=None)
+    return max((rank[key] for rank in ranks if rank.get(key) is not None), default=None)
 
 
 def _least(ranks: Sequence[Mapping[str, Any]], key: str) -> float | None:

@@ -11,13 +11,14 @@ from textwrap import wrap
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
+from rich.padding import PaddingDimensions
 from rich.table import Table
 from rich.text import Text
 
 _EMPTY = ("", "-")
 _EDGES = 2
-_PADDINGS = {3: (0, 1), 2: (0, 1, 0, 0), 1: 0}
+_PADDINGS: dict[int, PaddingDimensions] = {3: (0, 1), 2: (0, 1, 0, 0), 1: 0}
 """What rich is to pad cells with, by the columns of the terminal between two cells."""
 _INDENT = 4
 
@@ -62,7 +63,7 @@ class FittingTable:
     def _table(self, columns: Sequence[_Column], gap: int, widths: Sequence[int]) -> Table:
         table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False, padding=_PADDINGS[gap])
         for column, width in zip(columns, widths, strict=True):
-            justify = "left" if column.is_text else "right"
+            justify: JustifyMethod = "left" if column.is_text else "right"
             table.add_column(Text(column.heading), justify=justify, width=width, overflow="fold")
         for row, (_, style) in enumerate(self._rows):
             table.add_row(*(Text(column.cells[row]) for column in columns), style=style)

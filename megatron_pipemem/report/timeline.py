@@ -149,8 +149,9 @@ class DrawnRun:
         """
         schedule, costs, origin = self.timeline.schedule, self.timeline.costs, self.origin
         placement = schedule.placement
-        changes = costs.memory_changes(placement, schedule.recomputed)
-        unit, weights = costs.memory_unit(placement) / schedule.pieces, unit_weights(schedule, costs)
+        slices, weights = schedule.slices, unit_weights(schedule, costs)
+        changes = costs.memory_changes(placement, schedule.recomputed, slices)
+        unit = costs.memory_unit(placement, slices)
         chunk = {stage: index for stages in placement.stages for index, stage in enumerate(stages)}
 
         def chunk_of(action: Action) -> int:
@@ -159,10 +160,11 @@ class DrawnRun:
         return tuple(
             tuple(
                 Box(action, device, chunk_of(action), start - origin, end - origin, held * unit)
-                for action, (start, end), held in zip(order, spans, held_after(order, changes, weights), strict=True)
+                for action, (start, end), held in zip(order, spans, holds, strict=True)
                 if end > start or action.kind not in VOCABULARY
             )
             for device, (order, spans) in enumerate(zip(schedule.orders, self.timeline.spans, strict=True))
+            for holds in (held_after(order, changes, weights, slices),)
         )
 
     @cached_property

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.action import Action, Kind, place
 from megatron_pipemem.schedule.core.simulator import held_after
 
 logger = logging.getLogger(__name__)
@@ -59,10 +59,10 @@ class _Size(NamedTuple):
 
 
 def bytes_per_action(
-    entries: Sequence[LedgerEntry], num_stages: int, most: bool = True, on_host: bool = False
+    entries: Sequence[LedgerEntry], num_stages: int, most: bool = True, on_host: bool = False, slices: int = 1
 ) -> dict[Kind, tuple[int, ...]]:
-    """Return by how many bytes every kind of action changes what this rank holds, per stage, as its first microbatch
-    shows.
+    """Return by how many bytes every kind of action changes what this rank holds, per stage and slice, stage by stage, as
+    its first microbatch shows.
 
     Stages of other ranks get 0. One microbatch of every stage is the whole probe: the rest of the step is foretold from it.
     Where microbatches differ, it is the largest one. Where experts get more tokens of one microbatch than of another, it is the
@@ -73,6 +73,7 @@ def bytes_per_action(
         num_stages: of the pipeline.
         most: ``False`` asks for the microbatch that gives experts the fewest tokens, or is the smallest.
         on_host: ask for what this rank has away on its host instead.
+        slices: sequence slices of a microbatch; the actions of the entries then count those of all microbatches.
     """
     held = [entry.host_bytes if on_host else entry.bytes for entry in entries]
     forwards = {
@@ -82,32 +83,40 @@ def bytes_per_action(
     routable: dict[int, int] = {}
     for entry, before, after in zip(entries, (0, *held), held, strict=False):
         kind, stage, microbatch = entry.action
+        at = place(entry.action, slices)
         forward = forwards.get((stage, microbatch))
         (b, s), routed = entry.tokens, 0 if forward is None else forward.routed
-        seen.setdefault((kind, stage), []).append((_Size(routed, b * s, s), after - before))
-        routable[stage] = max(routable.get(stage, 0), entry.routable)
+        seen.setdefault((kind, at), []).append((_Size(routed, b * s, s), after - before))
+        routable[at] = max(routable.get(at, 0), entry.routable)
     changes: dict[Kind, list[int]] = {}
-    for (kind, stage), of_microbatches in seen.items():
+    for (kind, at), of_microbatches in seen.items():
         (least, low), (top, high) = (extreme(of_microbatches, key=lambda each: each[0]) for extreme in (min, max))
         change = high if most else low
-        if most and least.routed < top.routed < routable[stage]:
-            change += round((high - low) * (routable[stage] - top.routed) / (top.routed - least.routed))
-        changes.setdefault(kind, [0] * num_stages)[stage] = change
-    return {kind: tuple(per_stage) for kind, per_stage in changes.items()}
+        if most and least.routed < top.routed < routable[at]:
+            change += round((high - low) * (routable[at] - top.routed) / (top.routed - least.routed))
+        changes.setdefault(kind, [0] * (num_stages * slices))[at] = change
+    return {kind: tuple(per_slice) for kind, per_slice in changes.items()}
 
 
-def predict_peak_bytes(actions: Sequence[Action], changes: Mapping[Kind, Sequence[int]]) -> int:
+def predict_peak_bytes(actions: Sequence[Action], changes: Mapping[Kind, Sequence[int]], slices: int = 1) -> int:
     """Return the most bytes a rank holds after any of its actions, messages included; of ``changes`` of the host,
     there.
+
+    Args:
+        actions: of the rank, in its order.
+        changes: bytes per kind, stage and slice, as ``bytes_per_action`` returns them.
+        slices: sequence slices of a microbatch.
     """
-    return int(max(held_after(actions, changes), default=0))
+    return int(max(held_after(actions, changes, slices=slices), default=0))
 
 
-def _counting[**P, T](count: Callable[P, T]) -> Callable[P, T | None]:
+def _counting[**P, T](
+    count: Callable[Concatenate[ActivationLedger, P], T],
+) -> Callable[Concatenate[ActivationLedger, P], T | None]:
     """Wrap methods of a ledger that training calls: a tensor that cannot be counted ends the count, not the training."""
 
     @wraps(count)
-    def counted(self, *args, **kwargs) -> T | None:
+    def counted(self: ActivationLedger, *args: P.args, **kwargs: P.kwargs) -> T | None:
         if self.failure is not None:
             return None
         try:

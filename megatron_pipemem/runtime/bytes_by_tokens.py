@@ -7,7 +7,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 from megatron_pipemem.runtime.activation_ledger import LedgerEntry
-from megatron_pipemem.schedule.core.action import Action
+from megatron_pipemem.schedule.core.action import Action, Kind
 
 Tokens = tuple[int, int]
 """``(b, s)``: sequences of a microbatch, and their length."""
@@ -35,8 +35,8 @@ class BytesByTokens:
     def __init__(self, on_host: bool = False) -> None:
         self._on_host = on_host
         # The reduced rows of a system of linear equations, by the column of their leading 1; the last column is bytes.
-        self._rows: dict[tuple[int, int], dict[int, _Row]] = {}
-        self._changes: dict[tuple[int, int], dict[Tokens, int]] = {}
+        self._rows: dict[tuple[Kind, int], dict[int, _Row]] = {}
+        self._changes: dict[tuple[Kind, int], dict[Tokens, int]] = {}
 
     def learn(self, entries: Sequence[LedgerEntry]) -> None:
         """Take note of a step, from the entries of its ledger, which knows the tokens of microbatches."""
@@ -75,7 +75,8 @@ class BytesByTokens:
         if tokens not in changes:
             terms = _terms(*tokens)
             # Terms that nothing has been learnt about count nothing.
-            changes[tokens] = round(sum(row[-1] * terms[column] for column, row in self._rows[action[:2]].items()))
+            known = (row[-1] * terms[column] for column, row in self._rows[action[:2]].items())
+            changes[tokens] = round(sum(known, Fraction(0)))
         return changes[tokens]
 
 

@@ -32,6 +32,9 @@ class StageRunner(Protocol):
     def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
         """Run the stage, and return its output; the last stage returns its loss.
 
+        In a schedule of sequence slices, these are numbered through and stand where microbatches do. The last stage then
+        returns what it must run backward through.
+
         What of it is cheap runs in regions of ``runtime.selective``, which drop what they make if the caller records.
         With vocabulary passes, the first stage gets the embedding's output, and the last one returns the head's input.
 
@@ -52,13 +55,18 @@ class StageRunner(Protocol):
         """Let the memory of an output go that has been passed on; its graph stays."""
 
     def backward(
-        self, input: torch.Tensor | None, output: torch.Tensor, output_gradient: torch.Tensor | None
+        self,
+        microbatch: int,
+        input: torch.Tensor | None,
+        output: torch.Tensor,
+        output_gradient: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Backpropagate and return the input's gradient.
 
         Weight gradients of layers that split go to the queue that is being collected.
 
         Args:
+            microbatch: its number within the step.
             input: of the forward; ``None`` on the stage that reads the data.
             output: of the forward.
             output_gradient: gradient of the output; ``None`` for a loss.
@@ -147,6 +155,7 @@ class Executor:
         self._instructions = settled.instructions
         self._has_backward = settled.has_backward
         self._is_profiled = False
+        self._done = 0
         # Keyed by (stage, microbatch) of the stage that uses the tensor next.
         self._inputs: dict[Key, torch.Tensor | None] = {}
         self._outputs: dict[Key, torch.Tensor] = {}
@@ -174,17 +183,20 @@ class Executor:
         for feature in features:
             self.handlers |= feature.extend(self)
 
-    def run(self) -> None:
-        """Run every action of this device in order.
+    def run(self, until: int | None = None) -> None:
+        """Run every action of this device in order, or go on where an earlier call has stopped.
+
+        Args:
+            until: how many of them to have run in all; ``None`` for all, and for all messages to have left.
 
         Raises:
             Exception: whatever an action raises, with a note that names the rank, the position and the action.
         """
         handlers, ledger = self.handlers, self.ledger
         self._is_profiled = torch.autograd._profiler_enabled()
-        position = 0
+        position = begin = self._done
         try:
-            for position, each in enumerate(self._instructions):  # noqa: B007 - for the note
+            for position, each in enumerate(self._instructions[begin:until], begin):  # noqa: B007 - for the note
                 handlers[each.action.kind](each)
                 if ledger is not None:
                     ledger.record(each.action, self.host_bytes())
@@ -194,9 +206,26 @@ class Executor:
                 f"of schedule {self._program.schedule.name}"
             )
             raise
+        if until is not None:
+            self._done = until
+            return
         self._transport.finish()
         for finish in self.at_end:
             finish()
+
+    def drop(self, drain: Sequence[Action]) -> None:
+        """Forget everything that has run, and leave no message in flight.
+
+        Args:
+            drain: receives of messages that others have sent, and sends, of no matter what, that others wait for.
+        """
+        for action in drain:
+            if action.kind in (Kind.RECV_F, Kind.RECV_I):
+                self._transport.post_receive(action)
+            else:
+                self._transport.post_send(action, self._transport.blank(action))
+        self._transport.take_in()
+        self._transport.finish()
 
     def take_in(self, left: InFlight) -> None:
         """Go on with what an earlier step has left in flight. Called before ``run``."""
@@ -214,7 +243,8 @@ class Executor:
     def kept(self, each: Instruction) -> list[torch.Tensor]:
         """Return the input and the output of a forward that has run, as far as they are kept for others than autograd."""
         sent = self._outbox.get(each.send, (None,))[0] if each.send is not None else None
-        tensors = (self._inputs.get(each.key), sent, self.handed_inputs.get(each.to_here))
+        handed = self.handed_inputs.get(each.to_here) if each.to_here is not None else None
+        tensors = (self._inputs.get(each.key), sent, handed)
         return [tensor for tensor in tensors if tensor is not None]
 
     def measured(self, action: Action) -> AbstractContextManager:
@@ -277,7 +307,7 @@ class Executor:
             with self.measured(each.action):
                 output = forward(key[1], input)
         else:
-            recorded = _NOTHING
+            recorded: AbstractContextManager[None] = _NOTHING
             if selective:
                 self._recorders[key] = Recorder(self._held)
                 recorded = self._recorders[key].record()
@@ -301,13 +331,13 @@ class Executor:
         if each.split:
             queue = self._queues[key]
             with self.measured(each.action), collecting(queue):
-                gradient = backward(input, output, output_gradient)
+                gradient = backward(key[1], input, output, output_gradient)
             if self.ledger is not None:
                 for tensor in queue.tensors():
                     self.ledger.hold(tensor)
         else:
             with self.measured(each.action):
-                gradient = backward(input, output, output_gradient)
+                gradient = backward(key[1], input, output, output_gradient)
         if each.send is None and each.to_here is None:
             return
         if gradient is None:
@@ -317,7 +347,7 @@ class Executor:
             )
         if each.send is not None:
             self._put_out(each.send, gradient)
-        else:
+        elif each.to_here is not None:
             self.handed_gradients[each.to_here] = self._held(gradient)
 
     def _weight_gradients(self, each: Instruction) -> None:

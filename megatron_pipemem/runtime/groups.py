@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -12,7 +13,12 @@ message keeps its multiprocessors from the computation: NCCL's default is up to 
 
 
 def new_groups(
-    wanted: Iterable[Sequence[int]], parent: dist.ProcessGroup, description: str, *, messages: bool = False
+    wanted: Iterable[Sequence[int]],
+    parent: dist.ProcessGroup,
+    description: str,
+    *,
+    messages: bool = False,
+    backend: str | None = None,
 ) -> list[dist.ProcessGroup]:
     """Open process groups that wait as long as another one does. Every rank of the job must call this at the same time.
 
@@ -24,22 +30,24 @@ def new_groups(
         parent: whose timeout the groups get, instead of torch's default. Of NCCL, ours run on streams of high priority, and
             with the limits on thread blocks that the parent has (``--nccl-communicator-config-path``).
         description: shown in torch's logs.
+        backend: of the groups; by default the default group's.
         messages: the groups carry messages; NCCL may take ``MESSAGE_CTAS`` thread blocks for them if the parent sets no limit.
 
     Returns:
         The groups in the order of ``wanted``; ``GroupMember.NON_GROUP_MEMBER`` for those without this rank.
     """
     ours = tuple(tuple(ranks) for ranks in wanted)
-    everyones: list[tuple[tuple[int, ...], ...] | None] = [None] * dist.get_world_size()
+    everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, ours)
-    backend = parent._get_backend(parent._device_types[0])
-    timeout = None if backend.options is None else backend.options._timeout  # not every backend has options
+    theirs: Any = parent._get_backend(parent._device_types[0])  # its options are those of its kind
+    timeout = None if theirs.options is None else theirs.options._timeout  # not every backend has options
 
     def create(ranks: Sequence[int]) -> dist.ProcessGroup:
-        options = nccl_options(backend.options, messages) if backend.name() == dist.Backend.NCCL else None
-        return dist.new_group(list(ranks), timeout=timeout, pg_options=options, group_desc=description)
+        is_nccl = backend is None and theirs.name() == dist.Backend.NCCL
+        options = nccl_options(theirs.options, messages) if is_nccl else None
+        return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=description)
 
-    created = {theirs: [create(ranks) for ranks in theirs] for theirs in sorted({*everyones})}
+    created = {each: [create(ranks) for ranks in each] for each in sorted({*everyones})}
     return created[ours]
 
 

@@ -33,7 +33,7 @@ class Recorder:
         made: told of every tensor that has been made again.
     """
 
-    def __init__(self, made: Callable[[torch.Tensor], None]):
+    def __init__(self, made: Callable[[torch.Tensor], object]):
         self._made = made
         self._regions: list[_Region] = []
         self._results: dict[int, _Result] = {}
@@ -99,7 +99,7 @@ class Recorder:
             return self._pack(tensor)
         place = _Place()
         result.region.results.append(
-            (ref(place), result.index, (tensor.shape, tensor.stride(), tensor.storage_offset()))
+            (ref(place), result.position, (tensor.shape, tensor.stride(), tensor.storage_offset()))
         )
         return place
 
@@ -160,7 +160,7 @@ class _Region:
         self._saved.append(ref(place))
         return place
 
-    def run_again(self, load: Callable, made: Callable[[torch.Tensor], None]) -> None:
+    def run_again(self, load: Callable, made: Callable[[torch.Tensor], object]) -> None:
         again: list[torch.Tensor] = []
 
         def collect(tensor: torch.Tensor) -> None:
@@ -184,7 +184,7 @@ class _Region:
             _fill(saved, results[index].detach().as_strided(*geometry), made)
 
 
-def _fill(saved: ref[_Place], tensor: torch.Tensor, made: Callable[[torch.Tensor], None]) -> None:
+def _fill(saved: ref[_Place], tensor: torch.Tensor, made: Callable[[torch.Tensor], object]) -> None:
     place = saved()
     if place is not None:
         place.tensor = tensor
@@ -196,7 +196,7 @@ class _Result(NamedTuple):
 
     alive: StorageWeakRef
     region: _Region
-    index: int
+    position: int
     dtype: torch.dtype
     version: int
 

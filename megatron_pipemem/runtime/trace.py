@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
+from typing import Any
 
 import torch
 
-from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.action import Action, Kind, place
 from megatron_pipemem.schedule.core.costs import SELECTIVE_SECONDS, Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
@@ -61,8 +62,9 @@ class Trace:
 
     def __init__(self, on_cuda: bool = False):
         self._on_cuda = on_cuda
-        self._now = _event if on_cuda else time.perf_counter
-        self._begin = self._now()
+        # Moments are CUDA's events, or seconds.
+        self._now: Callable[[], Any] = _event if on_cuda else time.perf_counter
+        self._begin: Any = self._now()
         self._times: list[tuple] = []
         self._read: list[TracedAction] | None = None
 
@@ -78,7 +80,7 @@ class Trace:
             self._times.clear()
         return self._read
 
-    def _after(self, moment) -> float:
+    def _after(self, moment: Any) -> float:
         return self._begin.elapsed_time(moment) / 1e3 if self._on_cuda else moment - self._begin
 
 
@@ -89,7 +91,7 @@ def _event() -> torch.cuda.Event:
 
 
 Medians = dict[tuple[Kind, int], float]
-"""Seconds of a kind of action on a stage."""
+"""Seconds of a kind of action by its stage and slice (``action.place``)."""
 
 TOLERANCE = 0.2
 _NOISE = 0.02  # of what a device computes per microbatch: the times of empty stages say nothing
@@ -97,8 +99,13 @@ _NOISE = 0.02  # of what a device computes per microbatch: the times of empty st
 
 @dataclass
 class Stopwatch:
-    """The durations of one rank's actions over a few steps."""
+    """The durations of one rank's actions over a few steps.
 
+    Args:
+        slices: sequence slices of a microbatch, which the actions count.
+    """
+
+    slices: int = 1
     steps: int = 0
     _durations: dict[tuple[Kind, int], list[float]] = field(default_factory=dict)
 
@@ -106,7 +113,7 @@ class Stopwatch:
         """Note one step."""
         self.steps += 1
         for traced in actions:
-            key = (traced.action.kind, traced.action.stage)
+            key = (traced.action.kind, place(traced.action, self.slices))
             self._durations.setdefault(key, []).append(traced.end - traced.start)
 
     def medians(self) -> Medians:
@@ -117,27 +124,30 @@ class Stopwatch:
         self._durations.clear()
 
 
-def average(reports: Sequence[Medians]) -> Medians:
+def average[Key](reports: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
     """Return one value per kind and stage: ranks that hold the same stage in other replicas count alike."""
-    found: dict[tuple[Kind, int], list[float]] = {}
+    found: dict[Key, list[float]] = {}
     for report in reports:
         for key, seconds in report.items():
             found.setdefault(key, []).append(seconds)
     return {key: fmean(values) for key, values in found.items()}
 
 
-def costs_from(medians: Medians, links: Mapping[tuple[int, int], float], placement: Placement, before: Costs) -> Costs:
-    """Return the costs in seconds per stage.
+def costs_from(
+    medians: Medians, links: Mapping[tuple[int, int], float], placement: Placement, before: Costs, slices: int = 1
+) -> Costs:
+    """Return the costs in seconds per stage and slice, stage by stage.
 
     Args:
         medians: of all stages. Where a backward ran fused, its time is split as ``before`` splits it.
-        links: seconds of a message between two devices; links left out cost nothing.
+        links: seconds of a message (of a slice) between two devices; links left out cost nothing.
         placement: which device holds which stage.
         before: the costs so far.
+        slices: sequence slices of a microbatch.
     """
-    known = before.seconds(placement)
+    known = before.seconds(placement, slices)
     prices: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
-    for stage in range(placement.num_stages):
+    for stage in range(placement.num_stages * slices):
         prices[Kind.F].append(medians.get((Kind.F, stage), known[Kind.F][stage]))
         fused = medians.get((Kind.B, stage))
         for kind in (Kind.I, Kind.W):
@@ -147,7 +157,8 @@ def costs_from(medians: Medians, links: Mapping[tuple[int, int], float], placeme
                 seconds = fused * (known[kind][stage] / whole if whole else 0.5)
             prices[kind].append(seconds)
     pairs = {
-        (source, destination): links.get((source, destination), 0.0)
+        # Costs price the messages of whole microbatches.
+        (source, destination): links.get((source, destination), 0.0) * slices
         for source in range(placement.num_devices)
         for destination in range(placement.num_devices)
         if source != destination
@@ -157,8 +168,11 @@ def costs_from(medians: Medians, links: Mapping[tuple[int, int], float], placeme
         ran = any(other is kind for other, _ in medians)
         of_forward = enumerate(prices[Kind.F])
         again[kind] = tuple(medians.get((kind, stage), share * f) for stage, f in of_forward) if ran else None
+    forward, inputs, weights = (tuple(prices[kind]) for kind in (Kind.F, Kind.I, Kind.W))
     return Costs(
-        *(tuple(prices[kind]) for kind in (Kind.F, Kind.I, Kind.W)),
+        forward,
+        inputs,
+        weights,
         pairs,
         recompute=again[Kind.R],
         recompute_selective=again[Kind.RS],
@@ -178,25 +192,29 @@ def _passes(medians: Medians, placement: Placement, before: Costs) -> Vocabulary
     return VocabularyCosts(score, gradient, embed, embed_gradient, loss)
 
 
-def drift(planned: Costs, measured: Costs, placement: Placement) -> str | None:
+def drift(planned: Costs, measured: Costs, placement: Placement, slices: int = 1) -> str | None:
     """Say which action moved furthest from what was planned for; ``None`` if none moved by more than a fifth.
 
     Args:
         planned: costs of the plan, in seconds.
         measured: costs of the run, in seconds.
         placement: of the stages.
+        slices: sequence slices of a microbatch.
     """
-    old, new = planned.seconds(placement), measured.seconds(placement)
+    old, new = planned.seconds(placement, slices), measured.seconds(placement, slices)
     noise = _NOISE * max(
-        sum(new[kind][stage] for stage in stages for kind in (Kind.F, Kind.B)) for stages in placement.stages
+        sum(sum(new[kind][stage * slices : (stage + 1) * slices]) for stage in stages for kind in (Kind.F, Kind.B))
+        for stages in placement.stages
     )
     moved = [
-        (abs(new[kind][stage] - old[kind][stage]), kind, stage)
+        (abs(new[kind][at] - old[kind][at]), kind, at)
         for kind in (Kind.F, Kind.I, Kind.W)
-        for stage in range(placement.num_stages)
-        if abs(new[kind][stage] - old[kind][stage]) > max(TOLERANCE * old[kind][stage], noise)
+        for at in range(placement.num_stages * slices)
+        if abs(new[kind][at] - old[kind][at]) > max(TOLERANCE * old[kind][at], noise)
     ]
     if not moved:
         return None
-    _, kind, stage = max(moved)
-    return f"{kind} of stage {stage} takes {new[kind][stage] * 1e3:.3g} ms, planned for {old[kind][stage] * 1e3:.3g} ms"
+    _, kind, at = max(moved)
+    stage, number = divmod(at, slices)
+    what = f"stage {stage}" if slices == 1 else f"slice {number} on stage {stage}"
+    return f"{kind} of {what} takes {new[kind][at] * 1e3:.3g} ms, planned for {old[kind][at] * 1e3:.3g} ms"

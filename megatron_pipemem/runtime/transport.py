@@ -40,7 +40,7 @@ class Pipeline:
         channels: the process group that carries each directed edge of this rank.
     """
 
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup
     placement: Placement
     device: int
     ranks: Sequence[int]
@@ -209,6 +209,11 @@ class Transport:
         channel.leaving.append(action)
         self._reap()  # last: the receiver is waiting
 
+    def blank(self, action: Action) -> torch.Tensor:
+        """Return what can be sent as that message where nobody will look at it."""
+        shape = self.message.shape_of(action.microbatch) or (1,)
+        return torch.zeros(shape, dtype=self.message.dtype, device=self.message.device)
+
     def settle(self, action: Action) -> None:
         """Let go now of the memory of a send whose consequences have come back: it has been received."""
         for work, _ in self._sends.pop(action, ()):
@@ -250,6 +255,7 @@ class Transport:
         receive = channel.receives.popleft()
         if receive.work is None:
             self._start(receive, channel)
+        assert receive.work is not None and receive.tensor is not None
         receive.work.wait()
         self._arrived[receive.action] = receive.tensor
 

@@ -22,9 +22,11 @@ def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
     none.
     """
     main = getattr(parameter, "main_grad", None)
-    if main is None and parameter.grad is None:
+    if main is not None:
+        return main
+    if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad if main is None else main
+    return parameter.grad
 
 
 class DeferredWeightGradient(Protocol):
@@ -39,6 +41,7 @@ class DeferredWeightGradient(Protocol):
 
     def begin(self) -> None:
         """Start what has to be communicated, to run beside other GEMMs. Called once, before ``run``."""
+        return  # nothing, for most
 
     def run(self) -> None:
         """Compute the gradient and hand it to whatever accumulates it. Called once, without grad mode."""

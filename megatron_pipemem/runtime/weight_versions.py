@@ -146,19 +146,22 @@ class WeightVersions:
 
 @dataclass(frozen=True, eq=False)
 class WeightSwitch:
-    """Shows every action of one call the weights that it uses, and makes the next version behind those that update.
+    """Shows every action of one call the weights that it uses, and has the next version made behind those that update.
 
     Args:
         weights: of this rank's stage.
         versions: what every forward and backward uses.
         updates: the actions behind which the next version is made, and the versions that are needed after that.
-        update: run when the parameters show the next version; ``None`` where the training loop updates after the call.
+        update: makes it, or begins it with the values of the one before where the training loop updates after the call.
+        catch_up: makes the version that an earlier call has left to be made, before an action uses it; ``None`` where none has
+            left any.
     """
 
     weights: WeightVersions
     versions: Mapping[Action, int]
     updates: Mapping[Action, Collection[int]]
-    update: Callable[[], None] | None = None
+    update: Callable[[Collection[int]], None]
+    catch_up: Callable[[], None] | None = None
 
     def extend(self, executor: Executor) -> Handlers:
         """See ``StepFeature``."""
@@ -167,11 +170,12 @@ class WeightSwitch:
         def switched(each: Instruction) -> None:
             action = each.action
             if action in self.versions:
-                self.weights.show(self.versions[action])
+                version = self.versions[action]
+                if self.catch_up is not None and version > self.weights.newest:
+                    self.catch_up()
+                self.weights.show(version)
             others[action.kind](each)
             if action in self.updates:
-                self.weights.advance(self.updates[action])
-                if self.update is not None:
-                    self.update()
+                self.update(self.updates[action])
 
         return dict.fromkeys((action.kind for action in (*self.versions, *self.updates)), switched)

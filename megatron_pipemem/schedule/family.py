@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.brief import brief
-from megatron_pipemem.schedule.core.schedule import WHY_NOT_RUN, Schedule
+from megatron_pipemem.schedule.core.schedule import Schedule
 
 _SIZES = ((4, 8), (4, 4), (2, 4), (8, 16), (3, 6), (1, 2))
 """Devices and microbatches of a family's example: the first that it takes."""
@@ -26,7 +27,7 @@ class Formula(str):
         Args:
             text: as the table of schedules shows it.
             compute: called with all letters by name, in lower case: ``p`` devices, ``m`` microbatches, ``v`` chunks per device,
-                ``n`` sequence pieces, and the seconds ``f``, ``i``, ``w`` and ``b`` (``i + w``) of one device's share of the
+                ``n`` sequence slices, and the seconds ``f``, ``i``, ``w`` and ``b`` (``i + w``) of one device's share of the
                 model. It returns ``None`` where the form says nothing. A peak holds from ``m = 2p`` on, and bounds it for fewer
                 microbatches; a bubble holds for equal F, I and W from ``m = 2p`` on.
             at_most: whether it is a bound only.
@@ -35,12 +36,15 @@ class Formula(str):
         formula.compute, formula.at_most = compute, at_most
         return formula
 
-    def __getnewargs__(self) -> tuple[str, Callable[..., float | None], bool]:
+    def __getnewargs__(self) -> tuple[Any, ...]:  # pickle takes what __new__ takes
         return str(self), self.compute, self.at_most
 
 
 PEAK_OF_1F1B = Formula("1", lambda p, m, **_: min(p, m) / p)
 """The unit of activations: what the first device of 1F1B holds."""
+
+PEAK_OF_SLICES = Formula("(p+n-1)/(pn)", lambda p, m, n, **_: min(p + n - 1, m * n) / (p * n))
+"""What the first device of 1F1B holds when microbatches are cut into ``n`` sequence slices."""
 
 
 class _Fact:
@@ -60,6 +64,12 @@ class _Fact:
 
     def __set__(self, family: Family, declared: object) -> None:
         family.__dict__[self._name] = declared
+
+
+def _fact[T](found: Callable[[Family], T]) -> T:
+    """Return a ``_Fact`` for a field, typed as what the field gives (as ``dataclasses.field`` is)."""
+    fact: Any = _Fact(found)
+    return fact
 
 
 @dataclass(frozen=True)
@@ -87,7 +97,7 @@ class Family:
         splits_backward: whether backwards run as I and W.
         chunks: stages per device; ``None`` when an option decides.
         asynchronous: whether weights change in the middle of a step, so that training differs from synchronous training.
-        simulated_only: why it can be built, simulated and drawn, but not run; empty when it runs.
+        slices: into which it cuts every sequence, unless an option says otherwise.
         offloads: whether activations spend time in host memory.
         replicas: how often the devices hold the model.
     """
@@ -102,13 +112,13 @@ class Family:
     options: Mapping[str, str] = field(default_factory=dict)
     needs: str = ""
     fewest_microbatches: Callable[[int], int] = lambda num_devices: 1
-    placement: str = _Fact(lambda family: family.example.placement.name)
-    splits_backward: bool = _Fact(lambda family: family.example.splits_backward)
-    chunks: int | None = _Fact(lambda f: None if "chunks" in f.options else f.example.placement.num_chunks)
-    asynchronous: bool = _Fact(lambda family: family.example.updates is not None)
-    simulated_only: str = _Fact(lambda family: WHY_NOT_RUN["pieces"] if family.example.pieces > 1 else "")
-    offloads: bool = _Fact(lambda family: family.example.offloads)
-    replicas: int = _Fact(lambda family: family.example.placement.replicas)
+    placement: str = _fact(lambda family: family.example.placement.name)
+    splits_backward: bool = _fact(lambda family: family.example.splits_backward)
+    chunks: int | None = _fact(lambda f: None if "chunks" in f.options else f.example.placement.num_chunks)
+    asynchronous: bool = _fact(lambda family: family.example.updates is not None)
+    slices: int = _fact(lambda family: family.example.slices)
+    offloads: bool = _fact(lambda family: family.example.offloads)
+    replicas: int = _fact(lambda family: family.example.placement.replicas)
 
     def __repr__(self) -> str:
         return f"<Family {brief(self.name)}: peak {brief(self.peak)}, bubble {brief(self.bubble)}>"
@@ -146,7 +156,7 @@ class Family:
             if not isinstance(fact, _Fact):
                 continue
             declared, found = self.__dict__[name], fact.found(self)
-            if declared is None or declared == found or (name, found) in (("simulated_only", ""), ("chunks", None)):
+            if declared is None or declared == found or (name, found) == ("chunks", None):
                 continue
             size = f"{self.example.num_devices} devices and {self.example.num_microbatches} microbatches"
             raise UnsupportedError(

@@ -24,7 +24,8 @@ ASSUMED_RATIO = 1.0
 """Of the round trip of a layer's activations to its F, I and W, until both are measured."""
 
 MemoryDeltas = Mapping[Kind, tuple[float, ...]]
-"""By how many bytes every kind of action, messages included, changes what its device holds, one value per stage."""
+"""By how many bytes every kind of action, messages included, changes what its device holds, one value per stage and slice,
+stage by stage."""
 
 
 class Shape(NamedTuple):
@@ -67,7 +68,7 @@ class Knowledge:
         priced_by: ``unit``, ``file`` or ``measured``: where ``costs`` are from.
         measures: whether a run will measure what is not known, bytes first and seconds then.
         changes: bytes that a run has counted; ``None`` before.
-        selective: per stage, bytes of a forward in a step in which every stage was recomputed selectively.
+        selective: per stage and slice, bytes of a forward in a step in which every stage was recomputed selectively.
         placement: where the model's stages are; ``None`` before it has been built.
         ratio: seconds of a round trip of a layer's activations to the host over those of its F, I and W, if given.
         links: per device, the way to its host as it was measured.
@@ -138,9 +139,10 @@ class Knowledge:
             return replace(self.costs, memory=None)
         if self.changes is None:
             return self.costs
-        memory = self._memory(placement, _with_messages(self.changes, placement))
+        memory = self._memory(self.changes, placement, _with_messages(self.changes))
         # Of the vocabulary's passes and collectives every device has its own.
-        memory |= {kind: self.changes[kind][: placement.num_devices] for kind in VOCABULARY & set(self.changes)}
+        devices = placement.num_devices * _slices(self.changes, placement)
+        memory |= {kind: self.changes[kind][:devices] for kind in VOCABULARY & set(self.changes)}
         return replace(self.costs, memory=memory)
 
     def offload_costs(self, request: Request, placement: Placement) -> Costs:
@@ -160,14 +162,14 @@ class Knowledge:
         """
         if self.changes is None or costs.memory is None:
             return peaks(schedule, costs)
-        compute = replace(costs, memory=self._memory(schedule.placement, {}))
+        compute = replace(costs, memory=self._memory(self.changes, schedule.placement, {}))
         changes = {
             **{kind: self.changes[kind] for kind in (_MESSAGES | VOCABULARY) & set(self.changes)},
-            **compute.memory_changes(schedule.placement, schedule.recomputed),
+            **compute.memory_changes(schedule.placement, schedule.recomputed, schedule.slices),
         }
         program = lower(schedule, single_queue=self.single_queue, costs=costs)
         weights = unit_weights(schedule, costs)
-        return [max(held_after(actions, changes, weights), default=0) for actions in program.actions]
+        return [max(held_after(actions, changes, weights, schedule.slices), default=0) for actions in program.actions]
 
     def excess(self, request: Request, schedule: Schedule, costs: Costs) -> tuple[float, ...]:
         """Return by how much every device of a schedule exceeds the cap, in the unit of the costs' memory.
@@ -186,7 +188,12 @@ class Knowledge:
     @property
     def message(self) -> float:
         """Bytes of the largest message that was counted."""
-        return max((self.changes or {}).get(Kind.RECV_F, (0,)))
+        return max(self._messages(1))
+
+    def _messages(self, slices: int) -> list[float]:
+        """Return the bytes of the largest messages that were counted, one of every slice."""
+        received = (self.changes or {}).get(Kind.RECV_F, (0,) * slices)
+        return [max(received[at::slices]) for at in range(slices)]
 
     def _channel(self, placement: Placement) -> Channel:
         """Return the channel as if no device shared it, unless the costs say so."""
@@ -196,30 +203,40 @@ class Knowledge:
             return Channel.of_ratio(self.ratio, self.costs)
         if self.priced_by == UNIT or self.changes is None or self.links is None:
             return Channel.of_ratio(ASSUMED_RATIO, self.costs)
-        moved = [-change for change in self.changes[Kind.WAIT_OFFLOAD]]
+        moved, slices = [-change for change in self.changes[Kind.WAIT_OFFLOAD]], _slices(self.changes, placement)
+        links = [self.links[device] for device in placement.devices for _ in range(slices)]
         return Channel(
-            tuple(nbytes / self.links[device].out for nbytes, device in zip(moved, placement.devices, strict=True)),
-            tuple(nbytes / self.links[device].back for nbytes, device in zip(moved, placement.devices, strict=True)),
+            tuple(nbytes / link.out for nbytes, link in zip(moved, links, strict=True)),
+            tuple(nbytes / link.back for nbytes, link in zip(moved, links, strict=True)),
             duplex=all(link.duplex for link in self.links),
         )
 
-    def _memory(self, placement: Placement, with_their_messages: MemoryDeltas) -> dict[Kind, tuple[float, ...]]:
-        """Return the bytes of every action. A recomputed forward keeps nothing but its output, until that is sent or
-        used here.
+    def _memory(
+        self, counted: MemoryDeltas, placement: Placement, with_their_messages: MemoryDeltas
+    ) -> dict[Kind, tuple[float, ...]]:
+        """Return the bytes of every action, by what was counted. A recomputed forward keeps nothing but its output, until
+        that is sent or used here.
         """
-        changes = {**self.changes, **with_their_messages}
-        handed_on = []
+        changes = {**counted, **with_their_messages}
+        handed_on: list[float] = []
+        slices = _slices(counted, placement)
         for stage, device in enumerate(placement.devices):
             after = placement.next_stage(stage)
-            handed_on.append(self.message if after is not None and placement.devices[after] == device else 0)
-        saved = self.changes[Kind.F]
-        unsent = self.changes.get(Kind.SEND_F, (0,) * placement.num_stages)
+            stays = after is not None and placement.devices[after] == device
+            handed_on += [message if stays else 0 for message in self._messages(slices)]
+        saved = counted[Kind.F]
+        unsent = counted.get(Kind.SEND_F, (0,) * len(saved))
         again = tuple(taken + gone - kept for taken, gone, kept in zip(saved, unsent, handed_on, strict=True))
         kept = tuple(whole - part for whole, part in zip(changes[Kind.F], again, strict=True))
         memory = {Kind.F: kept, Kind.R: again, Kind.I: changes[Kind.I], Kind.W: changes[Kind.W]}
         if self.selective is not None:
             memory[Kind.RS] = tuple(whole - part for whole, part in zip(saved, self.selective, strict=True))
         return memory | {kind: changes[kind] for kind in (Kind.WAIT_OFFLOAD, Kind.RELOAD) if kind in changes}
+
+
+def _slices(changes: MemoryDeltas, placement: Placement) -> int:
+    """Return how many sequence slices of a microbatch have been counted."""
+    return len(changes[Kind.F]) // placement.num_stages
 
 
 _MESSAGES = frozenset((Kind.SEND_F, Kind.RECV_F, Kind.SEND_I, Kind.RECV_I, Kind.REDUCE_GRAD))
@@ -231,9 +248,9 @@ _WITH_MESSAGES = {
 }
 
 
-def _with_messages(changes: MemoryDeltas, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+def _with_messages(changes: MemoryDeltas) -> dict[Kind, tuple[float, ...]]:
     """Return what compute actions change, their messages included, for searches that know no messages."""
-    empty = (0.0,) * placement.num_stages
+    empty = (0.0,) * len(changes[Kind.F])
     return {
         kind: tuple(map(sum, zip(*(changes.get(part, empty) for part in parts), strict=True)))
         for kind, parts in _WITH_MESSAGES.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.placement import Placement
@@ -55,7 +56,7 @@ def check_cut(cut: Cut, schedule: str, placement: Placement) -> None:
 
 
 def placements_of(
-    schedule: str, options: Mapping[str, object], num_devices: int, cut: Cut | None = None
+    schedule: str, options: Mapping[str, Any], num_devices: int, cut: Cut | None = None
 ) -> tuple[Placement, ...]:
     """Return the placements that a family may have on a model, or those among which ``auto`` chooses.
 
@@ -106,15 +107,15 @@ def searched(request: Request, shape: Shape, knowledge: Knowledge) -> tuple[Plac
         return (knowledge.placement,)
     devices, options = shape.num_devices, request.options
     if "max_chunks" in options:
-        return usual_placements(devices, options["max_chunks"], knowledge.costs)
+        return usual_placements(devices, options["max_chunks"], knowledge.costs, request.slice_counts)
     kind = options.get("placement")
     chunks = options.get("chunks") if shape.chunks is None else shape.chunks
     if kind is None and chunks is None:  # two, unless costs per stage say otherwise
-        chunks = usual_placements(devices, MAX_CHUNKS, knowledge.costs)[0].num_chunks
-    return fitting(searched_placements(devices, kind, chunks), knowledge.costs)
+        chunks = usual_placements(devices, MAX_CHUNKS, knowledge.costs, request.slice_counts)[0].num_chunks
+    return fitting(searched_placements(devices, kind, chunks), knowledge.costs, request.slice_counts)
 
 
-def _placements(schedule: str, options: Mapping[str, object], num_devices: int) -> tuple[Placement, ...]:
+def _placements(schedule: str, options: Mapping[str, Any], num_devices: int) -> tuple[Placement, ...]:
     if schedule == AUTO:
         return searched_placements(num_devices, options.get("placement"), options.get("chunks"))
     fewest = family(schedule).fewest_microbatches(num_devices)

@@ -89,6 +89,7 @@ def counting(request: Request, num_microbatches: int, knowledge: Knowledge) -> S
             selectively.
     """
     placement, name = knowledge.placement, f"{request.name} (counting bytes)"
+    assert placement is not None, "the model has been built"
     schedule = serial_schedule(placement, num_microbatches, name)
     if knowledge.changes is not None:
         schedule = with_recompute(schedule, dict.fromkeys(range(placement.num_stages), Kind.RS))

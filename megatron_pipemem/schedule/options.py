@@ -5,25 +5,35 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
+from typing import Any, Final, Literal, get_args
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
 
-STOCK, AUTO = "stock", "auto"
+STOCK: Final = "stock"
+AUTO: Final = "auto"
 """Users name these in the place of a family: Megatron's own schedule, and a search."""
-OFF = "off"
-OFFLOAD = (OFF, "half", "full", AUTO)
+OFF: Final = "off"
+Offload = Literal["off", "half", "full", "auto"]
+OFFLOAD: tuple[Offload, ...] = get_args(Offload)
 """Which activations wait on the host: none, the longer-lived half of every device's, all, as many as it takes."""
 RECOMPUTE = ("none", "selective", "full", AUTO)
 """What forwards run again: nothing, what is cheap of every stage, all of it, whatever of them a memory cap needs."""
-VOCABULARY = (OFF, *map(str, BARRIERS_OF_ALGORITHM), AUTO)
+VocabularyCut = Literal["off", "1", "2", "auto"]
+VOCABULARY: tuple[VocabularyCut, ...] = get_args(VocabularyCut)
 """How the vocabulary is cut over the pipeline: not, by an algorithm of arXiv 2411.05288, by whatever suits the model."""
-LAYERWISE = "layerwise"
-RANDOM = (STOCK, LAYERWISE)
+LAYERWISE: Final = "layerwise"
+RandomStreams = Literal["stock", "layerwise"]
+RANDOM: tuple[RandomStreams, ...] = get_args(RandomStreams)
 """What first weights and dropout depend on: as in Megatron on the rank and the order of its forwards, or on the layer."""
 MESSAGE_SHAPES = ("step", "message")
 """How ranks learn shapes that differ: all of a step at its start, or each from a header before its message."""
+Rollback = Literal["auto", "device", "host"]
+ROLLBACK: tuple[Rollback, ...] = get_args(Rollback)
+"""Where the state waits that an optimizer's step without a barrier is rolled back to: wherever it fits, on the device, on the
+host."""
+OVERLAP_AFTER = 10
+"""Steps that must need no clipping, one behind the other, before one is taken without waiting for its norm."""
 
 TOKENS, FLOPS = "tokens", "flops"
 """By what microbatches are weighed, in the place of a file or a function; in capitals or not."""
@@ -32,7 +42,7 @@ SEARCH_SECONDS = 20.0
 """How long a search for an order takes at most, where nobody says."""
 
 
-def parse_options(flag: str, pairs: Iterable[str]) -> dict[str, object]:
+def parse_options(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
     """Read ``KEY=VALUE`` pairs: values that read as JSON (numbers, true, null) or as a number (``.5``) as such, others as text.
 
     Args:
@@ -42,7 +52,7 @@ def parse_options(flag: str, pairs: Iterable[str]) -> dict[str, object]:
     Raises:
         UnsupportedError: a pair lacks ``=``, its key or its value, or a key comes twice.
     """
-    options: dict[str, object] = {}
+    options: dict[str, Any] = {}
     for pair in pairs:
         key, _, value = pair.partition("=")
         key = key.strip().replace("-", "_")
@@ -104,7 +114,28 @@ def check_recompute(mode: object) -> None:
         raise UnsupportedError(f"recompute {mode!r} is none of {', '.join(RECOMPUTE)}")
 
 
-def searched_placements(num_devices: int, kind: object = None, chunks: object = None) -> tuple[Placement, ...]:
+def slice_counts(given: object) -> tuple[int, ...]:
+    """Return the numbers of slices that a search is to try, each once, in order.
+
+    Args:
+        given: one number, a list of them, or a text as ``1,2,4``.
+
+    Raises:
+        UnsupportedError: it is something else, or one of them is less than 1.
+    """
+    counts: list[object] = [given]
+    if isinstance(given, list | tuple):
+        counts = list(given)
+    elif isinstance(given, str):
+        counts = [int(each) if each.strip().isdecimal() else each for each in given.split(",")]
+    if not counts:
+        raise UnsupportedError("slices of a search are none; name some, as in slices=1,2,4,8")
+    for each in counts:
+        check_whole("slices of a search, as in slices=1,2,4,8,", each)
+    return tuple(sorted({each for each in counts if isinstance(each, int)}))
+
+
+def searched_placements(num_devices: int, kind: Any = None, chunks: Any = None) -> tuple[Placement, ...]:
     """Return the placements that a user leaves to a search.
 
     Args:

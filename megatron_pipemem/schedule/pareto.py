@@ -228,4 +228,4 @@ def _least_seconds(choice: Choice, costs: Costs, cap: float) -> float:
 
 def _is_plain(schedule: Schedule) -> bool:
     """Return whether ``lower_bound`` knows all that the order may do."""
-    return schedule.pieces == 1 and schedule.placement.replicas == 1 and not (schedule.recomputed or schedule.offloads)
+    return schedule.slices == 1 and schedule.placement.replicas == 1 and not (schedule.recomputed or schedule.offloads)

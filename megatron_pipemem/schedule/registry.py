@@ -18,6 +18,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from pkgutil import iter_modules
 from types import ModuleType
+from typing import Any
 from zlib import crc32
 
 from megatron_pipemem.errors import PipememError, UnknownScheduleError, UnsupportedError
@@ -164,7 +165,7 @@ def chunks_per_device(name: str, **options: object) -> int:
     return _build(chosen, chosen.min_devices, fewest, options).placement.num_chunks
 
 
-def check_options(name: str, options: Mapping[str, object]) -> None:
+def check_options(name: str, options: Mapping[str, Any]) -> None:
     """Check options that a user typed.
 
     Raises:
@@ -177,16 +178,25 @@ def check_options(name: str, options: Mapping[str, object]) -> None:
             )
 
 
-def _fitted_to(chosen: Family, caps: Sequence[float] | None, costs: Costs | None = None) -> dict[str, object]:
+def _fitted_to(chosen: Family, caps: Sequence[float] | None, costs: Costs | None = None) -> dict[str, Any]:
     """Return those of the arguments that are given and that the family fits its order to."""
     arguments = {"memory_cap": None if caps is None else min(caps), "costs": costs}
     return {name: value for name, value in arguments.items() if name in chosen.options and value is not None}
 
 
 def synchronous_families() -> Iterator[Family]:
-    """Yield the families that train as 1F1B does in one pipeline on the devices alone."""
+    """Yield the families that train as 1F1B does in one pipeline on the devices alone, on whole microbatches unless asked."""
     for each in families():
-        if not (each.offloads or each.simulated_only or each.asynchronous or each.replicas > 1):
+        if not (each.offloads or each.slices > 1 or each.asynchronous or each.replicas > 1):
+            yield each
+
+
+def sliced_families() -> Iterator[Family]:
+    """Yield the families that train as 1F1B does in one pipeline on the devices alone, and cut microbatches into slices where
+    their option ``slices`` says so.
+    """
+    for each in families():
+        if "slices" in each.options and not (each.offloads or each.asynchronous or each.replicas > 1):
             yield each
 
 
@@ -203,7 +213,7 @@ def synchronous_schedules(
             what has more; ``None`` builds every family once, with its own default.
     """
     for each in synchronous_families():
-        variants: Sequence[dict[str, object]] = ({},)
+        variants: Sequence[dict[str, Any]] = ({},)
         if max_chunks is not None and "chunks" in each.options:
             variants = [{"chunks": chunks} for chunks in range(2, max_chunks + 1)]
         for options in variants:
@@ -217,7 +227,7 @@ def synchronous_schedules(
                 yield schedule
 
 
-def _build(chosen: Family, num_devices: int, num_microbatches: int, options: Mapping[str, object]) -> Schedule:
+def _build(chosen: Family, num_devices: int, num_microbatches: int, options: Mapping[str, Any]) -> Schedule:
     if num_devices < chosen.min_devices:
         raise UnsupportedError(
             f"schedule {chosen.name!r} needs at least {chosen.min_devices} devices, not {num_devices}; "
@@ -248,8 +258,8 @@ def _check_cap(chosen: Family, schedule: Schedule, caps: Sequence[float], units:
     fitting = []
     for other in families():
         # What offload holds depends on the channel to the host; replicas save activations and pay with weights.
-        own = ("offloads", "simulated_only", "asynchronous")
-        if any(getattr(other, n) and not getattr(chosen, n) for n in own) or other.replicas > chosen.replicas:
+        own = ("offloads", "asynchronous", "slices", "replicas")
+        if any(getattr(other, n) > getattr(chosen, n) for n in own):
             continue
         try:
             fitted = _fitted_to(other, caps)
@@ -319,6 +329,7 @@ def _module(target: str) -> ModuleType:
     name = f"pipemem_schedule_{where.stem}_{crc32(str(where).encode()):08x}"
     if name not in sys.modules:
         spec = spec_from_file_location(name, where)
+        assert spec is not None and spec.loader is not None, f"{where} ends with .py"
         sys.modules[name] = module_from_spec(spec)
         try:
             spec.loader.exec_module(sys.modules[name])

@@ -8,23 +8,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_caps
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.schedule import NEVER_FLUSHED, Schedule
 from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.features.windows import UPDATE_EVERY
-from megatron_pipemem.schedule.options import AUTO, OFF, STOCK, VOCABULARY, check_effort, searched_placements
+from megatron_pipemem.schedule.options import (
+    AUTO,
+    OFF,
+    STOCK,
+    VOCABULARY,
+    check_effort,
+    searched_placements,
+    slice_counts,
+)
 from megatron_pipemem.schedule.registry import check_options, chunks_per_device, family
 from megatron_pipemem.schedule.text.csv_format import read_schedule_file
 
 PROFILE = "profile"
 FILE_SUFFIX = ".csv"
 
-SEARCH_OPTIONS = ("chunks", "placement", "seconds", "effort", "seed")
+SEARCH_OPTIONS = ("chunks", "placement", "seconds", "effort", "seed", "period", "slices")
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class Request:
 
     name: str
     memory_cap: MemoryCap | None = None
-    options: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     offload: str | int = OFF
     recompute: str = "none"
     bounds_host: bool = False
@@ -59,7 +68,7 @@ class Request:
         name: str,
         memory_cap: float | str | None = None,
         costs: str = "unit",
-        options: Mapping[str, object] | None = None,
+        options: Mapping[str, Any] | None = None,
         offload: str = OFF,
         recompute: str = "none",
         bounds_host: bool = False,
@@ -100,6 +109,16 @@ class Request:
     def cuts_vocabulary(self) -> bool:
         """Return whether the vocabulary is cut over the pipeline, or may be."""
         return self.vocabulary != OFF
+
+    @property
+    def searches_period(self) -> bool:
+        """Return whether an order is to be searched for whose steps follow each other soonest without a barrier."""
+        return self.searches and bool(self.options.get("period"))
+
+    @property
+    def slice_counts(self) -> tuple[int, ...]:
+        """Numbers of slices of a microbatch among which a search chooses."""
+        return slice_counts(self.options.get("slices", 1)) if self.searches else (1,)
 
     @property
     def searches(self) -> bool:
@@ -160,6 +179,13 @@ class Request:
         return self.recompute != "none" or (self.file is not None and bool(self.file.recomputed))
 
     @property
+    def replicas(self) -> int:
+        """Replicas of the model that the schedule runs."""
+        if self.file is not None:
+            return self.file.placement.replicas
+        return 1 if self.searches else family(self.name).replicas
+
+    @property
     def chunks(self) -> int:
         """Model chunks per rank and replica to ask Megatron for when the user does not say how the model is cut."""
         if self.file is not None:
@@ -195,7 +221,7 @@ def check_vocab_parallel(vocab_parallel: str, piece_tokens: int | None = None) -
         )
 
 
-def check_search_options(options: Mapping[str, object], allowed: Sequence[str] = SEARCH_OPTIONS) -> None:
+def check_search_options(options: Mapping[str, Any], allowed: Sequence[str] = SEARCH_OPTIONS) -> None:
     """Raises:
     UnsupportedError: ``auto`` has no such option, or not with that value.
     """
@@ -204,17 +230,9 @@ def check_search_options(options: Mapping[str, object], allowed: Sequence[str] =
         raise UnsupportedError(f"schedule 'auto' has no option {unknown[0]!r}; its options: {', '.join(allowed)}")
     searched_placements(1, options.get("placement"), options.get("chunks"))
     check_effort(options.get("seconds", 0), options.get("effort", 0), options.get("seed", 0))
-
-
-def check_runs(name: str, reason: str) -> None:
-    """Raises:
-    UnsupportedError: there is a reason why the schedule of that name can be simulated only.
-    """
-    if reason:
-        raise UnsupportedError(
-            f"schedule {name} can be simulated and drawn but not run, because {reason}; pick one that `pipemem schedules` "
-            "does not mark as simulated only"
-        )
+    slice_counts(options.get("slices", 1))
+    if not isinstance(period := options.get("period", False), bool):
+        raise UnsupportedError(f"period of a search must be true or false, not {period!r}")
 
 
 def check_barriers(name: str, barriers: int, vocab_parallel: str) -> None:
@@ -293,37 +311,14 @@ def schedule_of_file(path: str, memory_cap: float | Sequence[float] | None) -> S
 
     Raises:
         ScheduleFormatError: the file cannot be read as a schedule.
-        UnsupportedError: it is one that can be simulated only.
+        UnsupportedError: its weights change in the middle of a step.
         ScheduleError: it is wrong or above the cap.
     """
     schedule = Schedule.from_csv(read_schedule_file(path), name=Path(path).name)
-    check_runs(path, schedule.simulated_only)
+    if schedule.updates is not None:
+        raise UnsupportedError(f"schedule {path} can be simulated and drawn but not run, because {NEVER_FLUSHED}")
     validate(schedule, memory_cap=memory_cap)
     return schedule
-
-
-def check_devices_of_file(schedule: Schedule, num_devices: int) -> None:
-    """Raises:
-    UnsupportedError: a file's schedule is for another number of devices.
-    """
-    if num_devices != schedule.num_devices:
-        raise UnsupportedError(
-            f"{schedule.name} schedules {schedule.num_devices} devices but the pipeline has {num_devices} ranks; pass "
-            f"--pipeline-model-parallel-size {schedule.num_devices}, or a file for {num_devices} devices"
-        )
-
-
-def check_microbatches_of_file(schedule: Schedule, num_microbatches: int) -> None:
-    """Raises:
-    UnsupportedError: a file's schedule is for another number of microbatches.
-    """
-    own = schedule.num_microbatches
-    if num_microbatches != own:
-        raise UnsupportedError(
-            f"{schedule.name} schedules {own} microbatches but this step has {num_microbatches}; choose "
-            f"--global-batch-size = micro-batch size x data-parallel size x {own} without ramp-up, or give a file for "
-            f"{num_microbatches} microbatches"
-        )
 
 
 def _check(request: Request, costs: str) -> None:
@@ -351,7 +346,6 @@ def _check(request: Request, costs: str) -> None:
                 f"a schedule file has no options; drop --pipemem-option {next(iter(options))}={next(iter(options.values()))}"
             )
     else:
-        check_runs(name, family(name).simulated_only)
         check_options(name, options)
         if request.is_asynchronous:
             _check_asynchronous(request, costs)

@@ -31,9 +31,11 @@ from megatron_pipemem.schedule.model_cut import searched
 from megatron_pipemem.schedule.one_by_one import COUNTING, ONE_BY_ONE, counting, last_resort
 from megatron_pipemem.schedule.options import OFF, SEARCH_SECONDS
 from megatron_pipemem.schedule.registry import build_schedule, family, synchronous_schedules
-from megatron_pipemem.schedule.request import Request, check_devices_of_file, check_microbatches_of_file
+from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.schedule_file import check_devices_of_file, check_microbatches_of_file
 from megatron_pipemem.schedule.search import Candidate, SearchResult, search_schedule
 from megatron_pipemem.schedule.search.result import fastest_first
+from megatron_pipemem.schedule.search.slice_counts import search_slice_counts
 from megatron_pipemem.schedule.within_cap import Plans, attempts, known_orders, prompt_orders, tightened
 
 logger = logging.getLogger(__name__)
@@ -96,6 +98,12 @@ def resolve(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSched
         ScheduleError: a family has built what must not run.
         CostsError: the costs do not fit the schedule's placement.
     """
+    if request.searches_period and (request.cuts_vocabulary or request.plans_offload):
+        raise UnsupportedError(
+            "a period is searched for alone, without offload, recomputation and vocabulary passes; drop the option period"
+        )
+    if max(request.slice_counts) > 1:
+        _check_slices(request, knowledge)
     if request.barriers and request.plans_offload:
         raise UnsupportedError(
             "offload and recomputation are not planned together with vocabulary passes; leave one of them out"
@@ -112,6 +120,19 @@ def resolve(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSched
     else:
         chosen = _built(request, shape, knowledge)
     return replace(chosen, priced_by=knowledge.priced_by)
+
+
+def _check_slices(request: Request, knowledge: Knowledge) -> None:
+    if request.searches_period or request.cuts_vocabulary or request.plans_offload:
+        raise UnsupportedError(
+            "slices are searched for without a period, offload, recomputation and vocabulary passes; drop these, or the option "
+            "slices"
+        )
+    if request.in_bytes and (knowledge.measures or knowledge.changes is not None):
+        raise UnsupportedError(
+            "a run counts the bytes of whole microbatches, not of slices; give the memory cap in activation units, or drop the "
+            "option slices"
+        )
 
 
 def family_schedule(request: Request, shape: Shape, knowledge: Knowledge) -> Schedule:
@@ -199,18 +220,18 @@ def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSch
     caps = request.caps(devices)
     tries = attempts(request, knowledge)
     search = _search(request, shape, knowledge, costs, placements, effort=1.0)
-    best: dict[Placement, Candidate] = {}
+    best: dict[tuple[Placement, int], Candidate] = {}
     results: list[SearchResult] = []
 
     def consider(found: Candidate) -> Sequence[float]:
         """Keep it, if nothing is faster within the cap; by how much it exceeds that."""
         schedule = with_barriers(found.schedule, request.barriers, costs)
-        if request.barriers or tries > 1:
+        if not request.searches_period and (request.barriers or tries > 1):
             found = _candidate(schedule, costs, caps if not request.barriers else None, found.found_by)
         over = knowledge.excess(request, schedule, costs)
         if not any(over):
-            placement = schedule.placement
-            best[placement] = min(best.get(placement, found), found, key=lambda each: each.makespan)
+            which = schedule.placement, schedule.slices
+            best[which] = min(best.get(which, found), found, key=lambda each: each.makespan)
         return over
 
     def find(caps: Sequence[float] | None) -> tuple[SearchResult, Sequence[float]]:
@@ -219,7 +240,7 @@ def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSch
         return result, [max(each) for each in zip(*map(consider, result.candidates), strict=True)]
 
     if request.barriers:
-        known = knowledge.with_passes
+        known: Sequence[Schedule] | None = knowledge.with_passes
         if known is None:
             chunks = max(placement.num_chunks for placement in placements)
             known = families_with_passes(devices, microbatches, costs, request.barriers, chunks)
@@ -230,21 +251,21 @@ def _searched(request: Request, shape: Shape, knowledge: Knowledge) -> ChosenSch
     try:
         tightened(caps, find, tries)
     except UnsupportedError as error:
-        if request.memory_cap is None:
+        if request.memory_cap is None or max(request.slice_counts) > 1:
             raise
         why = str(error)
     notes = ""
     if not best:
         notes = ONE_BY_ONE
         for one_by_one in last_resort(request, placements, microbatches, knowledge, costs):
-            best[one_by_one.placement] = _candidate(one_by_one, costs, None, "one by one")
+            best[one_by_one.placement, 1] = _candidate(one_by_one, costs, None, "one by one")
         logger.warning("memory cap of %s: %s (%s)", request.memory_cap, ONE_BY_ONE, why)
     candidates = fastest_first(best.values())
     bound = min(each.lower_bound for each in candidates)
     if results and not request.barriers:
         bound = min(bound, results[0].lower_bound)
     seconds = sum(each.seconds for each in results)
-    result = SearchResult(candidates, bound, seconds)
+    result = SearchResult(candidates, bound, seconds, costs)
     schedule = result.schedule
     return ChosenSchedule(
         schedule, costs, lower_bound=result.best.lower_bound, search_seconds=seconds, notes=notes, search=result
@@ -296,7 +317,7 @@ def _with_searched_offload(request: Request, shape: Shape, knowledge: Knowledge)
             bound = lower_bound(placement, m, costs)
             fastest[placement] = Candidate(plan.schedule, plan.makespan, plan.peaks, bound, how)
     bound = min(each.lower_bound for each in fastest.values())
-    result = SearchResult(tuple(fastest.values()), bound, seconds)
+    result = SearchResult(tuple(fastest.values()), bound, seconds, costs)
     notes = f"{found_by}: {in_words(best)}"
     return ChosenSchedule(best.schedule, costs, search_seconds=seconds, notes=notes, search=result, offload=best)
 
@@ -317,8 +338,9 @@ def _under_higher_caps(
             return
         try:
             with doing(f"orders under {factor:g} times the cap, search {number + 1} of {len(_HIGHER)}"):
-                caps = [cap * factor for cap in request.caps(shape.num_devices)]
-                found = search(memory_cap=caps, seconds=left)
+                caps = request.caps(shape.num_devices)
+                assert caps is not None, "without a cap nothing is planned within one"
+                found = search(memory_cap=[cap * factor for cap in caps], seconds=left)
         except PipememError:
             continue
         for candidate in found.candidates:
@@ -329,19 +351,21 @@ def _search(
     request: Request, shape: Shape, knowledge: Knowledge, costs: Costs, placements: Sequence[Placement], effort: float
 ) -> Callable[..., SearchResult]:
     """Return the search that takes what is left: caps and seconds."""
+    search = partial(search_slice_counts, request.slice_counts) if max(request.slice_counts) > 1 else search_schedule
     return partial(
-        search_schedule,
+        search,
         num_devices=shape.num_devices,
         num_microbatches=shape.num_microbatches,
         costs=replace(costs, channel=None),  # of no use to it, and results kept before are found again
         placements=placements,
         effort=request.options.get("effort", effort),
         seed=request.options.get("seed", 0),
+        period=request.searches_period,
         cache=knowledge.cache,
     )
 
 
 def _candidate(schedule: Schedule, costs: Costs, caps: Sequence[float] | None, found_by: str) -> Candidate:
     timeline = simulate(schedule, costs)
-    bound = lower_bound(schedule.placement, schedule.num_microbatches, costs, caps)
+    bound = lower_bound(schedule.placement, schedule.num_microbatches, costs, caps, slices=schedule.slices)
     return Candidate(schedule, timeline.makespan, timeline.peaks, max(bound, timeline.ideal), found_by)

@@ -80,6 +80,7 @@ def tightened[T](
     for _ in range(attempts - 1):
         if not any(over):
             break
+        assert caps is not None, "nothing exceeds no caps"
         caps = tuple(cap - more - margin if more else cap for cap, more in zip(caps, over, strict=True))
         if min(caps) <= 0:
             break

@@ -91,3 +91,21 @@ def test_arguments_that_no_comparison_can_use_are_refused(arguments, monkeypatch
     with pytest.raises(SystemExit):
         parse_arguments(arguments.split())
     assert "error:" in capsys.readouterr().err
+
+
+def test_steps_follow_each_other_without_a_barrier(tmp_path):
+    output = tmp_path / "steps.json"
+    sizes = "--devices 2 --microbatches 4 --costs 1,1,1 --step-ms 4 --repeats 1 --steps 3".split()
+    command = [sys.executable, str(BENCHMARKS / "emulated_devices.py"), *sizes, "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(output.read_text())
+    rows = {(row["runtime"], row["schedule"], row["way"]): row for row in result["rows"]}
+    assert len(rows) == 3 * 3 + 2
+    # The plan is for endless steps, and few of them may be a little faster; a dropped step repeats forwards.
+    for name in ("1f1b", "zb-h2", "zbv"):
+        waits, free = (rows["pipemem", name, way] for way in ("waits", "none"))
+        assert free["planned"] * (1 - 1e-9) <= waits["planned"] <= waits["seconds"] * (1 + 1e-9)
+        assert min(free["seconds"], rows["pipemem", name, "all dropped"]["seconds"]) >= free["planned"] * (1 - 1e-9)
+    gains = {each["schedule"]: each["planned"] for each in result["without_barrier"]}
+    assert gains == pytest.approx({"1f1b": 1, "zb-h2": 1 + 1 / 12, "zbv": 1 + 1 / 24})

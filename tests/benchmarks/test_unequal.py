@@ -60,7 +60,7 @@ def test_a_sleeping_device_takes_and_holds_what_microbatches_weigh(monkeypatch):
     from emulated.measure import _weights
     from emulated.runtimes import device_of
 
-    from megatron_pipemem.schedule.core.simulator import ActionPrices
+    from megatron_pipemem.schedule.core.action_prices import ActionPrices
 
     weights = MicrobatchWeights((1.0, 4.0), (1.0, 2.5), {Kind.W: (2.0, 1.0)})
     costs = Costs(0.002, 0.002, 0.002, microbatch=weights)

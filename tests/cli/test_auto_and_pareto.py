@@ -35,6 +35,15 @@ def test_auto_simulates_what_it_found(pipemem, pipemem_json):
     assert found["search_seconds"] > 0 == pipemem_json(*ask)["search_seconds"], "the second one is remembered"
 
 
+def test_auto_searches_for_the_period_of_steps_without_a_barrier(pipemem, pipemem_json, refuses):
+    ask = ("simulate", "auto", "-p", 4, "-m", 8, "--costs", "1,1.2,.8", "--memory-cap", 1, "--steps", 4)
+    one, many = pipemem_json(*ask), pipemem_json(*ask, "-o", "period=true")
+    assert many["period"] < one["period"] and many["makespan"] >= one["makespan"]
+    assert many["lower_bound"] == pytest.approx(24), "the work of every device"
+    assert "of the period at most" in pipemem(*ask, "-o", "period=true").stdout
+    assert "drop the option period" in refuses(*ask[:-2], "-o", "period=true", "--offload", "half")
+
+
 def test_auto_takes_placement_chunks_and_seed(pipemem_json, refuses):
     size = ("simulate", "auto", "-p", 4, "-m", 8)
     assert pipemem_json(*size, "-o", "placement=linear")["chunks"] == 1

@@ -168,7 +168,7 @@ PRICED = {
     "head_cost": JUNK,
     "layers": SMALL,
     "o": st.sampled_from(
-        ["recompute=full", "recompute=auto", "seconds=0.01", "chunks=4", "k=1e308", "pieces=3", "waves=-1"]
+        ["recompute=full", "recompute=auto", "seconds=0.01", "chunks=4", "k=1e308", "slices=3", "waves=-1"]
     )
     | st.tuples(
         st.sampled_from(["chunks", "seconds", "effort", "placement", "seed", "k", "group_size", "recompute"]), JUNK
@@ -225,7 +225,7 @@ def tables(draw) -> bytes:
         at = draw(st.integers(0, len(text)))
         piece = draw(
             st.sampled_from(
-                ["9F0", "0F99999999", "99999999999F0", ",", "\n", "# pieces=99999999\n", "# replicas=7\n", "-1", "F"]
+                ["9F0", "0F99999999", "99999999999F0", ",", "\n", "# slices=99999999\n", "# replicas=7\n", "-1", "F"]
             )
             | CELLS.map(lambda cells: cells[:6])
         )

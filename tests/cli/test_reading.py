@@ -37,6 +37,7 @@ COMMANDS = {
     "convert": "convert 1f1b OUT -p 2 -m 2",
     "profile": "profile --model llama3-70b --formulas --stages 80",
     "plan": f"plan {RUN} --search-seconds 0 --top 4 {' '.join(f'--only {each}' for each in _ONLY)}",
+    "layout": "layout llama3-8b -p 4 -v 2 -m 8 --dp 2 --beside Et*4|(t*4|)*6t*4L",
     "launch": f"launch {RUN} --print",
     "report": "report GRID --output PICTURE",
 }
@@ -106,10 +107,22 @@ def numbers(name: str, found: object) -> Iterator[str]:
         for layer in found["profile"]["layers"].values():
             yield from (f"{1e3 * seconds:.3f}" for seconds in layer["seconds"].values())
             yield f"{layer['parameters']:,}"
+    elif name == "layout":
+        for each in found["layouts"].values():
+            yield from (f"{1e3 * seconds:.1f}" for seconds in each["rank_seconds"])
+            yield from (f"{each['step_seconds']:.4g}", f"{each['imbalance']:.1%}")
     elif name == "check":
         yield from (f"{found[key]:.6g}" for key in ("peak_activation", "bubble_rate", "devices", "microbatches"))
     else:
-        left_out = ("search_seconds", "transfers", "host_peak", "stall_seconds", "weight_versions", "replicas")
+        left_out = (
+            "search_seconds",
+            "transfers",
+            "host_peak",
+            "stall_seconds",
+            "weight_versions",
+            "replicas",
+            "slices",
+        )
         for key, fact in found.items():
             for number in fact if isinstance(fact, list) else [fact]:
                 if isinstance(number, int | float) and (key not in left_out or number > 1):

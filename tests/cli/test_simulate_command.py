@@ -14,7 +14,7 @@ from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule, families
 
 KEYS = [
-    "schedule", "devices", "microbatches", "chunks", "makespan", "ideal", "bubble_rate", "device_bubble_rate",
+    "schedule", "devices", "microbatches", "chunks", "slices", "makespan", "ideal", "bubble_rate", "device_bubble_rate",
     "peak_activations", "peak_activation", "lower_bound", "search_seconds", "messages", "replicas", "weight_versions",
     "placement", "host_peak", "stall_seconds", "transfers", "recomputed", "microbatch_weights",
 ]  # fmt: skip
@@ -94,7 +94,8 @@ def test_steps_without_a_barrier(pipemem_json, refuses):
     usual, found = pipemem_json(*arguments), pipemem_json(*arguments, "--steps", 8)
     extra = {key: found.pop(key) for key in ("steps", "steps_makespan", "period", "gain")}
     assert extra == {"steps": 8, "steps_makespan": 51.5 + 7 * 48, "period": 48, "gain": 51.5 / 48} and found == usual
-    assert "asynchronous" in refuses("simulate", "pipedream", "-p", 4, "-m", 8, "--steps", 2)
+    late = pipemem_json("simulate", "pipedream-2bw", "-p", 8, "-m", 16, "--steps", 2)
+    assert (late["period"], late["gain"]) == (48, pytest.approx(1.292, abs=5e-4))
     for command in ("simulate", "show"):
         told = refuses(command, "1f1b", "-p", 4, "-m", 8, "--steps", 10**8)
         assert "--steps 100000000 of 8 microbatches make" in told and "--yes" in told
@@ -221,7 +222,7 @@ def test_schedules_lists_every_family(pipemem, pipemem_json):
     assert list(rows) == NAMES
     assert set(rows["zbv"]) == {
         "name", "placement", "summary", "peak", "bubble", "source", "splits_backward", "min_devices", "options",
-        "chunks", "needs", "asynchronous", "simulated_only", "offloads", "replicas",
+        "chunks", "needs", "asynchronous", "slices", "offloads", "replicas",
     }  # fmt: skip
     assert rows["zbv"]["placement"] == "v" and rows["zbv"]["splits_backward"] is True
     assert "chunks" in rows["interleaved"]["options"]
@@ -334,3 +335,63 @@ def test_microbatches_of_a_costs_file_that_are_not_alike(pipemem, pipemem_json, 
     assert "the search takes the prices of microbatches that are alike" in refuses(
         "simulate", "auto", *size[2:], "-m", 4
     )
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (("pipedream",), "updates after every microbatch"),
+        (("gems",), "two replicas of the model"),
+        (("zbv", "--offload", "full"), "pass --pipemem-offload off"),
+    ],
+)
+def test_a_period_that_no_run_has_is_told_as_such(pipemem, pipemem_json, asked, says):
+    arguments = ("simulate", *asked, "-p", 4, "-m", 8, "--steps", 2)
+    assert says in pipemem_json(*arguments)["a_run_refuses"]
+    assert "a run refuses" in pipemem(*arguments).stdout
+
+
+def test_prices_of_slices_from_a_file(pipemem_json, refuses, tmp_path):
+    """In one pipeline of one device nothing waits: its work is the sum of all prices."""
+    file = tmp_path / "costs.json"
+    file.write_text('{"forward": [1, 2, 3], "backward_input": 1.5, "memory": {"F": [5, 1, 1], "W": -7}}')
+    found = pipemem_json("simulate", "seq1f1b", "-p", 1, "-m", 2, "-o", "slices=3", "--costs", file)
+    assert (found["slices"], found["makespan"]) == (3, 2 * (6 + 1.5 + 1))
+    said = refuses("simulate", "seq1f1b", "-p", 1, "-m", 2, "-o", "slices=2", "--costs", file)
+    assert (
+        "forward has 3 values but the placement has 1 stages; give one value per stage, or 2 of one per stage and slice"
+        in said
+    )
+
+
+def test_attention_makes_later_slices_longer(pipemem_json, refuses):
+    size = ("seq1f1b", "-p", 4, "-m", 8, "-o", "slices=4")
+    alike = pipemem_json("simulate", *size)
+    none = pipemem_json("simulate", *size, "--attention-share", 0)
+    longer = pipemem_json("simulate", *size, "--attention-share", 0.5)
+    assert none["makespan"] == pytest.approx(alike["makespan"])
+    assert longer["ideal"] == pytest.approx(alike["ideal"]) and longer["makespan"] > alike["makespan"]
+    assert alike["lower_bound"] <= alike["makespan"] and longer["lower_bound"] <= longer["makespan"] * (1 + 1e-9)
+    assert longer["lower_bound"] > longer["ideal"], "a bound of the pipeline, and not of its busiest device alone"
+    row = pipemem_json("show", *size, "--attention-share", 0.5)[0]["timeline"][0]
+    taken = {name: end - start for name, start, end, _ in row}
+    # Of a quarter of the tokens, half of the time goes by tokens; the last quarter attends to 7 / 16 of all pairs.
+    assert taken["0F0"] == pytest.approx(0.5 / 4 + 0.5 / 16) and taken["0F3"] == pytest.approx(0.5 / 4 + 0.5 * 7 / 16)
+
+
+def test_attention_shares_that_are_about_nothing(pipemem, refuses):
+    share = ("--attention-share", 0.3)
+    for command in ("simulate", "show"):
+        assert "nothing is cut into any; add -o slices=4" in refuses(command, "1f1b", "-p", 2, "-m", 4, *share)
+    cut = ("seq1f1b", "-p", 2, "-m", 4)
+    assert "makes slices differ, and --vocab-parallel" in refuses(
+        "simulate", *cut, *share, "--vocab-parallel", "auto", "--head-cost", 1
+    )
+    assert "0.30" not in pipemem("show", "1f1b", *cut, *share).stdout, "a comparison with a schedule that has no slices"
+
+
+def test_the_head_of_slices_has_its_part_in_each(pipemem_json):
+    one = ("-p", 2, "-m", 4, "--head-cost", 3)
+    whole = pipemem_json("simulate", "seq1f1b", "-o", "slices=1", *one)
+    cut = pipemem_json("simulate", "seq1f1b", "-o", "slices=4", *one, "--attention-share", 0.3)
+    assert cut["ideal"] == pytest.approx(whole["ideal"])

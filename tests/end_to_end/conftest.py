@@ -54,6 +54,7 @@ class Run:
         weights: a hash of the trained weights of every chunk, per rank.
         plans: of the report; they hold measured times, so equal runs may differ in them.
         ranks: of the report, for the same reason.
+        last_step: of the report, likewise.
         layers: kinds of layers of Transformer Engine, per rank.
         gradients: of the first step, whole, by the parameter's name in checkpoints and its layer; ``None`` where nobody
             asked for them.
@@ -69,6 +70,7 @@ class Run:
     weights: list[list[str]] = field(compare=False)
     plans: list[dict] = field(compare=False)
     ranks: list[dict] = field(compare=False)
+    last_step: dict | None = field(compare=False)
     layers: list[list[str]] = field(compare=False)
     gradients: dict[tuple, torch.Tensor] | None = field(compare=False)
     scalars: list[tuple[str, int, float]] = field(compare=False)
@@ -143,7 +145,7 @@ class Trainer:
         report = self.folder / f"report{len(self._runs)}.json"
         noted = self.folder / f"gradients{len(self._runs)}"
         if gradients:
-            noted.mkdir()
+            noted.mkdir(exist_ok=True)  # a case that failed has left it
         case = {
             "flags": [*MODEL, *self._data(), *defaults, *given, "--pipemem-schedule", schedule],
             "report": str(report),
@@ -171,6 +173,7 @@ class Trainer:
             [each["weights"] for each in seen],
             report["plans"],
             report["ranks"],
+            report.get("last_step"),
             [each["layers"] for each in seen],
             _whole_gradients(noted) if gradients else None,
             seen[-1]["scalars"],

@@ -54,6 +54,30 @@ def test_with_data_parallel_replicas(train, emulate, name, flags):
     assert run.losses == pytest.approx(emulated.losses, rel=1e-6)
 
 
+def test_without_a_barrier_it_trains_the_same(train, emulate, tmp_path):
+    """On Megatron's own loop, evaluation and checkpoint in between; clipped, too, where the norm's bits are those of the same
+    ranks.
+    """
+    flags = (UNTIED, "--train-iters", "5", "--log-interval", "10", "--rerun-mode", "disabled")
+    flags = (*flags, "--eval-interval", "3", "--eval-iters", "1")
+    late = train("pipedream-2bw", *flags, "--pipemem-overlap-steps")
+    told = "".join(log.read_text(errors="replace") for log in train.folder.glob("*-rank0.log"))
+    assert "steps follow each other without a barrier" in told
+    assert late.of_ranks("weight_versions") == [2, 2, 2, 2] and min(late.of_ranks("steps_ahead")) > 0
+    assert late.of_ranks("waiting_gradient_bytes") == [each // 2 for each in late.of_ranks("counted_weight_bytes")]
+    whole = emulate("pipedream-2bw", *flags)
+    assert bits(late.losses) == bits(whole.losses)
+    clipped = (*flags, "--clip-grad", "0.5")
+    drained = train("pipedream-2bw", *clipped)
+    late = train("pipedream-2bw", *clipped, "--pipemem-overlap-steps", "--save", str(tmp_path), "--save-interval", "3")
+    assert bits(late.losses) == bits(drained.losses) and late.weights == drained.weights
+    assert late.validation == drained.validation != []
+    assert late.losses[2:] != whole.losses[2:], "nothing was clipped"
+    load = ("--load", str(tmp_path), "--ckpt-step", "3", "--override-opt_param-scheduler")
+    resumed = train("pipedream-2bw", *clipped, *load, initialise=False)
+    assert bits(resumed.losses) == bits(drained.losses[3:])
+
+
 @pytest.mark.parametrize("name", FLAGS)
 def test_a_resumed_run_is_the_uninterrupted_one(train, tmp_path, name):
     whole = train(name, *FLAGS[name], *DROPOUT, *CHECKPOINTS, "--save", str(tmp_path))

@@ -272,7 +272,7 @@ def _noted_gradients(folder: str) -> Iterator[None]:
                 for shard in _shards(chunk.sharded_state_dict()):
                     stacked = shard.prepend_axis_num  # checkpoints stack equal layers
                     name = (shard.key, *shard.global_offset[:stacked])
-                    place = shard.global_shape[stacked:], shard.global_slice()[stacked:]
+                    place = shard.global_shape[stacked:], _place(shard)[stacked:]
                     found.append((name, *place, shard.data.main_grad.clone()))
             torch.save(found, Path(folder) / f"{dist.get_rank()}.pt")
             return step()
@@ -295,6 +295,13 @@ def _shards(entries) -> Iterator[ShardedTensor]:
             yield entry
 
 
+def _place(shard: ShardedTensor) -> tuple[int | slice, ...]:
+    """Where a shard is in the whole tensor: its layer, if layers are stacked, and a slice of each of its own axes."""
+    stacked = shard.prepend_axis_num
+    own = zip(shard.global_offset[stacked:], shard.local_shape, strict=True)
+    return *shard.global_offset[:stacked], *(slice(begin, begin + size) for begin, size in own)
+
+
 _RANDOM_VECTORS = ("router.bias", "mixer.A_log", "mixer.dt_bias", "mixer.conv1d")
 
 
@@ -304,7 +311,7 @@ def _initialise(entries) -> None:
     for shard in _shards(entries):
         if shard.data.dim() > 1 or any(name in shard.key for name in _RANDOM_VECTORS):
             generator = torch.Generator().manual_seed(int.from_bytes(sha256(shard.key.encode()).digest()[:8]))
-            shard.data.copy_(0.05 * torch.randn(shard.global_shape, generator=generator)[shard.global_slice()])
+            shard.data.copy_(0.05 * torch.randn(shard.global_shape, generator=generator)[_place(shard)])
 
 
 _originals: dict[str, tuple[Mapping[str, object], str, Callable]] = {}

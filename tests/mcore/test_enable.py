@@ -121,6 +121,18 @@ def test_a_megatron_without_a_symbol_is_refused_by_name(monkeypatch, name):
     assert plugin._enabled is None
 
 
+def test_says_in_one_line_what_it_has_replaced_in_which_version(monkeypatch, caplog):
+    caplog.set_level("INFO")
+    megatron_pipemem.enable("v-half")
+    (told,) = (record.getMessage() for record in caplog.records if "replaced in" in record.getMessage())
+    assert told.startswith("replaced in megatron-core 0.") and "DistributedDataParallel.__init__" in told
+    assert told.count("forward_backward_pipelining_with_interleaving") == 1 and "tested are" not in told
+    megatron_pipemem.disable()
+    monkeypatch.setattr("megatron.core.__version__", "0.99.0")
+    megatron_pipemem.enable("v-half")
+    assert "replaced in megatron-core 0.99.0 (tested are 0.19" in caplog.text
+
+
 def test_a_changed_signature_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(layers, "linear_with_grad_accumulation_and_async_allreduce", lambda input, weight: None)
     with pytest.raises(UpstreamError, match="allreduce_dgrad"):

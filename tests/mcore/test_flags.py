@@ -223,6 +223,54 @@ def test_one_queue_is_for_schedules_of_ours():
         take_flags(["--pipemem-schedule", "stock", "--pipemem-single-queue"])
 
 
+def test_steps_overlap_only_if_asked():
+    asked = ["--pipemem-schedule", "zbv"]
+    plain, _ = take_flags(asked)
+    assert (plain.overlap_steps, plain.rollback, plain.overlap_after) == (False, "auto", 10)
+    settings, others = take_flags(
+        [*MEGATRON, *asked, "--pipemem-overlap-steps", "--pipemem-rollback", "host", "--pipemem-overlap-after", "0"]
+    )
+    assert others == MEGATRON
+    assert (settings.overlap_steps, settings.rollback, settings.overlap_after) == (True, "host", 0)
+    searched, _ = take_flags(["--pipemem-schedule", "auto", "--pipemem-overlap-steps", "--pipemem-option", "seed=3"])
+    assert searched.request.options == {"period": True, "seed": 3}, "the order whose steps follow each other soonest"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["zbv", "--pipemem-rollback", "disk"], "rollback 'disk' is none of auto, device, host"),
+        (["zbv", "--pipemem-overlap-after", "-1"], "overlap_after must be a whole number of at least 0, not -1"),
+        (["stock", "--pipemem-overlap-steps"], "stock is Megatron's own; leave one of them out"),
+        (["pipedream", "--pipemem-overlap-steps"], "updates after every microbatch, and not once per step"),
+        (["zbv", "--pipemem-overlap-steps", "--pipemem-vocab-parallel", "1"], "pass --pipemem-vocab-parallel off"),
+        (["zbv", "--pipemem-overlap-steps", "--pipemem-offload", "full"], "pass --pipemem-offload off"),
+        (["chimera", "--pipemem-overlap-steps"], "take a schedule with one, like zbv"),
+        (["zbv", "--pipemem-overlap-steps", "--pipemem-microbatch-costs", "tokens"], "drop --pipemem-microbatch-costs"),
+    ],
+)
+def test_what_cannot_overlap_is_refused(flags, sentence):
+    with pytest.raises(UnsupportedError, match=sentence):
+        take_flags([*MEGATRON, "--pipemem-schedule", *flags])
+
+
+def test_what_needs_a_barrier_is_refused_before_the_model_is_built():
+    ours = ["--pipemem-schedule", "zb-h2", "--pipemem-overlap-steps"]
+    sizes = ["--pipeline-model-parallel-size", "4", "--num-layers", "8"]
+    free = [*sizes, "--rerun-mode", "disabled"]
+    settings, _ = take_flags(ours)
+    assert add_virtual_stages(settings, free) == free
+    add_virtual_stages(settings, [*free, "--qk-clip", "--clip-grad", "0"])
+    for flags, words in (
+        (sizes, "pass --rerun-mode disabled"),
+        ([*free, "--fp16"], "train in bf16 or fp32"),
+        ([*free, "--qk-clip"], "drop --qk-clip"),
+        ([*free, "--fp8-format", "hybrid"], "pass --fp8-recipe tensorwise, or --clip-grad 0"),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            add_virtual_stages(settings, flags)
+
+
 def test_costs_of_microbatches_come_from_the_command_line():
     settings, _ = take_flags([*MEGATRON, "--pipemem-schedule", "1f1b", "--pipemem-microbatch-costs", "FLOPs"])
     assert settings.microbatch_costs == "FLOPs"

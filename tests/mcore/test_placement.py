@@ -156,7 +156,7 @@ def sizes(vp_size, **others):
     }
 
 
-RUN = [family.name for family in families() if not family.simulated_only]
+RUN = [family.name for family in families()]
 
 
 @pytest.mark.parametrize("virtual_stages", [1, 2, 3, 4])

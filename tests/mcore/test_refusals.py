@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from megatron_pipemem.config.refusals import SCHEDULES  # noqa: E402
+from megatron.core.optimizer.optimizer import ChainedOptimizer, FP32Optimizer  # noqa: E402
+
+from megatron_pipemem.config.refusals import OVERLAPPED, ROLLED_BACK, SCHEDULES  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
-from megatron_pipemem.mcore import refusals  # noqa: E402
+from megatron_pipemem.mcore import loop_arguments, refusals  # noqa: E402
 from megatron_pipemem.mcore.asynchronous.training import StageOptimizer  # noqa: E402
 from megatron_pipemem.mcore.plugin import disable, enable  # noqa: E402
-from megatron_pipemem.mcore.refusals import check_asynchronous, check_chunks, check_config, check_model  # noqa: E402
-from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
+from megatron_pipemem.mcore.refusals import (  # noqa: E402
+    check_asynchronous,
+    check_chunks,
+    check_config,
+    check_model,
+    check_overlapped,
+)
+from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
 
 
 def test_an_ordinary_configuration_passes():
@@ -65,29 +74,17 @@ def test_kernels_of_a_gpu_are_refused_on_cpu_ranks(monkeypatch, attribute, value
         check_model(config, splits=False, recomputes=False)
 
 
-NOT_RUN = {family.name: family.simulated_only for family in families() if family.simulated_only}
-
-
-def test_these_schedules_are_not_run():
-    assert set(NOT_RUN) == {"seq1f1b"}
-
-
-@pytest.mark.parametrize("name", NOT_RUN)
-def test_what_is_simulated_only_is_refused_before_anything_changes(name, tmp_path):
-    schedule = build_schedule(name, num_devices=4, num_microbatches=8)
-    assert schedule.simulated_only == NOT_RUN[name]
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+def test_files_of_pipelines_that_are_never_flushed_are_refused_before_anything_changes(name, tmp_path):
     file = tmp_path / "mine.csv"
-    file.write_text(schedule.to_csv())
-    for asked in (name, str(file)):
-        try:
-            with pytest.raises(UnsupportedError) as error:
-                enable(asked)
-        finally:
-            disable()
-        assert str(error.value) == (
-            f"schedule {asked} can be simulated and drawn but not run, because {NOT_RUN[name]}; pick one that "
-            "`pipemem schedules` does not mark as simulated only"
-        )
+    file.write_text(build_schedule(name, num_devices=4, num_microbatches=8).to_csv())
+    try:
+        with pytest.raises(
+            UnsupportedError, match=f"{file} can be simulated and drawn but not run, because a file shows"
+        ):
+            enable(str(file))
+    finally:
+        disable()
 
 
 def test_fsdp_is_refused():
@@ -176,3 +173,92 @@ def test_what_needs_all_stages_at_once_is_refused_when_the_optimizer_is_built(ch
         optimizer.catch(lambda config, chunks: built, config, [])
     with pytest.raises(UnsupportedError, match="none was built since enable"):
         optimizer.require()
+
+
+def chained(clip_grad: float = 1.0, groups: tuple[object, ...] = (None, None), **said) -> ChainedOptimizer:
+    optimizer = object.__new__(ChainedOptimizer)
+    optimizer.config = SimpleNamespace(clip_grad=clip_grad, **said)
+    optimizer.chained_optimizers = []
+    for group in groups:
+        part = object.__new__(FP32Optimizer)
+        part.grad_stats_parallel_group, part.optimizer, part.is_stub_optimizer = group, None, True
+        optimizer.chained_optimizers.append(part)
+    return optimizer
+
+
+SAID = {
+    "rerun_mode": "validate_results",
+    "optimizer": "muon",
+    "grad_norm_skip_threshold": 10.0,
+    "moe_router_load_balancing_type": ["global_aux_loss"],
+    "cuda_graph_impl": "local",
+    "loss_scale": 128.0,
+    "rampup_batch_size": ["4", "4", "100"],
+    "step_batch_size_schedule": "0:4 100:8",
+}
+"""Values that are refused, where ``True`` is none."""
+
+
+@pytest.mark.parametrize("attribute", [*OVERLAPPED.sentences, *ROLLED_BACK.sentences])
+def test_what_needs_the_end_of_a_step_on_all_ranks_is_refused(monkeypatch, attribute):
+    chunk = torch.nn.Linear(2, 2)
+    said = {attribute: SAID.get(attribute, True)}
+    loop, config, chunk.ddp_config = SimpleNamespace(), SimpleNamespace(), SimpleNamespace()
+    monkeypatch.setattr(loop_arguments, "_arguments", lambda: loop)
+    assert check_overlapped(config, [chunk], chained(grad_norm_skip_threshold=float("inf"))) == []
+    for holder in (loop, config, chunk.ddp_config):
+        vars(holder).update(said)
+        with pytest.raises(UnsupportedError) as error:
+            check_overlapped(config, [chunk], chained())
+        table = OVERLAPPED if attribute in OVERLAPPED.sentences else ROLLED_BACK
+        assert f"{attribute} = {said[attribute]!r} is not supported{table.feature}: " in str(error.value)
+        if table is ROLLED_BACK:
+            assert check_overlapped(config, [chunk], chained(clip_grad=0.0)) == []
+        vars(holder).clear()
+
+
+def test_scales_that_forwards_move_cannot_be_taken_back(monkeypatch):
+    monkeypatch.setattr(loop_arguments, "_arguments", lambda: None)
+    tensorwise, delayed = (SimpleNamespace(fp8="e4m3", fp8_recipe=name) for name in ("tensorwise", "delayed"))
+    check_overlapped(tensorwise, [], chained())
+    check_overlapped(delayed, [], chained(clip_grad=0.0))
+    with pytest.raises(UnsupportedError, match="pass --fp8-recipe tensorwise, or --clip-grad 0"):
+        check_overlapped(delayed, [], chained())
+
+
+def test_norms_of_several_groups_are_refused_without_a_barrier(monkeypatch):
+    monkeypatch.setattr(loop_arguments, "_arguments", lambda: None)
+    for optimizer in (chained(groups=("dense", "experts")), SimpleNamespace(config=SimpleNamespace())):
+        with pytest.raises(UnsupportedError, match="pass --use-distributed-optimizer, or drop --pipemem-overlap-steps"):
+            check_overlapped(SimpleNamespace(), [], optimizer)
+
+
+def test_optimizers_that_keep_more_than_is_known_are_refused(monkeypatch):
+    class Another(FP32Optimizer):
+        pass
+
+    monkeypatch.setattr(loop_arguments, "_arguments", lambda: None)
+    for clip, optimizer in ((1.0, chained()), (0.0, chained(clip_grad=0.0))):
+        optimizer.chained_optimizers[1].__class__ = Another
+        with pytest.raises(UnsupportedError, match="steps of Another cannot") if clip else nullcontext():
+            check_overlapped(SimpleNamespace(), [], optimizer)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"log_interval": 1}, "pass --log-interval 10"),
+        ({"timing_log_level": 1, "barrier_with_L1_time": True}, "--no-barrier-with-level-1-timing"),
+        ({"exit_duration_in_mins": 60}, "--exit-interval or a signal"),
+        ({"num_experts": 8}, "with experts"),
+        ({"mtp_num_layers": 1}, "with multi-token prediction"),
+        ({"sft": True}, "with packed sequences"),
+        ({"dataloader_inter_document_masking": True}, "with packed sequences"),
+    ],
+)
+def test_what_joins_the_ranks_anyway_is_told(monkeypatch, said, words):
+    asked = {"log_interval": 100, "timing_log_level": 0, "barrier_with_L1_time": True}
+    for others in (asked, {"timing_log_level": 2, "barrier_with_L1_time": False}, asked | said):
+        monkeypatch.setattr(loop_arguments, "_arguments", lambda others=others: SimpleNamespace(**others))
+        told = check_overlapped(SimpleNamespace(), [], chained())
+    assert len(told) == 1 and words in told[0]

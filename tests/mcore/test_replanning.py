@@ -55,7 +55,8 @@ def wishes(run: Run) -> tuple[bool, bool]:
 def stepped(ledger, trace):
     pipeline = SimpleNamespace(placement=Placement.linear(1))
     observation = SimpleNamespace(ledger=ledger, trace=trace)
-    return SimpleNamespace(pipeline=pipeline, message=None, observation=observation)
+    program = SimpleNamespace(schedule=SimpleNamespace(slices=1))
+    return SimpleNamespace(pipeline=pipeline, message=None, observation=observation, program=program)
 
 
 class Run:

@@ -20,8 +20,10 @@ from megatron_pipemem.mcore.model.weight_memory import WeightBytes  # noqa: E402
 from megatron_pipemem.mcore.report import recording  # noqa: E402
 from megatron_pipemem.mcore.report.recording import Recording  # noqa: E402
 from megatron_pipemem.mcore.report.run_record import RunRecord  # noqa: E402
+from megatron_pipemem.mcore.report.run_report import Overlap  # noqa: E402
 from megatron_pipemem.mcore.source import Source  # noqa: E402
 from megatron_pipemem.mcore.step.observation import Observation  # noqa: E402
+from megatron_pipemem.planner.explanation import case_of_report, explain  # noqa: E402
 from megatron_pipemem.report.run import lines, table  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.trace import TracedAction  # noqa: E402
@@ -67,7 +69,7 @@ def observed(fails: str | None = None, size: int = 1024, routed: tuple[int, int]
             raise RuntimeError("the clock is gone")
         return times
 
-    return Observation(ledger, SimpleNamespace(actions=actions), None, WeightBytes({0: 10}, 10, 1, 1))
+    return Observation(ledger, SimpleNamespace(actions=actions), None, WeightBytes({0: 10}, 10, 1, 1), {0: 3})
 
 
 def train(record: RunRecord, *steps: str | None, losses=(3.0, 2.0, 1.0)) -> dict:
@@ -76,6 +78,25 @@ def train(record: RunRecord, *steps: str | None, losses=(3.0, 2.0, 1.0)) -> dict
         record.add_losses({"lm loss": loss}, 1.5)
     record.write()
     return json.loads(record.report.read_text())
+
+
+def test_a_norm_that_is_not_known_yet_is_waited_for_at_the_end_only(record):
+    class Late:
+        value = None
+
+        def __float__(self) -> float:
+            assert self.value is not None, "the step waited for its norm"
+            return self.value
+
+    norm = Late()
+    record.add_step(PLAN, PROGRAM, 0, observed(None))
+    record.add_losses({"lm loss": 3.0}, norm)
+    norm.value = 0.5
+    record.overlap = lambda: Overlap(1, 1, 24, 0, 0)
+    record.write()
+    report = json.loads(record.report.read_text())
+    assert report["grad_norms"] == [0.5]
+    assert [report["ranks"][0][name] for name in Overlap._fields] == [1, 1, 24, 0, 0]
 
 
 def test_a_run_is_told_and_written(record, caplog):
@@ -95,6 +116,34 @@ def test_a_run_is_told_and_written(record, caplog):
         "rank; 1 of 1F1B's",
     ]
     assert any(str(record.report) in each for each in told) and len(table(report)._rows) == 1
+
+
+def test_the_last_step_is_written_for_explain(record, world):
+    config = SimpleNamespace(cuda_graph_impl="full")
+    record.trace = None
+    for _ in range(3):
+        record.begin(world, config)
+        record.add_step(PLAN, PROGRAM, 0, observed())
+    record.write()
+    report = json.loads(record.report.read_text())
+    last = report["last_step"]
+    assert last["layers"] == [3] and last["memory"]["F"] == [4096] and 0 < last["iteration_seconds"] < 10
+    assert "--cuda-graph-impl none" in last["refused"]["schedules"] and last["refused"].keys() == {
+        "schedules",
+        "overlap",
+    }
+    case = case_of_report(report, 0.0)
+    assert case.schedule == PLAN.schedule and case.own.peak == record.held.counted_peak_bytes
+    assert case.step.spans == (tuple((at * 10**9, (at + 1) * 10**9) for at in range(len(PLAN.schedule.orders[0]))),)
+    assert explain(case)["idle"][0]["idle_ns"] == 0
+
+
+def test_a_step_that_was_not_timed_as_planned_is_not_written(record):
+    schedule = Source(Request.of("1f1b")).plan(Shape(1, 1, 2), "another").schedule  # whose actions did not run
+    record.trace = None
+    record.add_step(Plan(schedule, PLAN.costs, "unit", "start"), PROGRAM, 0, observed())
+    record.write()
+    assert json.loads(record.report.read_text())["last_step"] is None
 
 
 def test_what_uneven_routing_may_hold_follows_what_the_run_has_shown(record):

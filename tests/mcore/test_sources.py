@@ -99,7 +99,8 @@ def test_only_a_search_can_fit_bytes(schedule):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"colour": 1}, "chunks, placement, seconds, effort, seed"),
+        ({"colour": 1}, "chunks, placement, seconds, effort, seed, period"),
+        ({"period": 1}, "period of a search must be true or false, not 1"),
         ({"placement": "w"}, "v, interleaved, linear"),
         ({"seconds": "soon"}, "seconds of a search .* not 'soon'"),
         ({"chunks": 0}, "chunks of a search .* not 0"),
@@ -270,7 +271,7 @@ def test_one_microbatch_at_a_time_is_said_to_be_the_last_resort(fails, monkeypat
         if fails:
             raise UnsupportedError("nothing fits")
         before = build_schedule("gpipe", num_devices=2, num_microbatches=6)
-        return SearchResult((Candidate(before, 1.0, (1.0, 1.0), 1.0, "gpipe"),), 1.0, 1.0)
+        return SearchResult((Candidate(before, 1.0, (1.0, 1.0), 1.0, "gpipe"),), 1.0, 1.0, Costs())
 
     monkeypatch.setattr(resolving, "search_schedule", search_schedule)
     source = auto("210B", placement="linear")

@@ -109,11 +109,12 @@ def test_every_stage_makes_its_quantised_weights_in_its_first_forward(monkeypatc
 
     def forward_step(*args, is_first_microbatch, current_microbatch, **kwargs):
         firsts.append((current_microbatch, is_first_microbatch))
+        model.output_layer.input = torch.zeros(1)
         return torch.zeros(1), torch.zeros([], dtype=torch.int)
 
     monkeypatch.setattr(schedules, "forward_step", forward_step)
     model = torch.nn.Linear(1, 1)
-    model.pre_process, model.output_layer = False, SimpleNamespace(input=torch.zeros(1), losses=None)
+    model.pre_process, model.output_layer = False, SimpleNamespace(input=None, losses=None)
     model.set_input_tensor = lambda tensors: None
     context = StepContext(SimpleNamespace(), None, 8, 1, False, False, None, False, num_tokens=torch.zeros([]))
     round_robin = ChunkPlacement(lambda p, v: None, is_round_robin=True)

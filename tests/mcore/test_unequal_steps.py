@@ -185,7 +185,8 @@ def test_pipelines_that_sum_gradients_with_each_other_end_their_stages_in_one_or
     run = Run("zbv")
     step = run.step(iter(WEIGHTS), iter(WEIGHTS), chunks=2)
     base = run.programs.compile(step.shape, forward_only=False, agree=_agree).plan
-    costs = replace(base.costs, microbatch=MicrobatchWeights(WEIGHTS))
-    found = run.extension._planned(base.schedule, costs, has_peers=True)
+    weights = MicrobatchWeights(WEIGHTS)
+    costs = replace(base.costs, microbatch=weights)
+    found = run.extension._planned(base.schedule, costs, weights, has_peers=True)
     assert unequal._ends_of_stages(found.schedule) == unequal._ends_of_stages(base.schedule)
     assert found.makespan <= found.arrival_makespan

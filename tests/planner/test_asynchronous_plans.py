@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from megatron_pipemem.config.runs import Parallelism, Run
 from megatron_pipemem.launch.feasibility import feasible
+from megatron_pipemem.planner.asynchronous import asynchronous
+from megatron_pipemem.planner.memory import held
 from megatron_pipemem.planner.planning import plan
 from megatron_pipemem.planner.space import Limits
 from tests.planner.small_run import CLUSTER, MODEL
@@ -39,6 +42,28 @@ def test_versions_and_the_end_of_a_step_are_priced():
         assert late.peaks[rank] - synchronous.peaks[rank] == pytest.approx(weights[rank])
         assert each.peaks[rank] - synchronous.peaks[rank] == pytest.approx((3 - rank) * weights[rank])
     assert each.step.optimizer == pytest.approx(32 * late.step.optimizer)
+
+
+def test_without_a_barrier_the_drain_is_gone_and_a_second_batch_of_gradients_there():
+    drained = best("pipedream-2bw").run
+    late = replace(drained, schedule=replace(drained.schedule, overlap_steps=True))
+    assert feasible(late) is None
+    limits = Limits({"schedule": ["pipedream-2bw"]})
+    ((before, drain, _),) = asynchronous(drained, limits, None, Counter())
+    ((after, period, _),) = asynchronous(late, limits, None, Counter())
+    backwards = min(
+        map(sum, zip(after.group.step.costs.backward_input, after.group.step.costs.backward_weight, strict=True))
+    )
+    assert drain - period >= 3 * backwards * 0.99 and period >= max(after.group.step.work)
+    assert not any(after.group.step.rollback)
+    for rank in range(4):
+        gradients = after.group.step.weights[rank] / RUN.execution.element * 4
+        assert after.group.step.static[rank] - before.group.step.static[rank] == pytest.approx(gradients)
+        assert held(late).device[rank] - held(drained).device[rank] == pytest.approx(gradients)
+    refused = Counter()
+    each = replace(late, schedule=replace(late.schedule, name="pipedream"))
+    assert not list(asynchronous(each, Limits({"schedule": ["pipedream"]}), None, refused))
+    assert any("not once per step" in reason for reason in refused)
 
 
 def test_replicas_reduce_for_themselves():

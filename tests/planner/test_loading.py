@@ -137,8 +137,8 @@ EXACT = {
     "llama3.1-405b": 405_853_388_800,
 }
 # In billions, and what the source counts: DeepSeek the model without multi-token prediction (arXiv 2412.19437), GLM without
-# embedding and head (arXiv 2508.06471, table 1), the hub's files of Kimi-K2 with .06 of scales (its report says 1040), OpenAI's
-# and NVIDIA's cards everything.
+# embedding and head (arXiv 2508.06471, table 1), the hub's files of Kimi-K2 with .06 of scales (the model's file tells why its
+# report says 1040), OpenAI's and NVIDIA's cards everything.
 PUBLISHED = {
     "deepseek-v3": (671, {"mtp_layers": 0}), "glm-4.5": (355, {"vocabulary": 1}), "kimi-k2": (1026.47, {}),
     "gpt-oss-120b": (116.83, {}), "nemotron-h-8b": (8.1, {}),
@@ -152,5 +152,7 @@ def test_shapes_have_the_parameters_they_are_named_after():
         assert total_parameters(replace(load(name, Model), **counted)) / 1e9 == pytest.approx(billions, rel=0.005), name
     for name, count in EXACT.items():
         assert total_parameters(load(name, Model)) == count, name
+    # What the report of Kimi-K2 says would be a layer of experts more, in place of the dense one.
+    assert total_parameters(replace(load("kimi-k2", Model), dense_layers=0)) / 1e12 == pytest.approx(1.04, abs=0.005)
     # Gemma has a second pair of norms per layer, which Megatron's layer has not.
     assert total_parameters(load("gemma2-9b", Model)) == 9_241_705_984 - 42 * 2 * 3584

@@ -17,16 +17,17 @@ from megatron_pipemem.config import layout
 from megatron_pipemem.config.cluster import GIB, HostChannel
 from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.model import Execution, Passes
-from megatron_pipemem.config.runs import Parallelism, Run
+from megatron_pipemem.config.runs import Parallelism, Run, ScheduleChoice
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.launch.cut_flags import check_experts
 from megatron_pipemem.launch.feasibility import feasible
 from megatron_pipemem.planner import variants as variants_module
 from megatron_pipemem.planner.memory import held
-from megatron_pipemem.planner.planning import SEARCHED, plan
-from megatron_pipemem.planner.plans import gibibytes
+from megatron_pipemem.planner.planning import SEARCHED, WAITS, plan
+from megatron_pipemem.planner.plans import facts, gibibytes
 from megatron_pipemem.planner.prices import MeasuredSlowdown, layer
 from megatron_pipemem.planner.profile import from_formulas
+from megatron_pipemem.planner.replay import family_schedule
 from megatron_pipemem.planner.space import Limits, cuts, orders
 from megatron_pipemem.planner.step import DISTRIBUTED, least_seconds, least_static, price
 from megatron_pipemem.planner.variants import PLAIN, Variant, register_variant
@@ -35,6 +36,7 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.stream import LEAST_GAIN, stream
 from tests.planner.small_run import CLUSTER, FAMILIES, MODEL, RUN
 
 
@@ -292,6 +294,20 @@ def test_limits_that_leave_nothing_are_refused_at_once(tmp_path, limit, words):
     assert refused.exit_code == 2 and words in refused.stderr
 
 
+def test_plans_without_a_barrier_between_steps_launch_so():
+    free = Limits({"pp": [4], "recompute": ["none"], "schedule": ["zbv", "chimera", "pipedream-2bw"]})
+    asked = replace(RUN, schedule=replace(RUN.schedule, overlap_steps=True, rollback="device"))
+    found = plan(asked, limits=free, search_seconds=0, top=50)
+    assert {each.schedule for each in found.plans} == {"zbv"} and {each.variant for each in found.plans} == {PLAIN}
+    assert found.rejected[WAITS]
+    best = found.plans[0]
+    assert feasible(best.run) is None
+    plain = replace(best.run, schedule=replace(best.run.schedule, overlap_steps=False))
+    assert max(held(best.run).device) == pytest.approx(best.peak)
+    more = [ahead - without for ahead, without in zip(held(best.run).device, held(plain).device, strict=True)]
+    assert more == pytest.approx(best.step.rollback) and min(more) > 0
+
+
 def test_the_command_writes_a_run_that_launches(tmp_path):
     source, target = tmp_path / "run.yaml", tmp_path / "planned" / "best.yaml"
     source.write_text(CONFIG)
@@ -411,3 +427,29 @@ def test_every_rank_of_a_planned_hybrid_model_has_experts_where_megatron_waits_f
     assert free.plans[0].seconds < found.plans[0].seconds
     with pytest.raises(UnsupportedError, match="would hold no experts"):
         check_experts({}, free.plans[0].run.flags[layout.PATTERN], free.plans[0].step.placement)
+
+
+def test_plans_without_a_barrier_between_steps_are_ranked_by_their_period(tmp_path):
+    run = replace(RUN, schedule=ScheduleChoice(overlap_steps=True, rollback="host"))
+    limits = {
+        "schedule": ("1f1b", "zb-h2", "zbv"),
+        "tp": (1,),
+        "pp": (4, 8),
+        "micro_batch": (1,),
+        "recompute": ("none",),
+    }
+    found = plan(run, limits=Limits(limits), top=6, search_seconds=0).plans
+    assert len(found) == 5 and all(each.run.schedule.overlap_steps for each in found)
+    for each in found:
+        cut = each.run.parallelism
+        expected = stream(family_schedule(each.schedule, cut.pp, cut.microbatches, cut.chunks), each.step.costs)
+        assert each.seconds == pytest.approx(expected.period + each.step.outside)
+        assert each.gain == pytest.approx(expected.gain) and facts(each)["gain_without_barrier"] == each.gain
+        assert (each.gain > LEAST_GAIN) == (each.schedule != "1f1b")
+    source = tmp_path / "run.yaml"
+    source.write_text(CONFIG)
+    only = [f"--only={key}={','.join(map(str, values))}" for key, values in limits.items()]
+    done = CliRunner().invoke(
+        app, ["plan", str(source), "--set=schedule.overlap_steps=true", "--search-seconds", "0", *only]
+    )
+    assert done.exit_code == 0 and "gain" in done.output and "none" in done.output, done.output

@@ -240,6 +240,8 @@ FINE = replace(
     LATENT, experts=8, experts_per_token=2, expert_ffn=320, shared_expert_ffn=320, dense_layers=1, router_score="sigmoid",
     router_bias=True, router_groups=4, router_groups_per_token=2, mtp_layers=1,
 )  # fmt: skip
+BIASED = replace(EXPERTS, qk_norm=False, bias="all")  # as GPT-OSS
+ODD = replace(EXPERTS, experts=12, experts_per_token=5)  # of which 128 tokens do not get equally many
 HYBRID = replace(
     LLAMA, layers=3, pattern="*-E", experts=8, experts_per_token=2, expert_ffn=320, mtp_layers=2, mtp_pattern="*-"
 )
@@ -256,6 +258,8 @@ CROSSED = {
     },
     "latent tp2": (LATENT, EXECUTIONS["tp2"]),
     "experts ep2": (EXPERTS, Execution(ep=2)),
+    "biased experts": (BIASED, Execution(ep=2)),
+    "odd experts": (ODD, Execution(ep=2)),
     **{f"hybrid {name}": (HYBRID, EXECUTIONS[name]) for name in ("plain", "tp2-sp")},
     **{f"fine {name}": (FINE, EXECUTIONS[name]) for name in ("plain", "tp2-sp", "full")},
 }

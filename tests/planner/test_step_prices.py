@@ -32,12 +32,18 @@ from megatron_pipemem.schedule.registry import build_schedule, synchronous_sched
 from tests.planner.small_run import CLUSTER, FAMILIES, MODEL, RUN
 
 
+def parameters_of_halves() -> tuple[int, int]:
+    """Of the two stages of the small model."""
+    h, s, v = 2048, 1024, 32000
+    per_layer = 12 * h * h + 13 * h
+    return 4 * per_layer + v * h + s * h, 4 * per_layer + v * h + 2 * h
+
+
 def test_bytes_of_ranks_by_hand():
     cut = Parallelism(pp=2, dp=2, global_batch=8)
     run = replace(RUN, parallelism=cut, megatron={DISTRIBUTED: True}, schedule=ScheduleChoice("1f1b"))
     h, s, v = 2048, 1024, 32000
-    per_layer = 12 * h * h + 13 * h
-    parameters = (4 * per_layer + v * h + s * h, 4 * per_layer + v * h + 2 * h)
+    parameters = parameters_of_halves()
     # 16-bit parameters and fp32 gradients; master parameters and two moments on one of two ranks.
     static = [count * (2 + 4) + count * 12 / 2 for count in parameters]
     kept, last = layer_bytes(MODEL, Execution()).saved, head_bytes(MODEL, Execution()).saved
@@ -178,6 +184,41 @@ def test_what_offload_and_a_cut_vocabulary_change_is_counted():
     # The plan moves less where the host has less, until the device no longer has room for what stays.
     little = replace(offloading, megatron={"pipemem-host-memory": "1GiB"})
     assert max(held(little).host) <= GIB / 4 and "of" in feasible(little)
+
+
+def test_the_state_to_roll_back_to_is_counted_where_it_is():
+    cut = Parallelism(pp=2, dp=2, global_batch=8)
+    flags = {DISTRIBUTED: True, "rerun-mode": "disabled"}
+    run = replace(RUN, parallelism=cut, megatron=flags, schedule=ScheduleChoice("1f1b"))
+
+    def use(where: str, **changes):
+        return held(replace(run, schedule=replace(run.schedule, overlap_steps=True, rollback=where), **changes))
+
+    plain = held(run)
+    # A parameter in fp32 and two moments, of the rank's half.
+    state = [count * 12 / 2 for count in parameters_of_halves()]
+    kept = [with_state - without for with_state, without in zip(use("device").device, plain.device, strict=True)]
+    assert kept == pytest.approx(state)
+    assert use("device").host == plain.host == (0, 0)
+    assert use("host").device == plain.device and use("host").host == pytest.approx(state)
+    # Where it fits the second rank only, the first one has it on its host.
+    assert plain.device[1] + state[1] < (most := plain.device[0] + state[0])
+    tight = replace(CLUSTER, memory_gib=(most - 1) / GIB)
+    assert use("auto").device == use("device").device
+    mixed = use("auto", cluster=tight)
+    assert mixed.device == (plain.device[0], use("device").device[1]) and mixed.host == pytest.approx((state[0], 0))
+    assert use("device", megatron={**flags, "clip-grad": 0}).device == plain.device
+    assert use("device", precision="fp32").device[0] - held(replace(run, precision="fp32")).device[0] == pytest.approx(
+        state[0]
+    )
+
+    overlapped = replace(run, schedule=replace(run.schedule, overlap_steps=True, rollback="device"))
+    assert feasible(overlapped) is None
+    assert "needs" in feasible(replace(overlapped, cluster=tight))
+    poor = replace(tight, host_memory_gib=state[0] / GIB)
+    away = replace(overlapped, schedule=replace(overlapped.schedule, rollback="auto"))
+    assert feasible(replace(away, cluster=tight)) is None
+    assert "of state to roll a step back to on its host" in feasible(replace(away, cluster=poor))
 
 
 def test_layouts_of_models_that_predict_ahead():

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_pipemem.report import save_comparison, save_timeline
+from megatron_pipemem.report.display import to_html
 from megatron_pipemem.report.timeline import DrawnRun
 from megatron_pipemem.schedule.core.costs import Costs
 
@@ -154,6 +155,22 @@ def test_a_long_run_goes_on_beyond_the_first_view(run, open_page):
     assert page.view() == (0, gems.makespan) and not page.text("longer")
 
 
+def test_a_notebook_frames_the_whole_page(run, browser, tmp_path):
+    """As high as its content, without scroll bars, and without the paragraph of hints."""
+    path = tmp_path / "notebook.html"
+    path.write_text(f"<body style='width: 900px'>{to_html(run('v-half', 4, 8))}", encoding="utf-8")
+    browser.get(path.as_uri())
+    browser.switch_to.frame(0)
+    try:
+        page = "const page = document.documentElement; return [page.scrollHeight, page.clientHeight]"
+        needed, shown = browser.execute_script(page)
+        assert needed <= shown < needed + 60
+        assert browser.execute_script("return document.querySelector('canvas').width") > 100
+        assert browser.execute_script("return document.querySelector('body > .hint').offsetParent === null")
+    finally:
+        browser.switch_to.default_content()
+
+
 def test_pointing_at_idle_time_and_beside(run, open_page):
     page = open_page(run("1f1b", 4, 8))
     last_forward, first_backward = page.locate("0F3"), page.locate("0B0")
@@ -259,10 +276,10 @@ def test_memory_is_drawn_at_its_height_wherever_the_view_starts(run, open_page):
             assert sum(filled) == pytest.approx(18 / 1.12 * (1 if time > 3 else 0.25), abs=2.5)
 
 
-def test_sequence_pieces_are_named(run, open_page):
+def test_sequence_slices_are_named(run, open_page):
     page = open_page(run("seq1f1b", 2, 3))
     spot = page.locate("1F3")
-    assert page.point_at(spot["x"], spot["y"])[1] == "piece 1 of microbatch 1, stage 1, device 1, chunk 0"
+    assert page.point_at(spot["x"], spot["y"])[1] == "slice 1 of microbatch 1, stage 1, device 1, chunk 0"
 
 
 def test_compared_runs_share_time_and_zoom(run, open_page):

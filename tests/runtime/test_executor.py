@@ -21,7 +21,7 @@ from megatron_pipemem.schedule.registry import families  # noqa: E402
 TOY = Path(__file__).with_name("toy.py")
 DEVICES = 4
 NAMES = [
-    family.name for family in families() if not (family.simulated_only or family.asynchronous) and family.replicas == 1
+    family.name for family in families() if not (family.asynchronous or family.slices > 1) and family.replicas == 1
 ]
 CASES = [
     {"schedule": name, "microbatches": m, "forward_only": forward_only, "variable": variable}

@@ -21,7 +21,7 @@ from megatron_pipemem.schedule.core.schedule import Program  # noqa: E402
 from megatron_pipemem.schedule.lowering import lower  # noqa: E402
 from megatron_pipemem.schedule.registry import build_schedule, families  # noqa: E402
 
-FAMILIES = {family.name: family for family in families() if not family.simulated_only}
+FAMILIES = {family.name: family for family in families()}
 
 
 def sticks(program: Program, group_of: dict[tuple[int, int], int]) -> bool:

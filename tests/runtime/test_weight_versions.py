@@ -62,7 +62,7 @@ def test_a_graph_meets_the_version_of_its_forward_after_an_update():
     weights = WeightVersions(layer.parameters())
     used, input = layer.weight.detach().clone(), torch.ones(2, 3, requires_grad=True)
     actions = Action(Kind.F, 0, 0), Action(Kind.B, 0, 7), Action(Kind.B, 0, 0)
-    switch = WeightSwitch(weights, {actions[0]: 0, actions[1]: 0, actions[2]: 0}, {actions[1]: {0}})
+    switch = WeightSwitch(weights, {actions[0]: 0, actions[1]: 0, actions[2]: 0}, {actions[1]: {0}}, weights.advance)
     outputs = []
 
     def forward(each):
@@ -84,6 +84,23 @@ def test_a_graph_meets_the_version_of_its_forward_after_an_update():
     assert torch.equal(input.grad[0], used.sum(0))
     weights.show(weights.newest)
     assert not layer.weight.any()
+
+
+def test_a_version_that_an_earlier_call_has_left_is_made_just_before_it_is_used():
+    weights = WeightVersions(parameters())
+    first, second = Action(Kind.F, 0, 0), Action(Kind.F, 0, 1)
+    made = []
+
+    def catch_up():
+        weights.advance([weights.newest])
+        made.append(weights.newest)
+
+    switch = WeightSwitch(weights, {first: 0, second: 1}, {}, weights.advance, catch_up)
+    seen = []
+    handlers = switch.extend(SimpleNamespace(handlers={Kind.F: lambda each: seen.append((each.action, [*made]))}))
+    for action in (first, second, first, second):
+        handlers[Kind.F](Instruction(action, action[1:]))
+    assert seen == [(first, []), (second, [1]), (first, [1]), (second, [1])]
 
 
 def test_older_versions_survive_a_checkpoint_and_a_failed_step_leaves_none():

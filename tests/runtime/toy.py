@@ -138,7 +138,7 @@ class Runner:
     def release_output(self, output: torch.Tensor) -> None:
         output.data = torch.empty(1)
 
-    def backward(self, input, output, output_gradient):
+    def backward(self, microbatch, input, output, output_gradient):
         torch.autograd.Variable._execution_engine.run_backward(
             (output,),
             (torch.ones_like(output) if output_gradient is None else output_gradient,),

@@ -5,18 +5,19 @@ a device does one thing at a time in its order, and a forward's activations stay
 gradient. Everything is worked out on one explicit graph of all actions.
 
 Where there are several replicas of the model, "all stages" are those of one of them. Where microbatches are cut into
-sequence pieces, a node is about one piece, and attention makes pieces wait for one another: forward for the piece before,
-backward for the piece behind.
+sequence slices, a node is about one slice, and attention makes slices wait for one another: forward for the slice before,
+backward for the slice behind.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
 
 from megatron_pipemem.schedule.core.schedule import Schedule
 
-Node = tuple[str, int, int]  # letter, stage, microbatch (or piece, counted through all microbatches)
+Node = tuple[str, int, int]  # letter, stage, microbatch (or slice, counted through all microbatches)
 
 
 def check(schedule: Schedule) -> list[str]:
@@ -29,8 +30,8 @@ def disordered_weight_gradients(schedule: Schedule) -> list[str]:
     found = []
     for stage in range(schedule.num_stages):
         order = schedule.orders[schedule.placement.devices[stage]]
-        pieces = [divmod(a.microbatch, schedule.pieces) for a in order if a.stage == stage and a.kind.value in "WB"]
-        ran = [(microbatch, -piece) for microbatch, piece in pieces]
+        slices = [divmod(a.microbatch, schedule.slices) for a in order if a.stage == stage and a.kind.value in "WB"]
+        ran = [(microbatch, -part) for microbatch, part in slices]
         if ran != sorted(ran):
             found.append(f"stage {stage} accumulates the weight gradients of microbatches {ran}")
     return found
@@ -48,7 +49,7 @@ def peak(schedule: Schedule) -> list[Fraction]:
             elif kind.value in "WB":
                 held.remove((stage, microbatch))
             most = max(most, len(held))
-        highest.append(Fraction(most, _copy(schedule) * schedule.pieces))
+        highest.append(Fraction(most, _copy(schedule) * schedule.slices))
     return highest
 
 
@@ -59,7 +60,7 @@ def versions(schedule: Schedule) -> dict[Node, int]:
     for order in _nodes(schedule):
         for position, (letter, stage, unit) in enumerate(order):
             if letter == "F":
-                group = unit // schedule.pieces // every
+                group = unit // schedule.slices // every
                 made = _made(schedule, order[:position], stage)
                 version = made if delay is None else max(group - delay, 0)
                 found |= {(each, stage, unit): version for each in "FIWB" if (each, stage, unit) in order}
@@ -94,11 +95,11 @@ def versions_kept(schedule: Schedule) -> list[int]:
 
 def _made(schedule: Schedule, done: list[Node], stage: int) -> int:
     """How many updates a stage has made when its device has done these."""
-    every, pieces = schedule.updates.every, schedule.pieces
+    every, slices = schedule.updates.every, schedule.slices
     ran = sum(letter in "WB" and other == stage for letter, other, _ in done)
-    if ran == schedule.num_microbatches * pieces:
+    if ran == schedule.num_microbatches * slices:
         return -(-schedule.num_microbatches // every)  # the last group may be smaller
-    return ran // (every * pieces)
+    return ran // (every * slices)
 
 
 def makespan(schedule: Schedule, f: float, i: float, w: float, p2p: float = 0) -> float:
@@ -110,18 +111,28 @@ def makespan(schedule: Schedule, f: float, i: float, w: float, p2p: float = 0) -
         p2p: seconds between the end of a pass and its start on another device.
     """
     seconds = {"F": f, "I": i, "W": w, "B": i + w}
+    chunks = Counter(schedule.placement.devices)
+
+    def of(letter: str, stage: int, part: int) -> float:
+        share = chunks[schedule.placement.devices[stage]] / schedule.placement.replicas * schedule.slices
+        return seconds[letter] / share
+
+    return makespan_of(schedule, of, p2p)
+
+
+def makespan_of(schedule: Schedule, seconds: Callable[[str, int, int], float], p2p: float = 0) -> float:
+    """As ``makespan``, where every letter, stage and slice takes its own ``seconds``, B too."""
     before = _graph(schedule)
     device_of = {node: device for device, order in enumerate(_nodes(schedule)) for node in order}
-    chunks = Counter(schedule.placement.devices)
     end: dict[Node, float] = {}
     start: dict[Node, float] = {}
     for node in _topological(before):
         device = device_of[node]
-        link = p2p / schedule.pieces
+        link = p2p / schedule.slices
         arrivals = [end[other] + (link if device_of[other] != device else 0) for other in before[node]]
         start[node] = max(arrivals, default=0)
-        share = chunks[device] / schedule.placement.replicas * schedule.pieces
-        end[node] = start[node] + seconds[node[0]] / share
+        letter, stage, unit = node
+        end[node] = start[node] + seconds(letter, stage, unit % schedule.slices)
     return max(end.values()) - min(start.values())
 
 
@@ -143,7 +154,7 @@ def _misplaced(schedule: Schedule) -> list[str]:
                 found.append(f"{name} on device {device} is no compute action")
             elif not 0 <= stage < schedule.num_stages or schedule.placement.devices[stage] != device:
                 found.append(f"{name} does not belong on device {device}")
-            elif microbatch is None or not 0 <= microbatch < schedule.num_microbatches * schedule.pieces:
+            elif microbatch is None or not 0 <= microbatch < schedule.num_microbatches * schedule.slices:
                 found.append(f"{name} is of no microbatch of the step")
     return found
 
@@ -152,7 +163,7 @@ def _incomplete(schedule: Schedule) -> list[str]:
     count = Counter(node for order in _nodes(schedule) for node in order)
     size, found = _copy(schedule), []
     for microbatch in range(schedule.num_microbatches):
-        units = range(microbatch * schedule.pieces, (microbatch + 1) * schedule.pieces)
+        units = range(microbatch * schedule.slices, (microbatch + 1) * schedule.slices)
         ran = [
             ["".join(letter * count[letter, stage, unit] for letter in "FIWB") for stage in stages for unit in units]
             for stages in (range(first, first + size) for first in range(0, schedule.num_stages, size))
@@ -167,7 +178,7 @@ def _graph(schedule: Schedule) -> dict[Node, list[Node]]:
     """For every action of a complete schedule, all that must end before it starts."""
     orders = _nodes(schedule)
     exists = {node for order in orders for node in order}
-    size, pieces = _copy(schedule), schedule.pieces
+    size, slices = _copy(schedule), schedule.slices
     before: dict[Node, list[Node]] = {node: [] for node in exists}
     for order in orders:
         for earlier, later in zip(order, order[1:], strict=False):
@@ -176,12 +187,12 @@ def _graph(schedule: Schedule) -> dict[Node, list[Node]]:
         needed = before[letter, stage, microbatch]
         if letter == "F" and stage % size > 0:
             needed.append(("F", stage - 1, microbatch))
-        if letter == "F" and microbatch % pieces > 0:
+        if letter == "F" and microbatch % slices > 0:
             needed.append(("F", stage, microbatch - 1))
         if letter in ("I", "B"):
             needed.append(("F", stage, microbatch))
             neighbours = [(stage + 1, microbatch)] if stage % size < size - 1 else []
-            neighbours += [(stage, microbatch + 1)] if microbatch % pieces < pieces - 1 else []
+            neighbours += [(stage, microbatch + 1)] if microbatch % slices < slices - 1 else []
             needed += [("I" if ("I", *other) in exists else "B", *other) for other in neighbours]
         if letter == "W":
             needed.append(("I", stage, microbatch))

@@ -18,9 +18,7 @@ from megatron_pipemem.schedule.registry import build_schedule, families
 FAMILIES = {family.name: family for family in families() if not family.offloads}
 # Asynchronous ones run window by window: test_windows.py.
 EXECUTED = {
-    name: each
-    for name, each in FAMILIES.items()
-    if not (each.simulated_only or each.asynchronous) and each.replicas == 1
+    name: each for name, each in FAMILIES.items() if not (each.slices > 1 or each.asynchronous) and each.replicas == 1
 }
 
 
@@ -48,18 +46,18 @@ def placements(draw: st.DrawFn, max_devices: int = 4, max_stages: int = 7, max_r
 
 @st.composite
 def random_schedules(
-    draw: st.DrawFn, max_microbatches: int = 5, max_replicas: int = 1, max_pieces: int = 1
+    draw: st.DrawFn, max_microbatches: int = 5, max_replicas: int = 1, max_slices: int = 1
 ) -> Schedule:
     """A random run of a random placement: some backwards split and some fused, in any order that works."""
     placement = draw(placements(max_replicas=max_replicas))
     num_stages, num_microbatches = placement.num_stages, draw(st.integers(1, max_microbatches))
-    pieces, size = draw(st.integers(1, max_pieces)), num_stages // placement.replicas
-    # What a replica runs forward, and what backward, as (microbatch, piece).
+    slices, size = draw(st.integers(1, max_slices)), num_stages // placement.replicas
+    # What a replica runs forward, and what backward, as (microbatch, slice).
     there: list[list[tuple[int, int]]] = [[] for _ in range(placement.replicas)]
     for microbatch in range(num_microbatches):
-        there[draw(st.integers(0, placement.replicas - 1))] += [(microbatch, piece) for piece in range(pieces)]
+        there[draw(st.integers(0, placement.replicas - 1))] += [(microbatch, part) for part in range(slices)]
     back = [sorted(units, key=lambda unit: (unit[0], -unit[1])) for units in there]
-    cells = num_stages * num_microbatches * pieces
+    cells = num_stages * num_microbatches * slices
     fused = draw(st.lists(st.booleans(), min_size=cells, max_size=cells))
     forwards, inputs, weights = ([0] * num_stages for _ in range(3))
     orders: list[list[Action]] = [[] for _ in range(placement.num_devices)]
@@ -67,11 +65,11 @@ def random_schedules(
         ready = []
         for stage in range(num_stages):
             f, i, w = forwards[stage], inputs[stage], weights[stage]
-            going, coming = ([k * pieces + j for k, j in units[stage // size]] for units in (there, back))
+            going, coming = ([k * slices + j for k, j in units[stage // size]] for units in (there, back))
             if f < len(going) and (stage % size == 0 or forwards[stage - 1] > f):
                 ready.append(Action(Kind.F, stage, going[f]))
             if i < len(coming) and coming[i] in going[:f] and (stage % size == size - 1 or inputs[stage + 1] > i):
-                if not fused[stage * num_microbatches * pieces + i]:
+                if not fused[stage * num_microbatches * slices + i]:
                     ready.append(Action(Kind.I, stage, coming[i]))
                 elif w == i:
                     ready.append(Action(Kind.B, stage, coming[i]))
@@ -84,15 +82,18 @@ def random_schedules(
         inputs[action.stage] += action.kind in (Kind.I, Kind.B)
         weights[action.stage] += action.kind in (Kind.W, Kind.B)
         orders[placement.devices[action.stage]].append(action)
-    return Schedule("random", placement, num_microbatches, tuple(map(tuple, orders)), pieces)
+    return Schedule("random", placement, num_microbatches, tuple(map(tuple, orders)), slices)
 
 
 @st.composite
 def family_schedules(draw: st.DrawFn, max_devices: int = 4, max_microbatches: int = 6) -> Schedule:
-    """A schedule of any registered family."""
+    """A schedule of any registered family, of sequence slices too where it takes them."""
     name = draw(st.sampled_from(sorted(FAMILIES)))
     num_devices, num_microbatches = draw(st.sampled_from(_shapes(name, max_devices, max_microbatches)))
-    return build_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches)
+    options = {}
+    if "slices" in FAMILIES[name].options:
+        options["slices"] = draw(st.integers(1, 3)) * (num_devices if name == "slimpipe" else 1)
+    return build_schedule(name, num_devices=num_devices, num_microbatches=num_microbatches, **options)
 
 
 @cache

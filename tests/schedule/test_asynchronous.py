@@ -84,7 +84,7 @@ def test_no_flush_between_updates(name: str) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    random_schedules(max_microbatches=6, max_pieces=2),
+    random_schedules(max_microbatches=6, max_slices=2),
     st.integers(1, 3),
     st.integers(1, 3),
     st.none() | st.integers(0, 3),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.families import blocks
 from megatron_pipemem.schedule.families.blocks import Block, build, extend, reorder, repeat, squeeze
@@ -109,15 +110,18 @@ def test_squeeze_numbers_microbatches_and_assigns_weight_gradients() -> None:
 
 
 @pytest.mark.parametrize("name", ["v-half", "v-min", "1f1b-v"])
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8, 9, 12])
+@pytest.mark.parametrize(("p", "n"), [*((p, 1) for p in (1, 2, 3, 4, 5, 8, 9, 12)), (2, 3), (3, 5), (4, 2), (8, 3)])
 def test_long_steps_are_what_reordering_them_whole_would_give(
-    name: str, p: int, monkeypatch: pytest.MonkeyPatch
+    name: str, p: int, n: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = (3 * p + 4, 4 * p + 1, 7 * p + 3)
-    extended = [build_schedule(name, num_devices=p, num_microbatches=m) for m in sizes]
+    def built() -> list[Schedule]:
+        sizes = (3 * p + 4, 4 * p + 1, 7 * p + 3)
+        return [build_schedule(name, num_devices=p, num_microbatches=m, slices=n) for m in sizes]
+
+    extended = built()
     monkeypatch.setattr(blocks, "extend", lambda timetable, interval, num_microbatches: timetable)
     monkeypatch.setattr(Block, "length", 10**6)
-    assert [build_schedule(name, num_devices=p, num_microbatches=m) for m in sizes] == extended
+    assert built() == extended
 
 
 def test_extend_by_nothing_changes_nothing() -> None:
@@ -151,14 +155,14 @@ def test_any_block_makes_a_correct_schedule(p: int, m: int, hop: int, turn: int,
 @pytest.mark.parametrize("p", [3, 4, 6, 9, 16])
 def test_reordering_never_costs_time(name: str, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
     reordered = simulate(build_schedule(name, num_devices=p, num_microbatches=3 * p)).makespan
-    monkeypatch.setattr(blocks, "reorder", lambda timetable, placement, peak, steady: timetable)
+    monkeypatch.setattr(blocks, "reorder", lambda timetable, *_, **__: timetable)
     assert reordered <= simulate(build_schedule(name, num_devices=p, num_microbatches=3 * p)).makespan
 
 
 @pytest.mark.parametrize(("p", "bubble"), [(4, 12), (6, 19), (8, 26), (16, 54)])
 def test_v_half_without_reordering(p: int, bubble: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Repeat and squeeze alone give 7p/2 - 2 for even p."""
-    monkeypatch.setattr(blocks, "reorder", lambda timetable, placement, peak, steady: timetable)
+    monkeypatch.setattr(blocks, "reorder", lambda timetable, *_, **__: timetable)
     schedule = build_schedule("v-half", num_devices=p, num_microbatches=3 * p)
     assert oracle.makespan(schedule, 2, 2, 2) - 18 * p == bubble
 

@@ -19,7 +19,7 @@ ROW = "0F0,0B0\n"
     [
         ("1f1b", "0F0,0F1,0B0,0B1"),
         ("gems", "# replicas=2 devices=0-1-1-0"),
-        ("seq1f1b", "# pieces=2"),
+        ("seq1f1b", "# slices=2"),
         ("pipedream", "# update_every=1 versions_kept=2"),
         ("pipedream-2bw", "# update_every=2 versions_kept=2 update_delay=1"),
     ],
@@ -30,6 +30,11 @@ def test_only_what_needs_a_line_gets_one(name: str, line: str) -> None:
     assert text.splitlines()[0] == line
     assert Schedule.from_csv(text, name=name) == schedule
     assert Schedule.from_csv("\ufeff" + text.replace("\n", "\r\n").replace(line, f" {line},,"), name=name) == schedule
+
+
+def test_earlier_versions_called_slices_pieces() -> None:
+    schedule = build_schedule("seq1f1b", num_devices=2, num_microbatches=2)
+    assert Schedule.from_csv(schedule.to_csv().replace("# slices=", "# pieces="), name="seq1f1b") == schedule
 
 
 def test_a_replica_without_microbatches_has_its_devices() -> None:
@@ -48,7 +53,7 @@ def test_the_hash_tells_what_the_actions_do_not() -> None:
     others = [
         replace(schedule, updates=WeightUpdates(1, 2)),
         replace(schedule, updates=WeightUpdates(1, 2, 1)),
-        replace(schedule, pieces=2, num_microbatches=1),
+        replace(schedule, slices=2, num_microbatches=1),
     ]
     assert len({each.digest for each in (schedule, *others)}) == 4
 
@@ -57,11 +62,11 @@ def test_the_hash_tells_what_the_actions_do_not() -> None:
     ("text", "line", "message"),
     [
         ("# replica=2\n" + ROW, 1, "'replica=2' is no setting; write name=number, as in replicas=2"),
-        (ROW + "# pieces=0\n", 2, "'pieces=0' is no setting"),
-        ("# pieces=2-3\n" + ROW, 1, "'pieces=2-3' is no setting"),
-        ("# pieces\n" + ROW, 1, "'pieces' is no setting"),
+        (ROW + "# slices=0\n", 2, "'slices=0' is no setting"),
+        ("# slices=2-3\n" + ROW, 1, "'slices=2-3' is no setting"),
+        ("# slices\n" + ROW, 1, "'slices' is no setting"),
         ("# made by me\n" + ROW, 1, "'made' is no setting"),
-        ("# pieces=2\n\n# replicas=2\n" + ROW, 3, "a line that starts with # already; join the two"),
+        ("# slices=2\n\n# replicas=2\n" + ROW, 3, "a line that starts with # already; join the two"),
         ("# update_every=2\n" + ROW, 1, "weight updates need versions_kept too; add it"),
         ("# versions_kept=2 update_delay=1\n" + ROW, 1, "weight updates need update_every too; add it"),
         ("# replicas=2 devices=0-1-1\n" + ROW, 1, "devices names the device of every stage"),

@@ -27,7 +27,7 @@ CHANNEL = replace(Costs(), channel=Channel.of_ratio(0.3, Costs()))
 
 def variants(schedule: Schedule) -> list[Schedule]:
     found = [schedule, schedule.forward_only()]
-    if schedule.offloads or schedule.placement.replicas > 1 or schedule.simulated_only:
+    if schedule.offloads or schedule.placement.replicas > 1 or schedule.slices > 1 or schedule.updates:
         return found
     kinds = (Kind.R, Kind.RS)
     found += [with_recompute(schedule, dict.fromkeys(range(schedule.num_stages), kind)) for kind in kinds]
@@ -37,7 +37,7 @@ def variants(schedule: Schedule) -> list[Schedule]:
 
 def same(read: Schedule, written: Schedule) -> bool:
     parts = [(s.orders, s.placement.devices, s.placement.replicas, s.num_microbatches) for s in (read, written)]
-    more = [(s.pieces, s.updates, s.vocabulary_barriers, s.digest, s.to_csv()) for s in (read, written)]
+    more = [(s.slices, s.updates, s.vocabulary_barriers, s.digest, s.to_csv()) for s in (read, written)]
     return parts[0] == parts[1] and more[0] == more[1]
 
 
@@ -79,7 +79,7 @@ HEADERS = [
     "# replicas=2 devices=0-1-1-0\n",
     "# devices=0-1 idle=0\n",
     "# vocabulary=1\n",
-    "# pieces=2\n",
+    "# slices=2\n",
 ]
 
 
@@ -133,9 +133,9 @@ def test_a_device_that_runs_nothing_has_no_line() -> None:
         ("0F0\x0c,1F0\x850B0\n", r"line 1, column 2: '1F0\\x850B0' is not an action"),
         (f"0F{'1' * 5000}\n", r"line 1, column 1: '0F1{38}\.\.\.': stage and microbatch have 9 digits at most"),
         (f"0F0\n{'2' * 5000}B0\n", "line 2, column 1: '2+...': stage and microbatch have 9 digits"),
-        (f"# pieces={'3' * 5000}\n0F0\n", r"line 1: 'pieces=3{33}\.\.\.' is no setting"),
+        (f"# slices={'3' * 5000}\n0F0\n", r"line 1: 'slices=3{33}\.\.\.' is no setting"),
         ("0F\u0663\n", "is not an action"),
-        ("# pieces=\u0663\n0F0\n", "is no setting"),
+        ("# slices=\u0663\n0F0\n", "is no setting"),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_one_short_line(text: str, message: str) -> None:

@@ -16,6 +16,7 @@ import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from promises import assert_bubble_as_promised, assert_peak_as_promised, letters
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.action import Action, Kind
@@ -29,22 +30,6 @@ from megatron_pipemem.schedule.registry import build_schedule, families, family,
 SYNCHRONOUS = (*synchronous_families(),)
 NAMES = [each.name for each in SYNCHRONOUS]
 OFFLOADING = [each.name for each in families() if each.offloads]
-
-
-def letters(schedule: Schedule, f: int = 1, i: int = 1, w: int = 1) -> dict[str, Fraction]:
-    """What the closed forms of a family are called with, exactly."""
-    placement = schedule.placement
-    chunks = placement.num_chunks // placement.replicas
-    values = {"p": placement.num_devices, "m": schedule.num_microbatches, "v": chunks, "n": schedule.pieces}
-    return {name: Fraction(value) for name, value in (values | {"f": f, "i": i, "w": w, "b": i + w}).items()}
-
-
-def assert_peak_as_promised(family: Family, schedule: Schedule, peak: float | Fraction) -> None:
-    if isinstance(family.peak, Formula):
-        promised = family.peak.compute(**letters(schedule))
-        assert peak <= promised * (1 + 1e-9)
-        if schedule.num_microbatches >= 2 * schedule.num_devices and not family.peak.at_most:
-            assert peak == pytest.approx(float(promised))
 
 
 def bubble(name: str, p: int) -> int:
@@ -138,13 +123,7 @@ def test_bubble_is_the_closed_form(family: Family, p: int) -> None:
         pytest.skip("planning takes long")
     for m in {2 * p, (p + 1) // 2 * 4}:  # groups of p, or of half of that
         schedule = build_or_skip(family, p, m)
-        v = schedule.placement.num_chunks // schedule.placement.replicas
-        promised = family.bubble.compute(**letters(schedule, v, v, v))
-        timeline = simulate(schedule, Costs(v, v, v))
-        found = timeline.makespan - timeline.ideal
-        if promised is not None:
-            assert found <= promised + 1e-9
-            assert family.bubble.at_most or found == pytest.approx(float(promised))
+        assert_bubble_as_promised(family, schedule)
 
 
 @pytest.mark.parametrize("name", ["v-half", "v-min"])

@@ -71,12 +71,12 @@ def test_imports_point_one_way(part, may_import):
 
 
 def test_the_package_requires_what_the_command_line_imports():
-    """All but torch, which comes with an extra, and without which most commands work."""
+    """All but torch, which comes with an extra, and without which most commands work, and what notebooks bring."""
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     installed = {requirement.split(">=")[0] for requirement in project["dependencies"]}
     parts = ("cli", "config", "launch", "planner", "report", "schedule")
     names = {name.split(".")[0] for source in SOURCES if part_of(source) in parts for name in imported(source)}
-    others = names - set(sys.stdlib_module_names) - {"megatron_pipemem", "torch"}
+    others = names - set(sys.stdlib_module_names) - {"megatron_pipemem", "torch", "pandas", "IPython"}
     assert {{"yaml": "pyyaml"}.get(name, name) for name in others} == installed
 
 

@@ -92,7 +92,7 @@ def test_every_family_lowers(name, num_devices, num_microbatches):
 
 
 @settings(max_examples=150, deadline=None)
-@given(random_schedules() | random_schedules(max_replicas=2, max_pieces=2))
+@given(random_schedules() | random_schedules(max_replicas=2, max_slices=2))
 def test_any_valid_schedule_lowers(schedule):
     """Custom placements, mixed splitting, any order: what validates as a schedule validates as a program."""
     validate(schedule)

@@ -50,14 +50,14 @@ def any_weights(draw: st.DrawFn, num_microbatches: int) -> MicrobatchWeights:
 
 def agree(schedule: Schedule, weights: MicrobatchWeights) -> Timeline:
     """Simulate a schedule, and compare every span and every peak with the oracle's."""
-    placement, pieces = schedule.placement, schedule.pieces
-    chunks = [len(placement.stages[device]) / placement.replicas * pieces for device in placement.devices]
+    placement, slices = schedule.placement, schedule.slices
+    chunks = [len(placement.stages[device]) / placement.replicas * slices for device in placement.devices]
     layers = {"F": 1.0, "I": 1.25, "W": 0.5, "R": 1.0, "RS": 0.05}
     tokens = weights.memory or (1.0,) * len(weights)
 
     def seconds(event: Event) -> float:
         kind, stage, unit = event
-        k = unit // pieces
+        k = unit // slices
         own = {name: each[k] for name, each in weights.kinds.items()}
         if kind == "B" and "B" not in own:
             return seconds(("I", stage, unit)) + seconds(("W", stage, unit))
@@ -75,8 +75,8 @@ def agree(schedule: Schedule, weights: MicrobatchWeights) -> Timeline:
     played = play(
         schedule,
         seconds,
-        lambda unit: MESSAGE / pieces * tokens[unit // pieces],
-        lambda unit: tokens[unit // pieces] / pieces / placement.model_stages,
+        lambda unit: MESSAGE / slices * tokens[unit // slices],
+        lambda unit: tokens[unit // slices] / slices / placement.model_stages,
         dropped=SELECTIVE_BYTES,
     )
     vocabulary = VocabularyCosts(0.5, 0.25, 0.1, 0.2, 0.05, COLLECTIVE) if schedule.vocabulary_barriers else None
@@ -92,7 +92,7 @@ def agree(schedule: Schedule, weights: MicrobatchWeights) -> Timeline:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_schedule_and_weights_as_the_oracle_plays_them(data: st.DataObject) -> None:
-    some = family_schedules() | random_schedules(max_replicas=2, max_pieces=3)
+    some = family_schedules() | random_schedules(max_replicas=2, max_slices=3)
     schedule = data.draw(some)
     agree(schedule, data.draw(any_weights(schedule.num_microbatches)))
 
@@ -256,7 +256,7 @@ def test_who_takes_equal_microbatches_only_says_so(tmp_path: Path) -> None:
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_copies_to_the_host_are_planned_for_what_microbatches_hold(data: st.DataObject) -> None:
-    base = data.draw(random_schedules(max_pieces=2))
+    base = data.draw(random_schedules(max_slices=2))
     some = st.lists(st.floats(0.01, 9), min_size=base.num_microbatches, max_size=base.num_microbatches)
     weights = MicrobatchWeights(data.draw(some), data.draw(some), {Kind.OFFLOAD: data.draw(some)})
     costs = Costs(1, 1.25, 0.5, 0.25, channel=Channel(data.draw(st.sampled_from([0, 0.5, 2]))), microbatch=weights)

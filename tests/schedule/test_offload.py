@@ -310,7 +310,7 @@ def test_search_is_never_slower_than_a_family_that_fits_the_cap(p, m, ratio, cap
     found = search_offload(p, m, costs, cap, effort=0, max_chunks=4)
     compared = 0
     for family in families():
-        if family.simulated_only or family.asynchronous or family.replicas > 1:
+        if family.slices > 1 or family.asynchronous or family.replicas > 1:
             continue
         try:
             schedule = build_schedule(family.name, num_devices=p, num_microbatches=m, costs=costs)

@@ -80,7 +80,7 @@ def test_counts_must_be_whole_and_positive(what: str, count: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "allowed"), [("1f1b", "none"), ("v-half", "none"), ("interleaved", "chunks, group_size")]
+    ("name", "allowed"), [("1f1b", "none"), ("v-half", "slices"), ("interleaved", "chunks, group_size, slices")]
 )
 def test_unknown_options_name_the_allowed_ones(name: str, allowed: str) -> None:
     with pytest.raises(UnsupportedError, match=f"'{name}' has no option 'colour'; its options: {allowed}"):
@@ -258,9 +258,9 @@ def test_an_installed_package_may_register_its_family_itself(ask, tmp_path: Path
 
 def test_what_is_not_declared_is_found_out() -> None:
     chosen = Family("mine", family("dualpipe").build, "dual", "1", "0", "a test")
-    names = ("placement", "splits_backward", "chunks", "asynchronous", "simulated_only", "offloads", "replicas")
-    assert [getattr(chosen, name) for name in names] == ["bidirectional", True, 2, False, "", False, 2]
-    assert Family("mine", family("seq1f1b").build, "cut", "1", "0", "a test").simulated_only
+    names = ("placement", "splits_backward", "chunks", "asynchronous", "slices", "offloads", "replicas")
+    assert [getattr(chosen, name) for name in names] == ["bidirectional", True, 2, False, 1, False, 2]
+    assert Family("mine", family("seq1f1b").build, "cut", "1", "0", "a test").slices == 2
     assert Family("mine", family("po-h").build, "away", "1", "0", "a test").offloads
     assert Family("mine", family("pipedream").build, "late", "1", "0", "a test").asynchronous
 
@@ -275,7 +275,7 @@ def test_what_is_not_declared_is_found_out() -> None:
         ("po-h", {"offloads": False}, "offloads=True"),
         ("gems", {"replicas": 1}, "replicas=2"),
         ("pipedream", {"asynchronous": False}, "asynchronous=True"),
-        ("seq1f1b", {"simulated_only": ""}, "simulated_only='attention would"),
+        ("seq1f1b", {"slices": 1}, "slices=2"),
     ],
 )
 def test_what_is_declared_must_be_true(build: str, declared: dict[str, object], found: str) -> None:

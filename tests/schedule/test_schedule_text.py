@@ -78,14 +78,14 @@ def test_reduce_grad_takes_no_microbatch():
 
 
 @settings(max_examples=200, deadline=None)
-@given(random_schedules() | random_schedules(max_replicas=2, max_pieces=3) | family_schedules())
+@given(random_schedules() | random_schedules(max_replicas=2, max_slices=3) | family_schedules())
 def test_csv_round_trip(schedule):
     for original in (schedule, schedule.forward_only()):
         read = Schedule.from_csv(original.to_csv())
         assert read.orders == original.orders
         assert read.placement.devices == original.placement.devices
         assert read.num_microbatches == original.num_microbatches
-        assert (read.placement.replicas, read.pieces) == (original.placement.replicas, original.pieces)
+        assert (read.placement.replicas, read.slices) == (original.placement.replicas, original.slices)
         assert read.updates == original.updates
         assert read.digest == original.digest
         assert read.to_csv() == original.to_csv()

@@ -1,4 +1,4 @@
-"""Pieces of sequences: order, peaks, bubble, and what pieces ask of one another."""
+"""Slices of sequences: order, peaks, bubble, and what slices ask of one another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_pipemem.schedule.registry import build_schedule
 
 
 def build(p: int, m: int, n: int) -> Schedule:
-    return build_schedule("seq1f1b", num_devices=p, num_microbatches=m, pieces=n)
+    return build_schedule("seq1f1b", num_devices=p, num_microbatches=m, slices=n)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
@@ -38,7 +38,7 @@ def test_every_number_of_microbatches(p: int, n: int) -> None:
 
 
 def test_order_on_the_last_device() -> None:
-    """Two microbatches of two pieces: 0 and 1, 2 and 3."""
+    """Two microbatches of two slices: 0 and 1, 2 and 3."""
     assert [" ".join(map(str, order)) for order in build(2, 2, 2).orders] == [
         "0F0 0F1 0F2 0B1 0F3 0B0 0B3 0B2",
         "1F0 1F1 1B1 1F2 1B0 1F3 1B3 1B2",
@@ -46,22 +46,22 @@ def test_order_on_the_last_device() -> None:
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (4, 2), (4, 9), (8, 16)])
-def test_one_piece_is_1f1b(p: int, m: int) -> None:
+def test_one_slice_is_1f1b(p: int, m: int) -> None:
     schedule = build(p, m, 1)
     assert schedule.orders == build_schedule("1f1b", num_devices=p, num_microbatches=m).orders
-    assert schedule.pieces == 1
+    assert schedule.slices == 1
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 16), (8, 3)])
-def test_bubble_and_peak_shrink_with_the_pieces(p: int, m: int, n: int) -> None:
+def test_bubble_and_peak_shrink_with_the_slices(p: int, m: int, n: int) -> None:
     timeline = simulate(build(p, m, n))
     assert timeline.ideal == 3 * m
     assert timeline.makespan == pytest.approx(3 * m + 3 * (p - 1) / n)
     assert timeline.peak == pytest.approx(min(p - 1 + n, m * n) / (n * p))
 
 
-def test_a_piece_costs_its_part_of_everything() -> None:
+def test_a_slice_costs_its_part_of_everything() -> None:
     schedule = build(2, 1, 2)
     bytes_of = Costs(4, 2, 2, p2p=1, memory={Kind.F: 100, Kind.B: -100})
     timeline = simulate(schedule, bytes_of)
@@ -82,23 +82,23 @@ def test_a_piece_costs_its_part_of_everything() -> None:
         ("0F0,0F1,0B0,0B1", "action 0B0: needs 0B1, which comes later, at position 3"),
         ("0F0,0I0,0F1,0I1,0W0,0W1", "action 0I0: needs 0I1, which comes later, at position 3"),
         ("0F0,0B0,0F1,0B1", "action 0B0: needs 0B1, which comes later, at position 3"),
-        ("0F0,0F1,0I1,0I0,0W0,0W1", "order, pieces from the last to the first; move it before 0W0"),
-        ("0F0,0F1,0B1,0B0,0F2", "action 0F2: needs piece 2, but the step has pieces 0 to 1"),
+        ("0F0,0F1,0I1,0I0,0W0,0W1", "order, slices from the last to the first; move it before 0W0"),
+        ("0F0,0F1,0B1,0B0,0F2", "action 0F2: needs slice 2, but the step has slices 0 to 1"),
         ("0F0,0F1,0B1", "action 0F0: has no backward; add 0B0"),
     ],
 )
-def test_pieces_wait_for_one_another(csv: str, message: str) -> None:
-    schedule = replace(Schedule.from_csv(f"# pieces=2\n{csv}\n"), num_microbatches=1)
+def test_slices_wait_for_one_another(csv: str, message: str) -> None:
+    schedule = replace(Schedule.from_csv(f"# slices=2\n{csv}\n"), num_microbatches=1)
     with pytest.raises(ScheduleError, match=message):
         validate(schedule)
     assert oracle.check(schedule) or oracle.disordered_weight_gradients(schedule)
 
 
-def test_pieces_may_split_their_backwards() -> None:
-    validate(Schedule.from_csv("# pieces=2\n0F0,0F1,0I1,0I0,0W1,0W0\n"))
+def test_slices_may_split_their_backwards() -> None:
+    validate(Schedule.from_csv("# slices=2\n0F0,0F1,0I1,0I0,0W1,0W0\n"))
 
 
-@pytest.mark.parametrize("pieces", [0, "2", 1.5, True])
-def test_pieces_are_whole_numbers(pieces: object) -> None:
-    with pytest.raises(UnsupportedError, match="pieces must be a whole number of at least 1, not"):
-        build_schedule("seq1f1b", num_devices=2, num_microbatches=2, pieces=pieces)
+@pytest.mark.parametrize("slices", [0, "2", 1.5, True])
+def test_slices_are_whole_numbers(slices: object) -> None:
+    with pytest.raises(UnsupportedError, match="slices must be a whole number of at least 1, not"):
+        build_schedule("seq1f1b", num_devices=2, num_microbatches=2, slices=slices)

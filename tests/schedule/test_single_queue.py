@@ -71,7 +71,7 @@ def test_what_hangs_there_otherwise(name: str, p: int, m: int, options: dict[str
 
 
 @settings(max_examples=40, deadline=None)
-@given(random_schedules(max_replicas=2, max_pieces=2), st.sampled_from([Costs(), UNEQUAL, Costs(0, 1, 0)]))
+@given(random_schedules(max_replicas=2, max_slices=2), st.sampled_from([Costs(), UNEQUAL, Costs(0, 1, 0)]))
 def test_any_schedule_gets_through_single_queues(schedule: Schedule, costs: Costs) -> None:
     proved(schedule, costs)
     proved(schedule.forward_only(), costs)

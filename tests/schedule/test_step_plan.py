@@ -88,7 +88,7 @@ def test_any_plan_is_valid_within_its_cap_and_never_slower(data):
 @given(st.data())
 def test_many_orders_run_as_each_of_them_is_simulated(data):
     base = built(data.draw(st.sampled_from(SYNCHRONOUS)), data.draw(st.integers(1, 4)), data.draw(st.integers(1, 6)))
-    if data.draw(st.booleans()) and base.placement.replicas == base.pieces == 1:
+    if data.draw(st.booleans()) and base.placement.replicas == base.slices == 1:
         base = (
             with_recompute(base, dict.fromkeys(range(base.num_devices), Kind.R))
             if data.draw(st.booleans())

@@ -25,9 +25,9 @@ Orders = tuple[Order, ...]
 ACTION = re.compile(rf"\d+(?:{'|'.join(Kind)})\d*")
 # What is wrong with an action on its own account, where no other action is unmet.
 IDLE = re.compile(
-    r"needs (stage|microbatch|piece) (-?\d+|None),|uses weight version \d+"
+    r"needs (stage|microbatch|slice) (-?\d+|None),|uses weight version \d+"
     r"|no action here|is missing;|stands already at position \d+ of device \d+;"
-    r"|has no weight gradients|is not a compute action"
+    r"|has no weight gradients|is not a compute action|no backward uses what it prepares"
 )
 MEND = re.compile(r"\b(add|remove|move|renumber|keep|make|lower|receive)\b")
 
@@ -106,12 +106,12 @@ def mutants(draw: st.DrawFn, orders: Orders) -> Orders:
 
 def in_microbatch_order(schedule: Schedule) -> bool:
     """Whether forwards, input gradients and weight gradients of every stage run in the order of the microbatches, the
-    sequence pieces of one microbatch the other way round when they run backward."""
+    sequence slices of one microbatch the other way round when they run backward."""
     for order in schedule.orders:
         for stage in range(schedule.num_stages):
             for letters, sign in (("F", 1), ("IB", -1), ("WB", -1)):
                 units = [a.microbatch for a in order if a.stage == stage and a.kind.value in letters]
-                ran = [(unit // schedule.pieces, sign * (unit % schedule.pieces)) for unit in units]
+                ran = [(unit // schedule.slices, sign * (unit % schedule.slices)) for unit in units]
                 if ran != sorted(ran):
                     return False
     return True
@@ -124,11 +124,11 @@ def oracle_accepts(schedule: Schedule) -> bool:
         orders = tuple(
             order
             + tuple(
-                Action(Kind.B, s, k * schedule.pieces + j)
+                Action(Kind.B, s, k * schedule.slices + j)
                 for s in reversed(stages)
                 for k in range(schedule.num_microbatches)
-                for j in reversed(range(schedule.pieces))
-                if Action(Kind.F, s, k * schedule.pieces + j) in order
+                for j in reversed(range(schedule.slices))
+                if Action(Kind.F, s, k * schedule.slices + j) in order
             )
             for order, stages in zip(orders, schedule.placement.stages, strict=True)
         )
@@ -141,7 +141,7 @@ def oracle_accepts(schedule: Schedule) -> bool:
 
 
 @settings(max_examples=150, deadline=None)
-@given(random_schedules() | random_schedules(max_replicas=2, max_pieces=3))
+@given(random_schedules() | random_schedules(max_replicas=2, max_slices=3))
 def test_random_valid_schedules_are_accepted(schedule):
     assert oracle_accepts(schedule)
     validate(schedule)
@@ -165,7 +165,7 @@ def test_families_are_accepted(name, num_devices, num_microbatches):
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_every_mutant_is_caught_or_valid(data):
-    schedule = data.draw(family_schedules() | random_schedules() | random_schedules(max_replicas=2, max_pieces=2))
+    schedule = data.draw(family_schedules() | random_schedules() | random_schedules(max_replicas=2, max_slices=2))
     if data.draw(st.booleans()) and data.draw(st.booleans()):
         schedule = schedule.forward_only()
     mutant = replace(schedule, orders=data.draw(mutants(schedule.orders)))

@@ -30,6 +30,7 @@ def play(
     size: Callable[[int], float],
     kept: float = 0.0,
     dropped: float = 0.0,
+    changes: Callable[[Event], float] | None = None,
 ) -> Played:
     """Run it.
 
@@ -40,6 +41,7 @@ def play(
         size: what a stage's forward of a microbatch holds.
         kept: the part of that which a forward followed by R keeps.
         dropped: the part which a forward followed by RS leaves out.
+        changes: in place of all this: by how much a pass changes what its device holds, in no round trip.
     """
     rows = [[(a.kind.value, a.stage, a.microbatch) for a in order] for order in schedule.orders]
     exists = {event for row in rows for event in row}
@@ -95,7 +97,9 @@ def play(
             del (held if kind == "WAIT_OFFLOAD" else host)[device][key]
         else:
             stop = end[event] = start + seconds(event)
-            if kind == "F":
+            if changes is not None:
+                held[device][key] = held[device].get(key, 0.0) + changes(event)
+            elif kind == "F":
                 left = {"R": kept, "RS": 1 - dropped}.get(again.get(stage, ""), 1.0)
                 held[device][key] = size(unit) * left
             elif kind in ("R", "RS"):
@@ -116,13 +120,13 @@ def _needed(event: Event, schedule: Schedule, exists: set[Event]) -> list[Event]
     if schedule.vocabulary_barriers:
         computed, collected = vocabulary_oracle.inputs(event, schedule, exists)
         return [*computed, *((each, -1, k) for each, k in collected)]
-    size, pieces = schedule.num_stages // schedule.placement.replicas, schedule.pieces
+    size, slices = schedule.num_stages // schedule.placement.replicas, schedule.slices
     if kind == "F":
         first = [("F", stage - 1, unit)] if stage % size else []
-        return first + ([("F", stage, unit - 1)] if unit % pieces else [])
+        return first + ([("F", stage, unit - 1)] if unit % slices else [])
     if kind in ("I", "B"):
         after = [(stage + 1, unit)] if stage % size < size - 1 else []
-        after += [(stage, unit + 1)] if unit % pieces < pieces - 1 else []
+        after += [(stage, unit + 1)] if unit % slices < slices - 1 else []
         return [("I" if ("I", *each) in exists else "B", *each) for each in after]
     return []
 
@@ -138,6 +142,7 @@ class Tiny(NamedTuple):
         caps: the most every device may hold after any action; ``None`` is no limit.
         m: microbatches.
         splits: whether orders may have I and W.
+        slices: of a sequence; what goes for a microbatch above goes for each of them, and ``m`` counts them all.
     """
 
     devices: tuple[int, ...]
@@ -147,6 +152,7 @@ class Tiny(NamedTuple):
     caps: tuple[float, ...] | None
     m: int
     splits: bool = True
+    slices: int = 1
 
 
 _F, _I, _W, _B = range(4)
@@ -167,8 +173,12 @@ def shortest(tiny: Tiny) -> int | None:
 
     def sources(kind: int, stage: int, k: int) -> list[Pass]:
         if kind == _F:
-            return [(_F, stage - 1, k)] if stage else []
-        return [(_I, stage, k)] if kind == _W else [(_F, stage, k), *([(_I, stage + 1, k)] if stage < last else [])]
+            attends = [(_F, stage, k - 1)] if k % tiny.slices else []
+            return [(_F, stage - 1, k), *attends] if stage else attends
+        if kind == _W:
+            return [(_I, stage, k)]
+        adds = [(_I, stage, k + 1)] if (k + 1) % tiny.slices else []
+        return [(_F, stage, k), *adds, *([(_I, stage + 1, k)] if stage < last else [])]
 
     def awaited(done: frozenset[Pass]) -> list[Pass]:
         """What somebody on another device has still to use."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_pipemem.cli.app import load_commands
+from megatron_pipemem.launch.flags import flag_parser
 from megatron_pipemem.schedule.core.bounds import lower_bound
 from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, SELECTIVE_SECONDS, Costs
 from megatron_pipemem.schedule.core.placement import Placement
@@ -40,13 +41,13 @@ def least_rate(placements: list[Placement], m: int, costs: Costs, cap: float) ->
     return 1 - work / min(lower_bound(placement, m, costs, cap) for placement in placements)
 
 
-def test_readme_on_searching():
+def test_searching_for_unequal_costs():
     v = [Placement.v_shape(8)]
     optimal = f"{100 * least_rate(v, 24, UNEQUAL, 0.625):.1f}"
     assert (
         f"on 8 devices and 24 microbatches V-Half idles {rate('v-half', 8, 24, UNEQUAL)}% and V-Min "
         f"{rate('v-min', 8, 24, UNEQUAL)}% of a step. With two chunks per device as they, the search finds {optimal}%"
-    ) in text("README.md")
+    ) in text("docs/search.md")
 
 
 def test_single_queues():
@@ -73,7 +74,7 @@ def test_bidirectional():
     assert (
         f"m = 8, 16, 32 the bubble is {' %, '.join(doubled)} %; without doubling it is {' %, '.join(plain)} %" in said
     )
-    quickstart = re.search(r"<!-- quickstart -->(.*?)<!-- end", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    quickstart = re.search(r"<!-- quickstart -->(.*?)<!-- end", (ROOT / "docs/quickstart.md").read_text(), re.DOTALL)[1]
     rows = {tuple(line.split()[:2]): line.split() for line in quickstart.splitlines() if "%" in line}
     for name, engine in (("1f1b", "stock"), ("chimera", "pipemem"), ("gems", "pipemem"), ("dualpipe", "pipemem")):
         _, _, _, _, _, counted, share, megabytes, bubble, _ = rows[name, engine]
@@ -132,6 +133,12 @@ def test_offload():
 def test_when_not_to_use():
     assert float(rate("1f1b", 4, 256)) == pytest.approx(100 * 3 / 259, abs=0.05)
     assert "`(p-1)/(m+p-1)`: 1 % at p = 4, m = 256" in text("docs/when-not-to-use.md")
+
+
+def test_the_page_on_usage_has_every_flag_of_a_run():
+    said = text("docs/usage.md")
+    flags = [option for each in flag_parser()._actions for option in each.option_strings if each.help]
+    assert len(flags) > 10 and [flag for flag in flags if f"`{flag}" not in said and flag not in ("-h", "--help")] == []
 
 
 def test_commands_have_the_options_that_they_are_shown_with():

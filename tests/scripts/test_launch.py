@@ -75,6 +75,15 @@ def test_a_run_names_the_module_of_its_schedule(tmp_path, monkeypatch):
     assert "schedule.module" in str(raised.value)
 
 
+def test_steps_without_a_barrier_are_launched_without_what_joins_the_ranks():
+    run = tiny("schedule.name=zbv", "schedule.overlap_steps=true", "megatron.clip-grad=1.0")
+    assert feasible(run) is None
+    found = flags(run)
+    assert (found["--rerun-mode"], found["--log-interval"]) == (["disabled"], ["10"])
+    assert "--rerun-mode" not in flags(tiny()) and flags(tiny())["--log-interval"] == ["1"]
+    assert flags(tiny("schedule.overlap_steps=true", "megatron.log-interval=5"))["--log-interval"] == ["5"]
+
+
 def test_parallelism_and_schedule_become_flags():
     found = flags(
         tiny(
@@ -82,6 +91,9 @@ def test_parallelism_and_schedule_become_flags():
             "schedule={name: interleaved, memory_cap: 0.9, costs: profile, offload: half, vocab_parallel: 2}",
             "schedule.random=layerwise",
             "schedule.microbatch_costs=FLOPs",
+            "schedule.overlap_steps=true",
+            "schedule.rollback=host",
+            "schedule.overlap_after=3",
             "parallelism.chunks=2",
         )
     )
@@ -98,6 +110,9 @@ def test_parallelism_and_schedule_become_flags():
         "--pipemem-vocab-parallel": ["2"],
         "--pipemem-random": ["layerwise"],
         "--pipemem-microbatch-costs": ["FLOPs"],
+        "--pipemem-overlap-steps": [],
+        "--pipemem-rollback": ["host"],
+        "--pipemem-overlap-after": ["3"],
         "--pipemem-option=chunks=2": [],
     }.items():
         assert found[flag] == values, flag
@@ -275,6 +290,8 @@ def test_an_output_folder_that_cannot_be_written_is_refused_before_anything_star
 
 
 ASYNCHRONOUS = ("schedule.name=pipedream", "model.tied=false")
+OVERLAPPED = ("schedule.name=zbv", "schedule.overlap_steps=true", "megatron.clip-grad=1.0")
+SLICED = ("schedule.name=seq1f1b", "schedule.options={slices: 4}")
 
 
 @pytest.mark.parametrize(
@@ -308,7 +325,23 @@ ASYNCHRONOUS = ("schedule.name=pipedream", "model.tied=false")
         (["schedule.name=stock", "schedule.offload=full"], "no place for offload"),
         (["schedule.name=stock", "schedule.microbatch_costs=tokens"], "orders microbatches"),
         ([*ASYNCHRONOUS, "schedule.microbatch_costs=tokens"], "whose microbatches nobody has weighed"),
+        (["schedule.microbatch_costs=flop"], "is neither tokens, FLOPs"),
+        (["schedule.microbatch_costs=gone.json"], "gone.json"),
+        (["schedule.name=stock", "schedule.overlap_steps=true"], "is for schedules of this package"),
+        ([*ASYNCHRONOUS, "schedule.overlap_steps=true"], "updates after every microbatch, and not once per step"),
+        ([*OVERLAPPED, "megatron.rerun-mode=report_stats"], "pass --rerun-mode disabled"),
+        ([*OVERLAPPED, "precision=fp16"], "train in bf16 or fp32"),
+        ([*OVERLAPPED, "megatron.optimizer=muon"], "pass --optimizer adam, or --clip-grad 0"),
+        ([*OVERLAPPED, "schedule.vocab_parallel=2"], "pass --pipemem-vocab-parallel off"),
+        ([*OVERLAPPED, "schedule.microbatch_costs=tokens"], "drop --pipemem-microbatch-costs"),
         (["schedule.name=gems", "parallelism.pp=1"], "pp 1 leaves no pipeline"),
+        ([*SLICED, "schedule.options={slices: 7}"], "cannot be cut into 7 slices, equal multiples of 1"),
+        ([*SLICED, "megatron.window-size=8,0"], "drop --window-size"),
+        ([*SLICED, "model.dropout=0.1"], "--attention-dropout 0"),
+        ([*SLICED, "megatron.transformer-impl=transformer_engine"], "keys and values of earlier sequence slices"),
+        ([*SLICED, "schedule.overlap_steps=true"], "sequence slices need a barrier between steps"),
+        ([*SLICED, "schedule.microbatch_costs=tokens"], "microbatches that are weighed run whole"),
+        ([*SLICED, "schedule.vocab_parallel=1"], "slices"),
         (["schedule.recompute=selective", "schedule.recompute_modules=[activation]"], "cannot recompute an FFN's"),
         (
             [
@@ -348,7 +381,8 @@ def test_a_schedule_file_has_to_fit_the_run(tmp_path):
         ("v-half", ("parallelism.chunks=2",), None),
         ("v-half", ("parallelism.chunks=3",), "has 2 chunks per rank, not 3"),
         ("v-half", ("schedule.memory_cap=0.5",), "cap"),
-        ("seq1f1b", (), "can be simulated and drawn but not run"),
+        ("seq1f1b", (), None),
+        ("seq1f1b", ("model.dropout=0.1",), "--attention-dropout 0"),
     ):
         file.write_text(build_schedule(name, num_devices=4, num_microbatches=8).to_csv())
         found = feasible(tiny(f"schedule.name={file}", *changes))

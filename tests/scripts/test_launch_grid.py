@@ -105,7 +105,7 @@ def test_infeasible_points_say_why(write_grid):
             points=[
                 {"parallelism.pp": 3},
                 {"parallelism.dp": 64, "parallelism.global_batch": 64},
-                {"schedule.name": "seq1f1b"},
+                {"schedule.name": "seq1f1b", "schedule.options": {"slices": 3}},
                 {"parallelism.tp": "many"},
                 {"schedule.memory_cap": 0.55},
             ]
@@ -114,7 +114,7 @@ def test_infeasible_points_say_why(write_grid):
     reasons = [point.reason for point in points]
     assert "8 layers" in reasons[0]
     assert "256 devices, the cluster has 8" in reasons[1]
-    assert "can be simulated and drawn but not run" in reasons[2]
+    assert "cannot be cut into 3 slices" in reasons[2]
     assert "parallelism.tp" in reasons[3]
     assert "cap" in reasons[4]
 
@@ -226,15 +226,6 @@ def test_a_wrong_key_is_the_grids_mistake(write_grid, keys, place):
 def test_a_wrong_file_is_refused(write_grid, keys, reason):
     with pytest.raises(ConfigError, match=reason):
         load_points(write_grid(**keys))
-
-
-def test_every_shipped_grid_has_points_that_can_run():
-    files = sorted((ROOT / "configs" / "grids").glob("*.yaml"))
-    assert files
-    for file in files:
-        points = load_points(file)
-        assert len(points) >= 8
-        assert [point.reason for point in points if point.reason] == []
 
 
 def test_one_failing_point_does_not_stop_the_others(store):

@@ -123,6 +123,7 @@ def test_an_empty_environment_has_a_version_and_plans_without_torch(bare: Path, 
     find = "import importlib.util; print([importlib.util.find_spec(name) for name in ('torch', 'megatron')])"
     assert call(bare / "python", "-c", find, cwd=tmp_path) == "[None, None]\n"
     assert "0.625" in call(bare / "pipemem", "simulate", "v-half", "-p", 8, "-m", 33, cwd=tmp_path)
+    assert "'Et*4|(t*4|)*14tmL'" in call(bare / "pipemem", "layout", "deepseek-v3", "-p", 16, cwd=tmp_path)
     call(bare / "pipemem", "show", "zbv", "-p", 4, "-m", 8, "--output", "page.html", cwd=tmp_path)
     assert "<script" in (tmp_path / "page.html").read_text(encoding="utf-8")  # made from report/page.*
     run = ROOT / "configs" / "runs" / "tiny-cpu.yaml"  # of a model and a cluster that the package brings

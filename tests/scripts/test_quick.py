@@ -15,7 +15,10 @@ LANE = [
     if line and not line.startswith("#")
 ]
 # What runs in processes of its own only, and the test that starts them.
-STARTED = {"cpu/transformer_engine": "tests/end_to_end/test_transformer_engine.py"}
+STARTED = {
+    "cpu/transformer_engine": "tests/end_to_end/test_transformer_engine.py",
+    "mcore/slices": "tests/end_to_end/test_slices.py",
+}
 PACKAGES = sorted(file.parent for file in PACKAGE.rglob("__init__.py"))
 
 

@@ -16,11 +16,15 @@ import pytest
 import megatron_pipemem
 from megatron_pipemem.cli.app import load_commands
 from megatron_pipemem.launch.flags import flag_parser
+from megatron_pipemem.schedule.registry import families
 
 ROOT = Path(__file__).parents[2]
 
 pytest.importorskip("mkdocs", reason="needs MkDocs: pip install '.[docs]'")
 pytest.importorskip("mkdocstrings", reason="needs mkdocstrings: pip install '.[docs]'")
+
+pytest.importorskip("nbclient", reason="needs nbclient: pip install '.[docs]'")
+pytest.importorskip("ipykernel", reason="needs ipykernel: pip install '.[docs]'")
 
 COMMANDS = {name: each for name, each in load_commands().items() if not each.hidden}
 
@@ -59,14 +63,32 @@ def test_the_python_api_has_every_public_name(site):
     page = text(site / "python-api.html")
     names = re.findall(r"^\s*(?:class|func)?\s*(\w+)\s*¶?\s*$", page, re.MULTILINE)
     assert [name for name in megatron_pipemem.__all__ if name not in names] == []
+    assert names.count("show") == 3 and "to_dataframe" in names
 
 
 def test_the_readme_is_the_start_page(site):
     start = (site / "index.html").read_text(encoding="utf-8")
-    assert 'href="search.html"' in start and 'href="files/configs/runs.html"' in start
-    assert "off|half|full|auto" in text(site / "index.html")  # a pipe in the code of a table
-    assert len(re.findall("<table", start)) >= 3
+    assert 'href="search.html"' in start and 'href="notebook.html"' in start
+    assert len(re.findall("<table", start)) == 2
+    usage = (site / "usage.html").read_text(encoding="utf-8")
+    assert 'href="files/configs/runs.html"' in usage
+    assert "off|half|full|auto" in text(site / "usage.html")  # a pipe in the code of a table
     assert "global_batch" in text(site / "files" / "configs" / "runs.html")
+
+
+def test_the_gallery_has_a_picture_of_every_schedule(site):
+    gallery = (site / "gallery.html").read_text(encoding="utf-8")
+    for each in families():
+        assert f"src='gallery/{each.name}.html'" in gallery or f'src="gallery/{each.name}.html"' in gallery
+        assert f"{each.name}: p=4, m=8" in (site / "gallery" / f"{each.name}.html").read_text(encoding="utf-8")
+
+
+def test_the_notebook_was_executed(site):
+    """Its page has what its cells show: pictures, tables and text. A cell that raises fails the build."""
+    page = (site / "notebook.html").read_text(encoding="utf-8")
+    assert page.count("<iframe") == page.count("srcdoc=") == 4
+    assert len(re.findall("<table", page)) == 4  # of pandas three, and one of a search
+    assert "shorter than v-half" in text(site / "notebook.html")
 
 
 def test_a_link_to_nowhere_is_left_for_mkdocs_to_find():
@@ -74,5 +96,5 @@ def test_a_link_to_nowhere_is_left_for_mkdocs_to_find():
     site_pages = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(site_pages)
     page = SimpleNamespace(file=SimpleNamespace(src_uri="gpu.md"))
-    shown = site_pages.on_page_markdown("[a](missing.md) [b](../README.md#two-commands) [c](offload.md)", page)
-    assert shown == "[a](missing.md) [b](index.md#two-commands) [c](offload.md)"
+    shown = site_pages.on_page_markdown("[a](missing.md) [b](../README.md#start) [c](offload.md)", page)
+    assert shown == "[a](missing.md) [b](index.md#start) [c](offload.md)"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from typing import Any
 
 import torch
 
@@ -35,4 +36,5 @@ def install() -> None:
 
     transformer_engine.common.load_framework_extension = lambda framework: None
     # Transformer Engine's layers insist on it; nothing else of what runs here asks.
-    torch.Tensor.is_cuda = property(lambda tensor: True)
+    tensors: Any = torch.Tensor
+    tensors.is_cuda = property(lambda tensor: True)

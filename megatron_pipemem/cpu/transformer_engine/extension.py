@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from enum import IntEnum
 from types import ModuleType
+from typing import Any
 
 from megatron_pipemem.cpu.transformer_engine import kernels
 from megatron_pipemem.errors import UnsupportedError
@@ -18,16 +19,20 @@ NAME = "transformer_engine_torch"
 
 
 FP8FwdTensors = IntEnum(
-    "FP8FwdTensors", [f"GEMM{n}_{what}" for n in (1, 2, 3) for what in ("INPUT", "WEIGHT", "OUTPUT")], start=0
+    "FP8FwdTensors",
+    "GEMM1_INPUT GEMM1_WEIGHT GEMM1_OUTPUT GEMM2_INPUT GEMM2_WEIGHT GEMM2_OUTPUT GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
+    start=0,
 )
 FP8BwdTensors = IntEnum(
-    "FP8BwdTensors", [f"GRAD_{what}{n}" for n in (1, 2, 3) for what in ("OUTPUT", "INPUT")], start=0
+    "FP8BwdTensors", "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3", start=0
 )
 """Positions in lists of quantizers."""
 
 
 class _Type(type):
     """A class whose members are made when they are first asked for; good as keys, to compare, and to inherit from."""
+
+    number: int
 
     def __getattr__(cls, name: str) -> _Type:
         if name.startswith("__"):
@@ -70,7 +75,7 @@ def get_fused_attn_backend(*_, **__):
 
 def module() -> ModuleType:
     """Return a new module with everything in it."""
-    made = _Extension(NAME, "Transformer Engine's compiled extension of that name, computed by PyTorch.")
+    made: Any = _Extension(NAME, "Transformer Engine's compiled extension of that name, computed by PyTorch.")
     made.DType, made.FP8FwdTensors, made.FP8BwdTensors = kernels.DType, FP8FwdTensors, FP8BwdTensors
     for name, kernel in inspect.getmembers(kernels, inspect.isfunction):
         if not name.startswith("_"):

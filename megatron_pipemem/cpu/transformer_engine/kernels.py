@@ -84,7 +84,7 @@ def te_general_grouped_gemm(
         _, bias_gradient, *_ = generic_gemm(
             a, transa, b, transb, into, None, None, wanted, bias_dtype, False, None, grad, None, 0, accumulate, False
         )
-        if bias_gradient is not None:
+        if bias_gradient is not None and wanted is not None:
             wanted.copy_(bias_gradient)
     return bias
 

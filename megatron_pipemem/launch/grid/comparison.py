@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.launch.grid.config import label
 from megatron_pipemem.launch.grid.results import Result
-from megatron_pipemem.report.picture import axes_for_points, write_picture
+from megatron_pipemem.report.picture import axes_for_points, figure_of, write_picture
 from megatron_pipemem.report.tables import FittingTable
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ _AGREEMENT = {True: "=", False: "≠", None: " "}
 def front(points: Sequence[Result]) -> list[Result]:
     """Return the runs that no other beats in one of throughput and peak without being worse in the other, by peak."""
     best: list[Result] = []
-    for point in sorted(points, key=lambda point: (point.peak_bytes, -point.tokens_per_second, point.index)):
-        twin = best and (best[-1].peak_bytes, best[-1].tokens_per_second) == (point.peak_bytes, point.tokens_per_second)
-        if not best or twin or point.tokens_per_second > best[-1].tokens_per_second:
+    for point in sorted(points, key=lambda point: (_peak(point), -_speed(point), point.index)):
+        twin = best and (_peak(best[-1]), _speed(best[-1])) == (_peak(point), _speed(point))
+        if not best or twin or _speed(point) > _speed(best[-1]):
             best.append(point)
     return best
 
@@ -41,14 +41,14 @@ def table(points: Sequence[Result]) -> FittingTable:
         caption="Peaks: activation MiB of the fullest rank, counted in the run; = where every rank held to the byte what was "
         "predicted.\nBubble: of the rank that idles least, planned and measured. *: no other run is faster with less.",
     )
-    for point in sorted(points, key=lambda point: (-point.tokens_per_second, point.index)):
+    for point in sorted(points, key=lambda point: (-_speed(point), point.index)):
         rows.add_row(
             f"{point.index} *" if point.index in chosen else str(point.index),
             *(str(point.settings.get(column, "")) for column in columns),
-            f"{point.tokens_per_second:,.0f}",
+            f"{_speed(point):,.0f}",
             f"{point.seconds_per_step:.4g}",
             "-" if point.predicted_peak is None else f"{point.predicted_peak / _MIB:.4g}",
-            f"{point.peak_bytes / _MIB:.4g} {_AGREEMENT[point.peaks_agree]}",
+            f"{_peak(point) / _MIB:.4g} {_AGREEMENT[point.peaks_agree]}",
             *(_least(rates) for rates in (point.predicted_bubble_rate, point.measured_bubble_rate)),
             style="" if point.index in chosen else "dim",
         )
@@ -88,16 +88,26 @@ def draw(points: Sequence[Result], title: str = "") -> Figure:
         axes.scatter(*_spots(group), s=size, facecolors=face, edgecolors="#2662a8", linewidths=1.3, zorder=3)
     legend = "\n".join(f"{point.index}: {label(point.settings)}" for point in best)
     axes.text(1.02, 1.0, f"front\n{legend}", transform=axes.transAxes, fontsize=8.5, va="top", clip_on=False)
-    axes.set_ylim(0, 1.08 * max(point.tokens_per_second for point in points) or 1)
+    axes.set_ylim(0, 1.08 * max(map(_speed, points)) or 1)
     axes.margins(x=0.12)
     named = [*best, *others]
     spots = zip(*_spots(named), named, strict=True)
     add_labels(axes, [Label(x, y, str(point.index), is_main=point in best) for x, y, point in spots])
-    return axes.figure
+    return figure_of(axes)
 
 
 def _spots(points: Sequence[Result]) -> tuple[list[float], list[float]]:
-    return [point.peak_bytes / _MIB for point in points], [point.tokens_per_second for point in points]
+    return [_peak(point) / _MIB for point in points], [_speed(point) for point in points]
+
+
+def _speed(point: Result) -> float:
+    assert point.tokens_per_second is not None, "points that are compared have run"
+    return point.tokens_per_second
+
+
+def _peak(point: Result) -> int:
+    assert point.peak_bytes is not None, "points that are compared have run, and their bytes were counted"
+    return point.peak_bytes
 
 
 def _least(rates: Sequence[float | None]) -> str:

@@ -158,7 +158,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Settings:
 
 def _run_of(file: Path, raw: Mapping[str, Any], changes: Mapping[str, Any]) -> Run | ConfigError:
     """Return the run of a file with these changes, or why it is none."""
-    changed = copy.deepcopy(raw)
+    changed = copy.deepcopy(dict(raw))
     for key, value in changes.items():
         override(changed, key, value)
     try:

@@ -77,7 +77,7 @@ class LocalRunner:
                 self._on_event(index, None)
                 self._store.begin(index)
                 code = self._wait(self._command_of(self._store, index), self._store.log(index), lock)
-            if self._stopping.is_set():
+            if code is None or self._stopping.is_set():
                 return
             result = self._store.finish(index, code)
         except PipememError as error:  # of this point alone

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from megatron_pipemem.config.refusals import asynchronous
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.agreement import agree, gather, tell
 from megatron_pipemem.mcore.asynchronous.checkpoint import SavedVersions, load, save
+from megatron_pipemem.mcore.asynchronous.delayed import DelayedOptimizer
 from megatron_pipemem.mcore.loop_arguments import steps_left
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.patching import Replacements
@@ -67,10 +68,14 @@ class _Stream:
     left: int | None = None
     router_scale: torch.Tensor | None = None
 
-    def drop(self) -> None:
-        """Leave nothing in flight, and no weights but the newest."""
+    def drop(self, waits: bool) -> None:
+        """Leave nothing in flight, and no weights but the newest.
+
+        Args:
+            waits: whether there will be a newer version without any further batch.
+        """
         self.weights.keep_only_newest()
-        self.weights.renumber(-self.weights.newest)
+        self.weights.renumber(-self.weights.newest - waits)
         self.before = self.done = 0
         self.in_flight, self.ledger = InFlight(), None
 
@@ -92,13 +97,11 @@ class Call(NamedTuple):
     Args:
         plan: what it runs.
         device: this rank's place in the pipeline.
-        weights: switches versions while it runs.
         left: training steps behind it, if known.
     """
 
     plan: WindowPlan
     device: int
-    weights: WeightSwitch
     left: int | None
 
 
@@ -106,7 +109,7 @@ class StageOptimizer:
     """Catches the optimizer that a training loop builds, and takes its steps in the loop's place."""
 
     def __init__(self) -> None:
-        self._caught = None
+        self._caught: Any = None
 
     def catch(self, original: Callable, config, model_chunks, *args, **kwargs):
         """Run in the place of ``get_megatron_optimizer``: build the optimizer, and keep its steps from the loop.
@@ -126,7 +129,7 @@ class StageOptimizer:
         optimizer.step = lambda: (True, None, None)
         return optimizer
 
-    def step(self, chunks: list[torch.nn.Module], reduce: Callable[[], None]) -> None:
+    def step(self, chunks: list[Any], reduce: Callable[[], None]) -> None:
         """Update the parameters with the gradients that are there, and clear those.
 
         Args:
@@ -164,12 +167,13 @@ class AsynchronousTraining(Extension):
     Args:
         source: of windows.
         train_steps: how many steps there will be, for loops that are not Megatron's own.
+        delayed: takes the loop's steps where ranks do not wait for each other at the end of a batch.
     """
 
     only_trains = True
 
-    def __init__(self, source: Source, train_steps: int | None = None):
-        self._source = source
+    def __init__(self, source: Source, train_steps: int | None = None, delayed: DelayedOptimizer | None = None):
+        self._source, self._delayed = source, delayed
         # Whether the optimizer steps once per call, by the training loop, and not once per microbatch.
         self._loop_updates = windows.updates_per_batch(source.name)
         self._train_steps = train_steps
@@ -184,7 +188,7 @@ class AsynchronousTraining(Extension):
         tell(logger, WARNING, source.name, level=logging.WARNING)
 
     def replacements(self) -> Replacements:
-        replaced = [(SAVE, partial(save, self._to_save)), (LOAD, partial(load, self._loaded))]
+        replaced: Replacements = [(SAVE, partial(save, self._to_save)), (LOAD, partial(load, self._loaded))]
         if not self._loop_updates:
             replaced += [(symbol, self._optimizer.catch) for symbol in (GET_OPTIMIZER, GET_TRAINING_OPTIMIZER)]
         return replaced
@@ -205,34 +209,48 @@ class AsynchronousTraining(Extension):
         left = self._left(stream)
         moment = windows.Moment(min(stream.before, far), min(stream.done, far), far if left is None else min(left, far))
         plan = self._plan(shape, moment, step.pipeline.group)
-        window, weights = plan.window, stream.weights
-        weights.reserve(window.versions_held[device])
-        weights.forget_updates()
+        stream.weights.reserve(plan.window.versions_held[device])
+        stream.weights.forget_updates()
+        if self._delayed is not None:
+            self._delayed.weights = stream.weights
+        self._call = Call(plan, device, left)
+        return Compiled(plan.window.program, plan)
 
-        def update() -> None:
-            self._optimizer.step(chunks, lambda: step.finalize(None))
-            weights.forget_updates()
-
-        own = window.stream.placement.stages[device]
-        updates = {action: needed for action, needed in window.updates.items() if action.stage in own}
-        switch = WeightSwitch(weights, window.versions, updates, None if self._loop_updates else update)
-        self._call = Call(plan, device, switch, left)
-        return Compiled(window.program, plan)
+    @property
+    def _current(self) -> tuple[_Stream, Call]:
+        """The stream and the call that ``choose`` has begun."""
+        assert self._stream is not None and self._call is not None
+        return self._stream, self._call
 
     def prepare(self, step: Step) -> None:
         # The step begins with what the one before has left, and that must be known.
-        step.leaves_in_flight, step.earlier_ledger = True, self._stream.ledger
-        step.buffers += self._stream.weights.buffers()
-        step.weight_bytes, step.recorded_program = self._weight_bytes, self._call.plan.window.up_to_its_end
+        stream, call = self._current
+        step.leaves_in_flight, step.earlier_ledger = True, stream.ledger
+        step.buffers += stream.weights.buffers()
+        step.weight_bytes, step.recorded_program = self._weight_bytes, call.plan.window.up_to_its_end
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
-        self._stream.ledger = step.observation.ledger
-        return [self._call.weights]
+        stream, call = self._current
+        stream.ledger = step.observation.ledger
+        window, weights, delayed = call.plan.window, stream.weights, self._delayed
+        own = window.stream.placement.stages[call.device]
+        updates = {action: needed for action, needed in window.updates.items() if action.stage in own}
+
+        def update(needed: Collection[int]) -> None:
+            weights.advance(needed)
+            if not self._loop_updates:
+                self._optimizer.step(step.chunks, lambda: step.finalize(None))
+                weights.forget_updates()
+
+        if delayed is not None and delayed.overlaps:
+            return [WeightSwitch(weights, window.versions, {}, update, delayed.settle)]
+        return [WeightSwitch(weights, window.versions, updates, update)]
 
     @contextmanager
     def around(self, step: Step) -> Iterator[None]:
         """If the call fails, everything in flight is dropped and the next one begins a new stream."""
-        stream, window = self._stream, self._call.plan.window
+        stream, call = self._current
+        window = call.plan.window
         # Nobody else keeps what the call before has left: it is to go when its backward has run.
         left, stream.in_flight = stream.in_flight, InFlight()
         step.executor.take_in(left)
@@ -243,22 +261,28 @@ class AsynchronousTraining(Extension):
         try:
             yield
         except BaseException:
-            stream.drop()
+            stream.drop(self._waits)
             raise
         scale = MoEAuxLossAutoScaler.main_loss_backward_scale
         stream.router_scale = None if scale is None else scale.clone()
         stream.weights.renumber(-window.updates_per_call)
-        stream.weights.show(0)
+        stream.weights.show(stream.weights.newest)
         stream.in_flight = step.executor.in_flight().renumbered(-window.batch)
         stream.before += 1
         stream.done = window.moment.left
-        stream.left = self._call.left
+        stream.left = call.left
         self._steps += 1
+
+    @property
+    def _waits(self) -> bool:
+        """Whether a version of the weights is to be made that the last batch has left."""
+        return self._delayed is not None and self._delayed.waits
 
     def _weight_bytes(self) -> WeightBytes:
         """Return the bytes of all versions: as the schedule foretells them, and as they are there."""
-        weights, (plan, device, *_) = self._stream.weights, self._call
-        planned = plan.window.versions_held[device]
+        stream, call = self._current
+        weights, device = stream.weights, call.device
+        planned = call.plan.window.versions_held[device]
         return WeightBytes({device: weights.version_bytes}, weights.bytes, planned, weights.most_held)
 
     def _stream_of(self, chunks: list[torch.nn.Module], batch: int) -> _Stream:
@@ -301,14 +325,14 @@ class AsynchronousTraining(Extension):
     def _loaded(self, saved: SavedVersions | None) -> None:
         """Take note that the model has the weights of a checkpoint: whatever is in flight is of others."""
         if self._stream is not None:
-            self._stream.drop()
+            self._stream.drop(self._waits)
             self._stream = None
         self._saved = saved
 
     def _left(self, stream: _Stream) -> int | None:
         """Return steps behind this one; ``None`` when nobody knows."""
         left = steps_left() if self._train_steps is None else self._train_steps - self._steps - 1
-        if self._train_steps is not None and left < 0:
+        if self._train_steps is not None and left is not None and left < 0:
             raise UnsupportedError(
                 f"more than train_steps={self._train_steps} steps; the last one left the pipeline empty, so give "
                 "enable() the number of all training steps of this run"
@@ -352,7 +376,7 @@ class AsynchronousTraining(Extension):
     def close(self, orderly: bool) -> None:
         """Leave the model with its newest weights, and the loop with its optimizer."""
         if self._stream is not None:
-            self._stream.drop()
+            self._stream.drop(self._waits)
             self._stream = None
         self._optimizer.release()
         self._plans.clear()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ def split_linear(original: Callable, *args, **kwargs) -> torch.Tensor:
 
 
 # Stock keeps a flag for its one-time warnings on the function itself.
-split_linear.warned = True
+split_linear.warned = True  # type: ignore[attr-defined]
 
 
 def _split(
@@ -172,7 +173,7 @@ class _SplitLinear(torch.autograd.Function):
         (input,) = ctx.saved_tensors
         call = ctx.call
         # Detached: the saved input still has its graph, which would keep the chunk's input and gradient until W.
-        work = _LinearWeightGradient(call, input.detach(), grad_output.detach())
+        work = _LinearWeightGradient(call.weight, call, input.detach(), grad_output.detach())
         at_once = ctx.needs_input_grad[1]
         if at_once:
             work.begin()
@@ -191,14 +192,11 @@ class _SplitLinear(torch.autograd.Function):
 class _LinearWeightGradient(DeferredWeightGradient):
     """``grad_output^T @ input`` of one layer and microbatch. Holds the input sharded and gathers it again when it runs."""
 
-    call: _Call
-    input: torch.Tensor
-    grad_output: torch.Tensor
+    weight: torch.Tensor = field()  # always given, unlike what it inherits
+    call: _Call = field()
+    input: torch.Tensor = field()
+    grad_output: torch.Tensor = field()
     _gathered: _Underway | None = None
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.call.weight
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -212,7 +210,8 @@ class _LinearWeightGradient(DeferredWeightGradient):
 
     def gradient(self) -> torch.Tensor:
         """Return what autograd would be given; with fusion the gradient is in ``main_grad``, and this is none."""
-        weight = self.weight
+        weight: Any = self.weight  # with Megatron's attributes
+        assert self._gathered is not None, "begin() comes first"
         grad_output, total_input = prepare_input_tensors_for_wgrad_compute(self.grad_output, self._gathered.wait())
         if self.call.fused:
             accumulate = (

@@ -17,6 +17,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -101,11 +102,11 @@ class ChunkPlacement(Feature):
     def chunk(self, chunk: int | None) -> AbstractContextManager:
         """Let the rank be, within this block, the one that round robin would give the chunk; ``None`` changes nothing."""
         # A chunk dealt round robin would get its real rank.
-        return _REAL_RANK if chunk is None or self.is_round_robin else self._as_rank_of(chunk)
+        return _REAL_RANK if chunk is None or self.is_round_robin else self._as_rank(self._rank_of(chunk))
 
-    def _as_rank_of(self, chunk: int) -> AbstractContextManager:
+    def _rank_of(self, chunk: int) -> int:
         group = parallel_state.get_pipeline_model_parallel_group()
-        return self._as_rank(round_robin_rank(self.placement(group.size()), group.rank(), chunk))
+        return round_robin_rank(self.placement(group.size()), group.rank(), chunk)
 
     @contextmanager
     def _as_rank(self, rank: int) -> Iterator[None]:
@@ -118,7 +119,7 @@ class ChunkPlacement(Feature):
 
     def replacements(self) -> Replacements:
         """Return what to rebind for this placement; nothing for round robin itself with an uncut model."""
-        ranks = [
+        ranks: Replacements = [
             (RANK, lambda original: original() if self._rank_now is None else self._rank_now),
             (IS_FIRST, self._predicate),
             (IS_LAST, self._predicate),
@@ -129,7 +130,7 @@ class ChunkPlacement(Feature):
                 for symbol in (LAYER_OFFSET, NUM_LAYERS, LAYOUT_OFFSET, LAYOUT_NUM_LAYERS)
             ),
         ]
-        building = [(BUILD_STAGES, self._build_stages), (GET_MODEL, self._get_model)]
+        building: Replacements = [(BUILD_STAGES, self._build_stages), (GET_MODEL, self._get_model)]
         if self.is_round_robin:
             return [] if self.cut is None else building
         return [*ranks, *building]
@@ -183,10 +184,10 @@ class ChunkPlacement(Feature):
             self.cut(chunks, placement, pg_collection)
         return chunks
 
-    def settle_chunk(self, module: torch.nn.Module, chunk: int) -> None:
+    def settle_chunk(self, module: Any, chunk: int) -> None:
         """Let a chunk that has been built save itself as what it is, and refuse to generate."""
         # Layer numbers in checkpoint keys are computed anew at every save and load.
-        module.sharded_state_dict = self._as_rank_of(chunk)(module.sharded_state_dict)
+        module.sharded_state_dict = self._as_rank(self._rank_of(chunk))(module.sharded_state_dict)
         module.register_forward_pre_hook(_refuse_generation, with_kwargs=True)
 
     def _layers_of_stage(self, original: Callable[..., int], model, *args, **kwargs) -> int:

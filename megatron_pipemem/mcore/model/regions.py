@@ -4,7 +4,7 @@ attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
@@ -57,7 +57,7 @@ def regions_of(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _shadowed(module: torch.nn.Module, stand_ins: dict[str, object]) -> Iterator[None]:
+def _shadowed(module: torch.nn.Module, stand_ins: Mapping[str, object]) -> Iterator[None]:
     """Let attributes of the instance hide what its class or its parts have: hooks on the module run as ever."""
     before = {name: module.__dict__[name] for name in stand_ins if name in module.__dict__}
     module.__dict__.update(stand_ins)

@@ -8,6 +8,7 @@ both, and norms of gradients count the first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,12 +53,13 @@ def make_replicas(chunks: Sequence[torch.nn.Module], placement: Placement, group
                 else:
                     dist.recv(carried, peer, group=group)
                     parameter.copy_(carried)
-    for parameter in replica.parameters():
-        parameter.shared = True
+    marked: Any  # with Megatron's mark
+    for marked in replica.parameters():
+        marked.shared = True
     _save_as_replica(replica)
 
 
-def _save_as_replica(module: torch.nn.Module) -> None:
+def _save_as_replica(module: Any) -> None:
     """Load its state from where the first replica's is, and never write it."""
     original = module.sharded_state_dict
 

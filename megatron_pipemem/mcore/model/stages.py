@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from megatron.core.pipeline_parallel import schedules
@@ -44,7 +44,7 @@ class StepContext:
             they are the same.
     """
 
-    config: object
+    config: Any
     forward_step_func: Callable
     num_microbatches: int
     cp_group_size: int
@@ -53,7 +53,7 @@ class StepContext:
     first_val_step: bool | None
     force_all_reduce: bool
     loss_data: list = field(default_factory=list)
-    num_tokens: torch.Tensor | None = None
+    num_tokens: torch.Tensor = field(kw_only=True)
     order: Sequence[int] | None = None
 
 
@@ -73,7 +73,7 @@ class ChunkStage:
     """
 
     step: StepContext
-    model: torch.nn.Module
+    model: Any
     data_iterator: Iterator | None
     chunk: int
     num_chunks: int
@@ -99,7 +99,7 @@ class ChunkStage:
             input: the earlier stage's output; ``None`` on the stage that reads the data.
             will_recompute: whether ``recompute`` will run this microbatch once more.
         """
-        step, data = self.step, self.data_iterator
+        step, data = self.step, self._data(microbatch)
         if will_recompute:
             data = None if data is None else Tape(data)
             self._again[microbatch] = _Again(data, random._get_all_rng_states())
@@ -120,9 +120,8 @@ class ChunkStage:
         self, microbatch: int, input: torch.Tensor | None, data: Iterator | None, loss_data: list
     ) -> tuple[torch.Tensor, torch.Tensor]:
         step = self.step
-        # Of its own batch: asynchronous schedules run forwards of later ones as well.
-        microbatch %= step.num_microbatches
-        arrived = microbatch if step.order is None else step.order[microbatch]
+        number = self._number(microbatch)
+        arrived = number if step.order is None else step.order[number]
         regions = regions_of(self.model) if is_recording() else _NOTHING
         with self.as_chunk(), regions:
             result = schedules.forward_step(
@@ -140,7 +139,7 @@ class ChunkStage:
                 ),
                 current_microbatch=arrived,
                 vp_stage=self.chunk if self.num_chunks > 1 else None,
-                is_last_stage=self.is_last,
+                is_last_stage=self._computes_loss(microbatch),
             )
         self._has_run = True
         # The module would hold its input until its next forward.
@@ -150,6 +149,16 @@ class ChunkStage:
             return input.clone(), result[1]
         return result
 
+    def _data(self, microbatch: int) -> Iterator | None:
+        return self.data_iterator
+
+    def _number(self, microbatch: int) -> int:
+        # Within its own batch: asynchronous schedules run forwards of later ones as well.
+        return microbatch % self.step.num_microbatches
+
+    def _computes_loss(self, microbatch: int) -> bool:
+        return self.is_last
+
     def _forward_step(self, microbatch: int) -> Callable:
         return self.step.forward_step_func
 
@@ -157,11 +166,16 @@ class ChunkStage:
         schedules.deallocate_output_tensor(output, self.step.config.deallocate_pipeline_outputs)
 
     def backward(
-        self, input: torch.Tensor | None, output: torch.Tensor, output_gradient: torch.Tensor | None
+        self,
+        microbatch: int,
+        input: torch.Tensor | None,
+        output: torch.Tensor,
+        output_gradient: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Backpropagate, as ``StageRunner.backward`` says.
 
         Args:
+            microbatch: as of ``forward``.
             input: of the forward; ``None`` on the stage that reads the data.
             output: of the forward.
             output_gradient: gradient of the output; ``None`` for a loss.
@@ -207,7 +221,7 @@ def no_gradient_sync(config) -> Iterator[None]:
 class ActivationCounter(Protocol):
     """Define who counts or moves activations, and must be told what is the batch and no activation."""
 
-    def exclude(self, tensors: Iterable[torch.Tensor]) -> None: ...
+    def exclude(self, tensors: Iterable[torch.Tensor]) -> object: ...
 
 
 def watch_batches(data_iterator, *counters: ActivationCounter):
@@ -266,7 +280,7 @@ class Tape(IteratorWrapper):
     def __next__(self):
         if self._rewound:
             if not self._seen:
-                raise RuntimeError("a recomputed forward asked for more data than the forward itself")
+                raise RuntimeError("a forward that reads a batch again asked for more data than the first one")
             return self._seen.pop(0)
         batch = next(self._iterator)
         self._seen.append(copy.copy(batch))  # whoever reads a batch may take entries out of it
@@ -274,6 +288,13 @@ class Tape(IteratorWrapper):
 
     def rewind(self) -> None:
         self._rewound = True
+
+    def again(self) -> Tape:
+        """Return a rewound tape of the same batches; this one keeps them."""
+        tape = Tape(self._iterator)
+        tape._seen = [copy.copy(batch) for batch in self._seen]
+        tape.rewind()
+        return tape
 
 
 class _Again(NamedTuple):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.utils import get_te_version, is_te_min_version
@@ -118,7 +119,7 @@ class DelayedWeightGradient(DeferredWeightGradient):
         kept: what the work keeps alive beside these.
     """
 
-    module: torch.nn.Module
+    module: Any
     gradients: dict[torch.nn.Parameter, torch.Tensor]
     kept: tuple[torch.Tensor, ...]
 
@@ -143,7 +144,7 @@ class DelayedWeightGradient(DeferredWeightGradient):
 
 
 def _left_by_backward(
-    module: torch.nn.Module,
+    module: Any,
 ) -> tuple[dict[torch.nn.Parameter, torch.Tensor], tuple[torch.Tensor, ...]]:
     gradients = {}
     for name, parameter in _hooked_by_module(module):
@@ -161,7 +162,7 @@ def _left_by_backward(
     return gradients, tuple(_tensors_in(queue[-1][0]))
 
 
-def _is_computed(module: torch.nn.Module, name: str) -> bool:
+def _is_computed(module: Any, name: str) -> bool:
     """Return whether ``backward_dw()`` sets this parameter's ``grad``: of weights unless it accumulates, of biases that
     it added.
     """

@@ -67,19 +67,20 @@ def check_whole_model(
     for device, (_, held) in enumerate(gathered):
         for stage, chunk in zip(placement.stages[device], held, strict=True):
             stages[stage] = chunk
-    unseen = [stage for stage, chunk in enumerate(stages) if chunk is None]
-    if unseen:
+    seen = [chunk for chunk in stages if chunk is not None]
+    if len(seen) < len(stages):
+        unseen = [stage for stage, chunk in enumerate(stages) if chunk is None]
         tell(logger, "stages %s have no numbered layers; whether the chunks are the whole model is not checked", unseen)
         return
     for replica in range(placement.replicas):
         first = replica * placement.model_stages
-        _check_replica(stages[first : first + placement.model_stages])
+        _check_replica(seen[first : first + placement.model_stages])
     tell(
         logger,
         "the model's %d layers are on %d stages, %d parameters on each tensor-parallel rank",
-        stages[0].of,
+        seen[0].of,
         placement.model_stages,
-        sum(chunk.parameters for chunk in stages[: placement.model_stages]),
+        sum(chunk.parameters for chunk in seen[: placement.model_stages]),
     )
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
@@ -18,6 +17,7 @@ from megatron_pipemem.mcore.model.stages import tensors_in, watch_batches
 from megatron_pipemem.mcore.model.weight_memory import count_weights
 from megatron_pipemem.mcore.patching import Feature, Replacements
 from megatron_pipemem.mcore.report.run_record import STEPS, RunRecord
+from megatron_pipemem.mcore.report.step_record import count_layers
 from megatron_pipemem.mcore.source import announce
 from megatron_pipemem.mcore.step.observation import Observation, observe
 from megatron_pipemem.mcore.symbols import BACKWARD_STEP, FORWARD_STEP, LINEAR, WITH_INTERLEAVING, WITHOUT_INTERLEAVING
@@ -40,7 +40,7 @@ class StockObserver(Feature):
     """
 
     def __init__(self, record: RunRecord | None, costs: Costs, priced_by: str):
-        self._record = record
+        self._of_run = record
         self._known = Knowledge(costs, priced_by)
         self._observed: Observation | None = None
         self._last_stage = 0
@@ -48,8 +48,13 @@ class StockObserver(Feature):
         # Megatron's backward step is not told its stage and microbatch, but it gets the forward's output object.
         self._forward_of: dict[int, Action] = {}
 
+    @property
+    def _record(self) -> RunRecord:
+        assert self._of_run is not None, "without a record nothing is replaced"
+        return self._of_run
+
     def replacements(self) -> Replacements:
-        if self._record is None:
+        if self._of_run is None:
             return []
         return [
             (WITH_INTERLEAVING, partial(self._forward_backward, "interleaved")),
@@ -75,12 +80,11 @@ class StockObserver(Feature):
             return original(data_iterator=data_iterator, **call)
         group = parallel_state.get_pipeline_model_parallel_group()
         chunks = model if isinstance(model, list) else [model]
-        self._record.group = group
-        dist.barrier(group=group)
+        self._record.begin(group, get_model_config(chunks[0]))
         self._observed = observed = observe(chunks)
         self._last_stage = group.size() * len(chunks) - 1
         try:
-            result = original(data_iterator=watch_batches(data_iterator, observed.ledger), **call)
+            result = original(data_iterator=watch_batches(data_iterator, observed.counter), **call)
         finally:
             self._observed = None
             self._forward_of.clear()
@@ -95,7 +99,8 @@ class StockObserver(Feature):
                 announce(plan)
             # What Megatron's loop variables keep alive depends on where the loop is, so its peak is counted, not foretold.
             program = Program(plan.schedule, plan.schedule.orders)
-            observed.weights = count_weights(chunks, plan.schedule.placement.stages[group.rank()])
+            stages = plan.schedule.placement.stages[group.rank()]
+            observed.weights, observed.layers = count_weights(chunks, stages), count_layers(chunks, stages)
             self._record.add_step(plan, program, group.rank(), observed, foretell=False)
         return result
 
@@ -108,16 +113,16 @@ class StockObserver(Feature):
                 stage = (kwargs.get("vp_stage") or 0) * group.size() + group.rank()
                 action = Action(Kind.F, stage, kwargs["current_microbatch"])
                 self._hold_boundary(input_tensor)
-        if action is None:
+        if observed is None or action is None:
             return original(*call, **kwargs)
-        with observed.trace.measure(action), observed.ledger.watch_saved():
+        with observed.clock.measure(action), observed.counter.watch_saved():
             result = original(*call, **kwargs)
         with self._record.guarded(STEPS):
             for output in tensors_in(result[0]):
                 self._forward_of[id(output)] = action
             if action.stage != self._last_stage:
                 self._hold_boundary(result[0])  # until Megatron has sent it and let go of its data
-            observed.ledger.record(action)
+            observed.counter.record(action)
         return result
 
     def _backward_step(self, original: Callable, input_tensor, output_tensor, output_tensor_grad, config):
@@ -127,15 +132,16 @@ class StockObserver(Feature):
                 (forward,) = {self._forward_of.pop(id(output)) for output in tensors_in(output_tensor)}
                 action = forward._replace(kind=Kind.B)
                 self._hold_boundary(output_tensor_grad)
-        if action is None:
+        if observed is None or action is None:
             return original(input_tensor, output_tensor, output_tensor_grad, config)
-        with observed.trace.measure(action):
+        with observed.clock.measure(action):
             result = original(input_tensor, output_tensor, output_tensor_grad, config)
         with self._record.guarded(STEPS):
             self._hold_boundary(result)
-            observed.ledger.record(action)
+            observed.counter.record(action)
         return result
 
     def _hold_boundary(self, tensors) -> None:
+        assert self._observed is not None
         for tensor in tensors_in(tensors):
-            self._observed.ledger.hold(tensor)
+            self._observed.counter.hold(tensor)

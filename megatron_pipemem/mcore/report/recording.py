@@ -8,17 +8,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_pipemem.mcore.agreement import gather
-from megatron_pipemem.mcore.loop_arguments import open_writers, saves_after, scalar_interval
+from megatron_pipemem.mcore.loop_arguments import prints_log, saves_after, scalar_interval, write_scalars
 from megatron_pipemem.mcore.model.weight_memory import count_weights
 from megatron_pipemem.mcore.patching import Replacements
 from megatron_pipemem.mcore.report.run_record import LOSSES, STEPS, RunRecord
 from megatron_pipemem.mcore.report.run_report import Step as MeasuredStep
+from megatron_pipemem.mcore.report.step_record import count_layers
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.symbols import SAVE_AND_TIME, TRAIN, TRAINING_LOG
+
+_Numbers = tuple[MeasuredStep, int | None, float]
+"""The last step of a rank, its foretold peak and its planned bubble."""
 
 
 class Recording(Extension):
@@ -36,11 +39,13 @@ class Recording(Extension):
     def __init__(self, record: RunRecord):
         self._record = record
         self._iteration: int | None = None
+        self._overlaps = False
+        self._unwritten: list[tuple[int, _Numbers | None]] = []
         self._is_due = False
 
     def prepare(self, step: Step) -> None:
-        self._record.group = step.pipeline.group
-        dist.barrier(group=step.pipeline.group)  # one origin of time for all ranks of the pipeline
+        self._record.begin(step.pipeline.group, step.context.config, together=not step.overlaps)
+        self._overlaps, self._record.overlap = step.overlaps, step.overlap
         step.counts_bytes |= step.leaves_in_flight or self._record.counts(step.program)
         step.times_actions = True
 
@@ -48,11 +53,12 @@ class Recording(Extension):
         observation = step.observation
         with self._record.guarded(STEPS):
             observation.offload = step.offload_statistics()
+            observation.layers = count_layers(step.chunks, step.pipeline.stages)
             observation.weights = step.weight_bytes()
             if observation.weights is None and observation.ledger is not None:
                 observation.weights = count_weights(step.chunks, step.pipeline.stages)
             program = step.recorded_program or step.program
-            self._record.add_step(step.plan, program, step.pipeline.device, observation, own_plan=step.own_plan)
+            self._record.add_step(step.planned, program, step.pipeline.device, observation, own_plan=step.own_plan)
 
     def replacements(self) -> Replacements:
         return [(TRAINING_LOG, self._training_log), (TRAIN, self._train), (SAVE_AND_TIME, self._save)]
@@ -60,7 +66,9 @@ class Recording(Extension):
     def _training_log(self, original: Callable, loss_dict, *args, **kwargs):
         with self._record.guarded(LOSSES):
             arguments = inspect.signature(original).bind(loss_dict, *args, **kwargs).arguments
-            self.write_scalars(arguments["iteration"])  # first: it is collective
+            iteration = arguments["iteration"]
+            joined = not self._overlaps or prints_log(iteration, arguments.get("is_first_iteration", False))
+            self.write_scalars(iteration, joined)  # first: it may be collective
             self._record.add_losses(loss_dict, arguments["grad_norm"])
         return original(loss_dict, *args, **kwargs)
 
@@ -89,41 +97,39 @@ class Recording(Extension):
         self._record.write()
         self.write_scalars(None)
 
-    def write_scalars(self, following: int | None) -> None:
+    def write_scalars(self, following: int | None, now: bool = True) -> None:
         """Write the numbers of the step before. Every rank must call this when its loop is about to log another one.
 
         Args:
             following: iteration of that one; ``None`` when no more come, and the last step's times have been read.
+            now: or later, together with those of steps to come, because other ranks are not to be waited for.
         """
         iteration, self._iteration = self._iteration, following
         interval = scalar_interval()
-        if iteration is None or interval is None or iteration % interval:  # on every rank alike
+        if iteration is not None and interval is not None and iteration % interval == 0:  # on every rank alike
+            self._unwritten.append((iteration, self._numbers()))
+        if not now or not self._unwritten:
             return
+        unwritten, self._unwritten = self._unwritten, []
         with self._record.guarded("scalars"):
-            everyones = gather(self._numbers(), parallel_state.get_pipeline_model_parallel_group())
-            tensorboard, wandb = open_writers()
-            if None in everyones:
-                return
-            scalars = _of_pipeline(everyones)
-            if tensorboard is not None:
-                for name, value in scalars.items():
-                    tensorboard.add_scalar(name, value, iteration)
-                tensorboard.flush()
-            if wandb is not None:
-                wandb.log(scalars, iteration)
+            numbers = [each for _, each in unwritten]
+            everyones = gather(numbers, parallel_state.get_pipeline_model_parallel_group())
+            for (step, _), *ranks in zip(unwritten, *everyones, strict=True):
+                if None not in ranks:
+                    write_scalars(_of_pipeline(ranks), step)
 
-    def _numbers(self) -> tuple[MeasuredStep, int | None, float] | None:
+    def _numbers(self) -> _Numbers | None:
         """Return the last step of this rank, its foretold peak and its planned bubble; ``None`` where it could not be
         measured.
         """
         record = self._record
         with record.guarded(STEPS):
-            if record.is_whole and record.steps:
+            if record.is_whole and record.steps and record.last_plan is not None:
                 return record.steps[-1], record.held.predicted_peak_bytes, record.last_plan.timeline.bubble_rate
         return None
 
 
-def _of_pipeline(ranks: Sequence[tuple[MeasuredStep, int | None, float]]) -> dict[str, float]:
+def _of_pipeline(ranks: Sequence[_Numbers]) -> dict[str, float]:
     steps, predicted, planned = zip(*ranks, strict=True)
     makespan = max(step.end for step in steps)
     scalars = {

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -19,7 +21,7 @@ from megatron_pipemem.errors import OutputError
 from megatron_pipemem.files import check_writable, write_whole
 from megatron_pipemem.mcore.agreement import decided_by_rank_zero, gather, is_first_rank
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
-from megatron_pipemem.mcore.report import run_report
+from megatron_pipemem.mcore.report import run_report, step_record
 from megatron_pipemem.mcore.step.observation import Observation
 from megatron_pipemem.report import save_timeline
 from megatron_pipemem.report.run import lines
@@ -30,7 +32,7 @@ from megatron_pipemem.runtime.activation_ledger import (
 )
 from megatron_pipemem.runtime.bytes_by_tokens import BytesByTokens
 from megatron_pipemem.runtime.trace import TracedAction
-from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.action import Action, Kind, place
 from megatron_pipemem.schedule.core.schedule import Program
 from megatron_pipemem.schedule.resolve import ChosenSchedule
 
@@ -49,19 +51,23 @@ class RunRecord:
         report: JSON file of the report, or ``None``.
         trace: directory for pictures and traces of the last step, or ``None``.
         losses: of every step; ``None`` where it is not known.
-        grad_norms: of every step; ``None`` where it is not known.
+        grad_norms: of every step, as the training loop has them: numbers, or what becomes one when it is read.
         group: this rank's pipeline, set before its first step.
+        config: Megatron's configuration of the model, set with it.
         steps: of this rank, with what was counted and timed.
         held: the most that this rank held so far.
+        overlap: tells what steps without a barrier between them have come to.
     """
 
     report: Path | None
     trace: Path | None
     losses: list[float | None] = field(default_factory=list)
-    grad_norms: list[float | None] = field(default_factory=list)
+    grad_norms: list[Any] = field(default_factory=list)
     group: dist.ProcessGroup | None = None
+    config: object | None = None
     steps: list[run_report.Step] = field(default_factory=list)
     held: run_report.OfRank = field(default_factory=run_report.OfRank)
+    overlap: Callable[[], run_report.Overlap] = run_report.Overlap
     _failures: dict[str, str] = field(default_factory=dict)
     _plans: list[tuple[int, ChosenSchedule]] = field(default_factory=list)
     _program: Program | None = None
@@ -70,6 +76,8 @@ class RunRecord:
     """of the microbatches that give experts the fewest tokens, and of those that give them most"""
     _host_changes: dict[Kind, list[int]] = field(default_factory=dict)
     _learnt: set[tuple[Kind, int]] = field(default_factory=set)
+    _slices: int = 1
+    """of a microbatch, that what has been learnt is of"""
     _by_tokens: dict[tuple, tuple[BytesByTokens, BytesByTokens]] = field(default_factory=dict)
     """where microbatches differ: on the device and on the host, for every treatment of this rank's stages"""
     _uneven: bool = False
@@ -81,6 +89,9 @@ class RunRecord:
     _last: list[TracedAction] = field(default_factory=list)
     _last_plan: ChosenSchedule | None = None
     _unread: tuple[int, ChosenSchedule, Observation] | None = None
+    _layers: dict[int, int] = field(default_factory=dict)
+    _begun: list[float] = field(default_factory=list)
+    _together: bool = True
 
     def check_outputs(self) -> None:
         """Ask, before anything is trained, whether the outputs can be written. Rank 0 writes them, and asks.
@@ -113,6 +124,20 @@ class RunRecord:
             if what not in self._failures:
                 self._failures[what] = f"{type(error).__name__}: {error}"
                 logger.warning("the run goes on without %s, which failed: %s", what, self._failures[what])
+
+    def begin(self, group: dist.ProcessGroup, config: object, together: bool = True) -> None:
+        """Begin a training step.
+
+        Args:
+            group: the pipeline.
+            config: Megatron's configuration of the model.
+            together: wait for all ranks of the pipeline, so that their times have one origin; otherwise the step is not kept
+                for ``pipemem explain``.
+        """
+        self.group, self.config, self._together = group, config, together
+        if together:
+            dist.barrier(group=group)
+        self._begun.append(time.perf_counter())
 
     @property
     def is_whole(self) -> bool:
@@ -158,6 +183,7 @@ class RunRecord:
                 self._add_bytes(program, device, observed.ledger, foretell)
                 self._weights = observed.weights
             self._program, self._device = program, device
+            self._layers.update(observed.layers)
             # A GPU's times are read one step later, when it has long passed them.
             self.read()
             number = next((number for number, (_, known) in enumerate(self._plans) if known is plan), len(self._plans))
@@ -174,10 +200,11 @@ class RunRecord:
             self._foretell_by_tokens(program.actions[device], ledger)
         elif foretell and (self._uneven or program is not self._program):
             actions = program.actions[device]
-            least, most = (predict_peak_bytes(actions, self._changes[most]) for most in (False, True))
+            slices = program.schedule.slices
+            least, most = (predict_peak_bytes(actions, self._changes[most], slices) for most in (False, True))
             held.predicted_peak_bytes = max(held.predicted_peak_bytes or 0, most)
             held.predicted_least_peak_bytes = max(held.predicted_least_peak_bytes or 0, least)
-            away = predict_peak_bytes(actions, self._host_changes)
+            away = predict_peak_bytes(actions, self._host_changes, slices)
             held.predicted_host_peak_bytes = max(held.predicted_host_peak_bytes, away)
         loads = [entry.routed / entry.evenly for entry in ledger.entries if entry.evenly]
         held.expert_load = max([held.expert_load or 0.0, *loads]) if loads else held.expert_load
@@ -199,7 +226,7 @@ class RunRecord:
         held.predicted_least_peak_bytes = held.predicted_peak_bytes
         held.predicted_host_peak_bytes = max(held.predicted_host_peak_bytes, away)
 
-    def add_losses(self, losses: dict[str, object], grad_norm: object | None) -> None:
+    def add_losses(self, losses: dict[str, Any], grad_norm: Any) -> None:
         """Note what the training loop reports for one iteration; the first loss is the model's."""
         for value in losses.values():
             self.losses.append(None)
@@ -207,16 +234,14 @@ class RunRecord:
                 self.losses[-1] = float(value)
             break
         if losses and grad_norm is not None:
-            self.grad_norms.append(None)
-            with self.guarded(LOSSES):
-                self.grad_norms[-1] = float(grad_norm)
+            self.grad_norms.append(grad_norm)
 
     def read(self) -> None:
         """Take the times of the last step, if nobody has."""
         if self._unread is None:
             return
         (plan, self._last_plan, observed), self._unread = self._unread, None
-        self._last = observed.trace.actions()
+        self._last = observed.clock.actions()
         work = sum(traced.end - traced.start for traced in self._last)
         end = max((traced.end for traced in self._last), default=0.0)
         peak = self.steps[-1].peak if observed.ledger is None else observed.ledger.peak
@@ -234,7 +259,11 @@ class RunRecord:
             ranks = gather(self._summary(self._shared()))
             if not is_first_rank():
                 return
-            report = run_report.report_of(ranks, self.trace)
+            members = [] if self.group is None else dist.get_process_group_ranks(self.group)
+            pipeline = [ranks[member] for member in members]
+            report = run_report.report_of(ranks, self.trace) | {"last_step": None}
+            with self.guarded(STEPS):
+                report["last_step"] = self._last_step(pipeline)
             for line in lines(report):
                 logger.info("%s", line)
             if self.report is not None:
@@ -242,18 +271,36 @@ class RunRecord:
                     write_whole(self.report, json.dumps(report, indent=2, allow_nan=False) + "\n")
                     logger.info("wrote %s", self.report)
             if self.trace is not None and self.last_plan is not None:
-                self._draw([ranks[member] for member in dist.get_process_group_ranks(self.group)])
+                self._draw(pipeline, self.last_plan, self.trace)
 
-    def _draw(self, pipeline: list[run_report.Summary]) -> None:
+    def _last_step(self, pipeline: list[run_report.Summary]) -> dict | None:
+        """Return the last step as it ran on the pipeline of rank 0; ``None`` where it was not measured."""
+        if self._last_plan is None or not (self.is_whole and self._together):
+            return None
+        memory = {
+            kind: [max(changes, key=abs) for changes in zip(*(each.memory[kind] for each in pipeline), strict=True)]
+            for kind in Kind
+            if all(kind in each.memory for each in pipeline)
+        }
+        layers = {stage: count for each in pipeline for stage, count in each.layers.items()}
+        more = {
+            "iteration_seconds": step_record.iteration_seconds(self._begun),
+            "mtp_layers": getattr(self.config, "mtp_num_layers", None) or 0,
+            "ordered": self._last_plan.arrival_makespan is not None,
+            "refused": step_record.refused(self.config, len(pipeline)),
+        }
+        return step_record.last_step([each.last for each in pipeline], self._last_plan, layers, memory, more)
+
+    def _draw(self, pipeline: list[run_report.Summary], plan: ChosenSchedule, folder: Path) -> None:
         """Draw the last step, planned and as it ran on the data-parallel and tensor-parallel peers of rank 0."""
-        plan, drawn = self.last_plan, []
+        drawn = []
         for name, timeline in (("plan", lambda: plan.timeline), ("run", lambda: run_report.last_step(pipeline, plan))):
             for suffix in _TIMELINES:
-                path = self.trace / f"{name}.{suffix}"
+                path = folder / f"{name}.{suffix}"
                 with self.guarded(str(path)):
                     drawn.append(save_timeline(timeline(), path).name)
         if drawn:
-            logger.info("wrote the last step's timelines: %s in %s", ", ".join(drawn), self.trace)
+            logger.info("wrote the last step's timelines: %s in %s", ", ".join(drawn), folder)
 
     def _shared(self) -> list[run_report.Shared] | None:
         """Return what the ranks of this pipeline tell each other; ``None`` where one of them has nothing to tell."""
@@ -262,28 +309,40 @@ class RunRecord:
         own = None
         with self.guarded(STEPS):
             if self.is_whole and self.steps:
+                assert self._weights is not None, "the first step was counted"
                 own = run_report.Shared(dict(self._weights.of_stages), [step.end for step in self.steps])
         everyones = gather(own, self.group)
-        if None in everyones or len({len(each.ends) for each in everyones}) > 1:
-            return None
-        return everyones
+        known = [each for each in everyones if each is not None]
+        return known if len(known) == len(everyones) and len({len(each.ends) for each in known}) == 1 else None
 
     def _summary(self, shared: list[run_report.Shared] | None) -> run_report.Summary:
         """Return this rank's part of the report."""
-        found = run_report.Summary(dist.get_rank() if dist.is_initialized() else 0, self.losses, self.grad_norms, None)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        found = run_report.Summary(rank, self.losses, list(map(self._number, self.grad_norms)), None)
         if self.steps:
             with self.guarded(STEPS):
+                assert self.last_plan is not None and self._weights is not None, "steps have been measured"
                 found = replace(
                     found,
                     measured=run_report.measured(
-                        self.steps, self.last_plan, self._device, self.held, self._weights, shared
+                        self.steps, self.last_plan, self._device, self._held(), self._weights, shared
                     ),
                     plans=[run_report.described(n, self._plans, self.steps, shared) for n in range(len(self._plans))],
                     steps=len(self.steps),
                     last=self._last,
+                    layers=self._layers,
+                    memory=self._changes[True],
                 )
         failures = [f"no {what}: {why}" for what, why in self._failures.items()]
         return replace(found, failure="; ".join(failures) or None)
+
+    def _number(self, value: Any) -> float | None:
+        with self.guarded(LOSSES):
+            return float(value)
+        return None
+
+    def _held(self) -> run_report.OfRank:
+        return replace(self.held, **self.overlap()._asdict())
 
     def _learn_bytes(self, program: Program, device: int, ledger: ActivationLedger) -> None:
         """Learn what actions take and give back, from the first step that has such an action: later plans may fuse
@@ -291,21 +350,28 @@ class RunRecord:
 
         Learnt anew when a stage begins or ends to be recomputed or offloaded.
         """
-        stages = program.placement.num_stages
+        stages, slices = program.placement.num_stages, program.schedule.slices
+        if slices != self._slices:
+            self._slices = slices
+            self._changes, self._host_changes = {False: {}, True: {}}, {}
+            self._learnt.clear()
         moved = {action.stage for action in program.actions[device] if action.kind is Kind.OFFLOAD}
         for stage in program.placement.stages[device]:
             treatment = (program.schedule.recomputed.get(stage), stage in moved)
             if self._treatments.get(stage, treatment) != treatment:
-                self._learnt = {(kind, other) for kind, other in self._learnt if other != stage}
+                self._learnt = {(kind, at) for kind, at in self._learnt if at // slices != stage}
             self._treatments[stage] = treatment
-        unknown = {(action.kind, action.stage) for action in program.actions[device]} - self._learnt
+        unknown = {(action.kind, place(action, slices)) for action in program.actions[device]} - self._learnt
         if unknown:
             for changes, seen in (
-                *((self._changes[most], bytes_per_action(ledger.entries, stages, most)) for most in (False, True)),
-                (self._host_changes, bytes_per_action(ledger.entries, stages, on_host=True)),
+                *(
+                    (self._changes[most], bytes_per_action(ledger.entries, stages, most, slices=slices))
+                    for most in (False, True)
+                ),
+                (self._host_changes, bytes_per_action(ledger.entries, stages, on_host=True, slices=slices)),
             ):
-                for kind, stage in unknown:
-                    changes.setdefault(kind, [0] * stages)[stage] = seen[kind][stage]
+                for kind, at in unknown:
+                    changes.setdefault(kind, [0] * (stages * slices))[at] = seen[kind][at]
             self._learnt |= unknown
         if any(entry.routed for entry in ledger.entries):
             self._learn_routing(ledger, stages)

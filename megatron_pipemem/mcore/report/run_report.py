@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes, predict_weights
 from megatron_pipemem.report.run import peak_activation
@@ -58,6 +59,21 @@ class Shared:
     ends: Sequence[float]
 
 
+class Overlap(NamedTuple):
+    """Hold what steps without a barrier between them have come to on a rank."""
+
+    steps_ahead: int = 0
+    """optimizer steps that were taken before the gradient norm was known"""
+    steps_taken_back: int = 0
+    """of these, those whose gradients had to be clipped"""
+    rollback_bytes: int = 0
+    """of the state that a step may be taken back to, on the device"""
+    rollback_host_bytes: int = 0
+    """likewise, on the host"""
+    waiting_gradient_bytes: int = 0
+    """of the gradients that wait for their step while the next batch adds up its own"""
+
+
 @dataclass
 class OfRank:
     """A rank's entry of the report, under the same names. What it held at most is added step by step, all else at the end.
@@ -70,6 +86,11 @@ class OfRank:
         predicted_weight_bytes: parameters, as the schedule says; ``None`` where a rank of the pipeline could not measure.
         counted_weight_bytes: parameters, as they are there.
         weight_versions: of them, at once.
+        steps_ahead: see ``Overlap``, as for the next four.
+        steps_taken_back: as there.
+        rollback_bytes: as there.
+        rollback_host_bytes: as there.
+        waiting_gradient_bytes: as there.
         predicted_host_peak_bytes: what was away on the host, as foretold.
         counted_host_peak_bytes: what was away, as counted.
         offloaded_bytes: of the last step, to the host.
@@ -87,6 +108,11 @@ class OfRank:
     predicted_weight_bytes: int | None = None
     counted_weight_bytes: int = 0
     weight_versions: int = 1
+    steps_ahead: int = 0
+    steps_taken_back: int = 0
+    rollback_bytes: int = 0
+    rollback_host_bytes: int = 0
+    waiting_gradient_bytes: int = 0
     predicted_host_peak_bytes: int = 0
     counted_host_peak_bytes: int = 0
     offloaded_bytes: int = 0
@@ -110,6 +136,8 @@ class Summary:
         plans: as the report shows them.
         steps: that were measured.
         last: its actions of the last step.
+        layers: of its stages.
+        memory: by how many bytes every kind of action changes what it holds, per stage; 0 on stages of others.
     """
 
     rank: int
@@ -120,6 +148,8 @@ class Summary:
     plans: Sequence[dict] = ()
     steps: int = 0
     last: Sequence[TracedAction] = ()
+    layers: Mapping[int, int] = field(default_factory=dict)
+    memory: Mapping[Kind, Sequence[int]] = field(default_factory=dict)
 
 
 def report_of(ranks: Sequence[Summary], timelines: Path | None) -> dict:
@@ -172,7 +202,6 @@ def measured(
         of_stages = {stage: nbytes for each in shared for stage, nbytes in each.of_stages.items()}
         predicted_weights = predict_weights(placement, device, of_stages, weights.planned_versions)
         rates = [1 - step.work / makespan for step, makespan in zip(steps, makespans(shared), strict=True)]
-    # The first step pays for lazily opened channels and allocator growth.
     # The first step pays for lazily opened channels and allocator growth.
     return replace(
         held,
@@ -247,10 +276,11 @@ def last_step(pipeline: Sequence[Summary], plan: ChosenSchedule) -> Timeline:
 def _offload_summary(steps: list[OffloadStatistics | None]) -> dict:
     """Return the bytes of the last step; seconds per step, on average. The first step is not typical here either."""
     typical = steps[1:] or steps
-    waits: Counter[tuple[Kind, int]] = Counter()
+    waits: defaultdict[tuple[Kind, int], float] = defaultdict(float)
     for step in typical:
         for stall in step.stalls if step is not None else ():
             kind = Kind.WAIT_OFFLOAD if stall.direction is Direction.OUT else Kind.WAIT_RELOAD
+            assert isinstance(stall.key, tuple), "activations are known by stage and microbatch"
             waits[kind, stall.key[0]] += stall.seconds / len(typical)
     return {
         "offloaded_bytes": steps[-1].bytes_out if steps[-1] is not None else 0,

@@ -8,6 +8,7 @@ on each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ def agreed_numbers(
     # The greatest and, negated, the least of what is told: where they differ, ranks disagree.
     told = torch.full((1 + 2 * size,), -torch.inf, dtype=torch.float64)
     told[0] = _FAILED if failure is not None else _UNKNOWN if numbers is None else _KNOWN
-    if told[0] == _KNOWN:
+    if failure is None and numbers is not None:
         told[1:] = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.float64)
     told = told.to(torch.cuda.current_device())
     for group in groups:
@@ -87,7 +88,7 @@ def decided_by_first[T](decide: Callable[[], T], groups: Groups) -> T:
     Raises:
         PipememError: what ``decide`` raised; on every rank with the same message.
     """
-    payload: list[object] = [None]
+    payload: list[Any] = [None]
     if all(group.rank() == 0 for group in groups):
         try:
             payload = [decide()]

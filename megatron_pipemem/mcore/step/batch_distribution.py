@@ -53,14 +53,18 @@ class Dealer:
 
     def _read_up_to(self, microbatch: int) -> None:
         while self._read <= microbatch:
-            self._waiting[self._read] = next(self._stream)
+            self._waiting[self._read] = self._next()
             self._read += 1
+
+    def _next(self) -> object:
+        assert self._stream is not None, "who has no stream is not asked"
+        return next(self._stream)
 
     def finish(self) -> None:
         """Read on to the end of the step, so that the next one begins behind it on every rank that reads."""
         if self._read:
             while self._read < self._num_microbatches:
-                next(self._stream)
+                self._next()
                 self._read += 1
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_pipemem.mcore.model.stages import ActivationCounter, ChunkStage, StepContext
 from megatron_pipemem.mcore.model.weight_memory import WeightBytes
 from megatron_pipemem.mcore.patching import Feature
+from megatron_pipemem.mcore.report.run_report import Overlap
 from megatron_pipemem.mcore.step.observation import Observation, permanent_tensors
 from megatron_pipemem.mcore.step.programs import Compiled, ProgramCache
 from megatron_pipemem.mcore.step.weighing import FullMicrobatch
@@ -20,9 +22,27 @@ from megatron_pipemem.runtime.activation_ledger import ActivationLedger
 from megatron_pipemem.runtime.executor import Executor, StepFeature
 from megatron_pipemem.runtime.offload import OffloadStatistics
 from megatron_pipemem.runtime.transport import MessageFormat, Pipeline
-from megatron_pipemem.schedule.core.schedule import Program
+from megatron_pipemem.schedule.core.schedule import Order, Program
 from megatron_pipemem.schedule.knowledge import Shape
 from megatron_pipemem.schedule.resolve import ChosenSchedule
+
+
+class Trial(Protocol):
+    """The first actions of a step, which may turn out to be in vain. They keep nothing that cannot be dropped.
+
+    Attributes:
+        length: of this rank's actions, how many.
+        drain: messages that this rank posts when they are dropped, so that none stays in flight.
+    """
+
+    length: int
+    drain: Order
+
+    def stands(self) -> bool:
+        """Return whether the step may go on, on every rank alike. Asked once, behind these actions."""
+
+    def start_over(self) -> None:
+        """Put everything back that these actions have changed, the messages aside."""
 
 
 @dataclass
@@ -83,12 +103,24 @@ class Step:
     """tells what the step's offload moved and held, if there is any"""
     weight_bytes: Callable[[], WeightBytes | None] = lambda: None
     """tells what the parameters on this rank take"""
+    overlap: Callable[[], Overlap] = Overlap
+    """tells what steps without a barrier between them have come to"""
     recorded_program: Program | None = None
     """what a report compares the counted bytes with; by default the program"""
+    overlaps: bool = False
+    """whether ranks begin and end the step without waiting for each other"""
+    trial: Trial | None = None
+    """what begins the step, if it may be in vain"""
 
     observation: Observation = field(init=False)
     stages: dict[int, ChunkStage] = field(init=False)
     executor: Executor = field(init=False)
+
+    @property
+    def planned(self) -> ChosenSchedule:
+        """The plan, of a step that trains."""
+        assert self.plan is not None, "evaluation has no plan"
+        return self.plan
 
     @property
     def forward_only(self) -> bool:

@@ -23,7 +23,7 @@ from megatron_pipemem.mcore.model.transformer_engine import delayed_modules
 from megatron_pipemem.mcore.model.whole_model import check_whole_model
 from megatron_pipemem.mcore.patching import Feature, Replacements
 from megatron_pipemem.mcore.refusals import check_chunks, check_config
-from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.mcore.step.extension import Extension, Step, Trial
 from megatron_pipemem.mcore.step.observation import device_of, has_single_queue, observe
 from megatron_pipemem.mcore.step.programs import ProgramCache
 from megatron_pipemem.mcore.step.weighing import FullMicrobatch
@@ -178,6 +178,8 @@ class ForwardBackward(Feature):
                 stack.enter_context(routing_noted(step.chunks, step.observation.ledger.route))
             for extension in extensions:
                 stack.enter_context(extension.around(step))
+            if step.trial is not None:
+                self._try(step, step.trial, extensions)
             step.executor.run()
         for extension in extensions:
             extension.settle(step)
@@ -187,6 +189,16 @@ class ForwardBackward(Feature):
             config.timers("forward-backward").stop()
         for extension in extensions:
             extension.after(step)
+
+    def _try(self, step: Step, trial: Trial, extensions: Sequence[Extension]) -> None:
+        """Run the step's first actions, and make ready to run all of them again if they were in vain."""
+        step.executor.run(trial.length)
+        if trial.stands():
+            return
+        step.executor.drop(trial.drain)
+        trial.start_over()
+        self._equip(step, extensions)
+        _start_parameter_gather(step.context.config, step.chunks)
 
     def _choose(self, step: Step, extensions: Sequence[Extension]) -> None:
         """Find the step's program."""
@@ -201,9 +213,12 @@ class ForwardBackward(Feature):
         step.program, step.plan = chosen
 
     def _prepare(self, step: Step, extensions: Sequence[Extension]) -> None:
-        """Make the stages of this rank and their executor."""
         for extension in extensions:
             extension.prepare(step)
+        self._equip(step, extensions)
+
+    def _equip(self, step: Step, extensions: Sequence[Extension]) -> None:
+        """Make the stages of this rank and their executor."""
         step.observation = observe(
             step.chunks,
             step.permanent if step.counts_bytes else (),

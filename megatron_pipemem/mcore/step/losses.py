@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_pipemem.mcore.model.stages import StepContext
 from megatron_pipemem.mcore.step.extension import Extension, Step
-from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.runtime.executor import Executor, Handlers, StepFeature
+from megatron_pipemem.runtime.instructions import Instruction
+from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.schedule import Schedule
 
 _ALIGNMENT = 16
@@ -37,7 +40,7 @@ class _Leaf:
     @classmethod
     def of(cls, value: object) -> object:
         """Return what stands for a value in the form: a leaf for a tensor of one block, anything else as it is."""
-        if _is_block(value):
+        if isinstance(value, torch.Tensor) and _is_block(value):
             return cls(value.dtype, tuple(value.shape))
         return value.detach().cpu() if isinstance(value, torch.Tensor) else value
 
@@ -62,6 +65,19 @@ class LossCarrier:
         self._known: dict[tuple[int, int, Hashable], bytes] = {}
         """The form of the last data of every route and kind, pickled; alike at both ends."""
         self._sent: tuple[dist.Work, torch.Tensor] | None = None
+        self._begun = False
+
+    def begin(self, data: object, destination: int, kind: Hashable) -> None:
+        """Start to send what ``send`` will be called with, where that needs no answer; others need not wait for it then.
+
+        Args:
+            data: as of ``send``.
+            destination: rank within the group.
+            kind: as of ``send``.
+        """
+        if self._known.get((self._group.rank(), destination, kind)) == _form(data):
+            self.send(data, destination, kind)
+            self._begun = True
 
     def send(self, data: object, destination: int, kind: Hashable) -> None:
         """Send to a rank of the group; returns at once unless ``data`` looks otherwise than the last of this kind.
@@ -71,10 +87,13 @@ class LossCarrier:
             destination: rank within the group.
             kind: both ends must name the same; data of one kind should look alike.
         """
+        if self._begun:
+            self._begun = False
+            return
         self.finish()
         key = (self._group.rank(), destination, kind)
         tensors = [value.detach() for value in tree_leaves(data) if _is_block(value)]
-        form = pickle.dumps(tree_map(_Leaf.of, data))
+        form = _form(data)
         known = self._known.get(key)
         if known is not None:
             same, leaves = known == form, _leaves(pickle.loads(known))
@@ -90,7 +109,7 @@ class LossCarrier:
         everything = [(form, [tensor.cpu() for tensor in tensors])]
         dist.send_object_list(everything, dist.get_global_rank(self._group, destination), self._group)
 
-    def receive(self, source: int, kind: Hashable) -> object:
+    def receive(self, source: int, kind: Hashable) -> Any:
         """Receive what that rank of the group sends, with all tensors on this rank's device."""
         key = (source, self._group.rank(), kind)
         known = self._known.get(key)
@@ -109,7 +128,7 @@ class LossCarrier:
                 buffer.record_stream(queued)
             if same:
                 return _restore(form, _places(leaves, buffer))
-        payload: list[object] = [None]
+        payload: list[Any] = [None]
         dist.recv_object_list(payload, dist.get_global_rank(self._group, source), self._group)
         form, tensors = payload[0]
         self._known[key] = form
@@ -130,18 +149,93 @@ class Losses(Extension):
     def __init__(self) -> None:
         self._carriers: dict[dist.ProcessGroup, LossCarrier] = {}
 
+    def extend_executor(self, step: Step) -> Sequence[StepFeature]:
+        """Where ranks do not wait for each other at the step's end, the last one does not wait for its losses either."""
+        if (
+            not step.overlaps
+            or step.programs.single_queue
+            or _ends(step.program.schedule).devices != [step.pipeline.device]
+        ):
+            return ()
+        return [_SentEarly(step, self._carrier(step))]
+
     def settle(self, step: Step) -> None:
+        gather_losses(step.context, step.program.schedule, self._carrier(step), step.pipeline.group)
+        if not step.forward_only:
+            sum_depths(step)
+
+    def _carrier(self, step: Step) -> LossCarrier:
         group = step.pipeline.group
         if group not in self._carriers:
             self._carriers[group] = LossCarrier(group)
-        gather_losses(step.context, step.program.schedule, self._carriers[group], group)
-        if not step.forward_only:
-            sum_depths(step)
+        return self._carriers[group]
 
     def close(self, orderly: bool) -> None:
         carriers, self._carriers = self._carriers, {}
         for carrier in carriers.values() if orderly else ():
             carrier.finish()
+
+
+class _SentEarly:
+    """Sends the losses when the last of them is there. The last rank's backwards need it, so it ends its step later.
+
+    Args:
+        step: all of whose losses are of this rank.
+        carrier: takes them.
+    """
+
+    def __init__(self, step: Step, carrier: LossCarrier):
+        self._step, self._carrier = step, carrier
+
+    def extend(self, executor: Executor) -> Handlers:
+        step, forward = self._step.context, executor.handlers[Kind.F]
+        schedule, last = self._step.program.schedule, self._step.pipeline.group.size() - 1
+        if self._step.pipeline.device == last:
+            return {}
+        ends = _ends(schedule)
+        final = ends.forwards(self._step.pipeline.device)[-1]
+
+        def run(each: Instruction) -> None:
+            forward(each)
+            if each.action == final:
+                self._carrier.begin(_told(step), last, _kind(step, schedule))
+
+        return {Kind.F: run}
+
+
+class _Ends(NamedTuple):
+    """Where losses are computed.
+
+    Args:
+        schedule: of the step.
+        stages: that compute them.
+        devices: of these stages, in order.
+    """
+
+    schedule: Schedule
+    stages: set[int]
+    devices: list[int]
+
+    def forwards(self, device: int) -> list[Action]:
+        """Return the forwards of a device that compute losses, in order: of a sequence in slices, the last one."""
+        slices, order = self.schedule.slices, self.schedule.orders[device]
+        forwards = (a for a in order if a.kind is Kind.F and a.stage in self.stages)
+        return [a for a in forwards if (a.microbatch + 1) % slices == 0]
+
+
+def _ends(schedule: Schedule) -> _Ends:
+    placement = schedule.placement
+    stages = {stage for stage in range(placement.num_stages) if placement.next_stage(stage) is None}
+    return _Ends(schedule, stages, sorted({placement.devices[stage] for stage in stages}))
+
+
+def _told(step: StepContext) -> dict[str, Any]:
+    return {"losses": step.loss_data, "tokens": step.num_tokens}
+
+
+def _kind(step: StepContext, schedule: Schedule) -> Hashable:
+    """Return what tells steps apart whose losses look different."""
+    return step.forward_only, step.collect_non_loss_data, schedule.num_microbatches
 
 
 _LOGGED = ("loss_values", "correct_values", "total_values")
@@ -174,13 +268,11 @@ def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, p
         carrier: between the ranks of the pipeline.
         pp_group: of the pipeline.
     """
-    last, rank, placement = pp_group.size() - 1, pp_group.rank(), schedule.placement
-    ends = {stage for stage in range(placement.num_stages) if placement.next_stage(stage) is None}
-    sources = sorted({placement.devices[stage] for stage in ends})
+    last, rank, ends = pp_group.size() - 1, pp_group.rank(), _ends(schedule)
+    sources = ends.devices
     if sources == [last] and step.order is None:
         return
-    kind = (step.forward_only, step.collect_non_loss_data, schedule.num_microbatches)
-    own = {"losses": step.loss_data, "tokens": step.num_tokens}
+    kind, own = _kind(step, schedule), _told(step)
     step.loss_data = []
     if rank != last:
         if rank in sources:
@@ -190,13 +282,18 @@ def gather_losses(step: StepContext, schedule: Schedule, carrier: LossCarrier, p
     num_tokens = torch.zeros_like(step.num_tokens)
     for source in sources:
         data = own if source == last else carrier.receive(source, kind)
-        order = [a.microbatch for a in schedule.orders[source] if a.kind is Kind.F and a.stage in ends]
+        order = [action.microbatch // schedule.slices for action in ends.forwards(source)]
         found += zip(order, data["losses"], strict=True)
         num_tokens += data["tokens"]
     if step.order is not None:
         found = [(step.order[position], data) for position, data in found]
     step.loss_data = [data for _, data in sorted(found, key=lambda each: each[0])]
     step.num_tokens.copy_(num_tokens)
+
+
+def _form(data: object) -> bytes:
+    """Return what data look like, and what of them is no tensor of one block."""
+    return pickle.dumps(tree_map(_Leaf.of, data))
 
 
 def _is_block(value: object) -> bool:
@@ -208,7 +305,7 @@ def _leaves(form: object) -> list[_Leaf]:
     return [value for value in tree_leaves(form) if isinstance(value, _Leaf)]
 
 
-def _restore(form: object, tensors: Iterator[torch.Tensor]) -> object:
+def _restore(form: object, tensors: Iterator[torch.Tensor]) -> Any:
     """Return data of this form, with these tensors in the places of its leaves, and other tensors on this rank's device."""
 
     def restored(value: object) -> object:

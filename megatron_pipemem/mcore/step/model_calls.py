@@ -90,5 +90,7 @@ def calls_of(
 def _wrapped(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield a chunk and what it wraps, of which the user's forward step may call any."""
     yield model
-    while isinstance(model := getattr(model, "module", None), torch.nn.Module):
-        yield model
+    inner = getattr(model, "module", None)
+    while isinstance(inner, torch.nn.Module):
+        yield inner
+        inner = getattr(inner, "module", None)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,15 +27,29 @@ class Observation:
         trace: times actions; ``None`` does not.
         offload: what the step's offload moved and held.
         weights: bytes of the parameters.
+        layers: of every stage of the rank.
     """
 
     ledger: ActivationLedger | None
     trace: Trace | None
     offload: OffloadStatistics | None = None
     weights: WeightBytes | None = None
+    layers: Mapping[int, int] = field(default_factory=dict)
 
     @property
-    def on_device(self) -> Callable[[torch.Tensor], None] | None:
+    def clock(self) -> Trace:
+        """The trace, of a step whose actions are timed."""
+        assert self.trace is not None, "nobody asked for times"
+        return self.trace
+
+    @property
+    def counter(self) -> ActivationLedger:
+        """The ledger, of a step whose bytes are counted."""
+        assert self.ledger is not None, "nobody asked for bytes"
+        return self.ledger
+
+    @property
+    def on_device(self) -> Callable[[torch.Tensor], object] | None:
         """For an offload engine: how it tells the ledger what takes device memory."""
         return None if self.ledger is None else self.ledger.hold
 

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -57,7 +58,7 @@ class OffloadSettings:
     switches: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
-    def of(cls, mode: str, recompute: str, host_memory: str | None, options: Mapping[str, object]) -> OffloadSettings:
+    def of(cls, mode: str, recompute: str, host_memory: str | None, options: Mapping[str, Any]) -> OffloadSettings:
         """Read what a user wrote.
 
         Args:
@@ -86,7 +87,7 @@ class OffloadSettings:
             raise UnsupportedError(
                 f"activation offload has no option {unknown[0]!r}; its options: {', '.join(readers)}"
             )
-        read = {name: readers[name](f"offload option {name}", value) for name, value in options.items()}
+        read: dict[str, Any] = {name: readers[name](f"offload option {name}", value) for name, value in options.items()}
         budget = None if host_memory is None else _bytes("--pipemem-host-memory", host_memory)
         return cls(mode, recompute, budget, **read)
 
@@ -158,13 +159,13 @@ class Offloading(Extension):
         if self._links is None:
             self.budget()
             engine = done_by_all(self.engine)
-            place, groups, own = _place(), self.switches(), None
+            place, groups = _place(), self.switches()
+            own: HostLink | None = None
             own_turn = next((group.index(place) for group in groups if place in group), 0)
             # A plan takes turns on a channel that it knows to be shared. Who shares one unknown to it measures it together.
             for turn in range(max(map(len, groups), default=1)):
-                measured = done_by_all(lambda own=turn == own_turn: measure_host_link(engine.channel) if own else None)
-                own = measured or own
-            seen = gather((place, own))
+                own = done_by_all(partial(_measured, engine, turn == own_turn)) or own
+            seen = [(at, link) for at, link in gather((place, own)) if link is not None]
             self._links = tuple(_slowest([link for at, link in seen if at == device]) for device in range(num_devices))
             tell(logger, "links to the host: %s", self._links)
         return self._links
@@ -179,12 +180,12 @@ class Offloading(Extension):
             step.offload_statistics = engine.statistics
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
-        return [OffloadActions(self._engine)] if step.program.schedule.offloads else []
+        return [OffloadActions(self.engine())] if step.program.schedule.offloads else []
 
     def around(self, step: Step) -> AbstractContextManager:
         if not step.program.schedule.offloads:
             return nullcontext()
-        return self._engine.step(step.permanent, step.observation.on_device)
+        return self.engine().step(step.permanent, step.observation.on_device)
 
     def close(self, orderly: bool) -> None:
         """Give up the engine's threads, streams and memory."""
@@ -219,6 +220,10 @@ def _shared_channels(
         joined = places.union(*(group for group in groups if group & places))
         groups = [group for group in groups if not group & places] + [joined]
     return tuple(sorted(tuple(sorted(group)) for group in groups if len(group) > 1))
+
+
+def _measured(engine: OffloadEngine, is_our_turn: bool) -> HostLink | None:
+    return measure_host_link(engine.channel) if is_our_turn else None
 
 
 def _slowest(links: Sequence[HostLink]) -> HostLink:
@@ -268,7 +273,7 @@ def _groups(what: str, value: object) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, groups))
 
 
-def _positive(what: str, value: object) -> float:
+def _positive(what: str, value: Any) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):

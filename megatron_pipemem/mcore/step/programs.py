@@ -152,9 +152,10 @@ class ProgramCache:
         Raises:
             UnsupportedError: the bytes that were counted break the cap, whatever the schedule.
         """
-        found, failure = before, None
+        update, found, failure = self._update, before, None
+        assert update is not None, "programs are outdated by an update"
         try:
-            plan = self._source.plan(shape, self._update.reason, before.plan, self._update.minimum_gain)
+            plan = self._source.plan(shape, update.reason, before.plan, update.minimum_gain)
             found = self._compiled(plan.schedule, plan)
         except Exception as error:  # the other ranks must hear of it, whatever it is
             failure = error
@@ -162,10 +163,10 @@ class ProgramCache:
         message, is_refusal = next((told for told in failures if told is not None), (None, False))
         if message is None:
             return found
-        if is_refusal and self._update.changes is not None:
+        if is_refusal and update.changes is not None:
             raise failure or UnsupportedError(message)
         if is_first_rank():
-            logger.warning("could not plan again (%s): %s; the schedule stays", self._update.reason, message)
+            logger.warning("could not plan again (%s): %s; the schedule stays", update.reason, message)
         return before
 
     def _compiled(self, schedule: Schedule, plan: ChosenSchedule | None) -> Compiled:

@@ -80,15 +80,17 @@ class UnequalMicrobatches(Extension):
         numbers = agreed_numbers("weights of microbatches", lambda: self._own(step), m * (2 + len(_KINDS)), groups)
         others = getattr(step.groups, "dp", None)
         has_peers = others is not None and others.size() > 1
-        if has_peers and (step.context.config.expert_model_parallel_size or 1) > 1:
+        if others is not None and has_peers and (step.context.config.expert_model_parallel_size or 1) > 1:
             # Experts are exchanged between pipelines, so all of these do the same at the same time.
             numbers, groups = largest_numbers(numbers, others), [others, *groups]
         weights = _unpacked(numbers, m)
         exceeds_prices = self._source.request.memory_cap is not None and max(weights.tokens) > 1  # and maybe the cap
         if _are_alike(weights) and not exceeds_prices:
             return base
-        costs = replace(self._source.priced(base.plan), microbatch=weights)
-        found = decided_by_first(lambda: self._planned(base.plan.schedule, costs, has_peers), groups)
+        plan = base.plan
+        assert plan is not None, "training is planned"
+        costs = replace(self._source.priced(plan), microbatch=weights)
+        found = decided_by_first(lambda: self._planned(plan.schedule, costs, weights, has_peers), groups)
         try:
             if isinstance(found, Exception):
                 raise found
@@ -99,13 +101,13 @@ class UnequalMicrobatches(Extension):
         step.context.order = found.order
         by_position = replace(costs, microbatch=weights.reordered(found.order))
         step.own_plan = replace(
-            base.plan,
+            plan,
             schedule=found.schedule,
             costs=by_position,
             lower_bound=found.bound,
             arrival_makespan=found.arrival_makespan,
         )
-        return Compiled(program, base.plan)
+        return Compiled(program, plan)
 
     def prepare(self, step: Step) -> None:
         """Deal the batches in the order of the schedule; what has been read already comes from memory."""
@@ -161,12 +163,15 @@ class UnequalMicrobatches(Extension):
             return _packed(found)
         return None
 
-    def _planned(self, base: Schedule, costs: Costs, has_peers: bool) -> StepPlan | Exception:
+    def _planned(
+        self, base: Schedule, costs: Costs, weights: MicrobatchWeights, has_peers: bool
+    ) -> StepPlan | Exception:
         """Return the plan of a step, or why there is none.
 
         Args:
             base: the schedule of microbatches that are alike.
             costs: with the weights of those of this step.
+            weights: these.
             has_peers: whether other pipelines sum gradients with this one, and have plans of their own.
         """
         cap = self._source.request.memory_cap
@@ -175,7 +180,7 @@ class UnequalMicrobatches(Extension):
             if not has_peers or _ends_of_stages(found.schedule) == _ends_of_stages(base):
                 return found
             # Sums over pipelines meet in the order in which the stages of a device end, so that is to be the same in all.
-            makespan = simulate(base, replace(costs, microbatch=costs.microbatch.reordered(found.order))).makespan
+            makespan = simulate(base, replace(costs, microbatch=weights.reordered(found.order))).makespan
             if makespan < found.arrival_makespan:
                 return replace(found, schedule=base, makespan=makespan)
             in_arrival = tuple(range(base.num_microbatches))
@@ -214,8 +219,16 @@ def _packed(weights: MicrobatchWeights) -> list[float]:
 
 def _unpacked(numbers: Sequence[float], num_microbatches: int) -> MicrobatchWeights:
     rows = [tuple(numbers[start : start + num_microbatches]) for start in range(0, len(numbers), num_microbatches)]
-    time_, memory, *kinds = (None if row[0] == _NONE else row for row in rows)
-    return MicrobatchWeights(time_, memory, {kind: row for kind, row in zip(_KINDS, kinds, strict=True) if row})
+    time_, memory, *kinds = rows
+    return MicrobatchWeights(
+        time_,
+        memory if _is_there(memory) else None,
+        {kind: row for kind, row in zip(_KINDS, kinds, strict=True) if _is_there(row)},
+    )
+
+
+def _is_there(row: tuple[float, ...]) -> bool:
+    return row[0] != _NONE
 
 
 def _are_alike(weights: MicrobatchWeights) -> bool:

@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from megatron_pipemem.config.model import Execution, Model
 from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.planner.counts import layer_flops
-from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.options import FLOPS, TOKENS
 from megatron_pipemem.schedule.registry import import_target
-from megatron_pipemem.schedule.text.costs_file import costs_arguments
+from megatron_pipemem.schedule.text.weights_file import FileWeights, FunctionName, read_microbatch_costs
 
 MicrobatchCosts = str | Callable[[object], object]
 """``tokens``, ``FLOPs``, a JSON file, ``module:function``, or the function itself."""
@@ -66,13 +65,12 @@ def weigher_of(asked: MicrobatchCosts) -> Weigher:
     """
     if callable(asked):
         return partial(_by_function, f"the function of microbatch_costs, {getattr(asked, '__name__', asked)},", asked)
-    if asked.lower() == TOKENS:
-        return _by_tokens
-    if asked.lower() == FLOPS:
-        return _by_flops
-    if asked.endswith(".json"):
-        return _of_file(asked)
-    return partial(_by_function, f"--pipemem-microbatch-costs {asked}", _function(asked))
+    named = read_microbatch_costs(asked)
+    if isinstance(named, FileWeights):
+        return lambda batches, full, config, iteration: named.of_step(iteration, len(batches))
+    if isinstance(named, FunctionName):
+        return partial(_by_function, f"--pipemem-microbatch-costs {asked}", _function(named))
+    return {TOKENS: _by_tokens, FLOPS: _by_flops}[named]
 
 
 @dataclass(frozen=True)
@@ -229,68 +227,24 @@ def _by_function(
             ) from error
         pairs.append(found if isinstance(found, tuple) and len(found) == 2 else (found, 1.0))
     try:
-        return MicrobatchWeights(*(tuple(map(_plain, weights)) for weights in zip(*pairs, strict=True)))
+        times, memories = (tuple(map(_plain, weights)) for weights in zip(*pairs, strict=True))
+        return MicrobatchWeights(times, memories)
     except CostsError as error:
         raise CostsError(f"{name} returns no weights in training step {iteration + 1}: {error}") from error
 
 
-def _plain(weight: object) -> object:
+def _plain(weight: Any) -> Any:
     return weight.item() if isinstance(weight, torch.Tensor) and weight.numel() == 1 else weight
 
 
-def _function(target: str) -> Callable[[object], object]:
-    """Return the function that ``module:function`` or ``FILE.py:function`` names.
+def _function(named: FunctionName) -> Callable[[object], object]:
+    """Return the function of that name.
 
     Raises:
         UnsupportedError: there is none.
     """
-    module, colon, name = target.rpartition(":")
-    if not (colon and module and name):
-        raise UnsupportedError(
-            f"--pipemem-microbatch-costs {target!r} is neither tokens, FLOPs, a .json file nor module:function; give one of "
-            "these"
-        )
-    found = getattr(import_target(f"--pipemem-microbatch-costs {target}", module), name, None)
+    asked = f"--pipemem-microbatch-costs {':'.join(named)}"
+    found = getattr(import_target(asked, named.module), named.name, None)
     if not callable(found):
-        raise UnsupportedError(
-            f"--pipemem-microbatch-costs {target}: {module} has no function {name}; name one that it has"
-        )
+        raise UnsupportedError(f"{asked}: {named.module} has no function {named.name}; name one that it has")
     return found
-
-
-def _of_file(path: str) -> Weigher:
-    """Return who weighs by a file: what stands there is for all steps alike, or a list of it, one for each.
-
-    Raises:
-        CostsError: it holds no weights.
-    """
-    found = read_json(path, "weights of microbatches", CostsError)
-    one_for_all = not isinstance(found, list) or not any(isinstance(each, list | dict) for each in found)
-    steps = [_weights_of_json(path, each) for each in ([found] if one_for_all else found)]
-
-    def weigh(batches: Sequence[object], full: FullMicrobatch, config: object, iteration: int) -> MicrobatchWeights:
-        if not one_for_all and iteration >= len(steps):
-            raise CostsError(
-                f"{path} has weights of {len(steps)} training steps, and this is step {iteration + 1}; give those of every "
-                "step, or one object for all"
-            )
-        weights = steps[0 if one_for_all else iteration]
-        if len(weights) != len(batches):
-            raise CostsError(
-                f"{path} weighs {len(weights)} microbatches, and training step {iteration + 1} has {len(batches)}; give one "
-                "weight per microbatch"
-            )
-        return weights
-
-    return weigh
-
-
-def _weights_of_json(path: str, data: object) -> MicrobatchWeights:
-    fields = data if isinstance(data, dict) else {"time": data}
-    try:
-        return MicrobatchWeights(**costs_arguments({"microbatch": fields})["microbatch"])
-    except CostsError as error:
-        raise CostsError(
-            f"{path} holds no weights of microbatches ({error}); write [1, 0.25], or "
-            '{"time": [1, 0.25], "memory": [1, 0.5], "kinds": {"W": [1, 0.5]}}'
-        ) from error

@@ -23,8 +23,8 @@ _NO_LABELS = torch.iinfo(torch.int64).min
 
 def share_batch(
     shapes: Sequence[tuple[int, int]] | None,
-    first: list[Call | None] | None,
-    last: list[Call | None] | None,
+    first: Sequence[Call | None] | None,
+    last: Sequence[Call | None] | None,
     sources: tuple[int, int],
     group: dist.ProcessGroup,
     may_want_logits: bool,
@@ -55,30 +55,36 @@ def share_batch(
             "the forward step does not call the model it is given, or its data come from no iterator, so nobody knows its "
             "tokens and labels; call it with what next() yields, or pass --pipemem-vocab-parallel off"
         )
+    of_first, of_last = (
+        None if calls is None else [call for call in calls if call is not None] for calls in (first, last)
+    )
     sizes = [b * s for b, s in shapes]
 
-    def share(name: str, values: list[torch.Tensor | None] | None, source: int) -> Sequence[torch.Tensor]:
+    def share(name: str, values: Sequence[torch.Tensor | None] | None, source: int) -> Sequence[torch.Tensor]:
         """Send what the source has of every microbatch to all, ``[b, s]`` of each."""
         if values is None:
             shared = torch.empty(sum(sizes), dtype=torch.int64, device=torch.cuda.current_device())
         else:
+            flat = []
             for value, shape in zip(values, shapes, strict=True):
                 found = None if value is None else tuple(value.shape)
-                if found != shape:
+                if value is None or found != shape:
                     raise UnsupportedError(
                         f"the forward step passes {name} of shape {found} to the model where {shape} was expected: "
                         "vocabulary parallelism needs them for every microbatch, of its sequence length and micro-batch size; "
                         "pass --pipemem-vocab-parallel off"
                     )
-            shared = torch.cat([value.flatten() for value in values]).to(torch.int64)
+                flat.append(value.flatten())
+            shared = torch.cat(flat).to(torch.int64)
         dist.broadcast(shared, src=dist.get_global_rank(group, source), group=group)
         return [part.view(shape) for part, shape in zip(shared.split(sizes), shapes, strict=True)]
 
-    tokens = share("tokens", None if first is None else [call.tokens for call in first], sources[0])
-    labels = None if last is None else [call.labels for call in last]
-    if may_want_logits and labels is not None and all(each is None for each in labels):
-        labels = [torch.full_like(each, _NO_LABELS) for each in tokens]
-    labels = share("labels", labels, sources[1])
-    if may_want_logits and all(bool((each == _NO_LABELS).all()) for each in labels):
-        labels = None
-    return Batch(tokens, labels, looks_ahead=bool(depths), depths=0 if may_want_logits else depths)
+    tokens = share("tokens", None if of_first is None else [call.tokens for call in of_first], sources[0])
+    own = None if of_last is None else [call.labels for call in of_last]
+    if may_want_logits and own is not None and all(each is None for each in own):
+        own = [torch.full_like(each, _NO_LABELS) for each in tokens]
+    labels = share("labels", own, sources[1])
+    wants_logits = may_want_logits and all(bool(torch.eq(each, _NO_LABELS).all()) for each in labels)
+    return Batch(
+        tokens, None if wants_logits else labels, looks_ahead=bool(depths), depths=0 if may_want_logits else depths
+    )

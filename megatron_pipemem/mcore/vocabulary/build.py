@@ -8,7 +8,7 @@ optimizer its states.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,7 +62,7 @@ def cut_vocabulary(
             f"this rank is {shards_group.rank()} of its model-parallel group, not {index}: vocabulary parallelism needs "
             "pipeline-major rank orders such as Megatron's default;"
         )
-    models = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
+    models: list[Any] = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in chunks]
     first, last = (_end(models, placement, device, stage) for stage in (0, placement.num_stages - 1))
     _check_ends(models[0], first, last)
     first_device, last_device = placement.devices[0], placement.devices[-1]
@@ -86,7 +86,7 @@ def cut_vocabulary(
             device="cpu" if on_cpu else torch.cuda.current_device(),
         )
         _deal(weight, shard, partition, shards_group, range(owner * t, (owner + 1) * t))
-        parameter = torch.nn.Parameter(shard)
+        parameter: Any = torch.nn.Parameter(shard)  # which gets Megatron's marks
         tensor_parallel.set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         parameter.is_embedding_or_output_parameter = True
         if config.use_mup:
@@ -151,13 +151,13 @@ def shards_group_of(pg_collection) -> dist.ProcessGroup:
     return parallel_state.get_model_parallel_group() if group is None else group
 
 
-def _end(models: list[torch.nn.Module], placement: Placement, device: int, stage: int) -> torch.nn.Module | None:
-    """Return the model of the pipeline's first or last stage, if this device holds it."""
+def _end(models: list[Any], placement: Placement, device: int, stage: int) -> Any:
+    """Return the model of the pipeline's first or last stage, if this device holds it, else None."""
     stages = placement.stages[device]
     return models[stages.index(stage)] if stage in stages else None
 
 
-def _check_ends(model: torch.nn.Module, first: torch.nn.Module | None, last: torch.nn.Module | None) -> None:
+def _check_ends(model: Any, first: Any, last: Any) -> None:
     """Raises:
     UnsupportedError: the model's ends are others than Megatron's language models have.
 
@@ -188,7 +188,7 @@ def _check_ends(model: torch.nn.Module, first: torch.nn.Module | None, last: tor
         raise _uncuttable(
             "logits of a number format of their own cannot be cut over the pipeline; drop --output-logit-dtype, or"
         )
-    if head.bias is not None:
+    if getattr(head, "bias", None) is not None:
         raise _uncuttable("an output layer with a bias cannot be cut over the pipeline; drop the bias, or")
 
 
@@ -212,6 +212,7 @@ def _deal(
         buffer = torch.empty(len(piece), shard.size(1), dtype=shard.dtype, device=torch.cuda.current_device())
         for number, owner in enumerate(owners):
             if group.rank() == owner:
+                assert weight is not None, "owners have it"
                 buffer.copy_(weight[piece.start : piece.stop])
             dist.broadcast(buffer, src=dist.get_global_rank(group, owner), group=group)
             start = number * part + piece.start
@@ -227,7 +228,7 @@ def _pieces(rows: int, like: torch.Tensor) -> Iterator[range]:
     return (range(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
-def _save_no_copy(model: torch.nn.Module) -> None:
+def _save_no_copy(model: Any) -> None:
     """Let the model of multi-token prediction save its layers, and no copy of the embedding."""
     original = model.sharded_state_dict
 

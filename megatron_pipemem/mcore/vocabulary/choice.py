@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-
-import torch
+from typing import Any
 
 from megatron_pipemem.config import hybrid
 from megatron_pipemem.config.model import Block
@@ -21,7 +20,7 @@ from megatron_pipemem.schedule.options import OFF
 logger = logging.getLogger(__name__)
 
 
-def layers_in(model: torch.nn.Module) -> float:
+def layers_in(model: Any) -> float:
     """Return how many layers a chunk of a model holds; of a hybrid model, how many mean ones would compute as much."""
     pattern = getattr(model, "hybrid_layer_pattern", None)
     if pattern is None:
@@ -29,7 +28,7 @@ def layers_in(model: torch.nn.Module) -> float:
     return sum(_weights(model, model.decoder.layer_type_list)) / _mean_weight(model)
 
 
-def head_in_layers(model: torch.nn.Module) -> float:
+def head_in_layers(model: Any) -> float:
     """Return how many transformer layers take as long as the whole head, by the FLOPs of their matrix products.
 
     A mixture of experts counts with the experts that a token visits, in every layer; layers of a hybrid model count on average.
@@ -40,7 +39,7 @@ def head_in_layers(model: torch.nn.Module) -> float:
     return head_weight(_sizes(model), model.vocab_size) / _mean_weight(model)
 
 
-def _mean_weight(model: torch.nn.Module) -> float:
+def _mean_weight(model: Any) -> float:
     pattern = getattr(model, "hybrid_layer_pattern", None)
     if pattern is not None:
         weights = _weights(model, hybrid.layers_of(pattern))
@@ -50,17 +49,15 @@ def _mean_weight(model: torch.nn.Module) -> float:
     return sum(_weights(model, (attention, Block.EXPERTS if of("num_moe_experts") else Block.FFN)))
 
 
-def _weights(model: torch.nn.Module, symbols: Iterable[str]) -> list[float]:
+def _weights(model: Any, symbols: Iterable[str]) -> list[float]:
     return [layer_weight(symbol, _sizes(model), model.max_sequence_length) for symbol in symbols]
 
 
-def _sizes(model: torch.nn.Module) -> Sizes:
+def _sizes(model: Any) -> Sizes:
     return lambda attribute: getattr(model.config, attribute, None) or 0
 
 
-def choose_barriers(
-    model: torch.nn.Module, layout: Sequence[int], costs: Costs, schedules: Mapping[int, Schedule]
-) -> int:
+def choose_barriers(model: Any, layout: Sequence[float], costs: Costs, schedules: Mapping[int, Schedule]) -> int:
     """Return the barriers of the best way to deal with the model's head, 0 to leave it where it is.
 
     Args:
@@ -81,7 +78,7 @@ def choose_barriers(
     per_stage = any(
         isinstance(price, Sequence) for price in (costs.forward, costs.backward_input, costs.backward_weight)
     )
-    moving = {} if per_stage else {"layout": layout}
+    moving: dict[str, Any] = {} if per_stage else {"layout": layout}
     if moving and getattr(model, "hybrid_layer_pattern", None) is None:  # of which all layers are alike
         moving["layers"] = sum(layout)
     choice = choose_vocabulary(schedules[0], costs, head, **moving, with_passes=schedules)

@@ -62,6 +62,7 @@ class HeadShard(torch.nn.Module):
         self, weight: torch.nn.Parameter | None, partition: VocabularyPartition, index: int, options: HeadOptions
     ):
         super().__init__()
+        self.weight: torch.nn.Parameter | None
         self.register_parameter("weight", weight)
         self._shard = partition, index
         self._options = options
@@ -135,6 +136,7 @@ class VocabularyShards(torch.nn.Module):
             metadata: has the process group over which the model is replicated.
         """
         root = prefix.removesuffix(f"{NAME}.")
+        assert metadata is not None, "Megatron says which ranks hold the same"
         replica = (0, 0, get_pg_rank(metadata["dp_cp_group"]))
         entries = {}
         for name, key in (("embedding", EMBEDDING_KEY), ("head", HEAD_KEY)):

@@ -23,6 +23,7 @@ class FirstStage(ChunkStage):
     def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
         model = get_attr_wrapped_model(self.model, "pre_process", return_model_obj=True)
         embedding: ArrivingEmbedding = model.embedding.word_embeddings
+        assert input is not None, "the embedding's output comes from all shards"
         embedding.arrived = [input]
         return super().forward(microbatch, None, will_recompute)
 
@@ -49,6 +50,7 @@ class LastStage(ChunkStage):
         head.depths = self.depths
         super().forward(microbatch, input, will_recompute)
         output, head.input, head.losses = head.input, None, None
+        assert output is not None, "the forward step calls the model, as calls_of has seen"
         return output
 
     def _forward_step(self, microbatch: int) -> Callable:
@@ -79,7 +81,9 @@ class LastStage(ChunkStage):
         ]
 
     def ahead_gradient(self, microbatch: int) -> torch.Tensor:
-        return self._ahead.pop(microbatch).grad
+        gradient = self._ahead.pop(microbatch).grad
+        assert gradient is not None, "the stage that looked ahead has run backward"
+        return gradient
 
     def gather_head_input(self, output: torch.Tensor) -> torch.Tensor:
         head = self._head

@@ -51,15 +51,18 @@ class VocabularySteps(Extension):
                 )
             given = {each.name: getattr(runner, each.name) for each in fields(runner) if each.init}
             step.stages[stage] = kind(**given | {"data_iterator": iterator, "is_last": False})
+        first_calls, last_calls = calls
         batch = share_batch(
             step.tokens,
-            *calls,
+            first_calls,
+            last_calls,
             (placement.devices[0], placement.devices[-1]),
             channels.pipeline,
             may_want_logits=step.forward_only,
             depths=getattr(context.config, "mtp_num_layers", None) or 0,
         )
         last = step.stages.get(ends[1])
+        assert last is None or isinstance(last, LastStage)
         if last is not None:
             last.depths = batch.depths
         passes = VocabularyPasses(

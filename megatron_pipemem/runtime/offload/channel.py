@@ -30,15 +30,18 @@ class Ticket(Protocol):
         """Return whether the transfer has ended. Never blocks."""
 
 
-class Channel(Protocol):
-    """One device's way to its host, with a lane for each direction. Transfers of a direction run in the order started."""
+class Channel[Own: Ticket](Protocol):
+    """One device's way to its host, with a lane for each direction. Transfers of a direction run in the order started.
+
+    It takes the tickets that it gave, and no others.
+    """
 
     device: torch.device
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Allocate host memory that this channel can copy from and to: ``uint8``, one-dimensional."""
 
-    def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[Ticket]) -> Ticket:
+    def start(self, direction: Direction, copies: Sequence[Copy], after: Sequence[Own]) -> Own:
         """Start transfers, to run when everything computed so far and every transfer in ``after`` has ended.
 
         The call does not wait. Both tensors of every pair must be kept until ``join``.
@@ -49,7 +52,7 @@ class Channel(Protocol):
             after: tickets of earlier transfers.
         """
 
-    def join(self, ticket: Ticket, on_stall: Callable[[float], None]) -> None:
+    def join(self, ticket: Own, on_stall: Callable[[float], None]) -> None:
         """Order all later computing after the transfer. From here on its tensors may be read, and its source freed.
 
         ``on_stall`` gets the seconds that computing stood still, at once or when ``settle_stalls`` is called.

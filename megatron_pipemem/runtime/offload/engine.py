@@ -18,6 +18,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -64,7 +65,7 @@ class OffloadEngine:
 
     def __init__(
         self,
-        channel: Channel,
+        channel: Channel[Any],
         pool: HostPool,
         *,
         permanent: Iterable[torch.Tensor] = (),
@@ -76,12 +77,13 @@ class OffloadEngine:
         self._permanent = tuple(permanent)
         self._residents = Residents(channel.device, min_bytes)
         self._guard = guard
-        self._on_device: Callable[[torch.Tensor], None] | None = None
+        self._on_device: Callable[[torch.Tensor], object] | None = None
         self._ended: deque[Remains] = deque()
         self._captures: dict[Hashable, Capture] = {}
         self._by_storage: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
         self._traffic = Traffic(channel)
         self._device_bytes = self._host_bytes = 0
+        self._device_peak = self._host_peak = 0
         self._begin_step()
 
     @classmethod
@@ -99,12 +101,12 @@ class OffloadEngine:
         """
         if device.type not in ("cuda", "cpu"):
             raise OffloadError(f"activations cannot be offloaded from a {device.type} device, only from cuda and cpu")
-        channel = CudaChannel(device) if device.type == "cuda" else HostChannel(bandwidth)
+        channel: Channel[Any] = CudaChannel(device) if device.type == "cuda" else HostChannel(bandwidth)
         return cls(channel, HostPool(host_memory, channel.host_memory), **options)
 
     @contextmanager
     def step(
-        self, permanent: Iterable[torch.Tensor] = (), on_device: Callable[[torch.Tensor], None] | None = None
+        self, permanent: Iterable[torch.Tensor] = (), on_device: Callable[[torch.Tensor], object] | None = None
     ) -> Iterator[OffloadEngine]:
         """Enclose one training step. Whatever happens within, nothing captured survives it, and statistics begin anew.
 
@@ -197,7 +199,7 @@ class OffloadEngine:
         for storage, block in zip(leaving, blocks, strict=True):
             source = storage.bytes()
             # Somebody may save another part of the same memory while this part is away: that is a new storage then.
-            self._by_storage.pop(storage.storage._cdata, None)
+            self._by_storage.pop(storage.memory._cdata, None)
             if self._guard:
                 storage.checksum = checksum(source)
             storage.place, storage.block = Place.LEAVING, block
@@ -224,7 +226,7 @@ class OffloadEngine:
         for storage in list(captured.storages.values()):
             if storage.place is Place.LEAVING:
                 # Nobody has waited for it to be gone, so it never left.
-                self._pool.give(storage.block, (storage.departure,))
+                self._pool.give(storage.host_block, (storage.left,))
                 storage.place, storage.block, storage.transfer = Place.DEVICE, None, None
                 self._returned(storage)
             elif storage.place is Place.HOST:
@@ -234,13 +236,14 @@ class OffloadEngine:
                 storage.move_to(destination)
                 storage.place = Place.RETURNING
                 coming.append(storage)
-                copies.append(Copy(destination, storage.block.data))
+                copies.append(Copy(destination, storage.host_block.data))
                 self._arrived(destination, storage.device_bytes)
-        departures = list(dict.fromkeys(storage.departure for storage in coming))
+        departures = list(dict.fromkeys(storage.left for storage in coming))
         ticket = self._traffic.start(key, Direction.IN, copies, departures, coming)
-        for storage in coming:
-            self._pool.give(storage.block, (ticket,))
-            storage.block = None
+        if ticket is not None:  # something comes
+            for storage in coming:
+                self._pool.give(storage.host_block, (ticket,))
+                storage.block = None
 
     def wait(self, key: Hashable) -> None:
         """Order computing after what moves for ``key``: frees the memory of an offload, makes a reload usable.
@@ -336,16 +339,17 @@ class OffloadEngine:
                 continue
             storage.place = Place.DEVICE
             self._returned(storage)
-            if self._guard and not torch.equal(checksum(storage.bytes()), storage.checksum):
+            written = storage.checksum
+            if self._guard and not (written is not None and torch.equal(checksum(storage.bytes()), written)):
                 raise OffloadError(
                     f"activations of {storage.key} came back from the host with other bytes than they left with; "
                     "something wrote into memory that was away"
                 )
 
     def _release(self, storage: SavedStorage) -> None:
-        if self._guard and storage.storage._cdata not in self._by_storage:
+        if self._guard and storage.memory._cdata not in self._by_storage:
             storage.bytes().fill_(POISON)
-        reference, nbytes = StorageWeakRef(storage.storage), storage.device_bytes
+        reference, nbytes = StorageWeakRef(storage.memory), storage.device_bytes
         self._device_bytes -= nbytes
         storage.drop(Place.HOST)
         if not reference.expired():

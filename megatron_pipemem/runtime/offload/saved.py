@@ -78,13 +78,31 @@ class SavedStorage:
         return self.end - self.begin
 
     @property
+    def memory(self) -> torch.UntypedStorage:
+        """The storage, of what is on the device."""
+        assert self.storage is not None, f"activations of {self.key} are {self.place.value}"
+        return self.storage
+
+    @property
+    def host_block(self) -> Block:
+        """The memory on the host, of what is away."""
+        assert self.block is not None, f"activations of {self.key} are {self.place.value}"
+        return self.block
+
+    @property
+    def left(self) -> Ticket:
+        """The transfer to the host, of what has left."""
+        assert self.departure is not None, f"activations of {self.key} are {self.place.value}"
+        return self.departure
+
+    @property
     def emptied(self) -> bool:
         """Return whether its owner has taken the memory back, as recomputation does that refills storages in place."""
         return self.storage is not None and self.storage.nbytes() < self.end - self._origin
 
     def view(self, tensor: torch.Tensor, hold: Hold) -> SavedView:
         """Return a stand-in for a tensor of this storage; what moves will include it."""
-        start = tensor.storage_offset() * tensor.element_size()
+        start = int(tensor.storage_offset()) * tensor.element_size()
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         self.begin = min(self.begin, start // ALIGNMENT * ALIGNMENT)
         end = start + (last + 1) * tensor.element_size()
@@ -93,8 +111,8 @@ class SavedStorage:
 
     def bytes(self) -> torch.Tensor:
         """Return the bytes that move, on the device."""
-        run = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
-        return run.set_(self.storage, self.begin - self._origin, (self.nbytes,), (1,))
+        run = torch.empty(0, dtype=torch.uint8, device=self.memory.device)
+        return run.set_(self.memory, self.begin - self._origin, (self.nbytes,), (1,))
 
     def move_to(self, destination: torch.Tensor) -> None:
         """Make this ``destination``, which holds the moving bytes alone."""
@@ -121,8 +139,8 @@ class SavedStorage:
                 "their backward"
             )
         offset = (view.start - self._origin) // view.dtype.itemsize
-        tensor = torch.empty(0, dtype=view.dtype, device=self.storage.device)
-        return tensor.set_(self.storage, offset, view.shape, view.stride)
+        tensor = torch.empty(0, dtype=view.dtype, device=self.memory.device)
+        return tensor.set_(self.memory, offset, view.shape, view.stride)
 
     def __del__(self) -> None:
         # Runs on whichever thread drops the graph, hence only appends.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakSet
 
 from megatron_pipemem.errors import OffloadError
@@ -100,7 +101,7 @@ class Traffic:
         stalls: every time that computing stood still for one.
     """
 
-    def __init__(self, channel: Channel):
+    def __init__(self, channel: Channel[Any]):
         self._channel = channel
         self.transfers: list[Transfer] = []
         self.begin_step()

@@ -46,6 +46,7 @@ class Batch:
 
     def labels_of(self, microbatch: int) -> torch.Tensor:
         """Return the labels of all depths in the head's layout; what is behind the end is 0, as Megatron masks its loss."""
+        assert self.labels is not None
         labels = self.labels[microbatch]
         rolled = [torch.nn.functional.pad(labels[:, depth:], (0, depth)) for depth in range(1 + self.depths)]
         return torch.cat(rolled, dim=1).t().contiguous()

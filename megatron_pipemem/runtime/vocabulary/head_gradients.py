@@ -127,16 +127,9 @@ class Normalised:
 
     def _spend_logits(self) -> None:
         """Mark the logits as spent: their gradient takes their place, so it can be taken once."""
-        self._require(self._gradients_left)
+        if not self._gradients_left:
+            raise _taken_already()
         self._gradients_left = False
-
-    @staticmethod
-    def _require(condition: bool) -> None:
-        if not condition:
-            raise VocabularyError(
-                "this gradient of the microbatch was taken already, or score() was told for_backward=False: take each "
-                "gradient once"
-            )
 
     def _logit_gradient(self, piece: slice, g: torch.Tensor) -> torch.Tensor:
         """Return the gradient of what the matrix product gave, for one piece, in the parameter's dtype; replaces kept
@@ -150,6 +143,12 @@ class Normalised:
         factor = scaled * self._factor[piece] / self._total[piece]
         batch.over_logits(kernels.logit_gradient, piece, raw, self._maximum[piece], factor, scaled * self._label[piece])
         return raw
+
+
+def _taken_already() -> VocabularyError:
+    return VocabularyError(
+        "this gradient of the microbatch was taken already, or score() was told for_backward=False: take each gradient once"
+    )
 
 
 class OneBarrier(Normalised):
@@ -168,8 +167,9 @@ class OneBarrier(Normalised):
         It lacks ``g``: ``finish_input_gradient`` turns the sum into the gradient of the training loss.
         """
         batch, options = self._batch, self.options
-        self._require(batch.average is not None)
         average, batch.average = batch.average, None
+        if average is None:
+            raise _taken_already()
         share = batch.own_sum / self._total * self._factor * (options.scale / kernels.SOFTMAX_SUM)
         slope = kernels.slope(batch.target_logit, options.softcap)
         label = torch.where(batch.owned, self._label * slope * options.scale, 0.0)
@@ -276,7 +276,9 @@ def add_product(gradient: torch.Tensor, output_gradient: torch.Tensor, input: to
 
 
 @torch.no_grad()
-def combine(batch: HeadMicrobatch, gathered: torch.Tensor, into: torch.Tensor | None = None) -> Normalised:
+def combine(
+    batch: HeadMicrobatch, gathered: torch.Tensor, into: torch.Tensor | None = None
+) -> OneBarrier | TwoBarriers:
     """Return the losses, and the way to the gradients: a ``OneBarrier`` or a ``TwoBarriers``, as the options say.
 
     Args:

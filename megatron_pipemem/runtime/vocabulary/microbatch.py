@@ -71,7 +71,7 @@ class HeadMicrobatch:
             kernels.statistics, piece, raw, softmax=self.average is not None
         )
         self.own_maximum[piece], self.own_sum[piece], self.target_logit[piece] = maximum, others, label
-        if softmax is not None:
+        if self.average is not None:
             torch.mm(softmax, self.shard.weight, out=self.average[piece])
 
     def over_logits(self, function: Callable, piece: slice, raw: torch.Tensor, *per_token: torch.Tensor, **constants):

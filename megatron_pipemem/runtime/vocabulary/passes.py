@@ -7,7 +7,6 @@ everything between the head's input and its gradient have the head's layout, ``[
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,59 +20,14 @@ from megatron_pipemem.runtime.vocabulary.collectives import Pending
 from megatron_pipemem.runtime.vocabulary.head_gradients import (
     Normalised,
     OneBarrier,
+    TwoBarriers,
     combine,
     finish_input_gradient,
 )
+from megatron_pipemem.runtime.vocabulary.interfaces import LastStage, ShardedLayers
 from megatron_pipemem.runtime.vocabulary.microbatch import HeadMicrobatch
-from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition
-from megatron_pipemem.runtime.weight_gradients import DeferredWeightGradient
 from megatron_pipemem.schedule.core.action import VOCABULARY, VOCABULARY_COMPUTE, Action, Kind
 from megatron_pipemem.schedule.core.placement import Placement
-
-
-class ShardedLayers(Protocol):
-    """This rank's shards of embedding and head."""
-
-    partition: VocabularyPartition
-    hidden_size: int
-    dtype: torch.dtype
-
-    def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See ``VocabularyEmbedding.forward``."""
-
-    def embedding_gradient(self, tokens: torch.Tensor, output_gradient: torch.Tensor) -> DeferredWeightGradient:
-        """See ``VocabularyEmbedding.weight_gradient``."""
-
-    def score(self, x: torch.Tensor, labels: torch.Tensor | None, for_backward: bool) -> HeadMicrobatch | torch.Tensor:
-        """Score a microbatch, as ``VocabularyHead.score`` does; without labels, return its logits.
-
-        Args:
-            x: the head's input, ``[s, b, h]``.
-            labels: ``[s, b]``, or ``None``.
-            for_backward: whether gradients will be asked for.
-        """
-
-
-class LastStage(Protocol):
-    """Define what the stage before the head does for it."""
-
-    def gather_head_input(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the head's input, ``[s, b, h]``, from what this tensor-parallel rank has of it."""
-
-    def scatter_head_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the stage's output, from this pipeline's part of the gradient of the head's input."""
-
-    def look_ahead(self, microbatch: int, embeddings: torch.Tensor) -> None:
-        """Take the embeddings of a microbatch that is about to run forward, ``[b, s + 1, h]``, where it looks ahead."""
-
-    def ahead_gradient(self, microbatch: int) -> torch.Tensor:
-        """Return the gradient of what ``look_ahead`` was given, when the stage has run backward."""
-
-    def loss(self, microbatch: int, scored: Normalised) -> torch.Tensor | None:
-        """Take the token losses, fp32 as ``Batch.labels_of``. Returns the training loss's gradient by them, if it trains."""
-
-    def take_logits(self, microbatch: int, logits: torch.Tensor) -> None:
-        """Take the logits, ``[s, b, vocabulary]``, of a batch without labels."""
 
 
 @dataclass(frozen=True)
@@ -119,17 +73,17 @@ class VocabularyPasses:
         self._sums_for_both = self.batch.looks_ahead and self._first != self._last
         # Everything is keyed by microbatch.
         self._partial_embeddings: dict[int, torch.Tensor] = {}
-        self._embeddings: dict[int, Pending[torch.Tensor]] = {}
+        self._embeddings: dict[int, Pending[torch.Tensor | None]] = {}
         self._head_inputs: dict[int, torch.Tensor] = {}
         self._sent_inputs: dict[int, Pending[torch.Tensor]] = {}
         self._scored: dict[int, HeadMicrobatch | torch.Tensor] = {}
         self._gathered: dict[int, Pending[torch.Tensor]] = {}
         self._results: dict[int, torch.Tensor] = {}
-        self._normalised: dict[int, Normalised] = {}
+        self._normalised: dict[int, OneBarrier | TwoBarriers] = {}
         self._loss_gradients: dict[int, torch.Tensor] = {}
         self._sent_loss_gradients: dict[int, Pending[torch.Tensor]] = {}
         self._partial_input_gradients: dict[int, torch.Tensor] = {}
-        self._input_gradients: dict[int, Pending[torch.Tensor]] = {}
+        self._input_gradients: dict[int, Pending[torch.Tensor | None]] = {}
         self._factors: dict[int, torch.Tensor] = {}
         self._embedding_gradients: dict[int, torch.Tensor] = {}
         self._sent_embedding_gradients: dict[int, Pending[torch.Tensor]] = {}
@@ -154,6 +108,11 @@ class VocabularyPasses:
             Kind.EMBED_B: self._embedding_weight_gradient,
         }
 
+    @property
+    def _own_last_stage(self) -> LastStage:
+        assert self.last_stage is not None, f"device {self.device} does not hold the last stage"
+        return self.last_stage
+
     def extend(self, executor: Executor) -> Handlers:
         """See ``StepFeature``: the passes, and the tensors of the model's ends, which come from them and go to them."""
         others, first, last = dict(executor.handlers), 0, self.placement.num_stages - 1
@@ -176,9 +135,10 @@ class VocabularyPasses:
             if stage == first:
                 executor.handed_inputs[each.key] = self.embedded(microbatch)
             if stage == last and looks_ahead:
-                self.last_stage.look_ahead(microbatch, self._embeddings.pop(microbatch).wait())
+                self._own_last_stage.look_ahead(microbatch, _sum(self._embeddings.pop(microbatch)))
             others[Kind.F](each)
             if stage == last:
+                assert each.to_here is not None
                 self.take_head_input(microbatch, executor.handed_inputs.pop(each.to_here))
 
         def backward(each: Instruction) -> None:
@@ -187,9 +147,10 @@ class VocabularyPasses:
                 executor.handed_gradients[each.key] = self.head_gradient(microbatch)
             others[each.action.kind](each)
             if stage == last and looks_ahead:
-                ahead = self.last_stage.ahead_gradient(microbatch)
+                ahead = self._own_last_stage.ahead_gradient(microbatch)
                 self._embedding_gradients[microbatch] = self._held(ahead)
             if stage == first:
+                assert each.to_here is not None
                 self.take_embedding_gradient(microbatch, executor.handed_gradients.pop(each.to_here))
 
         executor.at_end.append(self.finish)
@@ -209,35 +170,38 @@ class VocabularyPasses:
     def embedded(self, microbatch: int) -> torch.Tensor:
         """Return the embedding's output, summed over the pipeline, ``[b, s, h]``: the first stage's input."""
         if not self.batch.looks_ahead:
-            return self._embeddings.pop(microbatch).wait()
+            return _sum(self._embeddings.pop(microbatch))
         # Where the last stage is on this device too, it comes for them later.
         waiting = self._embeddings[microbatch] if self._first == self._last else self._embeddings.pop(microbatch)
-        return waiting.wait()[:, :-1]
+        return _sum(waiting)[:, :-1]
 
     def take_head_input(self, microbatch: int, output: torch.Tensor) -> None:
         """Take the last stage's output, without its graph."""
-        whole = self._held(self.last_stage.gather_head_input(output))
+        whole = self._held(self._own_last_stage.gather_head_input(output))
         if whole is not output:
             self._released(output)  # the backend that gathered it may let go a moment later
         self._head_inputs[microbatch] = whole
 
     def head_gradient(self, microbatch: int) -> torch.Tensor:
         """Return the gradient of the last stage's output."""
-        total = self._input_gradients.pop(microbatch).wait()
+        total = _sum(self._input_gradients.pop(microbatch))
         # With one barrier the sum was under way before the loss was known.
         gradient = finish_input_gradient(total, self.layers.dtype, self._factors.pop(microbatch, None))
         self._released(total)
-        return self.last_stage.scatter_head_gradient(gradient)
+        return self._own_last_stage.scatter_head_gradient(gradient)
 
     def take_embedding_gradient(self, microbatch: int, gradient: torch.Tensor) -> None:
         """Take the gradient of what ``embedded`` gave, ``[b, s, h]``."""
-        if self.batch.looks_ahead:
-            ahead = self._embedding_gradients.get(microbatch)
-            if ahead is not None:  # the last stage's, on this device too
-                ahead[:, :-1] += gradient
-                return
-            gradient = torch.nn.functional.pad(gradient, (0, 0, 0, 1))
-        self._embedding_gradients[microbatch] = self._held(gradient.contiguous())
+        looks_ahead = self.batch.looks_ahead
+        ahead = self._embedding_gradients.get(microbatch) if looks_ahead else None
+        if ahead is not None:  # the last stage's, on this device too
+            ahead[:, :-1] += gradient
+            self._released(gradient)
+            return
+        whole = torch.nn.functional.pad(gradient, (0, 0, 0, 1)) if looks_ahead else gradient.contiguous()
+        self._embedding_gradients[microbatch] = self._held(whole)
+        if whole is not gradient:
+            self._released(gradient)  # the backend that gathered it may let go a moment later
 
     # Embedding
 
@@ -246,6 +210,7 @@ class VocabularyPasses:
 
     def _reduce_embedding(self, microbatch: int) -> None:
         partial = self._partial_embeddings.pop(microbatch)
+        pending: Pending[torch.Tensor] | Pending[torch.Tensor | None]
         if self._sums_for_both:
             pending = collectives.all_sum(partial, self.channels.pipeline)
         else:
@@ -284,15 +249,19 @@ class VocabularyPasses:
         x = self._sent_inputs.pop(microbatch).wait()
         labels = None if self.batch.labels is None else self.batch.labels_of(microbatch)
         scored = self._scored[microbatch] = self.layers.score(x, labels, self.trains)
-        for tensor in () if labels is None else scored.tensors:
-            self._held(tensor)
+        if isinstance(scored, HeadMicrobatch):
+            for tensor in scored.tensors:
+                self._held(tensor)
 
     def _gather_statistics(self, microbatch: int) -> None:
         if self.batch.labels is None:
             logits = self._scored.pop(microbatch)
+            assert isinstance(logits, torch.Tensor)
             pending = collectives.gather_logits(logits, self.layers.partition, self.channels.shards)
         else:
-            statistics = self._scored[microbatch].statistics
+            scored = self._scored[microbatch]
+            assert isinstance(scored, HeadMicrobatch)
+            statistics = scored.statistics
             ranks, results = self.channels.shards.size(), Normalised.NUMBERS
             # In one piece, because loss and input gradient come in either order, and the first to come combines: what it
             # takes and gives back would be now the one's bytes and now the other's.
@@ -309,13 +278,14 @@ class VocabularyPasses:
 
     def _loss(self, microbatch: int) -> None:
         if self.batch.labels is None:
-            self.last_stage.take_logits(microbatch, self._gathered.pop(microbatch).wait())
+            self._own_last_stage.take_logits(microbatch, self._gathered.pop(microbatch).wait())
             return
         done = self._normalise(microbatch)
-        gradient = self.last_stage.loss(microbatch, done)
+        gradient = self._own_last_stage.loss(microbatch, done)
         if not self.trains:
             self._normalised.pop(microbatch)
             return
+        assert gradient is not None, "a step that trains has a gradient of its loss"
         gradient = self._held(done.without_ignored(gradient))
         self._loss_gradients[microbatch] = gradient
         if isinstance(done, OneBarrier):
@@ -346,23 +316,27 @@ class VocabularyPasses:
     def _reduce_input_gradient(self, microbatch: int) -> None:
         partial = self._partial_input_gradients.pop(microbatch, None)
         if partial is None:
-            partial = self._held(self._normalise(microbatch).input_gradient())
+            done = self._normalise(microbatch)
+            assert isinstance(done, OneBarrier), "with two barriers T has made it"
+            partial = self._held(done.input_gradient())
         pending = collectives.reduce_sum(partial, self._last, self.channels.pipeline)
         self._await(self._input_gradients, microbatch, pending, partial, self.device == self._last)
 
-    def _normalise(self, microbatch: int) -> Normalised:
+    def _normalise(self, microbatch: int) -> OneBarrier | TwoBarriers:
         if microbatch not in self._normalised:
             gathered, into = self._gathered.pop(microbatch).wait(), self._results.pop(microbatch)
-            self._normalised[microbatch] = combine(self._scored.pop(microbatch), gathered, into)
+            scored = self._scored.pop(microbatch)
+            assert isinstance(scored, HeadMicrobatch)
+            self._normalised[microbatch] = combine(scored, gathered, into)
         return self._normalised[microbatch]
 
     # Bookkeeping
 
     def _await(
         self,
-        waiting: dict[int, Pending[torch.Tensor]],
+        waiting: dict[int, Pending[torch.Tensor | None]],
         microbatch: int,
-        pending: Pending[torch.Tensor],
+        pending: Pending[torch.Tensor | None],
         buffer: torch.Tensor,
         wanted: bool,
     ) -> None:
@@ -385,3 +359,10 @@ class VocabularyPasses:
     def _released(self, tensor: torch.Tensor) -> None:
         if self.ledger is not None:
             self.ledger.release(tensor)
+
+
+def _sum(pending: Pending[torch.Tensor | None]) -> torch.Tensor:
+    """Wait for a reduction whose result this rank gets."""
+    total = pending.wait()
+    assert total is not None
+    return total

@@ -65,7 +65,7 @@ class Kind(StrEnum):
     __hash__ = str.__hash__
 
 
-ROUND_TRIP = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
+ROUND_TRIP: tuple[Kind, ...] = (Kind.OFFLOAD, Kind.WAIT_OFFLOAD, Kind.RELOAD, Kind.WAIT_RELOAD)
 """What becomes of activations that leave their device, in this order."""
 MEMORY = frozenset(ROUND_TRIP)
 """They take no time of the device but what they wait."""
@@ -92,13 +92,14 @@ WHOLE_STAGE = frozenset((Kind.REDUCE_REPLICAS, Kind.REDUCE_GRAD))
 class Action(NamedTuple):
     """Immutable and hashable. ``microbatch`` is ``None`` for actions on a whole stage (``2REDUCE_GRAD``).
 
-    In a schedule that cuts microbatches into ``n`` sequence pieces, ``microbatch`` counts the pieces of all of them:
-    piece ``j`` of microbatch ``k`` is ``k * n + j``.
+    In a schedule that cuts microbatches into ``n`` sequence slices, ``microbatch`` counts the slices of all of them:
+    slice ``j`` of microbatch ``k`` is ``k * n + j``.
     """
 
     kind: Kind
     stage: int
-    microbatch: int | None = None
+    # An int wherever somebody counts with it: only lowered programs have actions without, and those are told by their kind.
+    microbatch: int = None  # type: ignore[assignment]
 
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else self.microbatch
@@ -117,8 +118,8 @@ class Action(NamedTuple):
         """
         text = text.strip()
         match = _PATTERN.fullmatch(text)
-        stage, kind, microbatch = match.groups() if match else ("", "", None)
-        meant = names.get(kind) or _FORMER_NAMES.get(kind, kind)
+        stage, letters, microbatch = match.groups() if match else ("", "", None)
+        meant = names.get(letters) or _FORMER_NAMES.get(letters, letters)
         if meant not in _KINDS:
             kinds = ", ".join(kind.value for kind in Kind)
             raise ScheduleFormatError(
@@ -128,13 +129,21 @@ class Action(NamedTuple):
             raise ScheduleFormatError(
                 f"{shown(text)}: stage and microbatch have {MOST_DIGITS} digits at most; renumber it"
             )
-        action = cls(Kind(meant), int(stage), None if microbatch is None else int(microbatch))
-        if (action.microbatch is None) != (action.kind in WHOLE_STAGE):
+        kind = Kind(meant)
+        if (microbatch is None) != (kind in WHOLE_STAGE):
             raise ScheduleFormatError(
                 f"{shown(text)}: every kind but {Kind.REDUCE_REPLICAS} and {Kind.REDUCE_GRAD} needs a microbatch, and those "
                 "take none"
             )
-        return action
+        return cls(kind, int(stage)) if microbatch is None else cls(kind, int(stage), int(microbatch))
+
+
+def place(action: Action, slices: int) -> int:
+    """Return where the stage and slice of an action stand in what has one value per stage and slice, stage by stage.
+
+    What is on a whole stage stands where the stage's first slice does; of vocabulary parallelism, devices stand for stages.
+    """
+    return action.stage * slices + (action.microbatch or 0) % slices
 
 
 def shown(text: str) -> str:
@@ -146,6 +155,6 @@ MOST_DIGITS = 9
 """Of a number in a schedule's text."""
 _MOST_SHOWN = 40
 _KINDS = frozenset(kind.value for kind in Kind)
-_FORMER_NAMES = {"IF": Kind.EMBED_F, "IB": Kind.EMBED_B, "SUM_COPIES": Kind.REDUCE_REPLICAS}
+_FORMER_NAMES: dict[str, str] = {"IF": Kind.EMBED_F, "IB": Kind.EMBED_B, "SUM_COPIES": Kind.REDUCE_REPLICAS}
 """Of files that earlier versions wrote."""
 _PATTERN = re.compile(r"([0-9]+)([A-Z_]+)([0-9]+)?")

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.chains import Chain, Share, chains_of, most_needed, together
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.core.placement import Placement
-
-# Seconds and memory of a kind of work, and how much of it there is.
-_Share = tuple[float, float, int]
 
 
 def lower_bound(
@@ -24,6 +19,7 @@ def lower_bound(
     memory_cap: float | Sequence[float] | None = None,
     *,
     splits: bool = True,
+    slices: int = 1,
 ) -> float:
     """Return a makespan that no schedule of this placement within this cap undercuts, in whatever order it takes the
     microbatches.
@@ -47,6 +43,9 @@ def lower_bound(
     Where microbatches have weights, the first to come back, and the last to go out, may be the shortest of all. The path is
     that of the longest, and the cap admits whatever takes longest for what it holds.
 
+    Where microbatches are cut into sequence slices, the way is that of the slices of one microbatch, which wait for one
+    another: forward in their order and backward in the reverse. What comes first, and last, is of its first or last slice.
+
     Args:
         placement: which device holds which stage; one replica of the model.
         num_microbatches: microbatches of one step.
@@ -55,6 +54,7 @@ def lower_bound(
             ``costs.memory``; ``None`` is no limit.
         splits: whether backwards may be split into I and W. Where they may not, a gradient leaves a stage with the end of
             its B, and the bound is higher.
+        slices: sequence slices of a microbatch.
 
     Returns:
         Seconds.
@@ -65,10 +65,11 @@ def lower_bound(
         CostsError: the costs do not fit the placement, or their weights not the microbatches.
     """
     costs = costs or Costs()
-    step, unit = _Step(placement, num_microbatches, costs, splits), costs.memory_unit(placement)
+    step, unit = _Step(placement, num_microbatches, costs, splits, slices), costs.memory_unit(placement, slices)
     p = placement.num_devices
     caps = (math.inf,) * p if memory_cap is None else per_device(memory_cap, p)
-    counts_stages = costs.memory is None and (costs.microbatch is None or costs.microbatch.memory is None)
+    weighs = costs.slice_units is not None or (costs.microbatch is not None and costs.microbatch.memory is not None)
+    counts_stages = costs.memory is None and not weighs
     bounds = []
     for device, cap in enumerate(caps):
         need = step.least_held(device) * unit
@@ -103,134 +104,29 @@ def least_held(placement: Placement, num_microbatches: int, costs: Costs) -> lis
     return [step.least_held(device) * unit for device in range(placement.num_devices)]
 
 
-class _Held(NamedTuple):
-    """Hold what a stage holds of a microbatch after its F, after its I, and after its W or B."""
-
-    forward: float
-    input: float
-    weight: float
-
-
-def _held(placement: Placement, costs: Costs, splits: bool) -> list[_Held]:
-    """Return what every stage holds, in the unit of ``Costs.memory_changes``."""
-    changes, nothing = costs.memory_changes(placement), (0,) * placement.num_stages
-    forward, inputs, weights, full = (changes.get(kind, nothing) for kind in (Kind.F, Kind.I, Kind.W, Kind.B))
-    result = []
-    for f, i, w, b in zip(forward, inputs, weights, full, strict=True):
-        after = (f, f + i, f + min(i + w, b)) if splits else (f, f + b, f + b)
-        rounding = 1e-12 * max(map(abs, (f, i, w, b)))
-        result.append(_Held(*(0 if abs(left) <= rounding else left for left in after)))
-    return result
-
-
-class _Chain:
-    """The way of a microbatch through all stages and back, in seconds, and what it holds on it.
-
-    Args:
-        count: how many microbatches are like this one.
-        seconds: of F, I and W, per stage.
-        links: of the messages between neighbouring stages, there and back.
-        held: per stage.
-    """
-
-    def __init__(
-        self, count: int, seconds: Sequence[Sequence[float]], links: Sequence[Sequence[float]], held: Sequence[_Held]
-    ) -> None:
-        self.count, self.held = count, held
-        self.forward, self.input, self.weight = seconds
-        there, back = links
-        # Earliest start of a stage's F and I; the way from the end of a stage's I to that of stage 0.
-        self.forward_start = list(accumulate((f + c for f, c in zip(self.forward, there, strict=False)), initial=0.0))
-        turn = self.forward_start[-1] + self.forward[-1]
-        returning = [i + c for i, c in zip(self.input[1:], back, strict=True)]
-        self.input_start = list(accumulate(reversed(returning), initial=turn))[::-1]
-        self.end = self.input_start[0] + self.input[0] + self.weight[0]
-
-    def most_needed(self, stages: Sequence[int]) -> float:
-        """Return the most that it holds on a device's stages as it is before and after its first I or B on every one of
-        them, the last first.
-        """
-        held = [self.held[s] for s in stages]
-        now = most = sum(each.forward for each in held)
-        for each in reversed(held):
-            now += min(each.input, each.weight) - each.forward
-            most = max(most, now)
-        return most
-
-    def least_given(self, stages: Sequence[int]) -> float:
-        """Return what it may give on a device's stages rather than take."""
-        return sum(min(0, *self.held[s]) for s in stages)
-
-    def lives(self, stages: Sequence[int]) -> float:
-        """Return what a device holds of it, times for how long at least."""
-        if any(min(self.held[s]) < 0 for s in stages):
-            return 0.0  # for as long as one likes, something counts for less than nothing
-        # During W, a split backward holds what I has left, a full one what F has.
-        return sum(
-            self.held[s].forward * (self.input_start[s] + self.input[s] - self.forward_start[s])
-            + min(self.held[s].forward, self.held[s].input) * self.weight[s]
-            for s in stages
-        )
-
-
-def _chains(placement: Placement, num_microbatches: int, costs: Costs, splits: bool) -> list[_Chain]:
-    """Return the chain of all microbatches where they are alike, and else that of every one."""
-    prices, held, devices = costs.seconds(placement), _held(placement, costs, splits), placement.devices
-    seconds = [prices[kind] for kind in (Kind.F, Kind.I, Kind.W)]
-    links = [
-        [costs.link_seconds(*(ends if there else reversed(ends))) for ends in pairwise(devices)]
-        for there in (True, False)
-    ]
-    weights = costs.microbatch
-    if weights is None:
-        return [_Chain(num_microbatches, _backward(seconds, None, splits), links, held)]
-    weights.check(num_microbatches)
-    chains = []
-    factors = zip(*map(weights.seconds_of, (Kind.F, Kind.I, Kind.W)), weights.tokens, strict=True)
-    for number, (*times, tokens) in enumerate(factors):
-        own = [[each * weight for each in stages] for stages, weight in zip(seconds, times, strict=True)]
-        of_full = weights.kinds.get(Kind.B)
-        full = None if of_full is None else [each * of_full[number] for each in prices[Kind.B]]
-        ways = [[link * tokens for link in each] for each in links]
-        kept = [_Held(*(left * tokens for left in each)) for each in held]
-        chains.append(_Chain(1, _backward(own, full, splits), ways, kept))
-    return chains
-
-
-def _backward(
-    seconds: Sequence[Sequence[float]], full: Sequence[float] | None, splits: bool
-) -> Sequence[Sequence[float]]:
-    """Return what F, I and W take at least: no more than a B, where that has a price of its own, ``full``; and where every
-    backward is a B, all of it comes before the gradient.
-    """
-    forward, inputs, weights = seconds
-    if not splits:
-        full = [i + w for i, w in zip(inputs, weights, strict=True)] if full is None else full
-        return forward, full, [0.0] * len(full)
-    if full is None:
-        return seconds
-    inputs = [min(i, b) for i, b in zip(inputs, full, strict=True)]
-    return forward, inputs, [min(w, b - i) for i, w, b in zip(inputs, weights, full, strict=True)]
-
-
 class _Step:
     """All microbatches of a step."""
 
-    def __init__(self, placement: Placement, num_microbatches: int, costs: Costs, splits: bool = True) -> None:
+    def __init__(
+        self, placement: Placement, num_microbatches: int, costs: Costs, splits: bool = True, slices: int = 1
+    ) -> None:
         self._stages = placement.stages
-        self._chains = _chains(placement, num_microbatches, costs, splits)
+        self._chains = chains_of(placement, num_microbatches, costs, splits, slices)
+        self._steps = [self._chains[at : at + slices] for at in range(0, len(self._chains), slices)]
+        # What runs first on a stage forward, and last backward; and what runs last forward, and first backward.
+        self._first, self._last = self._chains[::slices], self._chains[slices - 1 :: slices]
 
     def least_held(self, device: int) -> float:
         """See the function of this name; in the unit of ``Costs.memory_changes``."""
-        stages, chains = self._stages[device], self._chains
-        given = [chain.least_given(stages) for chain in chains]
+        stages, steps = self._stages[device], self._steps
+        given = [sum(chain.least_given(stages) for chain in step) for step in steps]
         return max(
             max(
                 0,
-                chain.most_needed(stages)
-                + sum((other.count - (other is chain)) * gives for other, gives in zip(chains, given, strict=True)),
+                most_needed(step, stages)
+                + sum((other[0].count - (other is step)) * gives for other, gives in zip(steps, given, strict=True)),
             )
-            for chain in chains
+            for step in steps
         )
 
     def most_held(self, device: int) -> float:
@@ -247,18 +143,19 @@ class _Step:
         stages, chains = self._stages[device], self._chains
         work = sum(c.count * sum(c.forward[s] + c.input[s] + c.weight[s] for s in stages) for c in chains)
         first, last = stages[0], stages[-1]
-        forwards = [(c.forward[s], c.held[s].forward, c.count) for c in chains for s in stages]
+        forwards, whole = self._in_turn(stages, lambda chain, s: chain.forward[s])
         head = max(
-            min(c.forward_start[first] for c in chains), min(c.input_start[last] for c in chains) - _most(forwards, cap)
+            min(c.forward_start[first] for c in self._first),
+            min(c.input_start[last] for c in self._last) - _most(forwards, cap, whole),
         )
-        after_last_forward = min(c.end - c.forward_start[last] - c.forward[last] for c in chains)
+        after_last_forward = min(c.after_forward[last] for c in self._last)
         tail = max(0.0, after_last_forward - self._left(stages, cap, last + 1))
         all_at_once = sum(c.count * sum(c.held[s].forward for s in stages) for c in chains) <= loosened(cap)
         idle = max(head, tail) if all_at_once else head + tail
         for stage in stages:
             if stage == 0 and any(c.held[0].input > c.held[0].forward for c in chains):
                 continue  # in a full backward, which takes less, nothing comes after it
-            after_last_input = min(c.end - c.input_start[stage] - c.input[stage] for c in chains)
+            after_last_input = min(c.after_input[stage] for c in self._first)
             idle = max(idle, head + after_last_input - self._left(stages, cap, stage))
         lives = sum(c.count * c.lives(stages) for c in chains)
         return max(work + idle, lives / cap if cap else 0.0, max(c.end for c in chains))
@@ -271,40 +168,51 @@ class _Step:
             cap: what it may hold.
             done: stages from this one up have run all their I; only W are left there.
         """
-        shares = []
+        # A slice has not gone back before those behind it have.
+        waiting = [s for s in stages if s < done]
+        shares, whole = self._in_turn(waiting, lambda chain, s: chain.input[s] + chain.weight[s])
         for chain in self._chains:
             for s in stages:
                 held = chain.held[s]
-                if s < done:
-                    shares.append((chain.input[s] + chain.weight[s], held.forward, chain.count))
                 if s >= done or held.input != held.forward:
                     shares.append((chain.weight[s], held.input, chain.count))
                 if held.weight < 0:
                     shares.append((0.0, held.weight, chain.count))
-        return _most(shares, cap)
+        return _most(shares, cap, whole)
+
+    def _in_turn(self, stages: Sequence[int], seconds: Callable[[Chain, int], float]) -> tuple[list[Share], bool]:
+        """Return the shares of ``together`` on some stages, and whether they are those of single slices."""
+        shares = [share for step in self._steps for s in stages for share in together(step, s, seconds)]
+        return shares, len(shares) == len(self._chains) * len(stages)
 
 
-def _most(shares: Sequence[_Share], cap: float) -> float:
-    """Return the longest that work takes which fits the cap at once."""
+def _most(shares: Sequence[Share], cap: float, whole: bool = True) -> float:
+    """Return the longest that work takes which fits the cap at once.
+
+    Args:
+        shares: of the work.
+        cap: what it may hold.
+        whole: whether a share is there as a whole or not at all.
+    """
     for_nothing = [share for share in shares if share[1] <= 0]
     shares = [share for share in shares if share[1] > 0]
     total = sum(seconds * count for seconds, _, count in for_nothing)
     cap -= sum(memory * count for _, memory, count in for_nothing)
-    if len({memory for _, memory, _ in shares}) == 1:
+    if whole and len({memory for _, memory, _ in shares}) == 1:
         left = int(loosened(cap / shares[0][1]))
         for seconds, _, count in sorted(shares, reverse=True):
             total += seconds * min(count, left)
             left -= min(count, left)
         return total
-    if len(shares) == 2:
+    if whole and len(shares) == 2:
         (seconds, memory, count), other = shares
         return total + max(
             n * seconds + _most([other], cap - n * memory) for n in range(min(count, int(loosened(cap / memory))) + 1)
         )
     # With parts of passes allowed, the densest first: never less than the best of whole ones.
-    left = max(0.0, cap)
+    room = max(0.0, cap)
     for seconds, memory, count in sorted(shares, key=lambda share: share[1] / share[0] if share[0] else math.inf):
-        taken = min(count, left / memory)
+        taken = min(count, room / memory)
         total += seconds * taken
-        left -= memory * taken
+        room -= memory * taken
     return total

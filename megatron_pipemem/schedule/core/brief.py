@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from textwrap import shorten
+from typing import Any
 
 _MOST = 40
 """Letters of a name or a value in such a line."""
@@ -28,7 +29,7 @@ def brief(value: object) -> str:
     return text if len(text) <= 2 * _MOST else f"<{type(value).__name__}>"
 
 
-def changed_fields(instance: object) -> str:
+def changed_fields(instance: Any) -> str:
     """Return a dataclass by its fields that are not what they are by default."""
     told = [
         f"{field.name}={brief(getattr(instance, field.name))}"

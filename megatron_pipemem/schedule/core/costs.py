@@ -9,15 +9,15 @@ from types import MappingProxyType
 
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.reading import read_json
-from megatron_pipemem.schedule.core.action import VOCABULARY, Kind
+from megatron_pipemem.schedule.core.action import VOCABULARY, WHOLE_STAGE, Kind
 from megatron_pipemem.schedule.core.brief import changed_fields
 from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.prices import Several, listed, numbers, price
+from megatron_pipemem.schedule.core.prices import Several, listed, numbers, price, shared
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts, per_device
 from megatron_pipemem.schedule.text.costs_file import costs_arguments
 
-_PRICED = (
+_PRICED: tuple[tuple[str, Kind], ...] = (
     ("forward", Kind.F),
     ("backward_input", Kind.I),
     ("backward_weight", Kind.W),
@@ -41,7 +41,7 @@ class Channel:
 
     Args:
         offload: seconds to copy activations to the host; as the prices of ``Costs``, one number for a device's whole share
-            of the model, or one per stage.
+            of the model, one per stage, or one per stage and slice.
         reload: seconds to copy them back; ``None``: as long.
         duplex: one transfer of each direction at a time, rather than one at all.
         switches: devices that share one channel, for example behind one PCIe switch.
@@ -88,19 +88,21 @@ class Channel:
         sums = tuple(ratio / 2 * sum(each) for each in zip(*map(listed, prices), strict=True))
         return cls(sums if isinstance(costs.forward, tuple) else sums[0], duplex=duplex, switches=switches)
 
-    def seconds(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
-        """Return the seconds of a copy in either direction, one value per stage.
+    def seconds(self, placement: Placement, slices: int = 1) -> dict[Kind, tuple[float, ...]]:
+        """Return the seconds of a copy in either direction, one value per stage and slice, stage by stage.
 
         Raises:
-            CostsError: a sequence has not one value per stage, or a switch has devices that are not there.
+            CostsError: a sequence has not one value per stage, or per stage and slice, or a switch has devices that are not
+                there.
         """
         if any(not 0 <= device < placement.num_devices for devices in self.switches for device in devices):
             raise CostsError(
                 f"switches {self.switches} name devices beyond 0 to {placement.num_devices - 1}; leave those out"
             )
+        reload = self.offload if self.reload is None else self.reload
         return {
-            Kind.OFFLOAD: _per_stage("offload", self.offload, placement),
-            Kind.RELOAD: _per_stage("reload", self.reload, placement),
+            Kind.OFFLOAD: _per_slice("offload", self.offload, placement, slices),
+            Kind.RELOAD: _per_slice("reload", reload, placement, slices),
         }
 
     def lane_of(self, device: int, kind: Kind) -> tuple[int, bool]:
@@ -120,7 +122,8 @@ class Costs:
     A single number is the price of one *device's whole share* of the model: a stage on a device with ``v`` chunks costs
     ``1/v`` of it, so makespans of different placements are comparable. A device of a bidirectional pipeline has its share
     of every replica, and each at the full price: it does either for a part of the microbatches only. A sequence holds one
-    price per stage, or one per stage of a replica when all replicas cost the same.
+    price per stage, or one per stage of a replica when all replicas cost the same. Where a microbatch is cut into ``n``
+    sequence slices, each costs ``1/n`` of it; or a sequence holds one price per stage and slice, stage by stage.
 
     Args:
         forward: seconds of F.
@@ -145,6 +148,9 @@ class Costs:
             priced like the actions of a microbatch.
         microbatch: by how much every microbatch takes longer, and holds more, than these prices say; ``None``: they are
             alike. What prices a stage (``seconds``, ``memory_changes``) leaves it out; ``simulate`` puts it in.
+        slice_units: how sequence slices divide the activation units of a stage, where they do not evenly: by how much each
+            kind of action changes what is held, one value per slice, in what F of the whole microbatch keeps. As
+            ``slice_costs`` makes it.
     """
 
     forward: Several = 1.0
@@ -158,6 +164,7 @@ class Costs:
     copy_sum: Several = 0.0
     recompute_selective: Several | None = None
     microbatch: MicrobatchWeights | None = None
+    slice_units: Mapping[Kind, tuple[float, ...]] | None = None
 
     def __repr__(self) -> str:
         return changed_fields(self)
@@ -181,14 +188,16 @@ class Costs:
                 "out, and plan every step for its own with plan_step, or in a run with --pipemem-microbatch-costs"
             )
 
-    def seconds(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
-        """Return the seconds of every compute kind, one value per stage.
+    def seconds(self, placement: Placement, slices: int = 1) -> dict[Kind, tuple[float, ...]]:
+        """Return the seconds of every compute kind, one value per stage and slice, stage by stage.
 
         Raises:
-            CostsError: a sequence has not one value per stage.
+            CostsError: a sequence has not one value per stage, or per stage and slice.
         """
-        given = {name: (kind, getattr(self, name)) for name, kind in _PRICED if kind is not Kind.REDUCE_REPLICAS}
-        prices = {kind: _per_stage(name, each, placement) for name, (kind, each) in given.items() if each is not None}
+        given = [(name, kind, getattr(self, name)) for name, kind in _PRICED if kind is not Kind.REDUCE_REPLICAS]
+        prices: dict[Kind, tuple[float, ...]] = {
+            kind: _per_slice(name, each, placement, slices) for name, kind, each in given if each is not None
+        }
         prices.setdefault(Kind.R, prices[Kind.F])
         prices.setdefault(Kind.RS, tuple(SELECTIVE_SECONDS * forward for forward in prices[Kind.F]))
         prices[Kind.B] = tuple(i + w for i, w in zip(prices[Kind.I], prices[Kind.W], strict=True))
@@ -200,13 +209,19 @@ class Costs:
         Raises:
             CostsError: a sequence has not one value per stage.
         """
-        return _per_stage("copy_sum", self.copy_sum, placement)
+        return _per_slice("copy_sum", self.copy_sum, placement, 1)
 
-    def vocabulary_costs(self, placement: Placement, barriers: int) -> VocabularyCosts:
-        """Return the costs of a schedule with so many barriers."""
+    def vocabulary_costs(self, placement: Placement, barriers: int, slices: int = 1) -> VocabularyCosts:
+        """Return the costs of a schedule with vocabulary parallelism.
+
+        Args:
+            placement: which device holds which stage.
+            barriers: of the schedule, 1 or 2.
+            slices: sequence slices of a microbatch.
+        """
         if self.vocabulary is not None:
             return self.vocabulary
-        seconds = self.seconds(placement)
+        seconds = self.seconds(placement, slices)
         model = sum(map(sum, (seconds[Kind.F], seconds[Kind.B]))) / placement.replicas
         return VocabularyCosts.of_head(model / placement.num_devices, placement.num_devices, barriers)
 
@@ -221,45 +236,53 @@ class Costs:
                 raise CostsError(f"no p2p cost for the link {source} -> {destination}") from None
         return self.p2p
 
-    def memory_unit(self, placement: Placement) -> float:
-        """Return what one of ``memory_changes`` counts: a stage's share in activation units by default, else 1.
+    def memory_unit(self, placement: Placement, slices: int = 1) -> float:
+        """Return what one of ``memory_changes`` counts: a stage's share in activation units by default, or that of one of
+        its slices, else 1.
 
         Sums of whole stages stay exact this way, where sums of ``1/model_stages`` would not.
         """
-        return 1 / placement.model_stages if self.memory is None else 1.0
+        return 1 / placement.model_stages / slices if self.memory is None else 1.0
 
     def transfer_seconds(
-        self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({})
+        self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({}), slices: int = 1
     ) -> dict[Kind, tuple[float, ...]]:
-        """Return the seconds of OFFLOAD and RELOAD, one value per stage; 0 without a channel. ``recomputed`` as in
-        ``memory_changes``.
+        """Return the seconds of OFFLOAD and RELOAD, one value per stage and slice; 0 without a channel.
+
+        Args:
+            placement: which device holds which stage.
+            recomputed: as in ``memory_changes``.
+            slices: sequence slices of a microbatch.
         """
         if self.channel is None:
-            return dict.fromkeys((Kind.OFFLOAD, Kind.RELOAD), (0.0,) * placement.num_stages)
-        seconds = self.channel.seconds(placement)
+            return dict.fromkeys((Kind.OFFLOAD, Kind.RELOAD), (0.0,) * (placement.num_stages * slices))
+        seconds = self.channel.seconds(placement, slices)
         if Kind.RS not in recomputed.values():
             return seconds
-        whole = self.memory_changes(placement)[Kind.WAIT_OFFLOAD]
-        less = self.memory_changes(placement, recomputed)[Kind.WAIT_OFFLOAD]
+        whole = self.memory_changes(placement, slices=slices)[Kind.WAIT_OFFLOAD]
+        less = self.memory_changes(placement, recomputed, slices)[Kind.WAIT_OFFLOAD]
         shares = [b / a if a else 1.0 for a, b in zip(whole, less, strict=True)]
         return {kind: tuple(s * share for s, share in zip(each, shares, strict=True)) for kind, each in seconds.items()}
 
     def memory_changes(
-        self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({})
+        self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({}), slices: int = 1
     ) -> dict[Kind, tuple[float, ...]]:
-        """Change of held memory after every kind of action, one value per stage, in ``memory_unit``.
+        """Change of held memory after every kind of action, one value per stage and slice, stage by stage, in
+        ``memory_unit``.
 
         Kinds left out change nothing.
 
         Args:
             placement: which device holds which stage.
             recomputed: the stages whose forwards are run again, and whether by R or by RS.
+            slices: sequence slices of a microbatch.
         """
-        changes = self._changes(placement)
+        changes = self._changes(placement, slices)
         again, in_part = changes.pop(Kind.R, None), changes.pop(Kind.RS, None)
-        forwards = changes.get(Kind.F, (0,) * placement.num_stages)
+        nothing: tuple[float, ...] = (0,) * (placement.num_stages * slices)
+        forwards = changes.get(Kind.F, nothing)
         if again is None:
-            kept, again = (0,) * placement.num_stages, forwards
+            kept, again = nothing, forwards
         else:
             kept, forwards = forwards, tuple(f + r for f, r in zip(forwards, again, strict=True))
         if Kind.WAIT_OFFLOAD not in changes:
@@ -267,7 +290,7 @@ class Costs:
         changes.setdefault(Kind.RELOAD, tuple(-gives_back for gives_back in changes[Kind.WAIT_OFFLOAD]))
         if in_part is None:
             in_part = tuple(SELECTIVE_BYTES * takes for takes in forwards)
-        kinds = [recomputed.get(stage) for stage in range(placement.num_stages)]
+        kinds = [recomputed.get(stage) for stage in range(placement.num_stages) for _ in range(slices)]
         if Kind.R in kinds:
             changes[Kind.R] = again
         if Kind.RS in kinds:
@@ -279,28 +302,45 @@ class Costs:
                     sign * min(0, sign * whole + part) for whole, part in zip(changes[kind], selective, strict=True)
                 )
             forwards = tuple(takes - part for takes, part in zip(forwards, selective, strict=True))
-        forwards = tuple(kept[stage] if kind is Kind.R else forwards[stage] for stage, kind in enumerate(kinds))
+        forwards = tuple(kept[at] if kind is Kind.R else forwards[at] for at, kind in enumerate(kinds))
         return {**changes, Kind.F: forwards}
 
     def host_changes(
-        self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({})
+        self, placement: Placement, recomputed: Mapping[int, Kind] = MappingProxyType({}), slices: int = 1
     ) -> dict[Kind, tuple[float, ...]]:
-        """Change of the host memory that a device uses, as ``memory_changes``."""
-        leaves = self.memory_changes(placement, recomputed)[Kind.WAIT_OFFLOAD]
+        """Change of the host memory that a device uses, as ``memory_changes``.
+
+        Args:
+            placement: which device holds which stage.
+            recomputed: as in ``memory_changes``.
+            slices: sequence slices of a microbatch.
+        """
+        leaves = self.memory_changes(placement, recomputed, slices)[Kind.WAIT_OFFLOAD]
         return {Kind.OFFLOAD: tuple(-change for change in leaves), Kind.WAIT_RELOAD: leaves}
 
-    def _changes(self, placement: Placement) -> dict[Kind, tuple[float, ...]]:
+    def _changes(self, placement: Placement, slices: int) -> dict[Kind, tuple[float, ...]]:
         """Return what ``memory`` says, or activation units, with the one of B and W that it leaves out."""
+        places = placement.num_stages * slices
+        if self.memory is None and self.slice_units is not None:
+            units = self.slice_units.items()
+            if slices != (found := len(self.slice_units[Kind.F])):
+                what = f"activation units of {found} slices, and microbatches are cut into {slices}"
+                raise CostsError(f"the costs have {what}; price the slices again with slice_costs")
+            # One of ``memory_unit`` is what an even slice would keep.
+            return {kind: tuple(part * slices for part in parts) * placement.num_stages for kind, parts in units}
         if self.memory is None:
-            takes, gives_back = (1,) * placement.num_stages, (-1,) * placement.num_stages
-            return {Kind.F: takes, Kind.W: gives_back, Kind.B: gives_back}
-        changes = {
-            kind: per_device(f"memory of {kind}", values, placement.num_devices)
-            if kind in VOCABULARY
-            else _per_stage(f"memory of {kind}", values, placement)
-            for kind, values in self.memory.items()
-        }
-        zero = (0.0,) * placement.num_stages
+            return {Kind.F: (1,) * places, Kind.W: (-1,) * places, Kind.B: (-1,) * places}
+        changes = {}
+        for kind, values in self.memory.items():
+            name = f"memory of {kind}"
+            if kind in VOCABULARY:
+                changes[kind] = per_device(name, values, placement.num_devices, slices)
+            elif kind in WHOLE_STAGE:  # no slice has a share of it
+                whole = _per_slice(name, values, placement, 1)
+                changes[kind] = tuple(change for change in whole for _ in range(slices))
+            else:
+                changes[kind] = _per_slice(name, values, placement, slices)
+        zero = (0.0,) * places
         at_input = changes.get(Kind.I, zero)
         if Kind.B not in changes:
             changes[Kind.B] = tuple(i + w for i, w in zip(at_input, changes.get(Kind.W, zero), strict=True))
@@ -340,14 +380,21 @@ class Costs:
             raise CostsError(f"{path}: {error}") from error
 
 
-def _per_stage(name: str, price: Several, placement: Placement) -> tuple[float, ...]:
-    if isinstance(price, Sequence):
-        if len(price) == placement.model_stages:
-            return tuple(price) * placement.replicas
-        if len(price) != placement.num_stages:
-            raise CostsError(
-                f"{name} has {len(price)} values but the placement has {placement.num_stages} stages; "
-                "give one value per stage, or a single number for a device's whole share"
-            )
+def _per_slice(name: str, price: Several, placement: Placement, slices: int) -> tuple[float, ...]:
+    if not isinstance(price, Sequence):
+        shares = [price * placement.replicas / len(placement.stages[device]) for device in placement.devices]
+        return shared(shares, slices)
+    if len(price) == placement.model_stages:
+        return shared(price, slices) * placement.replicas
+    stages = placement.num_stages
+    if len(price) == stages:
+        return shared(price, slices)
+    if len(price) == stages * slices and placement.replicas == 1:
         return tuple(price)
-    return tuple(price * placement.replicas / len(placement.stages[device]) for device in placement.devices)
+    cut = f", or {stages * slices} of one per stage and slice, stage by stage" * (slices > 1)
+    if placement.replicas > 1 and cut:
+        cut = " (slices have prices of their own only in a pipeline with one replica of the model)"
+    raise CostsError(
+        f"{name} has {len(price)} values but the placement has {stages} stages; "
+        f"give one value per stage{cut}, or a single number for a device's whole share"
+    )

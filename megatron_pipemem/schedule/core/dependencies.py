@@ -25,33 +25,34 @@ _FOLLOWS = {
 
 
 def dependencies(
-    action: Action, placement: Placement, fused: Container[Action], pieces: int = 1, vocabulary_barriers: int = 0
+    action: Action, placement: Placement, fused: Container[Action], slices: int = 1, vocabulary_barriers: int = 0
 ) -> tuple[Action, ...]:
     """Return the actions of a schedule's orders that must end before ``action`` starts.
 
     What a backward needs besides, of a stage that is recomputed or offloaded, its own device has done before it anyway.
 
-    Sequence pieces of one microbatch share the keys and values of attention: a piece runs forward after the piece before
-    it, and backward after the piece behind it, which adds to the gradients of its keys and values.
+    Sequence slices of one microbatch share the keys and values of attention: a slice runs forward after the slice before
+    it, and backward after the slice behind it, which adds to the gradients of its keys and values.
 
     Args:
         action: an action of an order.
         placement: supplies the neighbours of the stage.
         fused: every B of the schedule; a stage's gradient comes from its neighbour's I or from its B.
-        pieces: sequence pieces of a microbatch.
+        slices: sequence slices of a microbatch.
         vocabulary_barriers: as ``Schedule`` has it.
     """
     kind, stage, microbatch = action
+    needed: tuple[Action, ...]
     if vocabulary_barriers:
         is_full = Action(Kind.B, 0, microbatch) in fused
         further = vocabulary_needs(action, placement, vocabulary_barriers, is_full)
         if kind in VOCABULARY:
             return further
-        return (*dependencies(action, placement, fused, pieces), *further)
+        return (*dependencies(action, placement, fused, slices), *further)
     if kind is Kind.F:
         before = placement.previous_stage(stage)
         needed = () if before is None else (Action(Kind.F, before, microbatch),)
-        return (*needed, Action(Kind.F, stage, microbatch - 1)) if microbatch % pieces else needed
+        return (*needed, Action(Kind.F, stage, microbatch - 1)) if microbatch % slices else needed
     if kind is Kind.W:
         return (Action(Kind.I, stage, microbatch),)
     if kind in _FOLLOWS:
@@ -61,7 +62,7 @@ def dependencies(
     if after is not None:
         full = Action(Kind.B, after, microbatch)
         needed = (*needed, full if full in fused else Action(Kind.I, after, microbatch))
-    if (microbatch + 1) % pieces:
+    if (microbatch + 1) % slices:
         full = Action(Kind.B, stage, microbatch + 1)
         needed = (*needed, full if full in fused else Action(Kind.I, stage, microbatch + 1))
     return needed
@@ -95,14 +96,15 @@ class Dependencies:
     Args:
         orders: of all devices. They may be wrong: what is missing is waited for for ever.
         placement: tells which device has a stage.
-        needs: what an action waits for. It is asked once per kind, stage and piece, since microbatches are alike.
-        pieces: sequence pieces of a microbatch.
+        needs: what an action waits for. It is asked once per kind, stage and slice, since microbatches are alike.
+        slices: sequence slices of a microbatch.
         already: actions that have run before.
 
     Attributes:
         actions: the action of every node. A collective has ``EVERYWHERE`` for its stage.
         kinds: kind and stage of all that has one price in the graph; actions on memory have the price -1.
         links: source and destination of every link; the first leads nowhere.
+        lanes: the nodes of every device, and of the channel of the collectives, if there are any.
         impossible: the nodes that wait for what is missing, or comes later on their own device.
         graph: who waits for whom.
     """
@@ -112,30 +114,31 @@ class Dependencies:
         orders: Sequence[Order],
         placement: Placement,
         needs: Callable[[Action], Iterable[Action]],
-        pieces: int = 1,
+        slices: int = 1,
         already: Container[Action] = (),
     ) -> None:
         self._orders, self._placement, self._needs = orders, placement, needs
-        self._pieces, self._already = pieces, already
+        self._slices, self._already = slices, already
         self.actions = [action for order in orders for action in order]
         self._num_ordered = len(self.actions)
         self._nodes: dict[tuple[Kind, int], dict[int, int]] = {}
         for node, (kind, stage, microbatch) in enumerate(self.actions):
             self._nodes.setdefault((kind, stage), {})[microbatch or 0] = node
-        self._lanes = self._numbered()
-        self.kinds, self.links, self.impossible = list(self._nodes), [(0, 0)], []
+        self.lanes = self._numbered()
+        self.kinds, self.links = list(self._nodes), [(0, 0)]
+        self.impossible: list[int] = []
         self._rules: dict[tuple[Kind, int, int], tuple[int, list[_Need]]] = {}
-        self.graph = Graph(self._lanes, *self._edges())
+        self.graph = Graph(self.lanes, *self._edges())
 
     @classmethod
     def of_schedule(cls, schedule: Schedule, already: Container[Action] = ()) -> Dependencies:
         """Return the dependencies of a schedule's orders; ``already`` has run before them."""
-        placement, pieces, barriers = schedule.placement, schedule.pieces, schedule.vocabulary_barriers
+        placement, slices, barriers = schedule.placement, schedule.slices, schedule.vocabulary_barriers
 
         def needs(action: Action) -> tuple[Action, ...]:
-            return dependencies(action, placement, (), pieces, barriers)
+            return dependencies(action, placement, (), slices, barriers)
 
-        return cls(schedule.orders, placement, needs, pieces, already)
+        return cls(schedule.orders, placement, needs, slices, already)
 
     def _numbered(self) -> list[range]:
         """Return the nodes of every device, and of the channel of the collectives, if there are any."""
@@ -149,15 +152,15 @@ class Dependencies:
 
     def _edges(self) -> tuple[list[list[tuple[int, int]]], list[int]]:
         """Return what every node waits for, and its price."""
-        rules, pieces = self._rules, self._pieces
+        rules, slices = self._rules, self._slices
         waits: list[list[tuple[int, int]]] = []
         prices: list[int] = []
-        for lane, nodes in enumerate(self._lanes):
+        for lane, nodes in enumerate(self.lanes):
             for node in nodes:
                 action = self.actions[node]
                 kind, stage, microbatch = action
                 microbatch = microbatch or 0
-                key = (kind, stage, microbatch % pieces)
+                key = (kind, stage, microbatch % slices)
                 if key not in rules:
                     rules[key] = self._rule(action, lane)
                 price, needs = rules[key]
@@ -203,7 +206,7 @@ class Dependencies:
     def needed_by(self, node: int) -> Iterator[Action]:
         """Return what the action of a node waits for, by name, also on its own device and where it is missing."""
         microbatch = self.actions[node].microbatch or 0
-        for need in self._rules[(*self.actions[node][:2], microbatch % self._pieces)][1]:
+        for need in self._rules[(*self.actions[node][:2], microbatch % self._slices)][1]:
             found = need.nodes.get(microbatch + need.shift)
             action = _moved(need.action, microbatch + need.shift) if found is None else self.actions[found]
             if action.stage == EVERYWHERE:
@@ -217,11 +220,11 @@ class Dependencies:
         """
 
         def awaited(device: int) -> tuple[int, int] | None:
-            needed = self._awaited(self._lanes[device][self.walk.reached[device]])
+            needed = self._awaited(self.lanes[device][self.walk.reached[device]])
             if needed is None:
                 return None
             lane = self.graph.lane_of[needed]
-            return lane, needed - self._lanes[lane].start
+            return lane, needed - self.lanes[lane].start
 
         return find_cycle(self._orders, self.walk.reached, awaited)
 
@@ -231,14 +234,14 @@ class Dependencies:
         if needed < self._num_ordered:
             return None if needed == NEVER else needed
         # The channel may stand still at a collective before it.
-        return self._awaited(self._lanes[-1][self.walk.reached[-1]])
+        return self._awaited(self.lanes[-1][self.walk.reached[-1]])
 
     def stuck(self) -> ScheduleError | None:
         """Return what waits for ever, and for what; nothing when all devices come to their ends."""
         for device, (order, reached) in enumerate(zip(self._orders, self.walk.reached, strict=False)):
             if reached < len(order):
                 unmet = [
-                    str(needed) for needed in self.needed_by(self._lanes[device][reached]) if not self._has_run(needed)
+                    str(needed) for needed in self.needed_by(self.lanes[device][reached]) if not self._has_run(needed)
                 ]
                 return ScheduleError(
                     f"waits for ever for {', '.join(unmet)}; validate() shows why",
@@ -253,7 +256,7 @@ class Dependencies:
 
     def _runs(self, node: int) -> bool:
         lane = self.graph.lane_of[node]
-        return node - self._lanes[lane].start < self.walk.reached[lane]
+        return node - self.lanes[lane].start < self.walk.reached[lane]
 
 
 def _moved(action: Action, microbatch: int) -> Action:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_pipemem.errors import UnsupportedError
@@ -29,10 +29,14 @@ class MemoryCap:
     in_bytes: bool
 
     def __str__(self) -> str:
-        each = self.amount if isinstance(self.amount, tuple) else (self.amount,)
         if self.in_bytes:
-            return ", ".join(map(format_bytes, each))
-        return f"{', '.join(f'{amount:.4g}' for amount in each)} activation units"
+            return ", ".join(map(format_bytes, self.amounts))
+        return f"{', '.join(f'{amount:.4g}' for amount in self.amounts)} activation units"
+
+    @property
+    def amounts(self) -> tuple[float, ...]:
+        """Return the amounts as they were given: one for all ranks, or one per rank."""
+        return self.amount if isinstance(self.amount, tuple) else (self.amount,)
 
     def of(self, num_devices: int) -> tuple[float, ...]:
         """Return the amount of every device.
@@ -54,7 +58,8 @@ def per_device(limit: float | Sequence[float], num_devices: int, what: str = "me
     Raises:
         UnsupportedError: there are not as many as devices, or some are no finite numbers of at least 0.
     """
-    limits = tuple(map(float, limit)) if hasattr(limit, "__len__") else (float(limit),) * num_devices
+    # No Sequence is asked for: arrays and tensors come too.
+    limits = tuple(map(float, limit)) if isinstance(limit, Iterable) else (float(limit),) * num_devices
     if len(limits) != num_devices:
         raise UnsupportedError(f"{len(limits)} {what} for {num_devices} devices; give one number, or one per device")
     if not all(0 <= each < math.inf for each in limits):
@@ -73,7 +78,7 @@ def parse_caps(value: float | str) -> MemoryCap:
         return caps[0]
     if len({cap.in_bytes for cap in caps}) > 1:
         raise UnsupportedError(f"memory caps {value!r}: give all of them in activation units or all of them in bytes")
-    return MemoryCap(tuple(cap.amount for cap in caps), caps[0].in_bytes)
+    return MemoryCap(tuple(amount for cap in caps for amount in cap.amounts), caps[0].in_bytes)
 
 
 def parse_cap(value: float | str) -> MemoryCap:

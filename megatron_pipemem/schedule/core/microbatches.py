@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.core.action import COLLECTIVES, COMPUTE, Kind
 from megatron_pipemem.schedule.core.brief import changed_fields, shortened
-from megatron_pipemem.schedule.core.prices import number
+from megatron_pipemem.schedule.core.prices import listed_objects, number
 
 LAYERS = frozenset((Kind.F, Kind.I, Kind.W, Kind.B, Kind.R, Kind.RS))
 """What runs the layers of a stage. Its seconds go by ``time``; those of all else go by tokens, and so by ``memory``."""
@@ -99,9 +99,10 @@ class MicrobatchWeights:
 
 
 def _weights(name: str, given: object) -> tuple[float, ...]:
-    if not hasattr(given, "__len__") or isinstance(given, str | Mapping) or not len(given):
+    listed = listed_objects(given)
+    if listed is None:
         raise CostsError(f"microbatch.{name} is {shortened(given)}; give a list of one weight per microbatch")
-    weights = tuple(number(f"microbatch.{name}[{at}]", each) for at, each in enumerate(given))
+    weights = tuple(number(f"microbatch.{name}[{at}]", each) for at, each in enumerate(listed))
     if (least := min(weights)) < 0:
         raise CostsError(f"microbatch.{name}[{weights.index(least)}] is negative: {least}")
     return weights

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from typing import Any
 
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.core.action import Kind
@@ -37,9 +38,18 @@ def number(what: str, value: object, wanted: str = "a number") -> float:
 
 def numbers(what: str, value: object) -> Several:
     """Return a number as ``number`` does, or a tuple of several."""
-    if hasattr(value, "__len__") and not isinstance(value, str | Mapping) and len(value):
-        return tuple(number(what, each) for each in value)
+    if (several := listed_objects(value)) is not None:
+        return tuple(number(what, each) for each in several)
     return number(what, value, "a number, or a list of one per stage")
+
+
+def listed_objects(value: object) -> list[Any] | None:
+    """Return what a sequence of any library holds (arrays and tensors are no ``Sequence``); ``None`` if it holds nothing or
+    is something else.
+    """
+    if isinstance(value, str | Mapping) or not isinstance(value, Sized) or not isinstance(value, Iterable):
+        return None
+    return list(value) or None
 
 
 def price(what: str, value: object, kind: Kind | None = None, *, several: bool = True) -> Several:
@@ -58,6 +68,11 @@ def price(what: str, value: object, kind: Kind | None = None, *, several: bool =
     if (least := min(listed(seconds))) < 0:
         raise CostsError(f"cost of {kind or what} is negative: {least}")
     return seconds
+
+
+def shared(values: Sequence[float], slices: int) -> tuple[float, ...]:
+    """Return one value per stage and slice, stage by stage, where every slice has an equal share of its stage's."""
+    return tuple(values) if slices == 1 else tuple(value / slices for value in values for _ in range(slices))
 
 
 def listed(value: Several) -> Sequence[float]:

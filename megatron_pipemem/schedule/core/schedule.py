@@ -11,19 +11,18 @@ from typing import NamedTuple
 
 from megatron_pipemem.schedule.core.action import FORWARD, RECOMPUTE, VOCABULARY, Action, Kind
 from megatron_pipemem.schedule.core.brief import brief
+from megatron_pipemem.schedule.core.display import Shown
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.text.csv_format import Table, read_table, write_table
 from megatron_pipemem.schedule.text.csv_header import Header, write_header
 
 Order = tuple[Action, ...]
 
-WHY_NOT_RUN = {
-    "updates": "a file shows a stretch of a pipeline that is never flushed, and not what its steps have in common; name the "
-    "family that made it",
-    "pieces": "attention would have to keep the keys and values of earlier pieces and gather their gradients",
-}
-"""What the executor lacks for schedules with weight updates from elsewhere than their family, or
-of sequence pieces."""
+NEVER_FLUSHED = (
+    "a file shows a stretch of a pipeline that is never flushed, and not what its steps have in common; name the family that "
+    "made it"
+)
+"""Why schedules with weight updates do not run from a file."""
 
 
 class WeightUpdates(NamedTuple):
@@ -42,7 +41,7 @@ class WeightUpdates(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Shown):
     """Immutable. Says what runs where and in which order, not when and not how messages travel.
 
     Args:
@@ -50,7 +49,7 @@ class Schedule:
         placement: which device holds which stage.
         num_microbatches: microbatches of one step, or of the window shown of an asynchronous schedule.
         orders: one tuple of actions (``action.ORDERED``) per device.
-        pieces: sequence pieces into which every microbatch is cut; each is a unit of its own in ``orders`` (``Action``).
+        slices: sequence slices into which every microbatch is cut; each is a unit of its own in ``orders`` (``Action``).
         updates: when weights change within the orders; ``None`` when they only do at the end of the step.
         vocabulary_barriers: barriers between the last stage's forward and backward when head and embedding are cut over the
             devices: 1 (Algorithm 2 of arXiv 2411.05288) or 2 (its Algorithm 1). 0: they are part of the end stages.
@@ -60,7 +59,7 @@ class Schedule:
     placement: Placement
     num_microbatches: int
     orders: tuple[Order, ...]
-    pieces: int = 1
+    slices: int = 1
     updates: WeightUpdates | None = None
     vocabulary_barriers: int = 0
 
@@ -81,15 +80,8 @@ class Schedule:
 
     @property
     def num_units(self) -> int:
-        """Return what a stage runs forward and backward once each: microbatches, or the sequence pieces of all of them."""
-        return self.num_microbatches * self.pieces
-
-    @property
-    def simulated_only(self) -> str:
-        """Return why it can be simulated but not run; empty when it can run."""
-        if self.updates is not None:
-            return WHY_NOT_RUN["updates"]
-        return WHY_NOT_RUN["pieces"] if self.pieces > 1 else ""
+        """Return what a stage runs forward and backward once each: microbatches, or the sequence slices of all of them."""
+        return self.num_microbatches * self.slices
 
     @cached_property
     def splits_backward(self) -> bool:
@@ -126,7 +118,7 @@ class Schedule:
     def to_csv(self) -> str:
         """Return one line per device, one action per cell, as torch's ``_dump_csv`` writes compute-only schedules.
 
-        What those cannot say, replicas, pieces, weight updates and vocabulary parallelism, stands in a first line that
+        What those cannot say, replicas, slices, weight updates and vocabulary parallelism, stands in a first line that
         starts with ``#``.
         """
         return write_header(self.header(self.orders)) + write_table(self.orders)
@@ -138,7 +130,7 @@ class Schedule:
         told = {action.stage for row in rows for action in row if action.kind not in VOCABULARY}
         tells_devices = placement.replicas == 1 and not idle and told == set(range(placement.num_stages))
         devices = () if tells_devices else placement.devices
-        return Header(placement.replicas, devices, idle, self.pieces, self.vocabulary_barriers, *(self.updates or ()))
+        return Header(placement.replicas, devices, idle, self.slices, self.vocabulary_barriers, *(self.updates or ()))
 
     @classmethod
     def from_csv(cls, text: str, dialect: str = "pipemem", name: str = "csv") -> Schedule:
@@ -148,7 +140,7 @@ class Schedule:
 
         Args:
             text: one line per device; empty cells are idle steps and are dropped. A line that starts with ``#`` tells
-                of replicas, pieces, weight updates and vocabulary parallelism.
+                of replicas, slices, weight updates and vocabulary parallelism.
             dialect: one of ``csv_format.DIALECTS``. ``pipemem`` reads what ``to_csv`` writes and nothing else. The
                 others also read both generations of torch.distributed.pipelining's letters, drop the messages and
                 sharding actions of its lowered files, because ``lower`` derives our own, and take an ``OVERLAP_F_B``
@@ -177,8 +169,11 @@ class Schedule:
             ScheduleFormatError: a stage stands on two devices or on none.
         """
         header = table.header
-        updates = None if header.update_every is None else WeightUpdates(*header[-3:])
-        return cls(name, table.placement(), num_microbatches, table.orders, header.pieces, updates, header.vocabulary)
+        updates = None
+        if header.update_every is not None:
+            assert header.versions_kept is not None, "read_header refuses one without the other"
+            updates = WeightUpdates(header.update_every, header.versions_kept, header.update_delay)
+        return cls(name, table.placement(), num_microbatches, table.orders, header.slices, updates, header.vocabulary)
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,9 +215,10 @@ def weight_uses(schedule: Schedule) -> Iterator[Use]:
 
     A backward whose forward does not come before it is taken to use the version that a forward would take now.
     """
+    assert schedule.updates is not None
     every, _, delay = schedule.updates
     for device, order in enumerate(schedule.orders):
-        groups = [action.microbatch // schedule.pieces // every for action in order]
+        groups = [action.microbatch // schedule.slices // every for action in order]
         last = {
             (action.stage, group): position
             for position, (action, group) in enumerate(zip(order, groups, strict=True))

@@ -6,91 +6,18 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from megatron_pipemem.schedule.core.action import COLLECTIVES, Action, Kind
+from megatron_pipemem.schedule.core.action import Action, Kind, place
+from megatron_pipemem.schedule.core.action_prices import ActionPrices
 from megatron_pipemem.schedule.core.brief import brief
 from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
+from megatron_pipemem.schedule.core.display import Shown, drawing
 from megatron_pipemem.schedule.core.messages import Router
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule, versions_held
-from megatron_pipemem.schedule.core.vocabulary import EVERYWHERE
-from megatron_pipemem.schedule.core.walk import Graph, Times
-
-
-class ActionPrices:
-    """Seconds of every action of a program.
-
-    Raises:
-        CostsError: the costs do not fit the placement, or their weights not the microbatches.
-    """
-
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        placement, pieces = schedule.placement, schedule.pieces
-        self._costs, self._pieces = costs, pieces
-        self._weights = costs.microbatch
-        if self._weights is not None:
-            self._weights.check(schedule.num_microbatches)
-        seconds = costs.seconds(placement)
-        if schedule.offloads:
-            seconds |= costs.transfer_seconds(placement, schedule.recomputed)
-        self._seconds = {kind: tuple(each / pieces for each in prices) for kind, prices in seconds.items()}
-        self.sums = costs.replica_reduction_seconds(placement) if placement.replicas > 1 else ()
-        """Seconds of summing the gradients of every stage over the replicas of the model."""
-        self._collectives: dict[Kind, float] = {}
-        if schedule.vocabulary_barriers:
-            vocabulary = costs.vocabulary_costs(placement, schedule.vocabulary_barriers)
-            self._seconds |= vocabulary.seconds(placement.num_devices)
-            self._collectives = vocabulary.collective_seconds()
-
-    def of(self, kind: Kind, stage: int, unit: int | None = None) -> float:
-        """Return the seconds of an action that is no message. Waits for transfers, and reductions of gradients, take no
-        time here.
-
-        Args:
-            kind: of the action.
-            stage: its stage, or the device of a pass of vocabulary parallelism.
-            unit: its microbatch, or the piece of one; ``None``: as priced, with weight 1.
-        """
-        weights = self._weights
-        prices = self._seconds.get(kind)
-        seconds = self._collectives.get(kind, 0.0) if prices is None else prices[stage]
-        if weights is None or unit is None:
-            return seconds
-        if kind is Kind.B and kind not in weights.kinds:
-            return self.of(Kind.I, stage, unit) + self.of(Kind.W, stage, unit)
-        return seconds * weights.seconds_of(kind)[unit // self._pieces]
-
-    def of_message(self, edge: tuple[int, int], unit: int | None = None) -> float:
-        """Return the seconds of a message from one device to another; ``unit`` as for ``of``."""
-        seconds = self._costs.link_seconds(*edge) / self._pieces
-        if self._weights is None or unit is None:
-            return seconds
-        return seconds * self._weights.tokens[unit // self._pieces]
-
-    def of_graph(self, found: Dependencies) -> tuple[Graph, list[float], list[float]]:
-        """Return the graph of a schedule, and the seconds and lags that ``Times`` takes for it.
-
-        Where microbatches are alike, a kind has one price per stage, and a link one lag. Else every node has its own
-        price, and a link has a lag per microbatch.
-        """
-        graph, links = found.graph, found.links
-        if self._weights is None:
-            return graph, [self._of_node(kind, stage) for kind, stage in found.kinds], list(map(self.of_message, links))
-        actions, units = found.actions, len(self._weights) * self._pieces
-        own = (-1 if price < 0 else node for node, price in enumerate(graph.prices))
-        waits = [[(needed, link * units + actions[needed].microbatch) for needed, link in each] for each in graph.waits]
-        return (
-            Graph(graph.lanes, waits, list(own), graph.lane_of),
-            [self._of_node(*action) for action in actions],
-            [self.of_message(link, unit) for link in links for unit in range(units)],
-        )
-
-    def _of_node(self, kind: Kind, stage: int, unit: int | None = None) -> float:
-        """Return the seconds of a node; of a collective the channel takes them, and not those who post it."""
-        return 0.0 if kind in COLLECTIVES and stage != EVERYWHERE else self.of(kind, stage, unit)
-
+from megatron_pipemem.schedule.core.walk import Times
 
 _AWAITED = {Kind.WAIT_OFFLOAD: Kind.OFFLOAD, Kind.WAIT_RELOAD: Kind.RELOAD}
 
@@ -128,7 +55,7 @@ class Stall(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Shown):
     """The simulated run of a schedule. Seconds are those of the costs; memory is in activation units or bytes.
 
     Args:
@@ -206,6 +133,15 @@ class Timeline:
         """Per device, how long it stood still for copies."""
         return tuple(sum(stall.seconds for stall in stalls) for stalls in self.stalls)
 
+    def to_dataframe(self) -> Any:
+        """Return a ``pandas.DataFrame`` with a row per action: device, action, kind, stage, chunk, microbatch, start and end in
+        seconds from the first start of the run, and what the device holds after it.
+
+        Raises:
+            UnsupportedError: pandas is missing.
+        """
+        return drawing().to_dataframe(self)
+
     @cached_property
     def weight_versions(self) -> tuple[int, ...]:
         """Per device, the most versions of the weights of any of its stages that it holds at once; 1 when synchronous."""
@@ -220,7 +156,8 @@ def simulate(
     Messages take ``costs.p2p`` and do not occupy the devices; nor do collectives, which run one after the other, each
     when all devices have posted it. A device posts when it has ready what it brings. Sums over replicas take
     ``costs.copy_sum`` when both ends have their last gradients, one after the other between two devices. One of ``n``
-    sequence pieces costs ``1/n`` of everything: of the seconds, of its messages, and of the memory. A microbatch with weights
+    sequence slices costs ``1/n`` of everything: of the seconds, of its messages, and of the memory; of seconds and memory it
+    costs what the costs say, where they have a price per slice. A microbatch with weights
     (``costs.microbatch``) costs its multiple of everything. Transfers to the host wait
     for their channel: whose transfer is issued first is served first. A device that waits for one does nothing else.
 
@@ -241,9 +178,9 @@ def simulate(
         raise error
     prices = ActionPrices(schedule, costs)
     transfers = _Transfers(schedule, costs, prices)
-    actions, lanes, lane_of = found.actions, found.graph.lanes, found.graph.lane_of
+    actions, lanes, lane_of = found.actions, found.lanes, found.graph.lane_of
     graph, seconds, lags = prices.of_graph(found)
-    times = Times(graph, seconds, lags, lambda node, start: transfers.run(lane_of[node], actions[node], start))
+    times = Times(graph, seconds, lags, 0.0, lambda node, start: transfers.run(lane_of[node], actions[node], start))
     times.free[: len(begins)] = begins
     # Where devices share a channel, their actions are taken in order of time, so that transfers queue up as they are issued.
     in_turn = schedule.offloads and costs.channel is not None and costs.channel.is_shared
@@ -320,22 +257,33 @@ def count_messages(schedule: Schedule) -> int:
 
 
 def held_after(
-    actions: Sequence[Action], changes: Mapping[Kind, Sequence[float]], weights: Sequence[float] | None = None
+    actions: Sequence[Action],
+    changes: Mapping[Kind, Sequence[float]],
+    weights: Sequence[float] | None = None,
+    slices: int = 1,
 ) -> list[float]:
     """Return what a device holds after each of its actions, starting from nothing.
 
     Args:
         actions: in the order in which it runs them.
-        changes: per kind, by how much an action on every stage changes what is held; kinds left out change nothing.
-        weights: per microbatch (or piece of one), how many times as much it is (``unit_weights``); ``None``: once.
+        changes: per kind, by how much an action on every stage, and of every slice there, changes what is held; kinds left
+            out change nothing.
+        weights: per microbatch (or slice of one), how many times as much it is (``unit_weights``); ``None``: once.
+        slices: sequence slices of a microbatch.
     """
-    if weights is None:
-        return list(accumulate(changes[a.kind][a.stage] if a.kind in changes else 0 for a in actions))
-    return list(accumulate(changes[k][stage] * weights[unit] if k in changes else 0 for k, stage, unit in actions))
+    if slices == 1:
+        found = [changes[a.kind][a.stage] if a.kind in changes else 0 for a in actions]
+    else:
+        found = [changes[a.kind][place(a, slices)] if a.kind in changes else 0 for a in actions]
+    if weights is not None:
+        # What is on a whole stage is of no microbatch.
+        of_actions = (1.0 if a.microbatch is None else weights[a.microbatch] for a in actions)
+        found = [change * weight for change, weight in zip(found, of_actions, strict=True)]
+    return list(accumulate(found))
 
 
 def unit_weights(schedule: Schedule, costs: Costs) -> tuple[float, ...] | None:
-    """Return how many times what ``Costs.memory_changes`` says every microbatch (or piece of one) holds; ``None`` where
+    """Return how many times what ``Costs.memory_changes`` says every microbatch (or slice of one) holds; ``None`` where
     all hold it once.
 
     Raises:
@@ -345,7 +293,7 @@ def unit_weights(schedule: Schedule, costs: Costs) -> tuple[float, ...] | None:
     if weights is None:
         return None
     weights.check(schedule.num_microbatches)
-    return tuple(weight for weight in weights.tokens for _ in range(schedule.pieces))
+    return tuple(weight for weight in weights.tokens for _ in range(schedule.slices))
 
 
 def peaks(schedule: Schedule, costs: Costs | None = None, *, host: bool = False) -> tuple[float, ...]:
@@ -360,6 +308,7 @@ def peaks(schedule: Schedule, costs: Costs | None = None, *, host: bool = False)
         CostsError: the costs do not fit the placement, or their weights not the microbatches.
     """
     costs = costs or Costs()
-    changes = (costs.host_changes if host else costs.memory_changes)(schedule.placement, schedule.recomputed)
-    unit, weights = costs.memory_unit(schedule.placement) / schedule.pieces, unit_weights(schedule, costs)
-    return tuple(max(held_after(order, changes, weights), default=0) * unit for order in schedule.orders)
+    placement, slices = schedule.placement, schedule.slices
+    changes = (costs.host_changes if host else costs.memory_changes)(placement, schedule.recomputed, slices)
+    unit, weights = costs.memory_unit(placement, slices), unit_weights(schedule, costs)
+    return tuple(max(held_after(order, changes, weights, slices), default=0) * unit for order in schedule.orders)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.action import COLLECTIVES, COMPUTE, Kind
+from megatron_pipemem.schedule.core.action import COLLECTIVES, COMPUTE, Action, Kind
+from megatron_pipemem.schedule.core.action_prices import ActionPrices
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.messages import Router
 from megatron_pipemem.schedule.core.schedule import Program
-from megatron_pipemem.schedule.core.simulator import ActionPrices
 from megatron_pipemem.schedule.core.walk import Graph, Times, Waits, deadlock, find_cycle, numbered
 
 
@@ -79,7 +79,7 @@ def run_single_queues(program: Program, costs: Costs | None = None) -> QueueRun:
 
         cycle = find_cycle(program.actions, reached, awaited)
         raise deadlock(cycle, " where every device has one queue", "lower the schedule for single queues")
-    times = Times(graph, seconds, [0.0])
+    times = Times(graph, seconds, [0.0], 0.0)
     times.run(graph.steps(nodes))
     spans = [
         (times.starts[each], times.ends[each]) for each in (meeting_of.get(node, node) for node in range(len(actions)))
@@ -91,7 +91,7 @@ def _meetings(program: Program, prices: ActionPrices) -> list[tuple[list[int], f
     """Whatever several devices do together: the nodes of the actions that take part, and how long it takes."""
     router, placement = Router(program.placement), program.placement
     nodes = {action: node for node, action in enumerate(action for order in program.actions for action in order)}
-    together: dict[tuple[Kind, int | None], tuple[list[int], float]] = {}
+    together: dict[tuple[Kind, int] | Action, tuple[list[int], float]] = {}
     for message in filter(None, map(router.emitted, nodes)):
         posts = [nodes[message.send], nodes[message.receive]]
         together[message.send] = posts, prices.of_message(message.edge, message.send.microbatch)
@@ -104,8 +104,8 @@ def _meetings(program: Program, prices: ActionPrices) -> list[tuple[list[int], f
             # Of a device that holds several replicas of a stage, the last post is the one that counts.
             stage = action.stage % placement.model_stages
             sums.setdefault(stage, {})[placement.devices[action.stage]] = node
-    for stage, posts in sums.items():
-        together[Kind.REDUCE_REPLICAS, stage] = [*posts.values()], prices.sums[stage] if len(posts) > 1 else 0.0
+    for stage, last in sums.items():
+        together[Kind.REDUCE_REPLICAS, stage] = [*last.values()], prices.sums[stage] if len(last) > 1 else 0.0
     return [*together.values()]
 
 
@@ -122,25 +122,25 @@ def check_queues(program: Program, found: Dependencies) -> None:
         ScheduleError: some device waits for ever.
     """
     router, nodes = Router(program.placement), {action: node for node, action in enumerate(found.actions)}
-    *devices, channel = found.graph.lanes
+    *devices, channel = found.lanes
     waits = [list(each) for each in found.graph.waits]
     moves = {post: collective for collective in channel for post, _ in waits[collective]}
     for message in filter(None, map(router.emitted, found.actions)):
         ends = [nodes[message.send], nodes[message.receive]]
         moves |= dict.fromkeys(ends, len(waits))
         waits.append([(end, 0) for end in ends])
-    for device in devices:
+    for nodes_of_device in devices:
         before = None
-        for node in device:
+        for node in nodes_of_device:
             # Who waits for a message to be sent waits until it has moved.
             waits[node] = [(moves.get(needed, needed), 0) for needed, _ in waits[node]]
             if (move := moves.get(node)) is not None:
                 waits[move] += [] if before is None else [(before, 0)]
                 before = move
-    alone = ([move] for move in range(len(found.actions), len(waits)))
+    alone = (range(move, move + 1) for move in range(len(found.actions), len(waits)))
     done = set(Graph([*devices, channel, *alone], waits).walk().nodes)
-    for device, order in enumerate(devices):
-        for position, node in enumerate(order):
+    for device, nodes_of_device in enumerate(devices):
+        for position, node in enumerate(nodes_of_device):
             if node not in done or moves.get(node, node) not in done:
                 raise ScheduleError(
                     "never gets through where a device serves its messages and collectives strictly in posting order; post "

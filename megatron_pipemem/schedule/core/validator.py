@@ -120,7 +120,7 @@ def validate_program(program: Program, *, microbatch_order: bool = True, single_
             before += vocabulary_needs(action, program.placement, barriers)
         return before
 
-    found = Dependencies(program.actions, program.placement, needs, program.schedule.pieces)
+    found = Dependencies(program.actions, program.placement, needs, program.schedule.slices)
     _check_progress(found)
     if barriers:
         check_queues(program, found)
@@ -159,7 +159,7 @@ def _problem_of(action: Action, device: int, schedule: Schedule) -> str | None:
     if kind not in VOCABULARY and not 0 <= stage < len(devices):
         return f"needs stage {stage}, but the placement holds stages 0 to {len(devices) - 1}; remove or renumber it"
     if microbatch is None or not 0 <= microbatch < schedule.num_units:
-        what, several = ("microbatch", "microbatches") if schedule.pieces == 1 else ("piece", "pieces")
+        what, several = ("microbatch", "microbatches") if schedule.slices == 1 else ("slice", "slices")
         return (
             f"needs {what} {microbatch}, but the step has {several} 0 to {schedule.num_units - 1}; remove or "
             "renumber it, or change the number of microbatches"
@@ -178,8 +178,8 @@ def _check_replicas(schedule: Schedule, places: Places) -> Mapping[int, int]:
         return {}
     first: dict[int, Action] = {}
     for action, (device, position) in places.items():
-        # Sequence pieces of one microbatch stay together.
-        microbatch = action.microbatch // schedule.pieces
+        # Sequence slices of one microbatch stay together.
+        microbatch = action.microbatch // schedule.slices
         other = first.setdefault(microbatch, action)
         ours, theirs = placement.replica_of(action.stage), placement.replica_of(other.stage)
         if ours != theirs:
@@ -238,7 +238,7 @@ def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[
     for stage in range(schedule.num_stages):
         replica = schedule.placement.replica_of(stage)
         for microbatch in range(schedule.num_units):
-            if replica != replica_of.get(microbatch // schedule.pieces, 0):
+            if replica != replica_of.get(microbatch // schedule.slices, 0):
                 continue
             kinds = (Kind.F, Kind.I, Kind.W, Kind.B)
             forward, inputs, weights, full = (Action(kind, stage, microbatch) for kind in kinds)
@@ -270,15 +270,15 @@ def check_microbatch_order(schedule: Schedule) -> None:
     """Prove that training by ``schedule`` can be bit-identical to stock 1F1B, which our runs promise; others may do without.
 
     Per stage, forwards run in microbatch order because data come from an iterator and dropout from one stream of random
-    numbers, and gradients accumulate in that order. Sequence pieces of one microbatch run backward from the last to the
+    numbers, and gradients accumulate in that order. Sequence slices of one microbatch run backward from the last to the
     first.
 
     Raises:
         ScheduleError: the first action that is out of order.
     """
     names = {Kind.F: "forwards", Kind.I: "input gradients", Kind.W: "weight gradients"}
-    pieces, rank = schedule.pieces, range(schedule.num_units)
-    backward_rank = [unit + pieces - 1 - 2 * (unit % pieces) for unit in rank]
+    slices, rank = schedule.slices, range(schedule.num_units)
+    backward_rank = [unit + slices - 1 - 2 * (unit % slices) for unit in rank]
     for device, order in enumerate(schedule.orders):
         last: dict[tuple[Kind, int], tuple[int, Action]] = {}
         for position, action in enumerate(order):
@@ -289,10 +289,10 @@ def check_microbatch_order(schedule: Schedule) -> None:
             for part in (Kind.I, Kind.W) if kind is Kind.B else (kind,):
                 earlier, before = last.get((part, stage), (position, action))
                 if ranks[before.microbatch] > ranks[microbatch]:
-                    reversed_pieces = "" if kind is Kind.F or pieces == 1 else ", pieces from the last to the first"
+                    reversed_slices = "" if kind is Kind.F or slices == 1 else ", slices from the last to the first"
                     raise ScheduleError(
                         f"comes after {before} at position {earlier}, but the {names[part]} of a stage run in "
-                        f"microbatch order{reversed_pieces}; move it before {before}",
+                        f"microbatch order{reversed_slices}; move it before {before}",
                         at=(device, position, action),
                     )
                 last[part, stage] = (position, action)
@@ -303,6 +303,7 @@ def _check_weight_versions(schedule: Schedule) -> None:
     has it then.
     """
     updates = schedule.updates
+    assert updates is not None
     if updates.every < 1 or updates.kept < 1 or (updates.delay or 0) < 0:
         raise ScheduleError(f"{updates} makes no sense; every and kept are at least 1 and delay at least 0")
     for action, device, position, version, newest, _ in weight_uses(schedule):
@@ -325,10 +326,13 @@ def _check_memory(
     schedule: Schedule, costs: Costs, cap: float | Sequence[float] | None, host_budget: float | None
 ) -> None:
     placement, weights = schedule.placement, unit_weights(schedule, costs)
-    unit = costs.memory_unit(placement) / schedule.pieces
+    slices = schedule.slices
+    unit = costs.memory_unit(placement, slices)
     what = "activation units" if costs.memory is None else "bytes"
     device_mend = "run a W or B before it, choose a schedule with a lower peak, or raise the cap"
-    on_device, on_host = (of(placement, schedule.recomputed) for of in (costs.memory_changes, costs.host_changes))
+    on_device, on_host = (
+        of(placement, schedule.recomputed, slices) for of in (costs.memory_changes, costs.host_changes)
+    )
     limits = (
         (cap, on_device, "over the memory cap of", device_mend),
         (host_budget, on_host, "in host memory, over its budget of", "offload less, or raise it"),
@@ -339,7 +343,7 @@ def _check_memory(
         for device, limit in enumerate(per_device(wanted, schedule.num_devices)):
             allowed = loosened(limit / unit)
             order = schedule.orders[device]
-            for position, held in enumerate(held_after(order, changes, weights)):
+            for position, held in enumerate(held_after(order, changes, weights, slices)):
                 if held > allowed:
                     if weights is not None:
                         _check_alone(schedule, device, changes, weights, allowed, f"{what} {over} {limit:.12g}", unit)
@@ -359,10 +363,11 @@ def _check_alone(
     unit: float,
 ) -> None:
     """Raise a ScheduleError if some microbatch alone holds too much on a device: no order of microbatches mends that."""
-    order, pieces = schedule.orders[device], schedule.pieces
+    order, slices = schedule.orders[device], schedule.slices
     for microbatch in range(schedule.num_microbatches):
-        own = [(at, action) for at, action in enumerate(order) if action.microbatch // pieces == microbatch]
-        for (at, action), held in zip(own, held_after([each for _, each in own], changes, weights), strict=True):
+        own = [(at, action) for at, action in enumerate(order) if action.microbatch // slices == microbatch]
+        holds = held_after([each for _, each in own], changes, weights, slices)
+        for (at, action), held in zip(own, holds, strict=True):
             if held > allowed:
                 raise ScheduleError(
                     f"microbatch {microbatch} alone holds {held * unit:.12g} {over}; split this microbatch, recompute its "

@@ -112,7 +112,7 @@ def check_switch(schedule: Schedule) -> None:
             raise ScheduleError(
                 f"vocabulary parallelism has 1 or 2 barriers, not {schedule.vocabulary_barriers}; give either"
             )
-        if schedule.pieces > 1 or schedule.updates is not None or schedule.offloads or schedule.recomputed:
+        if schedule.slices > 1 or schedule.updates is not None or schedule.offloads or schedule.recomputed:
             raise ScheduleError(
                 "vocabulary parallelism goes with whole microbatches, one version of the weights, and activations that are "
                 "neither moved nor recomputed; leave the passes out"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_pipemem.errors import CostsError
 from megatron_pipemem.schedule.core.action import COLLECTIVES, Kind
 from megatron_pipemem.schedule.core.brief import changed_fields
-from megatron_pipemem.schedule.core.prices import Several, price
+from megatron_pipemem.schedule.core.prices import Several, price, shared
 
 _SCORE_SHARE = {1: 2 / 3, 2: 1 / 3}
 """Of the head's three matrix products per weight (logits, input gradient, weight gradient), those that S does. With one
@@ -17,7 +17,7 @@ barrier it forms the input gradient from the local softmax; only the weight grad
 
 @dataclass(frozen=True)
 class VocabularyCosts:
-    """Seconds of one microbatch: one number for every device, or one per device.
+    """Seconds of one microbatch: one number for every device, one per device, or one per device and slice.
 
     Args:
         score: of S.
@@ -48,9 +48,9 @@ class VocabularyCosts:
                 raise CostsError(f"{strange[0]} is no collective; give {', '.join(sorted(COLLECTIVES))}")
             given = self.collectives.items()
             prices = {Kind(kind): price(f"{name}.{kind}", seconds, several=False) for kind, seconds in given}
+            object.__setattr__(self, "collectives", prices)
         else:
-            prices = price(name, self.collectives, several=False)
-        object.__setattr__(self, "collectives", prices)
+            object.__setattr__(self, "collectives", price(name, self.collectives, several=False))
 
     @classmethod
     def of_head(
@@ -77,11 +77,11 @@ class VocabularyCosts:
         share = _SCORE_SHARE[barriers]
         return cls(shard * share, shard * (1 - share), rows / 3, 2 * rows / 3, 0.0, collectives)
 
-    def seconds(self, num_devices: int) -> dict[Kind, tuple[float, ...]]:
-        """Return the seconds of every pass, one value per device.
+    def seconds(self, num_devices: int, slices: int = 1) -> dict[Kind, tuple[float, ...]]:
+        """Return the seconds of every pass, one value per device and slice, device by device.
 
         Raises:
-            CostsError: a sequence has not one value per device.
+            CostsError: a sequence has not one value per device, or per device and slice.
         """
         prices = {
             Kind.EMBED_F: self.embed,
@@ -90,30 +90,35 @@ class VocabularyCosts:
             Kind.T: self.gradient,
             Kind.EMBED_B: self.embed_gradient,
         }
-        return {kind: per_device(f"seconds of {kind}", price, num_devices) for kind, price in prices.items()}
+        return {kind: per_device(f"seconds of {kind}", price, num_devices, slices) for kind, price in prices.items()}
 
-    def collective_seconds(self) -> dict[Kind, float]:
-        """Return the seconds of every kind of collective."""
+    def collective_seconds(self, slices: int = 1) -> dict[Kind, float]:
+        """Return the seconds of every kind of collective, of one of so many slices of a microbatch."""
         if isinstance(self.collectives, Mapping):
-            return {kind: self.collectives.get(kind, 0.0) for kind in COLLECTIVES}
-        return dict.fromkeys(COLLECTIVES, self.collectives)
+            return {kind: self.collectives.get(kind, 0.0) / slices for kind in COLLECTIVES}
+        return dict.fromkeys(COLLECTIVES, self.collectives / slices)
 
 
-def per_device(what: str, price: Several, num_devices: int) -> tuple[float, ...]:
-    """Return one value per device.
+def per_device(what: str, price: Several, num_devices: int, slices: int = 1) -> tuple[float, ...]:
+    """Return one value per device and slice, device by device.
 
     Args:
         what: name of the price, for the error's sentence.
-        price: one number for all devices, or a sequence.
+        price: one number for all devices, or a sequence with one per device, either shared evenly by the slices; or with one
+            per device and slice.
         num_devices: pipeline ranks.
+        slices: sequence slices of a microbatch.
 
     Raises:
-    CostsError: a sequence has not one value per device.
+        CostsError: a sequence has not one value per device, or per device and slice.
     """
     if not isinstance(price, Sequence):
-        return (price,) * num_devices
-    if len(price) != num_devices:
+        return (price / slices,) * (num_devices * slices)
+    if len(price) == num_devices:
+        return shared(price, slices)
+    if len(price) != num_devices * slices:
+        cut = f", {num_devices * slices} of one per device and slice" if slices > 1 else ""
         raise CostsError(
-            f"{what} has {len(price)} values for {num_devices} devices; give one per device, or one number for all"
+            f"{what} has {len(price)} values for {num_devices} devices; give one per device{cut}, or one number for all"
         )
     return tuple(price)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import Action
@@ -99,17 +99,17 @@ class Graph:
             reached[lane] += len(nodes) - before
         return Walk(nodes, reached)
 
-    def by_urgency(self, urgency: Callable[[int], float]) -> Iterator[int]:
+    def by_urgency(self, urgency: Callable[[int], Any]) -> Iterator[int]:
         """Yield all nodes that run: of those that can run always the one with the smallest urgency, and of equal ones
         that of the first lane.
 
         Args:
-            urgency: of a node, asked once, when all that it waits for has been yielded.
+            urgency: of a node, a number or whatever compares; asked once, when all that it waits for has been yielded.
         """
         done = bytearray(len(self.waits) + 1)
         reached = [0] * len(self.lanes)
         waiting: dict[int, list[int]] = {}
-        runnable: list[tuple[float, int, int]] = []
+        runnable: list[tuple[Any, int, int]] = []
         arriving: Iterable[int] = range(len(self.lanes))
         while True:
             for lane in arriving:
@@ -128,35 +128,38 @@ class Graph:
             arriving = (lane, *waiting.pop(node, ()))
 
 
-class Times:
+class Times[Number: (int, float)]:
     """Say when the nodes of a graph start and end if each starts as soon as it can.
 
     Args:
         graph: who waits for whom.
         seconds: by the numbers in ``graph.prices``, how long nodes take.
         lags: per link, how long a result takes over it.
+        zero: when the lanes begin; an integer where seconds and lags are ticks.
         serve: when a node whose price is a negative number ends, given when it can start; it takes no time of its own.
-        zero: when the lanes begin.
     """
 
     def __init__(
         self,
         graph: Graph,
-        seconds: Sequence[float],
-        lags: Sequence[float],
-        serve: Callable[[int, float], float] | None = None,
-        zero: float = 0.0,
+        seconds: Sequence[Number],
+        lags: Sequence[Number],
+        zero: Number,
+        serve: Callable[[int, Number], Number] | None = None,
     ) -> None:
-        self._graph, self._seconds, self._lags, self._serve = graph, seconds, lags, serve
-        self.starts = [zero] * len(graph.waits)
-        self.ends = [zero] * len(graph.waits)
-        self.free = [zero] * len(graph.lanes)
+        self._graph = graph
+        self._seconds: Sequence[Number] = seconds
+        self._lags: Sequence[Number] = lags
+        self._serve: Callable[[int, Number], Number] | None = serve
+        self.starts: list[Number] = [zero] * len(graph.waits)
+        self.ends: list[Number] = [zero] * len(graph.waits)
+        self.free: list[Number] = [zero] * len(graph.lanes)
 
-    def start_of(self, node: int) -> float:
+    def start_of(self, node: int) -> Number:
         """Return the earliest start of a node when all that it waits for has run."""
         graph = self._graph
-        arrivals = [self.ends[needed] + self._lags[link] for needed, link in graph.waits[node]]
-        return max([self.free[graph.lane_of[node]], *arrivals])
+        arrivals: list[Number] = [self.ends[needed] + self._lags[link] for needed, link in graph.waits[node]]
+        return max([self.free[graph.lane_of[node]]] + arrivals)
 
     def run(self, steps: Iterable[Step]) -> None:
         """Run nodes, none before what it waits for.
@@ -171,7 +174,7 @@ class Times:
                 if arrival > start:
                     start = arrival
             if price < 0:
-                start = end = self._serve(node, start)
+                start = end = self._serve(node, start)  # type: ignore[misc]  # who has nodes with no price gives it
             else:
                 end = start + seconds[price]
             starts[node] = start

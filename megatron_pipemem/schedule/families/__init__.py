@@ -13,6 +13,7 @@ ORDER = (
     "hanayo",
     "bidirectional",
     "seq1f1b",
+    "slimpipe",
     "asynchronous",
 )
 """Of the table, from the simplest; modules that are not named come behind these."""

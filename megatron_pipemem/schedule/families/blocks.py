@@ -2,6 +2,8 @@
 
 A block is the passes of one microbatch at fixed time slots; repeated at a fixed interval it is a schedule whose peak
 follows from how long each activation lives. Time is in slots: F, I and W take one, B takes two.
+
+Where microbatches are cut into sequence slices, a block is of one slice, and backwards wait for the last one.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
+from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order, turned
+from megatron_pipemem.schedule.options import check_whole
 
 SLOTS = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2}
 
@@ -98,6 +101,19 @@ class Block:
             starts[Pass(Kind.W, stage)] = vacant
         return cls(placement, interval, starts)
 
+    def sliced(self, slices: int) -> Block:
+        """Return the block of one sequence slice: its forwards where they were, its backwards ``slices - 1`` intervals later.
+
+        So the last slice of a microbatch, whose backward comes first, has it as soon as before; and its first one, whose
+        backward comes last, ``2 (slices - 1)`` intervals later.
+
+        Args:
+            slices: sequence slices of a microbatch.
+        """
+        later = (slices - 1) * self.interval
+        starts = {each: start + (0 if each.kind is Kind.F else later) for each, start in self.starts.items()}
+        return Block(self.placement, self.interval, starts)
+
     @property
     def length(self) -> int:
         """Slots from slot 0 to the end of the last pass."""
@@ -131,7 +147,9 @@ def repeat(block: Block, num_microbatches: int) -> Timetable:
     )
 
 
-def reorder(timetable: Timetable, placement: Placement, peak: int, *, steady: bool = False) -> Timetable:
+def reorder(
+    timetable: Timetable, placement: Placement, peak: int, *, steady: bool = False, slices: int = 1
+) -> Timetable:
     """Fill the idle slots of warm-up and cool-down without raising any device's peak above ``peak`` stage activations.
 
     Warm-up lasts until the first backward of stage 0, cool-down begins after its last forward. Passes move, in order of
@@ -144,6 +162,7 @@ def reorder(timetable: Timetable, placement: Placement, peak: int, *, steady: bo
         peak: the most stage activations that any device may hold.
         steady: move the passes between warm-up and cool-down too. It gains a slot or so with full backwards; with split
             ones it destroys the rhythm of the block.
+        slices: sequence slices of a microbatch.
     """
     warm_up_end = min(slot for slot, each in timetable if each.stage == 0 and each.kind in (Kind.I, Kind.B))
     cool_down = 1 + max(slot for slot, each in timetable if each == Pass(Kind.F, 0))
@@ -156,7 +175,7 @@ def reorder(timetable: Timetable, placement: Placement, peak: int, *, steady: bo
             for slot, each in timetable
             if each.kind is not Kind.W or slot < deferred_from[placement.devices[each.stage]]
         ]
-        plan = _Plan(kept, placement)
+        plan = _Plan(kept, placement, slices)
         for slot, each in kept:
             start = slot
             if steady or slot < warm_up_end or slot >= cool_down:
@@ -194,7 +213,7 @@ def extend(timetable: Timetable, interval: int, num_microbatches: int) -> Timeta
     return before + [(slot + shift, each) for slot, each in after]
 
 
-def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatches: int) -> Schedule:
+def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatches: int, slices: int = 1) -> Schedule:
     """Drop the idle slots: what remains is the order, and everything starts as soon as its inputs arrive.
 
     A device's W are assigned in the order of its I. Passes beyond the last microbatch are dropped.
@@ -204,6 +223,7 @@ def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatc
         timetable: slots of every pass.
         placement: of the stages.
         num_microbatches: of one step.
+        slices: sequence slices of a microbatch; the block repeated is one of them.
     """
 
     def device_passes(device: int) -> Iterator[Pass]:
@@ -215,27 +235,30 @@ def squeeze(name: str, timetable: Timetable, placement: Placement, num_microbatc
     for entry in timetable:
         by_device[placement.devices[entry[1].stage]].append(entry)
     devices = range(placement.num_devices)
-    return in_microbatch_order(name, placement, num_microbatches, map(device_passes, devices))
+    return in_microbatch_order(name, placement, num_microbatches, map(device_passes, devices), slices)
 
 
-def build(name: str, block: Block, num_microbatches: int, *, steady: bool = False) -> Schedule:
+def build(name: str, block: Block, num_microbatches: int, *, steady: bool = False, slices: int = 1) -> Schedule:
     """Repeat, reorder and squeeze a block, to a schedule of which no device holds more than the block's highest peak.
 
     A step with fewer microbatches than the peak cannot fill the warm-up; it is the longer one without its surplus.
 
     Args:
         name: of the schedule.
-        block: of one microbatch.
+        block: of one microbatch, or of one sequence slice whose backward waits for no other (``sliced`` adds the wait).
         num_microbatches: of one step.
         steady: move the passes between warm-up and cool-down too, as ``reorder`` does.
+        slices: sequence slices of a microbatch.
     """
+    check_whole(f"{name}: slices", slices, least=1)
+    block = block.sliced(slices)
     peak = max(block.peaks())
-    # Enough for a warm-up, a steady state longer than any pass waits for its input, and a cool-down.
-    enough = 3 * (block.length // block.interval + 1)
-    timetable = repeat(block, min(max(num_microbatches, peak), enough))
-    timetable = reorder(timetable, block.placement, peak, steady=steady)
-    timetable = extend(timetable, block.interval, num_microbatches - enough)
-    return squeeze(name, timetable, block.placement, num_microbatches)
+    # Whole microbatches, enough for a warm-up, a steady state longer than any pass waits for its input, and a cool-down.
+    enough = -(-3 * (block.length // block.interval + 1) // slices)
+    timetable = repeat(block, slices * min(max(num_microbatches, -(-peak // slices)), enough))
+    timetable = reorder(timetable, block.placement, peak, steady=steady, slices=slices)
+    timetable = extend(timetable, slices * block.interval, num_microbatches - enough)
+    return squeeze(name, timetable, block.placement, num_microbatches, slices)
 
 
 def _backwards(passes: Iterable[Pass]) -> dict[int, Pass]:
@@ -268,8 +291,9 @@ def _peak(timetable: Timetable, placement: Placement) -> int:
 class _Plan:
     """Keep where the passes of a timetable have been placed so far, and which slots are idle."""
 
-    def __init__(self, timetable: Timetable, placement: Placement) -> None:
+    def __init__(self, timetable: Timetable, placement: Placement, slices: int) -> None:
         self.placed: Timetable = []
+        self._slices = slices
         self._placement = placement
         self._busy: list[set[int]] = [set() for _ in range(placement.num_devices)]
         self._ends: dict[Pass, list[int]] = defaultdict(list)
@@ -291,8 +315,13 @@ class _Plan:
         if kind is Kind.W:
             device = self._placement.devices[stage]
             return self._input_gradient_ends[device][self._weight_gradients[device]]
-        microbatch = len(self._ends[each])
-        inputs = [self._ends[needed][microbatch] for needed in _inputs(each, self._placement, self._backwards)]
+        place = len(self._ends[each])
+        # Forwards and backwards of a stage come in orders of their own; only from a backward to its own forward they meet.
+        unit = place if kind is Kind.F else turned(place, self._slices)
+        inputs = [
+            self._ends[needed][unit if needed.kind is Kind.F else place]
+            for needed in _inputs(each, self._placement, self._backwards)
+        ]
         return max([0, *self._ends[each][-1:], *inputs])
 
     def earliest_within(self, peak: int, each: Pass, earliest: int, slot: int) -> int:

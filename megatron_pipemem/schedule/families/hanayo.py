@@ -59,7 +59,7 @@ def hanayo(num_devices: int, num_microbatches: int, waves: int | None = None, ch
     return min(_list_schedule(placement, m), repeated, key=lambda schedule: simulate(schedule).makespan)
 
 
-def _waves(chunks: object) -> int:
+def _waves(chunks: int) -> int:
     check_whole("hanayo: chunks", chunks, least=2)
     if chunks % 2:
         raise UnsupportedError(f"hanayo: chunks must be even, two for each wave, not {chunks}")
@@ -80,8 +80,9 @@ def _list_schedule(placement: Placement, num_microbatches: int) -> Schedule:
     problem = Problem(m, device, ticks, change, waits, (stages,) * placement.num_devices, frozenset(range(stages)))
     rank = {FORWARD: m, INPUT: 0, WEIGHT: -m}
     urgency = [(k + rank[c % 3]) * stages - c // 3 for c in range(len(ticks)) for k in range(m)]
-    orders = dispatch(problem, urgency).orders
-    return to_schedule("hanayo", placement, problem, orders, problem.full_backwards)
+    table = dispatch(problem, urgency)
+    assert table is not None, "without caps nothing waits for ever"
+    return to_schedule("hanayo", placement, problem, table.orders, problem.full_backwards)
 
 
 def _block(placement: Placement, delay: int) -> Block:

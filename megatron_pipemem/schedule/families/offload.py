@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.action import Action, Kind
@@ -130,7 +131,7 @@ _OPTIONS = {
     "costs": "seconds of every pass, and what copies take (default F = I = W)",
 }
 
-_DECLARED = {
+_DECLARED: dict[str, Any] = {
     "bubble": Formula("less than (p-1)(F+I+W)", lambda p, f, b, **_: (p - 1) * (f + b), at_most=True),
     "source": "arXiv 2503.01328",
     "options": _OPTIONS,
@@ -138,7 +139,7 @@ _DECLARED = {
     "placement": "interleaved",
     "splits_backward": True,
     "asynchronous": False,
-    "simulated_only": "",
+    "slices": 1,
     "offloads": True,
     "replicas": 1,
 }

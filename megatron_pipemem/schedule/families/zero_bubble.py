@@ -17,50 +17,76 @@ from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
-from megatron_pipemem.schedule.family import PEAK_OF_1F1B, Family, Formula
+from megatron_pipemem.schedule.family import PEAK_OF_1F1B, PEAK_OF_SLICES, Family, Formula
+from megatron_pipemem.schedule.options import check_whole
 
 
-def zb_h1(num_devices: int, num_microbatches: int) -> Schedule:
-    """Keep 1F1B's memory: device r runs p-r forwards ahead and keeps its weight gradients r microbatches behind."""
-    p = num_devices
-    passes = (_device_passes(r, num_microbatches, forwards_ahead=p - r, delay=r) for r in range(p))
-    return in_microbatch_order("zb-h1", Placement.linear(p), num_microbatches, passes)
+def zb_h1(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
+    """Keep 1F1B's memory: device r runs p-r forwards ahead and keeps its weight gradients r microbatches behind.
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m``.
+        slices: sequence slices of a microbatch.
+
+    Raises:
+        UnsupportedError: ``slices`` is out of range.
+    """
+    check_whole("zb-h1: slices", slices, least=1)
+    p, units = num_devices, num_microbatches * slices
+    passes = (_device_passes(r, units, forwards_ahead=p - r + slices - 1, delay=r) for r in range(p))
+    return in_microbatch_order("zb-h1", Placement.linear(p), num_microbatches, passes, slices)
 
 
-def zb_h2(num_devices: int, num_microbatches: int) -> Schedule:
-    """Take twice 1F1B's memory: no device idles between its first and its last pass in unit costs (m >= 2p-1)."""
-    p = num_devices
-    passes = (_device_passes(r, num_microbatches, forwards_ahead=2 * (p - r) - 1, delay=2 * r) for r in range(p))
-    return in_microbatch_order("zb-h2", Placement.linear(p), num_microbatches, passes)
+def zb_h2(num_devices: int, num_microbatches: int, slices: int = 1) -> Schedule:
+    """Take twice 1F1B's memory: no device idles between its first and its last pass in unit costs (m >= 2p-1).
+
+    Args:
+        num_devices: ``p``.
+        num_microbatches: ``m``.
+        slices: sequence slices of a microbatch.
+
+    Raises:
+        UnsupportedError: ``slices`` is out of range.
+    """
+    check_whole("zb-h2: slices", slices, least=1)
+    p, units = num_devices, num_microbatches * slices
+    passes = (_device_passes(r, units, forwards_ahead=2 * (p - r) + slices - 2, delay=2 * r) for r in range(p))
+    return in_microbatch_order("zb-h2", Placement.linear(p), num_microbatches, passes, slices)
 
 
-def _device_passes(device: int, m: int, forwards_ahead: int, delay: int) -> list[Pass]:
+def _device_passes(device: int, units: int, forwards_ahead: int, delay: int) -> list[Pass]:
     forward, backward, weight = Pass(Kind.F, device), Pass(Kind.I, device), Pass(Kind.W, device)
-    passes = [forward] * min(m, forwards_ahead)
-    for microbatch in range(m):
+    passes = [forward] * min(units, forwards_ahead)
+    for place in range(units):
         passes.append(backward)
-        if microbatch >= delay:
+        if place >= delay:
             passes.append(weight)
-        if microbatch + forwards_ahead < m:
+        if place + forwards_ahead < units:
             passes.append(forward)
-    return passes + [weight] * min(m, delay)
+    return passes + [weight] * min(units, delay)
+
+
+_SLICES = {"slices": "sequence slices of a microbatch, n (default 1)"}
 
 
 ZB_H1 = Family(
     name="zb-h1",
     build=zb_h1,
     summary="1F1B's memory with a third of its bubble: weight gradients wait until nothing else can run.",
-    peak=PEAK_OF_1F1B,
-    bubble=Formula("(p-1)(F+I-W)", lambda p, f, i, w, **_: (p - 1) * (f + i - w)),
+    peak=PEAK_OF_SLICES,
+    bubble=Formula("(p-1)(F+I-W)/n", lambda p, f, i, w, n, **_: (p - 1) * (f + i - w) / n),
     source="arXiv 2401.10241, section 2.1",
+    options=_SLICES,
 )
 ZB_H2 = Family(
     name="zb-h2",
     build=zb_h2,
     summary="Twice 1F1B's memory; devices never idle between their first and last pass, but start one by one.",
-    peak=Formula("2 - 1/p", lambda p, m, **_: min(2 * p - 1, m) / p),
-    bubble=Formula("(p-1)(F+I-2W) per device, (p-1)F over all", lambda p, f, **_: (p - 1) * f),
+    peak=Formula("(2p+n-2)/(pn)", lambda p, m, n, **_: min(2 * p + n - 2, m * n) / (p * n)),
+    bubble=Formula("(p-1)(F+I-2W)/n per device, (p-1)F/n over all", lambda p, f, n, **_: (p - 1) * f / n),
     source="arXiv 2401.10241, section 2.2",
+    options=_SLICES,
 )
 
 

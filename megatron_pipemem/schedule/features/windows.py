@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
 from megatron_pipemem.schedule.core.action import COMPLETING, COMPUTE, MESSAGES, SENDS, Action, Kind
@@ -95,6 +96,7 @@ class Window:
 
     @cached_property
     def updates_per_call(self) -> int:
+        assert self.stream.updates is not None
         return self.batch // self.stream.updates.every
 
     @cached_property
@@ -152,7 +154,7 @@ def check_batch(name: str, num_devices: int, batch: int) -> None:
 
 
 def family_window(
-    name: str, num_devices: int, batch: int, moment: Moment, *, single_queue: bool = False, **arguments: object
+    name: str, num_devices: int, batch: int, moment: Moment, *, single_queue: bool = False, **arguments: Any
 ) -> Window:
     """Cut a window out of the stream of a registered family.
 
@@ -262,6 +264,7 @@ def _weights(
 ) -> tuple[dict[Action, int], dict[Action, frozenset[int]]]:
     """``versions`` and ``updates`` of a window whose batch begins with microbatch ``first`` of the stream. Updates wait for
     the messages of their actions if these follow at once, because the other end does."""
+    assert stream.updates is not None
     newest = first // stream.updates.every
     router = Router(stream.placement)
     versions: dict[Action, int] = {}

@@ -54,7 +54,7 @@ def sequence(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     """
     found = Dependencies.of_schedule(schedule)
     ends = [(end, device) for device, spans in enumerate(simulate(schedule).spans) for _, end in spans]
-    *devices, channel = found.graph.lanes
+    *devices, channel = found.lanes
     waits = list(found.graph.waits)
     firsts = {nodes.start for nodes in devices}
     for collective in channel:

@@ -20,10 +20,10 @@ from heapq import heappop, heappush
 
 from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import COLLECTIVES, MEMORY, Action
+from megatron_pipemem.schedule.core.action_prices import ActionPrices
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.messages import Edge, Message, Router
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
-from megatron_pipemem.schedule.core.simulator import ActionPrices
 
 
 def add_messages_to_single_queues(

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from megatron_pipemem.files import write_whole
+from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.search.result import Candidate, SearchResult
@@ -42,8 +43,8 @@ class ResultCache:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
 
-    def get(self, question: object) -> SearchResult | None:
-        """Return the cached result of an identical search, or ``None``."""
+    def get(self, question: object, costs: Costs) -> SearchResult | None:
+        """Return the cached result of an identical search, whose costs these are, or ``None``."""
         try:
             path = self._path(question)
             content = path.read_bytes()
@@ -57,7 +58,7 @@ class ResultCache:
             candidates = tuple(_from_json(row) for row in kept["candidates"])
             if not candidates:
                 raise ValueError("it holds none")
-            return SearchResult(candidates, float(kept["lower_bound"]), 0.0)
+            return SearchResult(candidates, float(kept["lower_bound"]), 0.0, costs)
         except Exception as error:  # whatever another program has left there
             logger.warning("cannot use the cached search %s: %s; searching again", path, error)
             return None

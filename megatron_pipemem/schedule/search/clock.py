@@ -28,7 +28,7 @@ class Clock:
     """
 
     def __init__(self, seconds: float) -> None:
-        self._started, self._seconds = time.perf_counter(), seconds
+        self._started, self.seconds = time.perf_counter(), seconds
         self.state: Callable[[], str] = lambda: "searching"
         """What is told after every step."""
         self._paces: dict[Step, float] = {}
@@ -49,7 +49,7 @@ class Clock:
             share: of the time that it may end in.
         """
         expected = self._pace(step) * passes + self._pace(Step.DESCRIBE) * result
-        if self.elapsed + expected > self._seconds * share:
+        if self.elapsed + expected > self.seconds * share:
             self.refused_any = True
             return False
         return True
@@ -60,7 +60,7 @@ class Clock:
         before = self.elapsed
         yield
         self._paces[step] = (self.elapsed - before) / passes
-        tell(lambda: f"{self.state()}; {max(0.0, self._seconds - self.elapsed):.0f} s left at most")
+        tell(lambda: f"{self.state()}; {max(0.0, self.seconds - self.elapsed):.0f} s left at most")
 
     def _pace(self, step: Step) -> float:
         """Return the pace of the last such step; of the first one the usual, or slower where the first start was."""

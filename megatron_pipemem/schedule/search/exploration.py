@@ -18,7 +18,7 @@ from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.registry import Family
 from megatron_pipemem.schedule.search.clock import Clock, Step
 from megatron_pipemem.schedule.search.exact import solve
-from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible, justify
+from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible, justify, timetable
 from megatron_pipemem.schedule.search.portfolio import (
     family_starts,
     first_start,
@@ -28,6 +28,7 @@ from megatron_pipemem.schedule.search.portfolio import (
     shortened,
 )
 from megatron_pipemem.schedule.search.problem import (
+    KINDS,
     Problem,
     better_full,
     keeps_memory_exactly,
@@ -35,6 +36,7 @@ from megatron_pipemem.schedule.search.problem import (
     to_schedule,
 )
 from megatron_pipemem.schedule.search.result import Candidate
+from megatron_pipemem.schedule.stream import stream
 
 _POLISHED = ", polished"
 _EXACT = 1 + 1e-6
@@ -68,6 +70,9 @@ class Exploration:
         costs: what actions take, in seconds, and hold.
         caps: the most every device may hold, in the unit of the costs' memory; ``None`` is no limit.
         seed: of all random choices.
+        full: stages of which only full backwards are looked at.
+        period: look for what follows itself soonest without a barrier, and not for what ends soonest. Makespans are then
+            seconds from step to step, at most, and the bound is the work of the busiest device.
     """
 
     placement: Placement
@@ -76,7 +81,7 @@ class Exploration:
     caps: Sequence[float] | None
     seed: int
     full: frozenset[int] = frozenset()
-    """Stages of which only full backwards are looked at."""
+    period: bool = False
     _finalists: list[tuple[int, int, str, Timetable]] = field(default_factory=list)
     _starts: list[tuple[str, Timetable]] = field(default_factory=list)
     idles: bool = False
@@ -84,12 +89,16 @@ class Exploration:
 
     def __post_init__(self) -> None:
         self.bound = lower_bound(self.placement, self.num_microbatches, self.costs, self.caps)
+        if self.period:
+            prices = self.costs.seconds(self.placement)
+            work = (sum(prices[kind][s] for s in stages for kind in KINDS) for stages in self.placement.stages)
+            self.bound = self.num_microbatches * max(work)
 
     @cached_property
     def _problem(self) -> Problem:
         unit = self.costs.memory_unit(self.placement)
         caps = None if self.caps is None else [cap / unit for cap in self.caps]
-        return make_problem(self.placement, self.num_microbatches, self.costs, caps, self.full)
+        return make_problem(self.placement, self.num_microbatches, self.costs, caps, self.full, self.period)
 
     @property
     def found_any(self) -> bool:
@@ -196,7 +205,7 @@ class Exploration:
 
         What is proved raises ``bound``, unless orders with some full backwards may keep a cap that these exceed.
         """
-        if self.caps is not None and not keeps_memory_exactly(self.placement, self.costs):
+        if self.period or (self.caps is not None and not keeps_memory_exactly(self.placement, self.costs)):
             return 0
         shorter_than = min(self._finalists[0][0], round(reached * self._problem.ticks_per_second))
         solved = solve(self._problem, shorter_than, most_states)
@@ -252,7 +261,7 @@ class Exploration:
                 before = self.makespan
                 if rest:
                     orders = replace(block, problem=self._problem).orders()
-                    table = justify(self._problem, as_soon_as_possible(self._problem, orders))
+                    table = justify(self._problem, timetable(self._problem, orders))
                 self._add("periodic, justified", table)
                 improved = evaluated if self.makespan < before else improved
                 if self.is_optimal:
@@ -295,7 +304,7 @@ class Exploration:
         slack = 0 if self.is_optimal else 1e-3
         equal = [entry for entry in self._finalists if entry[0] <= self._finalists[0][0] * (1 + slack)]
         _, _, name, table = equal[most_robust(self._problem, [entry[3] for entry in equal], self.seed)]
-        fused = fusable(self._problem, as_soon_as_possible(self._problem, table.orders))
+        fused = fusable(self._problem, timetable(self._problem, table.orders))
         schedule = to_schedule(AUTO, self.placement, self._problem, table.orders, fused)
         timeline = simulate(schedule, self.costs)
         caps = self.caps or timeline.peaks
@@ -304,8 +313,9 @@ class Exploration:
             fused = self._problem.full_backwards
             schedule = to_schedule(AUTO, self.placement, self._problem, table.orders, fused)
             timeline = simulate(schedule, self.costs)
-        bound = min(self.bound, timeline.makespan)  # that of an exact solution was in ticks
-        return Candidate(schedule, timeline.makespan, timeline.peaks, bound, name)
+        makespan = stream(schedule, self.costs, steps=1).period if self.period else timeline.makespan
+        bound = min(self.bound, makespan)  # that of an exact solution was in ticks
+        return Candidate(schedule, makespan, timeline.peaks, bound, name)
 
 
 _SAMPLES = 4
@@ -329,5 +339,5 @@ def most_robust(problem: Problem, tables: Sequence[Timetable], seed: int, error:
         problems.append(replace(problem, ticks=ticks))
     return min(
         range(len(tables)),
-        key=lambda index: sum(as_soon_as_possible(other, tables[index].orders).makespan for other in problems),
+        key=lambda index: sum(timetable(other, tables[index].orders).makespan for other in problems),
     )

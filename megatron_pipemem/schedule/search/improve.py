@@ -43,6 +43,13 @@ def as_soon_as_possible(problem: Problem, orders: Orders) -> Timetable | None:
     return Timetable(orders, times.starts, max(times.free))
 
 
+def timetable(problem: Problem, orders: Orders) -> Timetable:
+    """Return ``as_soon_as_possible`` of orders that are known to end."""
+    table = as_soon_as_possible(problem, orders)
+    assert table is not None, "the orders wait for one another"
+    return table
+
+
 def dispatch(problem: Problem, urgency: Sequence[float]) -> Timetable | None:
     """Run the step by urgency.
 
@@ -135,7 +142,7 @@ def _mirror(problem: Problem, table: Timetable) -> Timetable:
     return Timetable(orders, starts, table.makespan)
 
 
-class _Row:
+class Row:
     """A device while its passes are placed, one after another.
 
     Args:
@@ -153,7 +160,14 @@ class _Row:
         self._gap_places: list[int] = []  # how many passes stand before the gap
 
     def into_gap(self, each: int, ready: int, length: int, change: int) -> int:
-        """Put a pass into the first gap that it fits, by its inputs, its length and the cap; when it ends, or -1."""
+        """Put a pass into the first gap that it fits, by its inputs, its length and the cap; when it ends, or -1.
+
+        Args:
+            each: the pass.
+            ready: tick from which its inputs are there.
+            length: ticks that it takes.
+            change: by how much it changes what the device holds.
+        """
         levels, heads, tails, places = self._levels, self._gap_starts, self._gap_ends, self._gap_places
         gap = bisect_left(tails, ready + length)
         if gap == len(tails):
@@ -196,7 +210,14 @@ class _Row:
         return end
 
     def append(self, each: int, ready: int, length: int, change: int) -> int:
-        """Put a pass behind all others; when it ends."""
+        """Put a pass behind all others; when it ends.
+
+        Args:
+            each: the pass.
+            ready: tick from which its inputs are there.
+            length: ticks that it takes.
+            change: by how much it changes what the device holds.
+        """
         begin = self.end
         if ready > begin:
             if ready - begin >= self._shortest:
@@ -220,7 +241,7 @@ def _earlier(problem: Problem, table: Timetable, frozen: Collection[int]) -> Tim
         problem.device,
     )
     rows = [
-        _Row(cap, min(ticks[c] for c in classes)) for cap, classes in zip(problem.caps, problem.classes, strict=True)
+        Row(cap, min(ticks[c] for c in classes)) for cap, classes in zip(problem.caps, problem.classes, strict=True)
     ]
     ends, starts = [0] * len(table.starts), table.starts
     for each in sorted(range(len(starts)), key=starts.__getitem__):

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_pipemem.schedule.core.action import COLLECTIVES, Kind
+from megatron_pipemem.schedule.core.action import COLLECTIVES, Kind, place
+from megatron_pipemem.schedule.core.action_prices import ActionPrices
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import ActionPrices
 from megatron_pipemem.schedule.core.vocabulary import EVERYWHERE
 
 
@@ -97,13 +97,13 @@ class ManyOrders:
         parts: list[list[tuple[float, int, int]]] = [[], []] if split else [[]]
         for node in nodes:
             kind, stage, unit = found.actions[node]
-            microbatch = unit // schedule.pieces
+            microbatch = unit // schedule.slices
             kinds = (Kind.I, Kind.W) if split and kind is Kind.B else (kind,)
             for number, part in enumerate(parts):
                 each = kinds[min(number, len(kinds) - 1)]
                 costly = number < len(kinds) and (kind not in COLLECTIVES or stage == EVERYWHERE)
                 row = rows[each] if each in rows else self._row(weights.seconds_of(each))
-                part.append((prices.of(each, stage) if costly else 0.0, row, microbatch))
+                part.append((prices.priced(each, stage, unit) if costly else 0.0, row, microbatch))
         self._of_node = [_columns(part) for part in parts]
 
     def _price_messages(self, schedule: Schedule, costs: Costs, found: Dependencies, numbers: list[int]) -> None:
@@ -113,28 +113,29 @@ class ManyOrders:
         self._lags = None
         if not any(seconds):
             return
-        m, pieces = schedule.num_microbatches, schedule.pieces
+        m, slices = schedule.num_microbatches, schedule.slices
         self._lags = _columns([(lag, self._tokens, k) for lag in seconds for k in range(m)])
         nodes = {number: node for node, number in enumerate(numbers)}
         for level in self._levels:
             at = range(level.nodes.start, level.nodes.stop)
             for slot, (needed, _) in enumerate(level.needs):
                 links = np.zeros(len(needed), int)
-                for place, number in enumerate(at):
+                for row, number in enumerate(at):
                     waits = found.graph.waits[nodes[number]]
                     if slot < len(waits):
                         other, link = waits[slot]
-                        links[place] = link * m + found.actions[other].microbatch // pieces
+                        links[row] = link * m + found.actions[other].microbatch // slices
                 level.needs[slot] = (needed, links)
 
     def _weigh_lanes(self, schedule: Schedule, costs: Costs, caps: Sequence[float]) -> None:
         """Note by how much the actions of every device change what it holds."""
-        changes = costs.memory_changes(schedule.placement, schedule.recomputed)
-        unit = costs.memory_unit(schedule.placement) / schedule.pieces
+        slices = schedule.slices
+        changes = costs.memory_changes(schedule.placement, schedule.recomputed, slices)
+        unit = costs.memory_unit(schedule.placement, slices)
         self._held = []
         for order, cap in zip(schedule.orders, caps, strict=True):
             of_device = [
-                (changes[a.kind][a.stage] * unit, 0, a.microbatch // schedule.pieces)
+                (changes[a.kind][place(a, slices)] * unit, 0, a.microbatch // slices)
                 for a in order
                 if a.kind in changes
             ]

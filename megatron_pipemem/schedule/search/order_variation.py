@@ -45,6 +45,8 @@ class Variation:
     def __init__(
         self, schedule: Schedule, costs: Costs, caps: Sequence[float], starts: Sequence[Order], random: Random
     ) -> None:
+        assert costs.microbatch is not None
+        self._weights = costs.microbatch
         self.schedule, self._costs, self._caps, self._random = schedule, costs, caps, random
         self._many = None if schedule.offloads else ManyOrders(schedule, costs, caps)
         self._gained: list[Move] = []
@@ -85,7 +87,7 @@ class Variation:
 
     def _simulated(self, orders: Sequence[Order]) -> tuple[list[float], list[float]]:
         """Return makespans and excess as ``ManyOrders`` does."""
-        all_costs = [replace(self._costs, microbatch=self._costs.microbatch.reordered(order)) for order in orders]
+        all_costs = [replace(self._costs, microbatch=self._weights.reordered(order)) for order in orders]
         held = [zip(peaks(self.schedule, costs), self._caps, strict=True) for costs in all_costs]
         excess = [max((now - cap) / (cap or 1.0) for now, cap in each) for each in held]
         return [simulate(self.schedule, costs).makespan for costs in all_costs], excess

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 from megatron_pipemem.errors import PipememError
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.registry import Family, build_schedule
-from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible, dispatch
+from megatron_pipemem.schedule.search.improve import Timetable, as_soon_as_possible, dispatch, timetable
 from megatron_pipemem.schedule.search.problem import FORWARD, INPUT, WEIGHT, Orders, Problem, from_schedule
 
 # By how much the interval of the first start grows until it fits.
@@ -77,7 +78,7 @@ def family_starts(
         costs: what actions take, in seconds, and hold.
         caps: the most every device may hold, in the unit of the costs' memory; ``None`` is no limit.
     """
-    given: dict[str, object] = {"costs": costs}
+    given: dict[str, Any] = {"costs": costs}
     if caps is not None and costs.memory is None:
         given["memory_cap"] = min(caps)
     p, m = placement.num_devices, problem.num_microbatches
@@ -100,12 +101,11 @@ def family_starts(
             continue
         table = None
         if problem.fits(orders):
-            table = as_soon_as_possible(problem, orders)
-            assert table is not None, f"{each.name} does not end"
+            table = timetable(problem, orders)
         yield each.name, table
 
 
-def _largest_group(name: str, problem: Problem, shape: Mapping[str, object]) -> int:
+def _largest_group(name: str, problem: Problem, shape: Mapping[str, Any]) -> int:
     """Return the largest group size that keeps the caps: larger groups of microbatches hold more and idle less.
 
     Raises:
@@ -163,7 +163,7 @@ def _depths(problem: Problem) -> list[float]:
     gaps.
     """
     stages, longest = problem.num_stages, max(problem.ticks)
-    depths = []
+    depths: list[float] = []
     for stage in range(stages):
         forward, inputs = stage, 2 * stages - 1 - stage
         depths += [-forward * longest, -inputs * longest, longest * 2 * stages]

@@ -25,9 +25,9 @@ FORWARD, INPUT, WEIGHT = range(3)
 KINDS = (Kind.F, Kind.I, Kind.W)
 
 # Twelve divides by the usual numbers of chunks, ten to some power by whatever a decimal fraction has.
-_TICKS = 12 * 10**6
+TICKS = 12 * 10**6
 # Fine enough for a thousand roundings to stay below what a cap is loosened by.
-_MEMORY_STEPS = 10**13
+MEMORY_STEPS = 10**13
 
 # Of a memory step; sums of floats are off by less.
 _NOISE = 0.1
@@ -93,7 +93,8 @@ class Problem:
     @cached_property
     def passes(self) -> tuple[list[int], list[Waits], list[int], list[int]]:
         """The lags of all links, and of every pass what it waits for, its class and its device (see ``walk.Graph``)."""
-        m, links = self.num_microbatches, {}
+        m = self.num_microbatches
+        links: dict[int, int] = {}
         waits: list[Waits] = []
         for each in self.waits:
             first = [(other * m, links.setdefault(lag, len(links))) for other, lag in each]
@@ -171,6 +172,7 @@ def make_problem(
     costs: Costs,
     caps: Sequence[float] | None,
     full: frozenset[int] = frozenset(),
+    staggered: bool = False,
 ) -> Problem:
     """Put a placement with its prices in whole numbers.
 
@@ -180,6 +182,8 @@ def make_problem(
         costs: seconds and memory.
         caps: per device, in units of ``costs.memory_changes``, or ``None``.
         full: stages whose backwards are full ones.
+        staggered: every device has a clock of its own, which lags behind that of the device before. The makespan, from the
+            first start to the last end by any clock, is then what no device needs longer for its part of a step.
 
     Returns:
         The problem, and how many of its ticks make a second.
@@ -192,7 +196,7 @@ def make_problem(
     longest = max(max(seconds[kind]) for kind in KINDS)
     if longest <= 0:
         raise CostsError("all passes cost 0 seconds; give at least one of them a price")
-    scale = _TICKS / longest
+    scale = TICKS / longest
     memory = costs.memory_changes(placement)
     zero = (0.0,) * stages
     length: list[float] = []
@@ -204,7 +208,7 @@ def make_problem(
         held += [*after, *after[-1:] * (3 - len(kinds))]
     # At least one tick, so that a pass always starts after what it waits for.
     ticks = tuple(max(1, round(value * scale)) for value in length)
-    memory_scale = 1 if keeps_memory_exactly(placement, costs) else _MEMORY_STEPS / max(map(abs, held))
+    memory_scale = 1 if keeps_memory_exactly(placement, costs) else MEMORY_STEPS / max(map(abs, held))
     # What is held after a pass is rounded up, and not by how much the pass changes it: roundings do not add up.
     rounded = [ceil(value * memory_scale - _NOISE) for value in held]
     change = tuple(after - (before if c % 3 else 0) for c, (before, after) in enumerate(pairwise([0, *rounded])))
@@ -215,11 +219,25 @@ def make_problem(
         else tuple(min(total, int(loosened(cap * memory_scale))) for cap in caps)
     )
 
+    stagger = _stagger(placement, ticks) if staggered else 0
+
     def lag(source: int, destination: int) -> int:
-        return round(costs.link_seconds(placement.devices[source], placement.devices[destination]) * scale)
+        a, b = placement.devices[source], placement.devices[destination]
+        return round(costs.link_seconds(a, b) * scale) - stagger * (b - a)
 
     device = tuple(placement.devices[stage] for stage in range(stages) for _ in KINDS)
     return Problem(num_microbatches, device, ticks, change, waits_of(placement, lag), allowed, full, scale)
+
+
+def _stagger(placement: Placement, ticks: Sequence[int]) -> int:
+    """Return by how many ticks every device's clock is behind that of the one before: a little less than the shortest pass
+    whose result goes on to a later device, so that a pass always starts after what it waits for."""
+    shortest = []
+    for source in range(placement.num_stages):
+        for kind, destination in ((FORWARD, placement.next_stage(source)), (INPUT, placement.previous_stage(source))):
+            if destination is not None and (hop := placement.devices[destination] - placement.devices[source]) > 0:
+                shortest.append((ticks[3 * source + kind] - 1) // hop)
+    return max(0, min(shortest, default=0))
 
 
 def waits_of(placement: Placement, lag: Callable[[int, int], int]) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_pipemem.schedule.core.brief import brief
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.display import Shown
 from megatron_pipemem.schedule.core.schedule import Schedule
 
 
@@ -15,7 +17,7 @@ class Candidate:
 
     Args:
         schedule: within the cap.
-        makespan: seconds.
+        makespan: seconds; where the period was searched for, from step to step without a barrier.
         peaks: per device, the most it holds, in activation units, or in the unit of the costs' memory.
         lower_bound: no schedule of this placement within the cap is faster, in seconds.
         found_by: how the order came about.
@@ -35,18 +37,20 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class SearchResult:
+class SearchResult(Shown):
     """The fastest schedule found, the best of every other placement, and how far from optimal it can be at most.
 
     Args:
         candidates: best first, one per placement for which the time sufficed.
         lower_bound: no schedule within the cap is faster, of any placement tried, in seconds.
         seconds: how long the search took; 0 when it came from the cache.
+        costs: what it searched for.
     """
 
     candidates: tuple[Candidate, ...]
     lower_bound: float
     seconds: float
+    costs: Costs
 
     def __repr__(self) -> str:
         return (
@@ -86,9 +90,11 @@ class SearchResult:
 
 
 def fastest_first(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """Sort candidates, of which there is at least one; of those that are equally fast, the one with fewest stages,
-    which sends fewest messages, comes first.
+    """Sort candidates, of which there is at least one; of those that are equally fast, the one with fewest stages, and
+    then fewest slices, which sends fewest messages, comes first.
     """
     found = list(candidates)
     least = min(candidate.makespan for candidate in found) * (1 + 1e-12)
-    return tuple(sorted(found, key=lambda c: (max(c.makespan, least), c.schedule.num_stages, -c.lower_bound)))
+    return tuple(
+        sorted(found, key=lambda c: (max(c.makespan, least), c.schedule.num_stages, c.schedule.slices, -c.lower_bound))
+    )

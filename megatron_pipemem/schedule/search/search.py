@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from random import Random
 
 from megatron_pipemem.errors import CostsError, UnsupportedError
@@ -23,6 +23,7 @@ from megatron_pipemem.schedule.search.exploration import Exploration
 from megatron_pipemem.schedule.search.improve import Timetable
 from megatron_pipemem.schedule.search.problem import better_full
 from megatron_pipemem.schedule.search.result import Candidate, SearchResult, fastest_first
+from megatron_pipemem.schedule.search.sliced import explore_slices
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ def search_schedule(
     effort: float = 1.0,
     seed: int = 0,
     cache: ResultCache | None = None,
+    period: bool = False,
+    slices: int = 1,
 ) -> SearchResult:
     """Find the fastest schedule under a memory cap.
 
@@ -73,6 +76,9 @@ def search_schedule(
         effort: multiplies the number of trials; the search ends by itself after them, or when it meets the bound.
         seed: of the random variations. Two searches that ``seconds`` does not cut give the same result for one seed.
         cache: where finished searches are kept and looked up; ``None`` searches afresh.
+        period: find the schedule whose steps follow each other soonest without a barrier between them (``stream``), and not
+            the one whose single step ends soonest. What the result calls a makespan is the period then.
+        slices: sequence slices into which every microbatch is cut; the order keeps what they need of each other.
 
     Returns:
         The best schedule of every placement, the fastest first, with certified lower bounds.
@@ -93,43 +99,73 @@ def search_schedule(
     caps = None if memory_cap is None else per_device(memory_cap, num_devices)
     check_whole("max_chunks", max_chunks)
     if placements is None:
-        placements = usual_placements(num_devices, max_chunks, costs)
+        placements = usual_placements(num_devices, max_chunks, costs, (slices,))
     if not placements or any(
         placement.num_devices != num_devices or placement.replicas > 1 for placement in placements
     ):
         raise UnsupportedError(f"give at least one placement, of one model copy on {num_devices} devices each")
-    question = (num_microbatches, costs, caps, tuple(placements), effort, seed)
-    if cache is not None and (known := cache.get(question)) is not None:
+    question = (num_microbatches, costs, caps, tuple(placements), effort, seed, period, slices)
+    if cache is not None and (known := cache.get(question, costs)) is not None:
         return known
-    considered = _explorations(placements, num_microbatches, costs, caps, seed)
-    explorations = _first_orders(considered, clock, tuple(synchronous_families()) if seconds else ())
-    if not explorations:
-        raise UnsupportedError(_nothing_fits(placements, num_microbatches, costs, caps))
-    _improve(explorations, clock, effort, seed)
-    candidates = _described(explorations, clock)
-    bound = min(exploration.bound for exploration in considered)
-    result = SearchResult(fastest_first(candidates), bound, clock.elapsed)
+    if slices > 1:
+        candidates, bound = explore_slices(placements, num_microbatches, slices, costs, caps, clock, effort, seed)
+    else:
+        candidates, bound = _explored(placements, num_microbatches, costs, caps, clock, effort, seed, period)
+    result = SearchResult(fastest_first(candidates), bound, clock.elapsed, costs)
     logger.info("%s in %.2f s, gap %.2f%%", result.best.found_by, result.seconds, 100 * result.gap)
     if cache is not None and (result.is_optimal or not clock.refused_any):
         cache.put(question, result)
     return result
 
 
+def _explored(
+    placements: Sequence[Placement],
+    num_microbatches: int,
+    costs: Costs,
+    caps: tuple[float, ...] | None,
+    clock: Clock,
+    effort: float,
+    seed: int,
+    period: bool,
+) -> tuple[list[Candidate], float]:
+    """Return the best schedule of every placement, and a bound for all; arguments as for ``search_schedule``.
+
+    Raises:
+        UnsupportedError: nothing keeps the caps.
+    """
+    considered = _explorations(placements, num_microbatches, costs, caps, seed, period)
+    explorations = _first_orders(considered, clock, tuple(synchronous_families()) if clock.seconds else ())
+    if not explorations:
+        raise UnsupportedError(_nothing_fits(placements, num_microbatches, costs, caps))
+    _improve(explorations, clock, effort, seed)
+    candidates = _described(explorations, clock)
+    return candidates, min(exploration.bound for exploration in considered)
+
+
 def _explorations(
-    placements: Sequence[Placement], num_microbatches: int, costs: Costs, caps: tuple[float, ...] | None, seed: int
+    placements: Sequence[Placement],
+    num_microbatches: int,
+    costs: Costs,
+    caps: tuple[float, ...] | None,
+    seed: int,
+    period: bool,
 ) -> list[Exploration]:
     """Return an exploration for every placement in which a microbatch fits the caps, and one more where a full backward
     holds less.
     """
+
+    def left(number: int) -> str:
+        return f"bounds of {len(placements)} placements, {len(placements) - number} left"
+
     explorations = []
     for number, placement in enumerate(placements):
-        tell(lambda at=number: f"bounds of {len(placements)} placements, {len(placements) - at} left")
+        tell(partial(left, number))
         try:
-            explorations.append(Exploration(placement, num_microbatches, costs, caps, seed))
+            explorations.append(Exploration(placement, num_microbatches, costs, caps, seed, period=period))
         except UnsupportedError:
             continue  # one microbatch exceeds a cap
         if caps is not None and (full := better_full(placement, costs)):
-            explorations.append(Exploration(placement, num_microbatches, costs, caps, seed, full))
+            explorations.append(Exploration(placement, num_microbatches, costs, caps, seed, full, period))
     return explorations
 
 
@@ -177,7 +213,9 @@ def _standing(what: str, explorations: Sequence[Exploration]) -> str:
     return f"{what}; makespan {min(reached):.6g} so far, at least {bound:.6g}" if reached else what
 
 
-def usual_placements(num_devices: int, max_chunks: int, costs: Costs) -> tuple[Placement, ...]:
+def usual_placements(
+    num_devices: int, max_chunks: int, costs: Costs, slices: Sequence[int] = (1,)
+) -> tuple[Placement, ...]:
     """Return the placements that families have, a V first, as it fits most caps; of these, the ones that costs per
     stage are for.
 
@@ -185,6 +223,7 @@ def usual_placements(num_devices: int, max_chunks: int, costs: Costs) -> tuple[P
         num_devices: pipeline ranks.
         max_chunks: the most stages per device.
         costs: numbers, or sequences that fit some of the placements.
+        slices: numbers of slices, one of which the costs are for.
 
     Raises:
         CostsError: they are for none.
@@ -194,21 +233,28 @@ def usual_placements(num_devices: int, max_chunks: int, costs: Costs) -> tuple[P
         if chunks % 2 == 0:
             usual.append(Placement.wave(p, chunks))
         usual.append(Placement.interleaved(p, chunks))
-    return fitting(usual, costs)
+    return fitting(usual, costs, slices)
 
 
-def fitting(placements: Sequence[Placement], costs: Costs) -> tuple[Placement, ...]:
-    """Return those of some placements that costs per stage are for.
+def fitting(placements: Sequence[Placement], costs: Costs, slices: Sequence[int] = (1,)) -> tuple[Placement, ...]:
+    """Return those of some placements that costs per stage, or per stage and slice, are for.
+
+    Args:
+        placements: to choose from.
+        costs: numbers, or sequences.
+        slices: numbers of slices, one of which the costs are for.
 
     Raises:
         CostsError: they are for none.
     """
-    found = []
-    for placement in placements:
+    found: list[Placement] = []
+    for placement, count in product(placements, slices):
+        if placement in found:
+            continue
         try:
-            costs.seconds(placement)
-            costs.memory_changes(placement)
-            costs.transfer_seconds(placement)
+            costs.seconds(placement, count)
+            costs.memory_changes(placement, slices=count)
+            costs.transfer_seconds(placement, slices=count)
             for source, destination in pairwise(placement.devices):
                 costs.link_seconds(source, destination)
             found.append(placement)
@@ -247,7 +293,7 @@ def _justify_starts(explorations: Sequence[Exploration], clock: Clock, effort: f
     """Improve what the families offered, the fastest first, then list schedules."""
 
     def starts() -> Iterator[tuple[Exploration, str, Timetable]]:
-        offered = [(seconds, i, *start) for i, e in enumerate(explorations) for seconds, *start in e.starts]
+        offered = [(seconds, i, name, table) for i, e in enumerate(explorations) for seconds, name, table in e.starts]
         for _, index, name, table in sorted(offered, key=lambda each: each[:2]):
             yield explorations[index], name, table
         for exploration in sorted(explorations, key=lambda e: e.bound):

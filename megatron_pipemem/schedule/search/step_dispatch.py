@@ -40,6 +40,7 @@ class Dispatcher:
 
     def __init__(self, base: Schedule, costs: Costs, caps: Sequence[float]) -> None:
         self._base, weights = base, costs.microbatch
+        assert weights is not None
         placement = base.placement
         kinds = {(kind, stage) for order in base.orders for kind, stage, _ in order}
         self._split = [(Kind.I, stage) in kinds for stage in range(placement.num_stages)]
@@ -63,10 +64,10 @@ class Dispatcher:
         self._there = [*(costs.link_seconds(a, b) for a, b in links), 0.0]
         self._back = [0.0, *(costs.link_seconds(b, a) for a, b in links)]
         takes, grows = self._changes[Kind.F], self._changes[Kind.I]
-        own = [max(0.0, each) if is_split else 0.0 for each, is_split in zip(grows, self._split, strict=True)]
-        self._spare = [each + more for each, more in zip(takes, own, strict=True)]
+        more = [max(0.0, each) if is_split else 0.0 for each, is_split in zip(grows, self._split, strict=True)]
+        self._spare = [each + also for each, also in zip(takes, more, strict=True)]
         self._whole = [
-            sum(takes[each] for each in stages) + max(own[each] for each in stages) for stages in placement.stages
+            sum(takes[each] for each in stages) + max(more[each] for each in stages) for stages in placement.stages
         ]
 
     def run(self, order: Sequence[int], ahead: Ahead = None) -> Dispatched | None:
@@ -89,7 +90,8 @@ class Dispatcher:
         ready_f, ready_b = [[math.inf] * m for _ in device_of], [[math.inf] * m for _ in device_of]
         ready_f[0] = [0.0] * m
         done_f, done_b, done_w = ([0] * len(device_of) for _ in range(3))
-        held, busy, ran = [0.0] * len(stages_of), [0.0] * len(stages_of), [[] for _ in stages_of]
+        held, busy = [0.0] * len(stages_of), [0.0] * len(stages_of)
+        ran: list[list[tuple[Kind, int, int]]] = [[] for _ in stages_of]
         left = sum(1 if not trains else 3 if each else 2 for each in split) * m
         events = [(0.0, device) for device in range(len(stages_of))]
         while events:
@@ -124,8 +126,8 @@ class Dispatcher:
                 k = done_f[chosen]
                 done_f[chosen] = k + 1
                 end, change, after = now + forward[chosen][k], takes[chosen], chosen + 1
-                for older in range(done_f[stages[-1]], k):
-                    slack[device][older] -= change * tokens[k]
+                for before in range(done_f[stages[-1]], k):
+                    slack[device][before] -= change * tokens[k]
                 if chosen == last:
                     ready_b[chosen][k] = end if trains else math.inf
                 else:

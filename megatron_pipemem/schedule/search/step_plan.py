@@ -23,7 +23,7 @@ from megatron_pipemem.schedule.core.memory_cap import MemoryCap, loosened
 from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.core.progress import rare_collection
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import peaks, simulate
+from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.search.order_variation import Order, Variation, random_move
 from megatron_pipemem.schedule.search.step_dispatch import PLAIN, Ahead, Dispatcher
@@ -62,7 +62,7 @@ def plan_step(base: Schedule, costs: Costs, cap: MemoryCap | None = None, second
 
     It is never slower where the base in arrival order keeps the cap. The actions of every device are ordered anew where the
     base is a plain one: forwards and backwards, split on the stages on which the base splits them, on one replica of the
-    model. Otherwise (recomputation, transfers to the host, vocabulary parallelism, replicas, sequence pieces) only the
+    model. Otherwise (recomputation, transfers to the host, vocabulary parallelism, replicas, sequence slices) only the
     microbatches change places. What is returned has been validated.
 
     Args:
@@ -91,7 +91,7 @@ def plan_step(base: Schedule, costs: Costs, cap: MemoryCap | None = None, second
             f"the cap is in {units[cap.in_bytes]} and the memory of the costs in {units[not cap.in_bytes]}; give both in one"
         )
     weights = costs.microbatch or MicrobatchWeights((1.0,) * base.num_microbatches)
-    search = _Search(base, replace(costs, microbatch=weights), cap, started + seconds)
+    search = _Search(base, replace(costs, microbatch=weights), weights, cap, started + seconds)
     return search.run()
 
 
@@ -106,10 +106,13 @@ class _Found(NamedTuple):
 class _Search:
     """Look for plans until a moment of ``time.perf_counter``, which leaves time to prove the result."""
 
-    def __init__(self, base: Schedule, costs: Costs, cap: MemoryCap | None, deadline: float) -> None:
-        self._base, self._costs, self._weights = base, costs, costs.microbatch
+    def __init__(
+        self, base: Schedule, costs: Costs, weights: MicrobatchWeights, cap: MemoryCap | None, deadline: float
+    ) -> None:
+        self._base, self._costs, self._weights = base, costs, weights
         begun = time.perf_counter()
-        self._arrival_makespan, held = simulate(base, costs).makespan, peaks(base, costs)
+        in_arrival = simulate(base, costs)
+        self._arrival_makespan, held = in_arrival.makespan, in_arrival.peaks
         self._pace = time.perf_counter() - begun
         self._deadline = deadline - _TO_FINISH * self._pace
         self._caps = held if cap is None else cap.of(base.num_devices)
@@ -119,7 +122,7 @@ class _Search:
         if all(now <= loosened(most) for now, most in zip(held, self._caps, strict=True)):
             self._best = _Found(self._arrival_makespan, self._by_arrival, base)
         kinds = {action.kind for order in base.orders for action in order}
-        self._is_plain = kinds <= PLAIN and base.placement.replicas == base.pieces == 1
+        self._is_plain = kinds <= PLAIN and base.placement.replicas == base.slices == 1
         self._arrival = self._best
 
     def run(self) -> StepPlan:
@@ -159,7 +162,7 @@ class _Search:
 
     def _work(self) -> list[float]:
         """Return the seconds of every microbatch on all devices together."""
-        seconds = self._costs.seconds(self._base.placement)
+        seconds = self._costs.seconds(self._base.placement, self._base.slices)
         kinds = [(sum(seconds[kind]), self._weights.seconds_of(kind)) for kind in (Kind.F, Kind.I, Kind.W)]
         return [sum(price * weights[k] for price, weights in kinds) for k in range(len(self._weights))]
 

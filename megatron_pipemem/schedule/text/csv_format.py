@@ -160,7 +160,7 @@ class Table:
             units = max(votes, key=lambda count: (votes[count], count))
         else:
             units = max((action.microbatch for order in self.orders for action in order), default=-1) + 1
-        return -(-units // self.header.pieces)
+        return -(-units // self.header.slices)
 
 
 def read_schedule_file(path: str | Path) -> str:

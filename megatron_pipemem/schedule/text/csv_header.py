@@ -1,7 +1,7 @@
 """Read and write the first line of a CSV file: what a table of actions cannot say about a schedule.
 
 ``# replicas=2 devices=0-1-1-0`` (the device of every stage, for stages that run nothing), ``idle=2`` (devices that run
-nothing, and have no line), ``# pieces=4``, ``# vocabulary=1`` (barriers), or
+nothing, and have no line), ``# slices=4``, ``# vocabulary=1`` (barriers), or
 ``# update_every=4 versions_kept=2 update_delay=1``. Schedules that need none of it have no such line, so that other readers of
 the format take their files too.
 """
@@ -16,6 +16,8 @@ from megatron_pipemem.schedule.core.action import MOST_DIGITS, shown
 
 _FROM_ZERO = ("devices", "idle", "update_delay")
 _SEVERAL = ("devices", "idle")
+_FORMER_NAMES = {"pieces": "slices"}
+"""Of files that earlier versions wrote."""
 
 
 class Header(NamedTuple):
@@ -25,7 +27,7 @@ class Header(NamedTuple):
         replicas: of the model.
         devices: of every stage; empty where the table shows them.
         idle: devices that have no line of their own.
-        pieces: sequence pieces of a microbatch.
+        slices: sequence slices of a microbatch.
         vocabulary: barriers of vocabulary parallelism.
         update_every: of ``WeightUpdates``, as the two that follow.
         versions_kept: of them.
@@ -35,7 +37,7 @@ class Header(NamedTuple):
     replicas: int = 1
     devices: tuple[int, ...] = ()
     idle: tuple[int, ...] = ()
-    pieces: int = 1
+    slices: int = 1
     vocabulary: int = 0
     update_every: int | None = None
     versions_kept: int | None = None
@@ -92,6 +94,7 @@ def _parse(line: str, number: int) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for word in line.split():
         name, _, value = word.partition("=")
+        name = _FORMER_NAMES.get(name, name)
         numbers = value.split("-")
         if (
             name not in Header._fields

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.action import Action, Kind, place
 from megatron_pipemem.schedule.core.costs import Channel
 from megatron_pipemem.schedule.core.memory_cap import loosened
 from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
@@ -101,25 +101,30 @@ class Planner:
         placement = base.placement
         self._base, self._caps, self._budgets = base, caps, budgets
         self._channel = costs.channel or Channel(0.0)
-        self._unit = costs.memory_unit(placement) / base.pieces
-        self._changes = costs.memory_changes(placement, base.recomputed)
-        self._host_changes = costs.host_changes(placement, base.recomputed)
+        self._slices = slices = base.slices
+        self._unit = costs.memory_unit(placement, slices)
+        self._changes = costs.memory_changes(placement, base.recomputed, slices)
+        self._host_changes = costs.host_changes(placement, base.recomputed, slices)
         weights = costs.microbatch or MicrobatchWeights((1.0,) * base.num_microbatches)
         self._weights, *times = (
-            np.repeat(each, base.pieces)
-            for each in (weights.tokens, *map(weights.seconds_of, (Kind.OFFLOAD, Kind.RELOAD)))
+            np.repeat(each, slices) for each in (weights.tokens, *map(weights.seconds_of, (Kind.OFFLOAD, Kind.RELOAD)))
         )
         self._base_changes = [
             np.array(
-                [self._changes[k][stage] * self._weights[u] if k in self._changes else 0 for k, stage, u in order],
+                [
+                    self._changes[a.kind][place(a, slices)] * self._weights[a.microbatch]
+                    if a.kind in self._changes
+                    else 0
+                    for a in order
+                ],
                 dtype=float,
             )
             for order in base.orders
         ]
-        prices = costs.transfer_seconds(placement, base.recomputed)
-        # Per stage and microbatch, seconds of a copy to the host, and of one back.
+        prices = costs.transfer_seconds(placement, base.recomputed, slices)
+        # Per stage and microbatch (or slice of one), seconds of a copy to the host, and of one back.
         self._out, self._back = (
-            np.outer([s / base.pieces for s in prices[kind]], each).tolist()
+            (np.tile(np.reshape(prices[kind], (-1, slices)), base.num_microbatches) * each).tolist()
             for kind, each in zip((Kind.OFFLOAD, Kind.RELOAD), times, strict=True)
         )
         self._timetables = timetables(timeline)
@@ -250,10 +255,11 @@ class Planner:
             starts, ends = part.timetable.starts[device].tolist(), part.timetable.ends[device].tolist()
             for (stage, microbatch), (made, used) in self._lives[device].items():
                 weight = float(self._weights[microbatch])
-                size = -self._changes[Kind.WAIT_OFFLOAD][stage] * weight
+                at = place(Action(Kind.F, stage, microbatch), self._slices)
+                size = -self._changes[Kind.WAIT_OFFLOAD][at] * weight
                 if stage in stages and size:  # a stage without layers has nothing to send
                     out, back = self._out[stage][microbatch] * factor, self._back[stage][microbatch] * factor
-                    items.append(Item(device, stage, microbatch, ends[made], starts[used], out, back, size, weight))
+                    items.append(Item(device, stage, microbatch, ends[made], starts[used], out, back, size, at, weight))
         # Where not all of equally long-lived items have room, those that leave are spread evenly over the step.
         tick = 1e-6 * max((item.lifespan for item in items), default=1.0) or 1.0
         return sorted(items, key=lambda item: (-round(item.lifespan / tick), item.microbatch * _GOLDEN % 1, item.stage))

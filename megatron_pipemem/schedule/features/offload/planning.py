@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -94,7 +94,7 @@ def _selected(schedule: Schedule, timeline: Timeline, select: Select) -> frozens
 
 
 def _mean_lifespans(timeline: Timeline) -> dict[int, float]:
-    ages: Counter[int] = Counter()
+    ages: defaultdict[int, float] = defaultdict(float)
     for order, spans in zip(timeline.schedule.orders, timeline.spans, strict=True):
         for action, (start, end) in zip(order, spans, strict=True):
             if action.kind is Kind.F:

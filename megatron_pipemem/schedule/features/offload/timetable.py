@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_pipemem.schedule.core.action import ROUND_TRIP, Action, Kind
+from megatron_pipemem.schedule.core.action_prices import ActionPrices
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.schedule import Order, Schedule
-from megatron_pipemem.schedule.core.simulator import ActionPrices, Timeline
+from megatron_pipemem.schedule.core.simulator import Timeline
 from megatron_pipemem.schedule.core.walk import Times
 from megatron_pipemem.schedule.features.offload.transfers import Item, Key, RoundTrip
 
@@ -49,7 +50,7 @@ def paced(schedule: Schedule, costs: Costs, share: float) -> Timetable:
     graph, seconds, lags = ActionPrices(schedule, costs).of_graph(found)
     work = [sum(seconds[graph.prices[node]] for node in nodes) for nodes in graph.lanes]
     interval = share * max(work) / schedule.num_units * (1 - 1e-9)
-    times = Times(graph, (), lags)
+    times = Times(graph, (), lags, 0.0)
     last: dict[int, float] = {}
     for node in found.walk.nodes:
         kind, stage, _ = found.actions[node]
@@ -58,7 +59,7 @@ def paced(schedule: Schedule, costs: Costs, share: float) -> Timetable:
             start = last[stage] = max(start, last.get(stage, -interval) + interval)
         times.starts[node] = start
         times.ends[node] = times.free[graph.lane_of[node]] = start + seconds[graph.prices[node]]
-    lanes = found.graph.lanes
+    lanes = found.lanes
     return Timetable.of(*([each[nodes.start : nodes.stop] for nodes in lanes] for each in (times.starts, times.ends)))
 
 
@@ -85,7 +86,7 @@ def _late(timeline: Timeline, found: Dependencies, movable: Container[int]) -> T
     limits = [end_of_run] * len(found.actions)
     for node in reversed(found.walk.nodes):
         device = graph.lane_of[node]
-        at = node - graph.lanes[device].start
+        at = node - found.lanes[device].start
         start, end = spans[device][at]
         if node in movable:
             following = starts[device][at + 1] if at + 1 < len(starts[device]) else end_of_run
@@ -169,9 +170,9 @@ class PlacedTrips(NamedTuple):
 
     def _changes(self, changes: Mapping[Kind, Sequence[float]], columns: slice) -> np.ndarray:
         """Return what these columns change, row by row."""
-        stages = [trip.item.stage for trip in self.trips]
+        places = [trip.item.place for trip in self.trips]
         weights = np.array([trip.item.weight for trip in self.trips])
-        by_kind = [np.array(changes[kind], dtype=float)[stages] * weights for kind in ROUND_TRIP[columns]]
+        by_kind = [np.array(changes[kind], dtype=np.float64)[places] * weights for kind in ROUND_TRIP[columns]]
         return np.stack(by_kind, axis=1).ravel()
 
 

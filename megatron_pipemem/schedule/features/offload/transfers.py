@@ -41,6 +41,7 @@ class Item(NamedTuple):
         out: seconds of the transfer to the host.
         back: seconds of the transfer back.
         size: what leaves the device.
+        place: where its stage and slice stand in what has one value of each (``action.place``).
         weight: how many times what the costs price it holds, where microbatches are not alike; ``size`` has it already.
     """
 
@@ -52,6 +53,7 @@ class Item(NamedTuple):
     out: float
     back: float
     size: float
+    place: int
     weight: float = 1.0
 
     @property
@@ -107,7 +109,12 @@ class _Channel:
         self._host_budget = host_budget
         self._host_held: dict[int, float] = {}
         self._host_uses: list[tuple[float, int, float]] = []
-        self._are_alike = all(item.weight == 1.0 for item in items)
+        stages = {item.stage: item for item in items}
+        self._are_alike = all(
+            item.weight == 1.0 and (item.out, item.back, item.size) == (one.out, one.back, one.size)
+            for item in items
+            for one in (stages[item.stage],)
+        )
 
     def run(self) -> tuple[list[RoundTrip], dict[Item, str]]:
         now, free = 0.0, self._free
@@ -115,10 +122,10 @@ class _Channel:
             self._arrive(now)
             due = self._due[0]
             if self._away and free[True] <= now + self._exact and due <= now + self._exact:
-                _, _, item = self._away.pop(0)
+                _, _, back = self._away.pop(0)
                 del self._due[0]
-                self._trips.append(RoundTrip(item, self._out_start.pop(item), now))
-                self._occupy(True, now + item.back)
+                self._trips.append(RoundTrip(back, self._out_start.pop(back), now))
+                self._occupy(True, now + back.back)
             elif free[False] <= now + self._exact and (item := self._leaving(now)) is not None:
                 self._out_start[item] = now
                 self._send_away(item)

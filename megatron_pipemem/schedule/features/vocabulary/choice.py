@@ -20,7 +20,9 @@ from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.options import OFF
 
 
-def head_on_last_stage(costs: Costs, placement: Placement, head: float, layers: Sequence[int] | None = None) -> Costs:
+def head_on_last_stage(
+    costs: Costs, placement: Placement, head: float, layers: Sequence[int] | None = None, *, slices: int = 1
+) -> Costs:
     """Return the costs of a model whose head is a part of its last stage.
 
     Args:
@@ -29,11 +31,12 @@ def head_on_last_stage(costs: Costs, placement: Placement, head: float, layers: 
         head: seconds of forward and backward of the whole head; a third each goes to F, I and W.
         layers: layers of every stage, where they are not evenly cut: ``costs`` are then single numbers and every layer
             takes the same. In activation units their stages are held to take the same memory all the same.
+        slices: sequence slices of a microbatch, of which each has an equal part of the head; the costs may be theirs.
 
     Raises:
         UnsupportedError: ``layers`` are given for costs per stage, or not one number per stage, or there are none at all.
     """
-    seconds = costs.seconds(placement)
+    seconds = costs.seconds(placement, slices)
     if layers is not None:
         if len(layers) != placement.num_stages or any(
             isinstance(price, Sequence) for price in (costs.forward, costs.backward_input, costs.backward_weight)
@@ -49,7 +52,8 @@ def head_on_last_stage(costs: Costs, placement: Placement, head: float, layers: 
         model = {kind: sum(prices) for kind, prices in seconds.items()}
         seconds = {kind: tuple(model[kind] * n / sum(layers) for n in layers) for kind in seconds}
     forward, inputs, weights = (
-        (*seconds[kind][:-1], seconds[kind][-1] + head / 3) for kind in (Kind.F, Kind.I, Kind.W)
+        (*seconds[kind][:-slices], *(each + head / 3 / slices for each in seconds[kind][-slices:]))
+        for kind in (Kind.F, Kind.I, Kind.W)
     )
     return replace(costs, forward=forward, backward_input=inputs, backward_weight=weights)
 

@@ -116,6 +116,7 @@ class Run:
 
     def _end(self, device: int, now: int) -> None:
         action = self._running[device]
+        assert action is not None
         kind, stage, microbatch = action
         self._running[device] = None
         self._lists[device].append(action)
@@ -253,9 +254,11 @@ def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = Non
         raise UnsupportedError(f"vocabulary parallelism has 1 or 2 barriers, not {barriers!r}")
     if schedule.vocabulary_barriers:
         raise UnsupportedError(f"schedule {schedule.name!r} has vocabulary passes already; take the one without")
-    if schedule.simulated_only:
+    if schedule.updates is not None or schedule.slices > 1:
+        what = "changes weights within the step" if schedule.slices == 1 else "cuts sequences into slices"
         raise UnsupportedError(
-            f"schedule {schedule.name!r} takes no vocabulary passes: {schedule.simulated_only}; take one that can be run"
+            f"schedule {schedule.name!r} {what}, which does not go with vocabulary passes; take a synchronous schedule of "
+            "whole microbatches, or leave the vocabulary whole"
         )
     if schedule.offloads or schedule.recomputed:
         raise UnsupportedError(

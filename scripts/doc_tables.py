@@ -1,6 +1,7 @@
-"""Writes the tables of README.md: of schedules under two cost vectors, of all schedules, and of the quickstart's last run.
+"""Writes the tables of the documents: of schedules under two cost vectors, of all schedules, of sequence slices, of what
+Megatron's options are refused with, and of the quickstart's last run.
 
-    python scripts/readme_tables.py [--quickstart out/quickstart]
+    python scripts/doc_tables.py [--quickstart out/quickstart]
 
 Without ``--quickstart`` the quickstart's table stays as it is.
 """
@@ -12,23 +13,36 @@ import io
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import quickstart
 from rich.console import Console
 
+from megatron_pipemem.config import refusals
 from megatron_pipemem.files import write_whole
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.search import search_schedule
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCUMENTS = {
+    "costs": "choosing-a-schedule.md",
+    "schedules": "choosing-a-schedule.md",
+    "slices": "choosing-a-schedule.md",
+    "refusals": "troubleshooting.md",
+    "quickstart": "quickstart.md",
+}
+"""Where a table stands."""
+
 DEVICES, MICROBATCHES = 8, 32
 COSTS = {"1 : 1 : 1": Costs(1, 1, 1), "1 : 1.5 : 0.5": Costs(1, 1.5, 0.5)}
 COMPARED = ("1f1b", "v-half", "v-min", "zbv")
 SEARCHES = {"`auto`, cap 0.625, two chunks as `v-half`": 2, "`auto`, cap 0.625, up to eight chunks": 8}
 CAP = 0.625
+SLICES = (1, 2, 4, 8)
+SLICED = ("seq1f1b", "interleaved", "zb-h1", "zbv", "v-half", "v-min")
 
 
 def table_of_costs() -> str:
@@ -46,8 +60,9 @@ def table_of_costs() -> str:
     )
 
 
-def _family(name: str, costs: Costs) -> Timeline:
-    return simulate(build_schedule(name, num_devices=DEVICES, num_microbatches=MICROBATCHES, costs=costs), costs)
+def _family(name: str, costs: Costs, **options: int) -> Timeline:
+    schedule = build_schedule(name, num_devices=DEVICES, num_microbatches=MICROBATCHES, costs=costs, **options)
+    return simulate(schedule, costs)
 
 
 def _found(chunks: int, costs: Costs) -> Timeline:
@@ -60,16 +75,36 @@ def _found(chunks: int, costs: Costs) -> Timeline:
 def table_of_schedules() -> str:
     rows = ["| name | placement | peak | bubble | messages | from |", "|---|---|---|---|---|---|"]
     for family in families():
-        mark, run = " \\*" if family.simulated_only else "", _family(family.name, Costs())
+        run = _family(family.name, Costs())
         rows.append(
-            f"| `{family.name}`{mark} | {family.placement} | {run.peak:.3f} | {run.bubble_rate:.1%} "
+            f"| `{family.name}` | {family.placement} | {run.peak:.3f} | {run.bubble_rate:.1%} "
             f"| {run.messages} | {family.source.split(';')[0]} |"
         )
     return "\n".join(rows)
 
 
+def table_of_slices() -> str:
+    rows = [
+        f"| schedule | {' | '.join(f'{n} slices' if n > 1 else 'whole' for n in SLICES)} |",
+        f"|---|{'---|' * len(SLICES)}",
+    ]
+    for name in SLICED:
+        runs = [_family(name, Costs(), slices=n) for n in SLICES]
+        rows.append(f"| `{name}` | {' | '.join(f'{run.peak:.3f}, {run.bubble_rate:.1%}' for run in runs)} |")
+    return "\n".join(rows)
+
+
+def table_of_refusals() -> str:
+    rows = ["| is not supported | option | why, and what to do |", "|---|---|---|"]
+    for each in vars(refusals).values():
+        if isinstance(each, refusals.Refusals):
+            feature = each.feature.strip() or "at all"
+            rows += [f"| {feature} | `{option}` | {sentence} |" for option, sentence in each.sentences.items()]
+    return "\n".join(rows)
+
+
 def table_of_quickstart(output: Path) -> str:
-    """The rows of the last run, without what the README says around them."""
+    """The rows of the last run, without what the page says around them."""
     text, table = io.StringIO(), quickstart.table(json.loads((output / "summary.json").read_text(encoding="utf-8")))
     table.title = table.caption = ""
     Console(file=text, width=100).print(table)
@@ -77,13 +112,17 @@ def table_of_quickstart(output: Path) -> str:
     return "\n".join(["```", *(line for line in lines if line), "```"])
 
 
+def _between(block: str, marks: re.Match[str]) -> str:
+    return f"{marks[1]}{block}\n{marks[2]}"
+
+
 def written(text: str, blocks: Mapping[str, str]) -> str:
     """The text with new blocks between ``<!-- NAME -->`` and ``<!-- end of NAME -->``."""
     for name, block in blocks.items():
         mark = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
-        text, count = mark.subn(lambda found, block=block: f"{found[1]}{block}\n{found[2]}", text)
+        text, count = mark.subn(partial(_between, block), text)
         if count != 1:
-            raise SystemExit(f"{README} needs one block <!-- {name} -->, it has {count}")
+            raise SystemExit(f"the document needs one block <!-- {name} -->, it has {count}")
     return text
 
 
@@ -91,10 +130,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quickstart", type=Path, metavar="FOLDER", help="what the quickstart wrote")
     arguments = parser.parse_args()
-    blocks = {"costs": table_of_costs(), "schedules": table_of_schedules()}
+    blocks = {
+        "costs": table_of_costs(),
+        "schedules": table_of_schedules(),
+        "slices": table_of_slices(),
+        "refusals": table_of_refusals(),
+    }
     if arguments.quickstart:
         blocks["quickstart"] = table_of_quickstart(arguments.quickstart)
-    write_whole(README, written(README.read_text(encoding="utf-8"), blocks))
+    for name, block in blocks.items():
+        document = DOCS / DOCUMENTS[name]
+        write_whole(document, written(document.read_text(encoding="utf-8"), {name: block}))
 
 
 if __name__ == "__main__":

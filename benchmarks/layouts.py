@@ -1,0 +1,117 @@
+"""Layouts that recipes of Megatron-Bridge write by hand, beside those of ``pipemem layout`` for the same model and ranks.
+
+Claim: its slowest rank has no more to do than theirs, and a step of stock Megatron takes no longer, but for what a layout that
+fits the memory costs. Balance is what the slowest rank computes per microbatch; the step is the simulated one of 1F1B, or of
+the interleaved schedule where a rank has several chunks.
+
+    python benchmarks/layouts.py
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_pipemem.config import layout
+from megatron_pipemem.config.cluster import GIB, Cluster
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.model import Model
+from megatron_pipemem.config.runs import Parallelism, Run
+from megatron_pipemem.files import write_whole
+from megatron_pipemem.planner.balance import Balance, balance
+from megatron_pipemem.planner.space import OF_REPLICAS
+from megatron_pipemem.report.tables import FittingTable
+
+DEVICES = 1024
+MICROBATCHES = 8
+"""Per pipeline rank: 128 on 16, as in the recipe of DeepSeek-V3 on 1024 devices."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A layout by hand.
+
+    Args:
+        model: its name here.
+        tp: tensor-parallel ranks.
+        pp: pipeline ranks.
+        chunks: stages per rank.
+        ep: expert-parallel ranks.
+        by_hand: the layout.
+        source: file of Megatron-Bridge, below src/megatron/bridge unless it says otherwise.
+    """
+
+    model: str
+    tp: int
+    pp: int
+    chunks: int
+    ep: int
+    by_hand: str
+    source: str
+
+    def run(self) -> Run:
+        """Return the run of it on H100 nodes, nothing recomputed."""
+        dp = DEVICES // (self.tp * self.pp)
+        cut = Parallelism(
+            tp=self.tp, pp=self.pp, dp=dp, ep=self.ep, chunks=self.chunks if self.chunks > 1 else None,
+            global_batch=MICROBATCHES * self.pp * dp, sequence_parallel=self.tp > 1,
+        )  # fmt: skip
+        cluster = replace(load("h100-80g", Cluster), nodes=DEVICES // 8)
+        return Run(load(self.model, Model), cluster, cut, megatron=OF_REPLICAS)
+
+
+RECIPES = (
+    Recipe("deepseek-v3", 2, 16, 1, 64, "Et*4|(t*4|)*14tmL", "recipes/deepseek/h100/deepseek_v3.py"),
+    Recipe("deepseek-v3", 2, 16, 2, 64, "Et*3|(tt|)*29m|L", "docs/training/moe-optimization.md"),
+    Recipe("deepseek-v3", 2, 8, 2, 64, "Et*4|(t*4|)*14tmL", "recipes/deepseek/h100/deepseek_v3.py"),
+    Recipe("deepseek-v3", 2, 8, 4, 64, "Et|(tt|)*30mL", "perf_recipes/deepseek/h100/deepseek_v3.py"),
+    Recipe("kimi-k2", 2, 16, 1, 32, "Et*4|(t*4|)*14tL", "recipes/kimi/h100/kimi_k2.py"),
+    Recipe("kimi-k2", 2, 8, 4, 64, "Et|(tt|)*30L", "perf_recipes/kimi/h100/kimi_k2.py"),
+    Recipe("llama3-70b", 4, 8, 5, 1, "Et*2|(t*2|)*34,t*3|(t*2|)*3,tL", "perf_recipes/llama/h100/llama3.py"),
+)
+"""As of commit 067f987 (August 2026). The first is the file's layout for 16 ranks of one chunk, the third for 8 of two."""
+COLUMNS = ("model", "ranks x chunks", "by hand", "`pipemem layout`", "slowest rank", "step", "step, even split")
+
+
+def row(recipe: Recipe, found: Balance) -> tuple[str, ...]:
+    """Return the cells of a recipe: ratios of the best layout, and of the even split, to the one by hand."""
+    model, hand = load(recipe.model, Model), found.given
+    assert hand is not None, "every recipe has one"
+    best = layout.written(found.best.layers, model.mtp_layers)
+    same = found.best.layers == hand.layers
+    return (
+        recipe.model,
+        f"{recipe.pp} x {recipe.chunks}",
+        f"`{recipe.by_hand}`",
+        "the same" if same else f"`{best}`",
+        f"{found.best.slowest / hand.slowest:.3f}",
+        f"{found.best.seconds / hand.seconds:.3f}",
+        f"{found.even.seconds / hand.seconds:.3f}",
+    )
+
+
+def main() -> None:
+    console = Console(width=170, highlight=False)
+    table = FittingTable(
+        (*COLUMNS, "most GiB"), text=COLUMNS[:4], title="ratios to the layout by hand; most GiB: ours, by hand"
+    )
+    results = []
+    for recipe in RECIPES:
+        found = balance(recipe.run(), recipe.by_hand)
+        cells, most = (
+            row(recipe, found),
+            [max(each.held) / GIB for each in (found.best, found.given) if each is not None],
+        )
+        table.add_row(*cells, ", ".join(f"{each:.0f}" for each in most))
+        results.append({**dict(zip(COLUMNS, cells, strict=True)), "most_gib": most, "source": recipe.source})
+    console.print(table)
+    output = Path("out/benchmarks/layouts.json")
+    write_whole(output, json.dumps(results, indent=1) + "\n")
+    console.print(f"written to {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Llama-3-70B on long sequences: context parallelism against sequence slices, by the planner's prices.
+
+For every length, the fastest plan with each number of context-parallel ranks and whole microbatches, and the fastest with each
+number of slices and no context parallelism: over the same H100s, with the same tokens per step, tensor parallelism within the
+node, at most 16 pipeline ranks, and everything else (data parallelism, schedule, chunks, recompute) left to the planner.
+
+Context parallelism is priced as a ring (arXiv 2310.01889, Megatron's p2p exchange): every rank has 1/cp of the tokens; keys and
+values pass ``cp - 1`` times in F, with their gradients in I, hidden behind attention where that takes longer. The two halves of
+a sequence that a rank has in Megatron balance causal attention, so all ranks take as long. Slices are of equally many tokens,
+so that the last attends longest; see ``planner/slices.py``. Attention counts in full, as in MFU, for both. What is priced but
+not run yet says ``pipemem plan``. Takes some minutes.
+
+    python benchmarks/long_sequences.py                  # 32K, 128K and 512K tokens on 128 H100-80GB
+    python benchmarks/long_sequences.py --sequence 131072 --nodes 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.model import Model
+from megatron_pipemem.config.runs import Parallelism, Run
+from megatron_pipemem.files import write_whole
+from megatron_pipemem.planner.planning import plan
+from megatron_pipemem.planner.plans import Plan, gibibytes
+from megatron_pipemem.planner.space import Limits
+from megatron_pipemem.planner.variants import PLAIN
+from megatron_pipemem.report.tables import FittingTable
+
+TOKENS = 2**22
+"""Of a step."""
+SEQUENCES = (2**15, 2**17, 2**19)
+PIPELINES = (1, 2, 4, 8, 16)
+COUNTS = (1, 2, 4, 8, 16, 32)
+COLUMNS = ("tokens", "cut", "pp", "dp", "m", "schedule", "recompute", "s/step", "MFU", "peak GiB", "bubble", "binds")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to cut sequences.
+
+    Args:
+        sequence: tokens of a sequence.
+        cp: context-parallel ranks.
+        slices: of a microbatch.
+    """
+
+    sequence: int
+    cp: int = 1
+    slices: int = 1
+
+    def __str__(self) -> str:
+        return f"cp {self.cp}" if self.slices == 1 else f"{self.slices} slices"
+
+    def run(self, nodes: int, model: str = "llama3-70b", tp: int = 8) -> Run:
+        """Return the run that the planner starts from.
+
+        Args:
+            nodes: of eight H100.
+            model: name of the model.
+            tp: tensor-parallel ranks.
+        """
+        cluster = replace(load("h100-80g", Cluster), nodes=nodes)
+        batch = max(1, TOKENS // self.sequence)
+        cut = Parallelism(tp=tp, cp=self.cp, global_batch=batch, sequence_parallel=tp > 1)
+        return Run(replace(load(model, Model), sequence=self.sequence), cluster, cut)
+
+    def best(self, nodes: int, **settings: object) -> Plan | None:
+        """Return the fastest plan, searched orders left out; ``None`` where nothing fits.
+
+        Args:
+            nodes: of eight H100.
+            settings: as for ``run``.
+        """
+        run = self.run(nodes, **settings)  # type: ignore[arg-type]
+        limits = Limits(
+            {
+                "tp": [run.parallelism.tp],
+                "pp": [pp for pp in PIPELINES if run.cluster.num_devices % (pp * run.parallelism.tp * self.cp) == 0],
+                "micro_batch": [1],
+                "variant": [PLAIN],
+                "slices": [self.slices],
+            }
+        )
+        return next(iter(plan(run, limits=limits, top=1, search_seconds=0.0).plans), None)
+
+
+def ways(sequence: int, counts: Sequence[int] = COUNTS) -> Iterator[Way]:
+    """Yield context parallelism of every degree, then slices of every number."""
+    yield from (Way(sequence, cp=count) for count in counts)
+    yield from (Way(sequence, slices=count) for count in counts if count > 1)
+
+
+def row(way: Way, found: Plan | None) -> tuple[str, ...]:
+    """Return the cells of a way: what its best plan is, and what binds."""
+    tokens = f"{way.sequence // 1024}K"
+    if found is None:
+        return (tokens, str(way), *[""] * (len(COLUMNS) - 3), "nothing fits")
+    cut, run = found.run.parallelism, found.run
+    return (
+        tokens,
+        str(way),
+        *map(str, (cut.pp, cut.dp, cut.microbatches)),
+        found.schedule if cut.chunks is None else f"{found.schedule} v={cut.chunks}",
+        run.schedule.recompute,
+        f"{found.seconds:.1f}",
+        f"{found.mfu:.1%}",
+        gibibytes(found.peak),
+        f"{found.bubble_rate:.1%}",
+        found.binds,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sequence", type=int, action="append", help="tokens; by default 32K, 128K and 512K")
+    parser.add_argument("--nodes", type=int, default=16, help="of eight H100 each")
+    parser.add_argument("--output", type=Path, default=Path("out/benchmarks/long_sequences.json"))
+    given = parser.parse_args()
+    console = Console(width=170, highlight=False)
+    table = FittingTable(COLUMNS, text=("cut", "schedule", "recompute", "binds"))
+    results = []
+    for sequence in given.sequence or SEQUENCES:
+        for way in ways(sequence):
+            cells = row(way, way.best(given.nodes))
+            table.add_row(*cells)
+            results.append(dict(zip(COLUMNS, cells, strict=True)))
+    console.print(table)
+    write_whole(given.output, json.dumps(results, indent=1) + "\n")
+    console.print(f"written to {given.output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Let steps follow each other without a barrier between them."""

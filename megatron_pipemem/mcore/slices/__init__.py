@@ -1,0 +1,1 @@
+"""Run the slices of a sequence one after the other through Megatron's models."""

@@ -1,0 +1,89 @@
+"""Let the steps of schedules with sequence slices run on stages that know slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import fields, replace
+from weakref import WeakKeyDictionary
+
+import torch
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.refusals import check_sliced
+from megatron_pipemem.mcore.slices.model import SlicedModel, boundaries
+from megatron_pipemem.mcore.slices.stage import SlicedStage
+from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.runtime.executor import StepFeature
+from megatron_pipemem.schedule.core.slices import slice_tokens
+
+
+class SequenceSlices(Extension):
+    """Cuts the sequences of steps whose schedule has slices; does nothing in others."""
+
+    def __init__(self) -> None:
+        self._models: WeakKeyDictionary[torch.nn.Module, SlicedModel] = WeakKeyDictionary()
+
+    def prepare(self, step: Step) -> None:
+        """Say how long messages are.
+
+        Raises:
+            UnsupportedError: the model or its configuration cannot run in slices, or sequences cannot be cut into so many.
+        """
+        if step.program.schedule.slices == 1:
+            return
+        check_sliced(step.context.config, step.overlaps, step.context.order is not None)
+        if step.message_shape is None or step.tokens is None or step.message.shape is None:
+            raise UnsupportedError(
+                "sequence slices need messages of [tokens, microbatch, hidden size]; drop what changes their shapes "
+                "(adjust_tensor_shapes_fn), or take a schedule without slices"
+            )
+        (b, _), tokens = step.tokens[0], _cut(step)
+        step.message = replace(step.message, shape=step.message_shape(b, tokens[0]))
+        for chunk in step.chunks:
+            if chunk not in self._models:
+                self._models[chunk] = SlicedModel(chunk)
+
+    def extend_executor(self, step: Step) -> Sequence[StepFeature]:
+        """Put other stages in the places of those that run whole microbatches."""
+        if step.program.schedule.slices > 1:
+            bounds, hold = boundaries(_cut(step)), _holder(step)
+            for stage, runner in step.stages.items():
+                given = {each.name: getattr(runner, each.name) for each in fields(runner) if each.init}
+                sliced = self._models[runner.model]
+                step.stages[stage] = SlicedStage(**given, sliced=sliced, bounds=bounds, hold=hold)
+        return ()
+
+    def around(self, step: Step) -> AbstractContextManager:
+        return self._hooked(step) if step.program.schedule.slices > 1 else nullcontext()
+
+    @contextmanager
+    def _hooked(self, step: Step) -> Iterator[None]:
+        with ExitStack() as stack:
+            for chunk in step.chunks:
+                stack.enter_context(self._models[chunk].hooked())
+            yield
+
+
+def _cut(step: Step) -> Sequence[int]:
+    """Return the tokens of every slice.
+
+    Raises:
+        UnsupportedError: the tokens of a sequence do not divide by the slices, or a slice's by the tensor-parallel ranks.
+    """
+    assert step.tokens is not None, "prepare has refused it"
+    ranks = step.groups.tp.size() if step.context.config.sequence_parallel else 1
+    return slice_tokens(step.tokens[0][1], step.program.schedule.slices, multiple=ranks)
+
+
+def _holder(step: Step) -> Callable[[torch.Tensor], object]:
+    """Return what counts a tensor that several slices share, and keeps it on the device."""
+    ledger = step.observation.ledger
+
+    def hold(tensor: torch.Tensor) -> None:
+        if ledger is not None:
+            ledger.hold(tensor)
+        for counter in step.counters:
+            counter.exclude([tensor])
+
+    return hold

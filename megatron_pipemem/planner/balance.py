@@ -1,0 +1,290 @@
+"""Find the layers of every stage with which one schedule's step is shortest, beside the even split.
+
+The partition makes the slowest rank as fast as whole layers allow, and often leaves a choice: which stages of the other ranks
+are lighter. Steps are simulated to choose. Several cuts start: the partition's, and what people write by hand, relieved of
+what makes a rank the slowest or not: the even cut, and equally many layers on stage after stage with the rest on the last. From
+the best of them single layers move to other stages, as long as a step gets shorter, the slowest rank no slower, and the fullest
+rank no fuller than its device allows. What moved layers win must be worth an irregular layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import accumulate, pairwise
+
+from megatron_pipemem.config import hybrid, layout
+from megatron_pipemem.config.runs import Run
+from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.planner.memory import request_of, schedule_of
+from megatron_pipemem.planner.replay import Replay, extended, lengths
+from megatron_pipemem.planner.step import Step, loads_of, price
+from megatron_pipemem.planner.variants import vocabulary_step
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.prices import listed
+from megatron_pipemem.schedule.core.progress import tell
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.knowledge import Knowledge, Shape
+from megatron_pipemem.schedule.options import AUTO
+from megatron_pipemem.schedule.registry import family
+from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.resolve import resolve, without_offload
+
+AS_GOOD = 0.005
+"""Of a step: what another layout must win to be worth it."""
+_SIMULATED = 300  # steps, at most
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Hold one way to share a model's layers out, and what comes of it.
+
+    Args:
+        name: of this way.
+        layers: pieces of every stage, see ``config.layout``.
+        step: prices of stages and ranks.
+        seconds: of a step.
+        held: bytes of every rank, everything included, nothing offloaded.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    step: Step = field(repr=False)
+    seconds: float
+    held: tuple[float, ...] = field(repr=False)
+
+    @property
+    def stage_seconds(self) -> tuple[float, ...]:
+        """Seconds of every stage per microbatch, forward and backward."""
+        costs = self.step.costs
+        passes = map(listed, (costs.forward, costs.backward_input, costs.backward_weight))
+        return tuple(map(sum, zip(*passes, strict=True)))
+
+    @property
+    def slowest(self) -> float:
+        """Seconds per microbatch of the rank that has most to do."""
+        return max(self.step.work)
+
+    @property
+    def imbalance(self) -> float:
+        """Part by which the slowest rank takes longer than the mean."""
+        return self.slowest * len(self.step.work) / sum(self.step.work) - 1
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Hold the layouts of a run.
+
+    Args:
+        best: with the shortest step that was found.
+        even: layers shared evenly, or nearly so.
+        given: what the user or the run says, if anything.
+    """
+
+    best: Layout
+    even: Layout
+    given: Layout | None = None
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        return tuple(each for each in (self.best, self.even, self.given) if each is not None)
+
+    @property
+    def even_is_as_good(self) -> bool:
+        """Whether the even split's step is about as short as the best."""
+        return self.even.seconds <= self.best.seconds * (1 + AS_GOOD)
+
+
+def balance(run: Run, given: str | None = None, room: float | None = None) -> Balance:
+    """Return the best layout of a run under its schedule, and the even one beside it.
+
+    Args:
+        run: model, cluster, parallelism and schedule; a layout among its flags is weighed too.
+        given: a layout in Megatron's words to weigh, in place of the run's.
+        room: bytes of a device; by default all that its cluster leaves to the model, and 0 where nobody knows the memory.
+
+    Raises:
+        PipememError: the schedule cannot be had or weighs no layouts, the ranks do not divide what they share, or the given
+            layout is none of this model on so many stages.
+    """
+    run.execution.check(run.model)
+    scale = _Scale(run, run.cluster.memory_bytes if room is None else room)
+    counts = _given(run, given, scale.placement.model_stages)
+    return Balance(
+        best=scale.layout("best", scale.best()),
+        even=scale.layout("even", layout.even(run.model, scale.placement.model_stages)),
+        given=None if counts is None else scale.layout("given", counts),
+    )
+
+
+class _Scale:
+    """Weigh layouts of one run."""
+
+    def __init__(self, run: Run, room: float) -> None:
+        self.run, self._room, cut = run, room, run.parallelism
+        self._request = request = _checked_request(run)
+        self._barriers = request.barriers
+        # A schedule file has its own number of microbatches, and the passes of a vocabulary are fitted to all of them.
+        whole = request.file is not None or self._barriers
+        counts = (cut.microbatches,) if whole else lengths(cut.pp, cut.microbatches)
+        self._orders = [schedule_of(_with_microbatches(run, count), request) for count in counts]
+        self._replays = [] if self._barriers else [Replay(order) for order in self._orders]
+        self.placement = self._orders[0].placement
+        self.stages = self.placement.model_stages
+        self._loads, self._stays = loads_of(run, self.placement, bool(self._barriers))
+
+    def layout(self, name: str, layers: tuple[int, ...]) -> Layout:
+        """Return what comes of layers per stage.
+
+        Args:
+            name: of this way.
+            layers: pieces of every stage.
+        """
+        step = self._step(layers)
+        if self._barriers:
+            shape = Shape(self.placement.num_devices, None, self._orders[0].num_microbatches)
+            whole = resolve(replace(self._request, file=self._orders[0]), shape, Knowledge(step.costs)).schedule
+            timeline = simulate(whole, step.costs)
+            seconds, peaks = timeline.makespan, timeline.peaks
+        else:
+            seconds, peaks = extended(self._replays, self.run.parallelism.microbatches, step.costs)
+        return Layout(name, layers, step, seconds + step.outside, step.held(peaks))
+
+    def best(self) -> tuple[int, ...]:
+        """Return the layers of every stage with which a step is shortest, of those that were tried."""
+        own = self._step(None)
+        by_hand = (layout.even(self.run.model, self.stages), self._alike(max(own.work)))
+        cuts = dict.fromkeys((own.layers, *by_hand, *map(self._relieved, by_hand)))
+        starts = [self.layout("", each) for each in cuts if self._lacking(each) <= self._lacking(own.layers)]
+        start = _shortest(starts, self._room)
+        if not self._barriers:  # their passes are fitted to every layout, which takes long
+            moved = self._moved(start)
+            start = moved if moved.seconds < start.seconds * (1 - AS_GOOD) else start
+        slowest = min(each.slowest for each in starts)
+        # Which of two replicas of the model is slower on a rank matters less than the mean.
+        alike = self.placement.replicas > 1
+        balanced = [each for each in (start, *starts) if alike or _no_more(each.slowest, slowest)]
+        return (start if start in balanced else _shortest(balanced, self._room)).layers
+
+    def _alike(self, slowest: float) -> tuple[int, ...]:
+        """Return the cut that gives as many layers to one stage after the other as the slowest rank's share holds."""
+        share = slowest * self.placement.num_devices / self.stages
+        each = max(1, int(share * (1 + _TOLERANCE) / max(self._loads.seconds[: self.run.model.layers])))
+        left, counts = len(self._loads.seconds), []
+        for stage in range(self.stages):
+            counts.append(left if stage == self.stages - 1 else min(each, left))
+            left -= counts[-1]
+        return (*counts[:-1], counts[-1] + self._stays)
+
+    def _relieved(self, layers: tuple[int, ...]) -> tuple[int, ...]:
+        """Return these layers with those moved away that make a rank the slowest."""
+        from megatron_pipemem.planner.partition import partition  # numpy takes a while to load
+
+        alone = self.placement if self.placement.replicas == 1 else Placement.linear(self.placement.num_devices)
+        counts = partition(self._loads, alone, start=(*layers[:-1], layers[-1] - self._stays))
+        return (*counts[:-1], counts[-1] + self._stays)
+
+    def _moved(self, start: Layout) -> Layout:
+        """Move single pieces between stages, near ones first, as long as a step, or a shorter one, takes less."""
+        best, slowest, shortest = start.layers, start.slowest, self._short(start.step)
+        most, left, tried, at = max(self._room, *start.held), _SIMULATED, 0, 0
+        pairs = [(a, b) for a in range(self.stages) for b in range(self.stages) if a != b]
+        pairs.sort(key=lambda pair: abs(pair[0] - pair[1]))
+        while tried < len(pairs) and left:
+            source, target = pairs[at]
+            at, tried = (at + 1) % len(pairs), tried + 1
+            layers = tuple(n - (i == source) + (i == target) for i, n in enumerate(best))
+            if not self._may_replace(best, layers, source):
+                continue
+            step = self._step(layers)
+            if not _no_more(max(step.work), slowest):
+                continue
+            left -= 1
+            tell(partial(_standing, left))
+            seconds = self._short(step)
+            if seconds < shortest * (1 - _TOLERANCE) and max(step.held(self._replays[0].peaks(step.costs))) <= most:
+                best, slowest, shortest, tried = layers, max(step.work), seconds, 0
+        return self.layout("", best)
+
+    def _short(self, step: Step) -> float:
+        """Return the seconds of a step, or of one with fewer microbatches that tells as much."""
+        return self._replays[0].makespan(step.costs)
+
+    def _may_replace(self, best: tuple[int, ...], layers: tuple[int, ...], source: int) -> bool:
+        """Return whether stages can hold these layers, with one piece less on ``source`` than those of ``best``."""
+        # An empty stage between others only passes on, and stock Megatron may wait for ever there.
+        least = int(0 < source < self.stages - 1)
+        return layers[source] >= least and layers[-1] >= self._stays and self._lacking(layers) <= self._lacking(best)
+
+    def _lacking(self, layers: tuple[int, ...]) -> int:
+        """Return how many ranks have no layer of the kind that every rank needs one of."""
+        if not any(self._loads.needed):
+            return 0
+        ends = list(accumulate(layers, initial=0))
+        has = [any(self._loads.needed[a:b]) for a, b in pairwise(ends)]
+        return sum(not any(has[stage % self.stages] for stage in owned) for owned in self.placement.stages)
+
+    def _step(self, layers: tuple[int, ...] | None) -> Step:
+        if self._barriers:
+            return vocabulary_step(self._barriers, self.run, self.placement, layers=layers)
+        return price(self.run, self.placement, layers)
+
+
+def _standing(left: int) -> str:
+    return f"at most {left} layouts left to simulate"
+
+
+def _shortest(layouts: Sequence[Layout], room: float) -> Layout:
+    """Return the layout with the shortest step of those that fit; if none does, the one whose fullest rank holds least of
+    those with about the shortest step.
+    """
+    if fitting := [each for each in layouts if max(each.held) <= room]:
+        return min(fitting, key=lambda each: each.seconds)
+    most = min(each.seconds for each in layouts) * (1 + AS_GOOD)
+    return min((each for each in layouts if each.seconds <= most), key=lambda each: (max(each.held), each.seconds))
+
+
+def _no_more(a: float, b: float) -> bool:
+    return a <= b * (1 + _TOLERANCE)
+
+
+def _with_microbatches(run: Run, count: int) -> Run:
+    cut = run.parallelism
+    return replace(run, parallelism=replace(cut, global_batch=count * cut.micro_batch * cut.dp))
+
+
+def _checked_request(run: Run) -> Request:
+    """Raises:
+    UnsupportedError: layouts are not weighed under this schedule.
+    """
+    if run.parallelism.pp == 1:
+        raise UnsupportedError("one pipeline rank has nothing to share out; give more, as in --devices 8")
+    if AUTO in (run.schedule.name, run.schedule.vocab_parallel):
+        raise UnsupportedError(
+            "a layout is weighed under one schedule; name it, and how the vocabulary is cut, in place of auto"
+        )
+    request = replace(without_offload(request_of(run)), recompute="none")  # which the price of a layer knows
+    if request.file is None:
+        known = family(request.name)
+        if known.asynchronous or known.slices > 1:
+            raise UnsupportedError(f"steps of {known.name} are not weighed; take the layout of 1f1b or of interleaved")
+    return request
+
+
+def _given(run: Run, text: str | None, stages: int) -> tuple[int, ...] | None:
+    """Return the pieces of every stage that the user or the run asks for."""
+    pattern = run.model.pattern is not None
+    key = layout.PATTERN if pattern else layout.FLAG
+    asked = text if text is not None else run.flags.get(key)
+    if asked is None or (text is None and pattern and not hybrid.is_cut(str(asked))):
+        return None
+    counts = layout.layers_of(replace(run, megatron={key: asked}), stages)
+    if counts is None:
+        raise ConfigError(
+            f"{asked!r} is no layout of {run.model.pieces} pieces (layers, and multi-token prediction as one) on {stages} "
+            "stages; write one stage per pipeline rank and chunk, with | between them",
+            key=key,
+        )
+    return counts

@@ -1,0 +1,349 @@
+"""Simulate what a run could do otherwise, with its own measured times: other schedules, cuts, offload, and more.
+
+Every change is simulated alone, and compared with the run's own schedule, simulated with the same times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from megatron_pipemem.config import layout
+from megatron_pipemem.errors import PipememError
+from megatron_pipemem.planner.measured_layers import MeasuredLayers, stage_memory
+from megatron_pipemem.planner.replay import family_schedule
+from megatron_pipemem.planner.space import OUTCLASSED
+from megatron_pipemem.schedule.core.action import MEMORY, RECOMPUTE, VOCABULARY, Kind
+from megatron_pipemem.schedule.core.costs import Channel, Costs
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap, loosened
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.progress import doing
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import Timeline, simulate
+from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
+from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.features.vocabulary.passes import with_barriers
+from megatron_pipemem.schedule.knowledge import ASSUMED_RATIO, Knowledge, Shape
+from megatron_pipemem.schedule.measured import MeasuredStep
+from megatron_pipemem.schedule.options import AUTO
+from megatron_pipemem.schedule.registry import families
+from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.resolve import resolve
+from megatron_pipemem.schedule.stream import stream
+
+WORTH = 0.01
+"""Part of the step: nobody changes a run for less, and times are not measured more closely."""
+SAME_MEMORY, MORE_MEMORY, OFFLOAD = "schedule", "schedule with more memory", "schedule with offload"
+_ORDERS = (SAME_MEMORY, OFFLOAD, MORE_MEMORY)
+"""Kinds of changes that order actions anew, the simplest first."""
+_CHUNKS = (2, 3, 4)
+_ORDERING_SECONDS = 0.5
+_LARGEST_SEARCH, _LARGEST_OFFLOAD = 20_000, 8_000  # actions of a step
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of a run, and what it comes to.
+
+    Args:
+        kind: of the change; of every kind there is one.
+        what: the change in words.
+        flags: that make it; empty where there is no flag.
+        seconds: of the pipeline's step with it.
+        peak: the most that a device then holds, in the unit of ``Case.in_bytes``.
+        note: what was assumed.
+        effort: of two that are about as fast, the one with less is offered: chunks per rank, and a search on top.
+    """
+
+    kind: str
+    what: str
+    flags: str
+    seconds: float
+    peak: float
+    note: str = ""
+    effort: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Hold a run's step and what else is known of the run.
+
+    Args:
+        step: as it ran.
+        layers: of every stage; ``None`` where nobody told.
+        memory: by how many bytes every kind of action changes what its device holds, per stage and slice; ``None`` for
+            activation units.
+        refused: what the run's configuration cannot do, by name, and why (``mcore.report.step_record``).
+        ordered: whether its microbatches are ordered by what they cost already.
+        outside: seconds of a training step in which the pipeline is done: optimizer, reductions, logging.
+        mtp_layers: of multi-token prediction, which stay on the last stage.
+        is_stock: whether Megatron's own schedule ran, so that changes of ours name one.
+        search_seconds: for each search of an order; 0 for none.
+    """
+
+    step: MeasuredStep
+    layers: tuple[int, ...] | None = None
+    memory: Mapping[Kind, tuple[float, ...]] | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
+    ordered: bool = False
+    outside: float = 0.0
+    mtp_layers: int = 0
+    is_stock: bool = False
+    search_seconds: float = 2.0
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.step.schedule
+
+    @property
+    def in_bytes(self) -> bool:
+        return self.memory is not None
+
+    @cached_property
+    def measured(self) -> MeasuredLayers:
+        return MeasuredLayers.of_step(self.step, self.layers, self.memory)
+
+    @cached_property
+    def own(self) -> Timeline:
+        """Return the run's own schedule, simulated with its own times."""
+        memory = None
+        if self.memory is not None:
+            kinds = RECOMPUTE | MEMORY | VOCABULARY
+            memory = stage_memory(self.memory, self.schedule.slices) | {
+                kind: each for kind, each in self.memory.items() if kind in kinds
+            }
+        return simulate(self.schedule, self.step.costs(memory))
+
+    @cached_property
+    def p2p(self) -> dict[tuple[int, int], float]:
+        return self.step.p2p()
+
+    @property
+    def cap(self) -> str:
+        """Return the memory of the run as a cap is typed."""
+        return f"{self.own.peak:.0f}B" if self.in_bytes else f"{self.own.peak:.4g}"
+
+    def flags(self, *flags: str) -> str:
+        """Return the flags that change the run, with the schedule of this package that is as Megatron's own."""
+        stock = "1f1b" if self.schedule.placement.num_chunks == 1 else "interleaved"
+        ours = f"--pipemem-schedule {stock}" if self.is_stock else ""
+        return " ".join(filter(None, (ours, *flags)))
+
+    def priced(self, costs: Costs) -> Costs:
+        """Return the costs of a cut with what is measured of passes and microbatches."""
+        return replace(costs, vocabulary=self.step.vocabulary, microbatch=self.own.costs.microbatch)
+
+    def layout_flag(self, counts: tuple[int, ...]) -> str:
+        """Return the flag that cuts the model so; none where the layers come out even, or are not known."""
+        if self.layers is None or len(set(counts)) == 1:
+            return ""
+        slices = (*counts[:-1], counts[-1] + bool(self.mtp_layers))
+        return f'--{layout.FLAG} "{layout.written(slices, self.mtp_layers)}"'
+
+
+def best_changes(case: Case) -> list[Change]:
+    """Return the best change of every kind that saves enough to be worth it, the fastest first.
+
+    Args:
+        case: of a synchronous schedule with one replica of the model; others have none.
+    """
+    if case.schedule.placement.replicas > 1 or case.schedule.updates is not None or case.schedule.slices > 1:
+        return []
+    by_kind: dict[str, list[Change]] = {}
+    for change in _all(case):
+        by_kind.setdefault(change.kind, []).append(change)
+    worth = case.own.makespan * (1 - WORTH)
+    best = map(_best, by_kind.values())
+    found = sorted((each for each in best if each.seconds <= worth), key=lambda each: each.seconds)
+    # Of those that order actions anew, only one that is worth more than a simpler one is of use beside it.
+    kept: list[Change] = []
+    for each in found:
+        simpler = _ORDERS[: _ORDERS.index(each.kind)] if each.kind in _ORDERS else ()
+        if all(each.seconds <= other.seconds * (1 - WORTH) for other in found if other.kind in simpler):
+            kept.append(each)
+    return kept
+
+
+def _best(changes: list[Change]) -> Change:
+    """Return the simplest of those that are about as fast as the fastest."""
+    enough = min(each.seconds for each in changes) * (1 + WORTH)
+    return min((each for each in changes if each.seconds <= enough), key=lambda each: (each.effort, each.seconds))
+
+
+def _all(case: Case) -> Iterator[Change]:
+    """Yield every change that the run's configuration does not refuse."""
+    yield from _layouts(case)
+    if "schedules" in case.refused:
+        return
+    with doing("simulating other schedules"):
+        orders = [_order(case, *found) for found in _orders(case)]
+    yield from (change for change, _ in orders)
+    yield from _offloads(case, orders)
+    yield from _without(case)
+    yield from _vocabularies(case)
+    yield from _ordered(case)
+
+
+def _layouts(case: Case) -> Iterator[Change]:
+    """Yield the same schedule with its layers shared out by what they take."""
+    placement = case.schedule.placement
+    if case.layers is None or _is_extended(case.schedule):
+        return
+    counts = case.measured.cut(placement)
+    if counts != case.layers:
+        timeline = simulate(case.schedule, case.priced(case.measured.costs(counts, case.p2p)))
+        what = f"other layers per stage: {', '.join(map(str, counts))} in place of {', '.join(map(str, case.layers))}"
+        yield Change("layout", what, case.layout_flag(counts), timeline.makespan, timeline.peak)
+
+
+def _orders(case: Case) -> Iterator[tuple[str, Schedule, Costs, tuple[int, ...]]]:
+    """Yield the schedules of all families, and what searches find in the memory of the run, with costs and layers."""
+    own, p, m = case.schedule, case.schedule.num_devices, case.schedule.num_microbatches
+    barriers = own.vocabulary_barriers
+    for each in families():
+        if each.slices > 1 or each.asynchronous or each.offloads or each.name in OUTCLASSED or each.replicas > 1:
+            continue
+        if (
+            p < each.min_devices
+            or m < each.fewest_microbatches(p)
+            or (each.splits_backward and "split" in case.refused)
+        ):
+            continue
+        for chunks in _CHUNKS if "chunks" in each.options else (None,):
+            with suppress(PipememError):
+                placement = family_schedule(each.name, p, each.fewest_microbatches(p), chunks).placement
+                if _may_place(case, placement, each.name):
+                    costs, counts = _cut_for(case, placement)
+                    schedule = with_barriers(family_schedule(each.name, p, m, chunks, costs), barriers, costs)
+                    if (schedule.placement.devices, schedule.orders) != (own.placement.devices, own.orders):
+                        yield each.name, schedule, costs, counts
+    if case.search_seconds > 0 and 3 * m * 2 * p <= _LARGEST_SEARCH and "split" not in case.refused:
+        for placement in {own.placement, Placement.v_shape(p)}:
+            if _may_place(case, placement, AUTO):
+                costs, counts = _cut_for(case, placement)
+                cap = MemoryCap(case.own.peak, case.in_bytes)
+                request = Request(AUTO, cap, {"seconds": case.search_seconds}, barriers=barriers)
+                with suppress(PipememError):
+                    found = resolve(
+                        request, Shape(p, None, m), Knowledge(replace(costs, microbatch=None), placement=placement)
+                    )
+                    yield AUTO, found.schedule, costs, counts
+
+
+def _order(
+    case: Case, name: str, schedule: Schedule, costs: Costs, counts: tuple[int, ...]
+) -> tuple[Change, tuple[Schedule, Costs]]:
+    timeline, placement = simulate(schedule, costs), schedule.placement
+    flags = [f"--pipemem-schedule {name}"]
+    if name == AUTO:
+        flags += [f"--pipemem-memory-cap {case.cap}", "--pipemem-costs profile"]
+        flags.append(f"--pipemem-option placement={placement.name}")
+    if placement.num_chunks > 1:
+        flags.append(f"--num-virtual-stages-per-pipeline-rank {placement.num_chunks}")
+    flags.append(case.layout_flag(counts))
+    count = placement.num_chunks
+    differs = count != case.schedule.placement.num_chunks
+    chunks = f", {count} chunk{'s' * (count > 1)} per rank" if count > 1 or differs else ""
+    what = f"schedule {name}{chunks}{' in a V' if placement.name == 'v' else ''}"
+    split = schedule.splits_backward and case.step.splits_fused
+    note = "I and W are parts of a backward that the run did not split, and was not measured by parts" if split else ""
+    kind = SAME_MEMORY if timeline.peak <= loosened(case.own.peak) else MORE_MEMORY
+    effort = 2 * placement.num_chunks + (name == AUTO)
+    change = Change(kind, what, " ".join(filter(None, flags)), timeline.makespan, timeline.peak, note, effort)
+    return change, (schedule, costs)
+
+
+def _offloads(case: Case, orders: list[tuple[Change, tuple[Schedule, Costs]]]) -> Iterator[Change]:
+    """Yield the fastest order that holds more than the run, with what is too much on the host."""
+    faster = [each for each in orders if each[0].kind == MORE_MEMORY]
+    if not faster or _is_extended(case.schedule):
+        return
+    fastest, (schedule, costs) = min(faster, key=lambda each: each[0].seconds)
+    if sum(map(len, schedule.orders)) > _LARGEST_OFFLOAD:
+        return
+    costs = replace(costs, channel=Channel.of_ratio(ASSUMED_RATIO, costs))
+    request = Request(schedule.name, MemoryCap(case.own.peak, case.in_bytes), offload=AUTO, file=schedule)
+    shape = Shape(schedule.num_devices, None, schedule.num_microbatches)
+    with suppress(PipememError), doing(f"planning the offload of {schedule.name}"):
+        timeline = resolve(request, shape, Knowledge(costs)).timeline
+        flags = f"{fastest.flags} --pipemem-offload auto --pipemem-memory-cap {case.cap}"
+        note = "copies to the host and back are taken to last as long as computing with what is copied"
+        yield Change(OFFLOAD, f"{fastest.what}, its excess on the host", flags, timeline.makespan, timeline.peak, note)
+
+
+def _without(case: Case) -> Iterator[Change]:
+    """Yield the same schedule without recomputation, without offload, and without the barrier at the end of a step."""
+    schedule, costs = case.schedule, case.own.costs
+    for kind, dropped, what, flags in (
+        ("recompute", RECOMPUTE, "nothing recomputed", "--pipemem-recompute none"),
+        ("offload", MEMORY, "nothing offloaded", "--pipemem-offload off"),
+    ):
+        orders = tuple(tuple(action for action in order if action.kind not in dropped) for order in schedule.orders)
+        if orders != schedule.orders:
+            with suppress(PipememError):
+                timeline = simulate(replace(schedule, orders=orders), costs)
+                yield Change(kind, what, flags, timeline.makespan, timeline.peak)
+    if "overlap" in case.refused:
+        return
+    with suppress(PipememError):
+        found = stream(schedule, costs, [case.outside] * schedule.num_devices)
+        seconds = case.own.makespan - (found.synchronous - found.period)
+        what, flags = "steps without a barrier between them", case.flags("--pipemem-overlap-steps")
+        yield Change("no barrier", what, flags, seconds, case.own.peak)
+
+
+def _vocabularies(case: Case) -> Iterator[Change]:
+    """Yield the same order with embedding and head cut over all devices."""
+    measured, placement = case.measured, case.schedule.placement
+    if "vocabulary" in case.refused or _is_extended(case.schedule) or measured.head <= 0:
+        return
+    counts = measured.counts if case.layers is None else measured.cut(placement, with_ends=False)
+    costs = measured.costs(counts, case.p2p, with_ends=False)
+    message = max(case.p2p.values(), default=0.0)
+    for algorithm, barriers in BARRIERS_OF_ALGORITHM.items():
+        with suppress(PipememError):
+            passes = VocabularyCosts.of_head(
+                measured.head, placement.num_devices, barriers, embedding=measured.embedding, collectives=message
+            )
+            priced = replace(costs, vocabulary=passes)
+            timeline = simulate(with_barriers(case.schedule, barriers, priced), priced)
+            flags = case.flags(f"--pipemem-vocab-parallel {algorithm}", case.layout_flag(counts))
+            note = "a collective is taken to last as long as a message, and the shards' logits are not counted"
+            what = "embedding and head cut over all ranks"
+            yield Change("vocabulary", what, flags, timeline.makespan, timeline.peak, note)
+
+
+def _ordered(case: Case) -> Iterator[Change]:
+    """Yield the microbatches in the order that suits them, where they are not alike."""
+    if case.ordered or case.own.costs.microbatch is None:
+        return
+    from megatron_pipemem.schedule.search.step_plan import plan_step  # numpy takes a while to load
+
+    with suppress(PipememError):
+        plan = plan_step(case.schedule, case.own.costs, seconds=_ORDERING_SECONDS)
+        what, flags = "microbatches ordered by what they cost", case.flags("--pipemem-microbatch-costs FLOPs")
+        yield Change("microbatches", what, flags, plan.makespan, case.own.peak)
+
+
+def _cut_for(case: Case, placement: Placement) -> tuple[Costs, tuple[int, ...]]:
+    """Return costs and layers of the stages of another placement; those of the run where it has as many stages."""
+    measured = case.measured
+    counts = measured.counts if placement.num_stages == len(measured.counts) else measured.cut(placement)
+    return case.priced(measured.costs(counts, case.p2p)), counts
+
+
+def _may_place(case: Case, placement: Placement, name: str) -> bool:
+    """Return whether the run's configuration and its layers allow for a placement."""
+    if placement.replicas > 1 or (case.layers is not None and placement.num_stages > sum(case.layers) + 2):
+        return False
+    if placement.num_chunks > 1 and name != "interleaved" and "reordered" in case.refused:
+        return False
+    return placement.is_round_robin or "v" not in case.refused
+
+
+def _is_extended(schedule: Schedule) -> bool:
+    """Return whether there is more in its orders than forwards and backwards."""
+    plain = {Kind.F, Kind.I, Kind.W, Kind.B}
+    return any(action.kind not in plain for order in schedule.orders for action in order)

@@ -1,0 +1,127 @@
+"""Explain where the time of a measured step went, and what could be done about it: the facts of ``pipemem explain``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from megatron_pipemem.config.limits import check_magnitudes
+from megatron_pipemem.planner.changes import Case, best_changes
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.idle import CAUSES, idle_causes
+from megatron_pipemem.schedule.knowledge import UNIT
+from megatron_pipemem.schedule.measured import NANOSECONDS, MeasuredStep
+from megatron_pipemem.schedule.options import STOCK
+
+SHOWN = 3
+"""Changes that are told."""
+LACKS_STEP = (
+    "does not say when actions ran: an earlier version wrote it, an asynchronous schedule or steps without a barrier ran, or "
+    "not every action could be timed; train a few steps again with --pipemem-report"
+)
+"""Of a report that cannot be explained."""
+
+
+def case_of_report(report: Mapping[str, Any], search_seconds: float = 2.0) -> Case | None:
+    """Return a run's last step, from what ``--pipemem-report`` wrote; ``None`` where it lacks the step.
+
+    Args:
+        report: as it was read.
+        search_seconds: for each search of an order; 0 for none.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is no report.
+    """
+    told, plans = report.get("last_step"), report["plans"]
+    if told is None:
+        return None
+    check_magnitudes(told)
+    schedule = Schedule.from_csv(told["orders"], name=str(told["schedule"]))
+    spans = tuple(
+        tuple((int(start), int(end)) for start, _, end in (span.partition("-") for span in spans.split()))
+        for spans in told["spans"]
+    )
+    step = MeasuredStep(schedule, spans, _split(plans[-1], schedule))
+    memory, layers = told["memory"], told["layers"]
+    if memory is not None:
+        memory = {Kind(kind): tuple(map(float, changes)) for kind, changes in memory.items()}
+    if layers is not None:
+        layers = tuple(map(int, layers))
+    stages, slices = schedule.num_stages, schedule.slices
+    if len(layers or (0,) * stages) != stages or any(len(each) != stages * slices for each in (memory or {}).values()):
+        cut = f" of {slices} slices" * (slices > 1)
+        raise ValueError(f"layers and memory are not those of {stages} stages{cut}")
+    iteration = told["iteration_seconds"]
+    return Case(
+        step,
+        layers,
+        memory or None,
+        {str(name): str(why) for name, why in told["refused"].items()},
+        bool(told["ordered"]),
+        max(0.0, float(iteration) - step.length / NANOSECONDS) if iteration else 0.0,
+        int(told["mtp_layers"]),
+        schedule.name == STOCK,
+        search_seconds,
+    )
+
+
+def _split(plan: Mapping[str, Any], schedule: Schedule) -> Costs:
+    """Return what says which part of a fused backward is I: what the run was priced with, if that was more than units."""
+    prices = plan["costs"]
+    if plan["priced_by"] == UNIT or len(prices["forward"]) not in (
+        schedule.num_stages,
+        schedule.num_stages * schedule.slices,
+    ):
+        return Costs()
+    forward, inputs, weights = (tuple(prices[name]) for name in ("forward", "backward_input", "backward_weight"))
+    return Costs(forward, inputs, weights)
+
+
+def explain(case: Case) -> dict[str, Any]:
+    """Return where the time of a step went and which changes would win most: what ``pipemem explain --json`` prints.
+
+    Args:
+        case: of the run.
+    """
+    step, schedule = case.step, case.schedule
+    changes = best_changes(case)[:SHOWN]
+    usual, n = case.step.of_stages(), schedule.slices
+    return {
+        "schedule": schedule.name,
+        "devices": schedule.num_devices,
+        "chunks": schedule.placement.num_chunks,
+        "microbatches": schedule.num_microbatches,
+        "seconds": step.length / NANOSECONDS,
+        "outside_seconds": case.outside,
+        "simulated_seconds": case.own.makespan,
+        "stages": [
+            sum(sum(seconds[stage * n : (stage + 1) * n]) for seconds in usual.values())
+            for stage in range(schedule.num_stages)
+        ],
+        "layers": case.layers,
+        "slowest_microbatch": max(step.weights),
+        "links": {f"{a}-{b}": seconds for (a, b), seconds in step.links.items()},
+        "idle": _idle(step),
+        "in_bytes": case.in_bytes,
+        "peak": case.own.peak,
+        "refused": dict(case.refused),
+        "changes": [asdict(each) | {"saves": case.own.makespan - each.seconds} for each in changes],
+    }
+
+
+def _idle(step: MeasuredStep) -> list[dict[str, Any]]:
+    """Return every device's work and idle time by cause, in nanoseconds: they add up to the length of the step."""
+    work: Sequence[int] = step.work_of(step.seconds)
+    return [
+        {
+            "device": each.device,
+            "work_ns": work[each.device],
+            "idle_ns": each.idle,
+            "causes_ns": {cause: each.causes[cause] for cause in CAUSES},
+            "late_ns": {str(device): nanoseconds for device, nanoseconds in each.late.items()},
+        }
+        for each in idle_causes(step)
+    ]

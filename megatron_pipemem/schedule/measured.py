@@ -1,0 +1,285 @@
+"""Hold one training step as it ran, and run it again with other times of its actions.
+
+Times are whole nanoseconds, so that what idle time is split into adds up exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import median
+from typing import NamedTuple
+
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.schedule.core.action import COMPUTE, Action, Kind, place
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.dependencies import Dependencies
+from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import Timeline, count_messages, peaks
+from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.core.walk import Step
+
+NANOSECONDS = 10**9
+_ALIKE = 0.1
+"""Times that differ by less are alike: clocks and caches make that much."""
+
+Span = tuple[int, int]
+
+
+class Rerun(NamedTuple):
+    """Say when everything ran.
+
+    Args:
+        starts: per node of the step's graph.
+        ends: likewise.
+        free: per device, when it had done its last action.
+    """
+
+    starts: list[int]
+    ends: list[int]
+    free: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredStep:
+    """One step of a pipeline as it ran.
+
+    Args:
+        schedule: that ran.
+        spans: per device, when every action began and ended that computes, in their order; nanoseconds since the step
+            began.
+        split: what the schedule was priced with: it says which part of a fused backward is I.
+
+    Raises:
+        ConfigError: the spans are not those of the schedule's actions, or not in their order.
+    """
+
+    schedule: Schedule
+    spans: tuple[tuple[Span, ...], ...]
+    split: Costs = Costs()
+
+    def __post_init__(self) -> None:
+        counts = [sum(action.kind in COMPUTE for action in order) for order in self.schedule.orders]
+        if [*map(len, self.spans)] != counts:
+            found = [*map(len, self.spans)]
+            raise ConfigError(f"times of {found} actions are not those of {counts} on the devices of the schedule")
+        for device, spans in enumerate(self.spans):
+            moments = [0, *(moment for span in spans for moment in span)]
+            if any(after < before for before, after in zip(moments, moments[1:], strict=False)):
+                raise ConfigError(f"the actions of device {device} do not follow one another in time")
+
+    @cached_property
+    def _graph(self) -> tuple[Dependencies, list[Step]]:
+        found = Dependencies.of_schedule(self.schedule)
+        if error := found.stuck():
+            raise error
+        graph = found.graph
+        return found, [(node, graph.lane_of[node], graph.waits[node], 0) for node in found.walk.nodes]
+
+    @property
+    def actions(self) -> list[Action]:
+        """Return the action of every node of the step's graph."""
+        return self._graph[0].actions
+
+    @property
+    def lanes(self) -> Sequence[int]:
+        """Return the device of every node; the channel of the collectives stands behind the devices."""
+        return self._graph[0].graph.lane_of
+
+    @cached_property
+    def _by_node(self) -> dict[int, Span]:
+        """Return the span of every node that computes."""
+        found = self._graph[0]
+        computing = [
+            node
+            for nodes in found.graph.lanes[: self.schedule.num_devices]
+            for node in nodes
+            if found.actions[node].kind in COMPUTE
+        ]
+        return dict(zip(computing, (span for spans in self.spans for span in spans), strict=True))
+
+    @cached_property
+    def seconds(self) -> list[int]:
+        """Return how long every node took; what was not timed took nothing."""
+        found = [0] * len(self.actions)
+        for node, (start, end) in self._by_node.items():
+            found[node] = end - start
+        return found
+
+    @cached_property
+    def _waits(self) -> tuple[list[int], list[bool]]:
+        found, steps = self._graph
+        ends, free = [0] * len(self.actions), [0] * len(found.graph.lanes)
+        delays, awaits_message = [0] * len(self.actions), [False] * len(self.actions)
+        for node, lane, waits, _ in steps:
+            arrived = max((ends[needed] for needed, _ in waits), default=0)
+            ready = max(free[lane], arrived)
+            start, end = self._by_node.get(node, (ready, ready))
+            delays[node], awaits_message[node] = start - ready, arrived >= free[lane] and bool(waits)
+            ends[node] = free[lane] = end
+        return delays, awaits_message
+
+    @property
+    def delays(self) -> list[int]:
+        """Return how long after all that it needs had been computed, and its device was free, every node began. It is negative
+        where the clocks of two devices disagree.
+        """
+        return self._waits[0]
+
+    @property
+    def awaits_message(self) -> list[bool]:
+        """Return of every node whether it began when something had come from elsewhere, and not when its device was free."""
+        return self._waits[1]
+
+    def rerun(self, seconds: Sequence[int], delays: Sequence[int], begins: Sequence[int] = ()) -> Rerun:
+        """Run the step again. With its own ``seconds`` and ``delays``, it runs as it did.
+
+        Args:
+            seconds: nanoseconds of every node.
+            delays: of every node.
+            begins: per device, when it can begin; at 0 by default.
+        """
+        found, steps = self._graph
+        starts, ends = [0] * len(seconds), [0] * len(seconds)
+        free = [*begins, *[0] * (len(found.graph.lanes) - len(begins))]
+        for node, lane, waits, _ in steps:
+            start = free[lane]
+            for needed, _ in waits:
+                if ends[needed] > start:
+                    start = ends[needed]
+            starts[node] = start + delays[node]
+            ends[node] = free[lane] = starts[node] + seconds[node]
+        return Rerun(starts, ends, free[: self.schedule.num_devices])
+
+    def work_of(self, seconds: Sequence[int]) -> list[int]:
+        """Return how long every device computes if its nodes take so long."""
+        lanes = self._graph[0].graph.lanes[: self.schedule.num_devices]
+        return [sum(seconds[node] for node in nodes) for nodes in lanes]
+
+    @property
+    def length(self) -> int:
+        """Nanoseconds from the beginning of the step to the end of its last action."""
+        return max((spans[-1][1] for spans in self.spans if spans), default=0)
+
+    def key_of(self, action: Action) -> tuple[Kind, int]:
+        """Return the key of an action in ``usual``."""
+        return action.kind, place(action, self.schedule.slices)
+
+    @cached_property
+    def usual(self) -> dict[tuple[Kind, int], int]:
+        """Return the median time of every kind of action on a stage (of a vocabulary pass: on a device); of slices, that of
+        every slice there, by its ``place``.
+        """
+        durations: dict[tuple[Kind, int], list[int]] = {}
+        for node in self._by_node:
+            durations.setdefault(self.key_of(self.actions[node]), []).append(self.seconds[node])
+        return {key: round(median(each)) for key, each in durations.items()}
+
+    @cached_property
+    def weights(self) -> tuple[float, ...]:
+        """Return by how much every microbatch takes longer than usual: 1 where it is as the others. It is not where each of its
+        forwards and backwards differs the same way; W goes by tokens, which documents of other lengths do not change.
+        """
+        ratios: list[list[float]] = [[] for _ in range(self.schedule.num_microbatches)]
+        for node in self._by_node:
+            kind, _, unit = self.actions[node]
+            usual = self.usual[self.key_of(self.actions[node])]
+            if usual and kind in (Kind.F, Kind.I, Kind.B):
+                ratios[unit // self.schedule.slices].append(self.seconds[node] / usual)
+        return tuple(
+            median(each) if each and (min(each) > 1 + _ALIKE or max(each) < 1 - _ALIKE) else 1.0 for each in ratios
+        )
+
+    @cached_property
+    def links(self) -> dict[tuple[int, int], float]:
+        """Return the seconds of a message between two devices: the median over those that somebody waited for."""
+        found: dict[tuple[int, int], list[int]] = {}
+        graph = self._graph[0]
+        for node in self._by_node:
+            if self.awaits_message[node]:
+                link = max((graph.links[link] for _, link in graph.graph.waits[node]), default=(0, 0))
+                found.setdefault(link, []).append(self.delays[node])
+        return {
+            link: max(0.0, median(each)) / NANOSECONDS for link, each in sorted(found.items()) if link[0] != link[1]
+        }
+
+    @cached_property
+    def splits_fused(self) -> bool:
+        """Whether some backward ran fused, so that the times of its I and W are not measured."""
+        return any(kind is Kind.B for kind, _ in self.usual)
+
+    def of_stages(self) -> dict[Kind, tuple[float, ...]]:
+        """Return the usual seconds of F, I and W of every stage and slice. A fused backward is split as ``split`` says, a part
+        that runs again belongs to I.
+        """
+        slices = self.schedule.slices
+        known, places = self.split.seconds(self.schedule.placement, slices), range(self.schedule.num_stages * slices)
+        usual = {key: nanoseconds / NANOSECONDS for key, nanoseconds in self.usual.items()}
+        found: dict[Kind, list[float]] = {Kind.F: [usual.get((Kind.F, at), 0.0) for at in places]}
+        for kind in (Kind.I, Kind.W):
+            found[kind] = []
+            for at in places:
+                whole = known[Kind.B][at]
+                share = known[kind][at] / whole if whole else 0.5
+                fused = usual.get((Kind.B, at), 0.0) * share
+                again = sum(usual.get((each, at), 0.0) for each in (Kind.R, Kind.RS)) if kind is Kind.I else 0.0
+                found[kind].append(usual.get((kind, at), fused) + again)
+        return {kind: tuple(seconds) for kind, seconds in found.items()}
+
+    @cached_property
+    def vocabulary(self) -> VocabularyCosts | None:
+        """Return the usual seconds of the vocabulary passes, if any ran."""
+        if not self.schedule.vocabulary_barriers:
+            return None
+        devices, slices = range(self.schedule.num_devices * self.schedule.slices), self.schedule.slices
+        score, gradient, embed, embed_gradient = (
+            tuple(self.usual.get((kind, device), 0) / NANOSECONDS for device in devices)
+            for kind in (Kind.S, Kind.T, Kind.EMBED_F, Kind.EMBED_B)
+        )
+        first = self.schedule.placement.devices[-1] * slices
+        loss = sum(self.usual.get((Kind.LOSS, at), 0) for at in range(first, first + slices)) / NANOSECONDS
+        return VocabularyCosts(score, gradient, embed, embed_gradient, loss)
+
+    def p2p(self) -> dict[tuple[int, int], float]:
+        """Return the seconds of a message between any two devices: what was measured, and the mean of it elsewhere."""
+        measured = self.links
+        mean = sum(measured.values()) / len(measured) if measured else 0.0
+        devices = range(self.schedule.num_devices)
+        return {(a, b): measured.get((a, b), mean) for a in devices for b in devices if a != b}
+
+    def costs(self, memory: Mapping[Kind, tuple[float, ...]] | None = None) -> Costs:
+        """Return the usual seconds of the step's own stages, to simulate its own schedule.
+
+        Args:
+            memory: what actions hold, as ``Costs`` takes it.
+        """
+        seconds = self.of_stages()
+        slices, places = self.schedule.slices, range(len(seconds[Kind.F]))
+        again = tuple(self.usual.get((Kind.R, at), 0) / NANOSECONDS for at in places)
+        part = tuple(self.usual.get((Kind.RS, at), 0) / NANOSECONDS for at in places)
+        inputs = tuple(i - r - s for i, r, s in zip(seconds[Kind.I], again, part, strict=True))
+        weights = None if max(self.weights) == min(self.weights) else MicrobatchWeights(self.weights)
+        return Costs(
+            seconds[Kind.F],
+            inputs,
+            seconds[Kind.W],
+            {link: each * slices for link, each in self.p2p().items()},  # of the messages of all slices of a microbatch
+            memory,
+            recompute=again,
+            recompute_selective=part,
+            vocabulary=self.vocabulary,
+            microbatch=weights,
+        )
+
+    def timeline(self, costs: Costs) -> Timeline:
+        """Return the step as it ran, to draw it; copies to the host were not timed.
+
+        Args:
+            costs: whose memory says what is held.
+        """
+        orders = tuple(tuple(a for a in order if a.kind in COMPUTE) for order in self.schedule.orders)
+        spans = tuple(tuple((s / NANOSECONDS, e / NANOSECONDS) for s, e in spans) for spans in self.spans)
+        messages = count_messages(self.schedule)
+        return Timeline(replace(self.schedule, orders=orders), costs, spans, peaks(self.schedule, costs), messages)

@@ -1,0 +1,149 @@
+"""Checks what this package needs of Megatron-Core, contract by contract, on the Megatron-Core that Python finds.
+
+    python scripts/contracts.py [--only CONTRACT ...] [--log FILE]
+
+Every contract is one of the package's tests, run on four CPU ranks where it trains, and compared with that Megatron's own
+schedule. A contract that is broken is named with the reason in one line; the log has the rest. ``contracts.sh`` does so for
+another version or source tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Contract(NamedTuple):
+    """Something that Megatron-Core must keep to.
+
+    Args:
+        promise: what holds where it is kept.
+        tests: that show it.
+    """
+
+    promise: str
+    tests: tuple[str, ...]
+
+
+_FAMILIES, _TRAINING = "tests/end_to_end/test_families.py", "tests/end_to_end"
+CONTRACTS = {
+    "symbols": Contract(
+        "every function that is replaced or used is there, with its parameters", ("tests/mcore/test_symbols.py",)
+    ),
+    "linear": Contract(
+        "a split backward on one chunk per rank (zb-h1) trains as stock, and its peak bytes are foretold",
+        (f"{_FAMILIES}::test_trains_as_stock[zb-h1-tied]", f"{_FAMILIES}::test_peak_bytes_are_foretold[zb-h1-tied]"),
+    ),
+    "V": Contract(
+        "a V placement (v-half) trains as stock, and its peak bytes are foretold",
+        (f"{_FAMILIES}::test_trains_as_stock[v-half-tied]", f"{_FAMILIES}::test_peak_bytes_are_foretold[v-half-tied]"),
+    ),
+    "offload": Contract(
+        "activations that wait on the host (zbv) change nothing but memory, by as many bytes as foretold",
+        (f"{_TRAINING}/test_offload.py::test_everything_that_fits_leaves_a_v",),
+    ),
+    "vocabulary": Contract(
+        "embedding and head cut over the ranks (v-half, algorithm 2) train as stock to 1e-6",
+        (f"{_TRAINING}/test_vocabulary.py::test_trains_as_stock[v-half-2]",),
+    ),
+}
+
+
+@dataclass(eq=False)
+class Verdicts:
+    """Collects what pytest reports, by contract.
+
+    Args:
+        contracts: that are looked at.
+    """
+
+    contracts: dict[str, Contract]
+    passed: set[str] = field(default_factory=set)
+    reasons: dict[str, list[str]] = field(default_factory=dict)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            for name, contract in self.contracts.items():
+                if any(test.startswith(report.nodeid) for test in contract.tests):
+                    self.reasons.setdefault(name, []).append(last_words(report.longreprtext))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, contract in self.contracts.items():
+            if any(report.nodeid.startswith(test) for test in contract.tests):
+                if report.failed:
+                    self.reasons.setdefault(name, []).append(last_words(report.longreprtext))
+                elif report.skipped:
+                    self.reasons.setdefault(name, []).append(f"not run: {report.longrepr[2]}")  # type: ignore[index]  # of a skip: file, line, reason
+                elif report.when == "call":
+                    self.passed.add(name)
+
+    def lines(self) -> list[str]:
+        """Return a line for every contract, and one for every further reason that one is broken."""
+        told = []
+        for name, contract in self.contracts.items():
+            reasons = list(dict.fromkeys(self.reasons.get(name, ())))
+            if not reasons and name in self.passed:
+                told.append(f"{name:<12}kept    {contract.promise}")
+                continue
+            told.append(f"{name:<12}BROKEN  does not hold: {contract.promise}")
+            told += [f"{'':<20}{reason}" for reason in reasons or ["no test of it could be collected; see the log"]]
+        return told
+
+    @property
+    def all_kept(self) -> bool:
+        """Whether every contract has been shown, and none is broken."""
+        return not self.reasons and self.passed == set(self.contracts)
+
+
+def last_words(traceback: str) -> str:
+    """Return the error that a failed test ends with, in one line, as the first rank that has one says it.
+
+    Args:
+        traceback: as pytest prints it. Behind pytest's ``E``, it may hold the tracebacks of several ranks.
+    """
+    lines = [line[1:].strip() for line in traceback.splitlines() if line.startswith("E  ")]
+    errors = [line for line in lines if _is_error(line)]
+    raised = [line for line in errors if not line.startswith("ranks.CaseFailed")]
+    return (raised or errors or lines or traceback.splitlines() or [""])[0]
+
+
+def _is_error(line: str) -> bool:
+    """Return whether a line names an exception, as ``package.SomeError: what happened`` does."""
+    name = line.partition(":")[0]
+    return name.replace(".", "").isidentifier() and name.rpartition(".")[2][:1].isupper()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CONTRACTS, default=list(CONTRACTS), help="default: all")
+    parser.add_argument("--log", type=Path, default=Path("out/contracts.log"), help="what pytest prints")
+    asked = parser.parse_args()
+    log = asked.log.resolve()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    verdicts = Verdicts({name: CONTRACTS[name] for name in asked.only})
+    os.chdir(ROOT)
+    began = time.perf_counter()
+    with log.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        import megatron.core
+
+        tests = [test for contract in verdicts.contracts.values() for test in contract.tests]
+        pytest.main(["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", *tests], plugins=[verdicts])
+    version = megatron.core.__version__.partition("+")[0]  # behind it, the commit of whatever repository it lies in
+    print(f"megatron-core {version} of {Path(megatron.core.__file__).parent}")
+    print("\n".join(verdicts.lines()))
+    print(f"{time.perf_counter() - began:.0f} s; log: {log}")
+    return 0 if verdicts.all_kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

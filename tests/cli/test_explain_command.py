@@ -1,0 +1,153 @@
+"""``pipemem explain`` and ``pipemem trace``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from measured_steps import as_measured
+
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.registry import build_schedule
+
+RECORDED = Path(__file__).parents[1] / "planner" / "profiler" / "1f1b"
+SLOW_LAST = (0.01, 0.01, 0.01, 0.02)
+FAST = ("--search-seconds", 0)
+
+
+def report(**changes) -> dict:
+    """What ``--pipemem-report`` wrote of 1F1B on four ranks, the last of them slow."""
+    schedule = build_schedule("1f1b", num_devices=4, num_microbatches=8)
+    step = as_measured(schedule, Costs(SLOW_LAST, SLOW_LAST, SLOW_LAST))
+    last = {
+        "schedule": "1f1b",
+        "microbatches": 8,
+        "orders": schedule.to_csv(),
+        "spans": [" ".join(f"{start}-{end}" for start, end in spans) for spans in step.spans],
+        "layers": [2] * 4,
+        "memory": {"F": [1 << 20] * 4, "B": [-(1 << 20)] * 4},
+        "iteration_seconds": step.length / 1e9 + 0.1,
+        "mtp_layers": 0,
+        "ordered": False,
+        "refused": {},
+    }
+    prices = {name: [1.0] * 4 for name in ("forward", "backward_input", "backward_weight")}
+    return {"plans": [{"costs": prices, "priced_by": "unit"}], "last_step": last | changes}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """``run(key=value)``: the folder of a run whose last step is like this."""
+
+    def write(**changes):
+        (tmp_path / "report.json").write_text(json.dumps(report(**changes)))
+        return tmp_path
+
+    return write
+
+
+def test_what_costs_most_comes_first(pipemem, run):
+    told = pipemem("explain", run(), *FAST)
+    assert told.exit_code == 0, told.stderr
+    lines = told.stdout.splitlines()
+    assert lines[0].startswith(
+        "a step of schedule 1f1b with 8 microbatches takes 570 ms on 4 pipeline ranks, which idle "
+    )
+    assert lines[1].startswith("most of that: uneven stages, ")
+    assert lines[1].endswith("; stage 3 takes 1.60 times as long as the mean of all stages")
+    assert lines[3].startswith("beside the pipeline a training step takes 100 ms more")
+    assert any(line.startswith("1. ") and "saves" in line and "MiB on the fullest rank" in line for line in lines)
+    assert told.stdout == pipemem("explain", run() / "report.json", *FAST).stdout
+
+
+def test_json_says_the_same_and_adds_up(pipemem_json, run):
+    facts = pipemem_json("explain", run(), *FAST)
+    assert facts["seconds"] == pytest.approx(0.57) and len(facts["changes"]) == 3
+    for rank in facts["idle"]:
+        assert rank["work_ns"] + rank["idle_ns"] == round(facts["seconds"] * 1e9)
+        assert sum(rank["causes_ns"].values()) == rank["idle_ns"]
+
+
+def test_a_step_of_slices_is_read_with_bytes_of_each(pipemem, pipemem_json, run):
+    schedule = build_schedule("seq1f1b", num_devices=4, num_microbatches=8, slices=2)
+    step = as_measured(schedule, Costs((0.01, 0.02) * 4, 0.01, 0.01))
+    told = {
+        "schedule": "seq1f1b",
+        "orders": schedule.to_csv(),
+        "spans": [" ".join(f"{start}-{end}" for start, end in spans) for spans in step.spans],
+    }
+    found = pipemem_json(
+        "explain", run(**told, memory={"F": [3 << 20, 1 << 20] * 4, "B": [-3 << 20, -1 << 20] * 4}), *FAST
+    )
+    assert found["peak"] == 11 << 20, "slices 0 to 4 of the first rank"
+    assert found["stages"] == pytest.approx([0.05] * 4)
+    wrong = pipemem("explain", run(**told, memory={"F": [1 << 20] * 4}), *FAST)
+    assert "layers and memory are not those of 4 stages of 2 slices" in wrong.stderr
+
+
+def test_nothing_that_helps_is_said(pipemem, run):
+    told = pipemem("explain", run(layers=None, refused={"schedules": "CUDA graphs freeze the order"}), *FAST).stdout
+    assert told.splitlines()[-1] == (
+        "nothing that was simulated saves as much as 1% of the step; not tried: CUDA graphs freeze the order"
+    )
+
+
+@pytest.mark.parametrize("told", [{"plans": []}, report() | {"last_step": None}])
+def test_a_report_of_an_earlier_version_gets_one_sentence(refuses, tmp_path, told):
+    (tmp_path / "report.json").write_text(json.dumps(told))
+    assert "train a few steps again with --pipemem-report" in refuses("explain", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"spans": ["1-2"] * 4}, "are not those of"),
+        ({"spans": 3}, "is no report of a run"),
+        ({"orders": "x"}, "is no report"),
+        ({"layers": [1]}, "not those of 4 stages"),
+        ({"memory": {"F": ["much"] * 4}}, "is no report"),
+        ({"memory": {"F": [1e300] * 4}}, "is no report"),
+        ({"refused": []}, "is no report"),
+    ],
+)
+def test_what_is_no_report_is_refused(refuses, run, changes, says):
+    assert says in refuses("explain", run(**changes))
+
+
+def test_plan_and_run_in_one_file_for_perfetto(pipemem, pipemem_json, run, tmp_path):
+    written = pipemem("trace", run())
+    assert written.stdout.strip() == str(tmp_path / "trace.json"), written.stderr
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert len(names) == 2 and "planned with the run's times" in names[0] and "as it ran" in names[1]
+    ends = [max(e["ts"] + e["dur"] for e in events if e["ph"] == "X" and e["pid"] == process) for process in (0, 1)]
+    assert ends == pytest.approx([570_000, 570_000])
+    facts = pipemem_json("trace", run(), "--output", tmp_path / "both.html")
+    assert Path(facts["output"]).is_file() and facts["measured_seconds"] == pytest.approx(facts["planned_seconds"])
+
+
+def test_what_a_profiler_recorded_of_stock(pipemem, pipemem_json, tmp_path):
+    told = pipemem("trace", RECORDED, "--output", tmp_path / "trace.json", *FAST)
+    assert told.stdout.startswith("a step of schedule 1f1b with 4 microbatches takes "), told.stderr
+    assert (tmp_path / "trace.json").is_file()
+    ranks = [RECORDED / f"rank-{rank}.json.gz" for rank in (1, 0)]
+    facts = pipemem_json("trace", *ranks, "--layers", 4, *FAST)
+    assert facts["layers"] == [2, 2] and "--pipemem-schedule" in facts["changes"][0]["flags"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((RECORDED, "--layers", "3"), "no layers of 2 stages"),
+        ((RECORDED, "--layers", "a"), "no layers of 2 stages"),
+        ((RECORDED / "rank-0.json.gz",), "at least two pipeline ranks"),
+        ((RECORDED, "--output", "x.pdf"), ".pdf"),
+    ],
+)
+def test_traces_that_cannot_be_read_so(refuses, arguments, says):
+    assert says in refuses("trace", *arguments)
+
+
+def test_a_report_knows_its_layers(refuses, run):
+    assert "--layers is for what a profiler recorded" in refuses("trace", run(), "--layers", 4)

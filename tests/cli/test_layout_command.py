@@ -1,0 +1,144 @@
+"""``pipemem layout``: what stages hold, for stock Megatron and for schedules here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import pytest
+
+from megatron_pipemem.config import layout
+from megatron_pipemem.config.cluster import Cluster
+from megatron_pipemem.config.loading import load
+from megatron_pipemem.config.model import Block, Model
+from megatron_pipemem.config.runs import Parallelism, Run, ScheduleChoice
+from megatron_pipemem.planner.balance import AS_GOOD, balance
+from megatron_pipemem.planner.step import price
+from megatron_pipemem.schedule.core.placement import Placement
+
+RUNS = Path(__file__).parents[2] / "configs" / "runs"
+CLUSTER = load("h100-80g", Cluster)
+
+
+def test_stock_interleaved_beside_a_layout_by_hand(pipemem, pipemem_json):
+    ask = ("layout", "llama3-8b", "-p", 4, "-v", 2, "-m", 16, "--cluster", "h100-80g", "--beside", "Et*4|(t*4|)*6t*4L")
+    found = pipemem_json(*ask)
+    best, even, given = (found["layouts"][name] for name in ("best", "even", "given"))
+    assert even["layers"] == given["layers"] == [4] * 8 and even["step_seconds"] == given["step_seconds"]
+    assert max(best["rank_seconds"]) < max(even["rank_seconds"]) and best["step_seconds"] < even["step_seconds"]
+    assert not found["even_is_as_good"] and best["rank_bytes"] is None
+    assert sum(best["layers"]) == 32 and sum(best["stage_seconds"]) == pytest.approx(sum(best["rank_seconds"]))
+    assert even["flags"] == "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
+    text = layout.written(best["layers"])
+    said = pipemem(*ask).stdout
+    assert f"--pipeline-model-parallel-layout '{text}'" in said and f"'{text}'" in best["flags"]
+    assert "stock interleaved" in said and f"{1e3 * max(best['rank_seconds']):.1f}" in said and "GiB" not in said
+    assert all(stage in said for stage in best["stages"]) and "\u2588" in said and "\u2593" in said
+
+
+def test_a_run_is_weighed_with_its_memory_and_its_own_layout(pipemem, pipemem_json):
+    found = pipemem_json("layout", RUNS / "98b-40xa100.yaml", "-m", 20)
+    assert found["schedule"] == "v-half" and found["layouts"]["given"]["layers"] == [7, *[8] * 8, 7]
+    assert found["even_is_as_good"] and min(found["layouts"]["best"]["rank_bytes"]) > 2**30
+    said = pipemem("layout", RUNS / "98b-40xa100.yaml", "-m", 20).stdout
+    assert "--pipemem-schedule v-half" in said and "GiB" in said
+    assert "is the best that was found; Megatron wants it in a layout, since 78 layers do not divide" in " ".join(
+        said.split()
+    )
+
+
+def test_where_the_head_is_cut_the_even_split_is_the_best(pipemem, pipemem_json):
+    ask = ("layout", "llama3-8b", "-p", 4, "--schedule", "v-half", "-m", 8)
+    whole, cut = pipemem_json(*ask), pipemem_json(*ask, "--vocab-parallel", "2")
+    assert not whole["even_is_as_good"] and whole["layouts"]["best"]["layers"] != [4] * 8
+    assert cut["even_is_as_good"] and cut["layouts"]["best"]["layers"] == [4] * 8
+    assert cut["layouts"]["best"]["flags"].endswith("--pipemem-schedule v-half --pipemem-vocab-parallel 2")
+    assert "even split is the best that was found" in " ".join(pipemem(*ask, "--vocab-parallel", "2").stdout.split())
+
+
+def test_hybrid_models_get_a_pattern(pipemem_json):
+    best = pipemem_json("layout", "nemotron-h-8b", "-p", 4, "-m", 8)["layouts"]["best"]
+    pattern = load("nemotron-h-8b", Model).pattern
+    assert (
+        "".join(best["stages"]) == pattern and f"--hybrid-layer-pattern '{'|'.join(best['stages'])}'" in best["flags"]
+    )
+
+
+def test_every_rank_keeps_experts_where_their_losses_are_logged():
+    # Experts are heavy and stand at the end; the first rank must have one of the first all the same.
+    shape = {
+        "layers": 12,
+        "hidden": 1024,
+        "heads": 8,
+        "vocabulary": 32000,
+        "sequence": 1024,
+        "experts": 8,
+        "expert_ffn": 1024,
+    }
+    model = Model(**shape, pattern="*-*E*-*-EEEE")
+    found = balance(Run(model, CLUSTER, Parallelism(pp=3, global_batch=12)))
+    ends = accumulate(found.best.layers, initial=0)
+    assert all(Block.EXPERTS in model.pattern[a:b] for a, b in pairwise(ends))
+
+
+@pytest.mark.parametrize("vocabulary", [32_000, 128_000, 512_000])
+@pytest.mark.parametrize(
+    ("name", "placement", "chunks"),
+    [
+        ("stock", Placement.linear(4), None),
+        ("stock", Placement.interleaved(4, 2), 2),
+        ("v-half", Placement.v_shape(4), None),
+    ],
+)
+def test_never_worse_than_the_partition_and_the_even_split(vocabulary, name, placement, chunks):
+    model = replace(load("llama3-8b", Model), vocabulary=vocabulary, mtp_layers=1, layers=14)
+    cut = Parallelism(pp=4, chunks=chunks, global_batch=16)
+    run = Run(model, CLUSTER, cut, ScheduleChoice(name))
+    found, own = balance(run, room=0), price(run, placement)
+    assert found.best.slowest <= max(own.work) * (1 + 1e-9)
+    assert found.best.seconds <= found.even.seconds * (1 + AS_GOOD)
+    assert (
+        sum(found.best.layers) == model.pieces
+        and layout.read(layout.written(found.best.layers, 1)) == found.best.layers
+    )
+    if name == "v-half":  # there multi-token prediction stays with the head
+        assert found.best.layers[-1] >= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("llama3-8b",), "over how many pipeline ranks? give --devices"),
+        (("llama3-8b", "-p", 1), "one pipeline rank has nothing to share out"),
+        (("llama3-8b", "-p", 4, "-v", 2, "-m", 3), "as in --microbatches 4"),
+        (("llama3-8b", "-p", 4, "-v", 2, "-m", 6), "in groups of 4; take a multiple of 4, as in --microbatches 8"),
+        ((RUNS / "tiny-cpu.yaml", "-p", 1), "one pipeline rank has nothing to share out"),
+        ((RUNS / "tiny-cpu.yaml", "--tp", 2), "--tp is said by the run"),
+        (("lama3-8b", "-p", 4), "did you mean 'llama3-8b'"),
+        (("llama3-8b", "-p", 4, "--schedule", "auto"), "a layout is weighed under one schedule"),
+        (("llama3-8b", "-p", 4, "--schedule", "pipedream"), "steps of pipedream are not weighed"),
+        (("llama3-8b", "-p", 4, "--beside", "Et|tL"), "'Et|tL' is no layout of 32 pieces"),
+        (("llama3-8b", "-p", 4, "--vocab-parallel", "3"), "give off, 1, 2 or auto"),
+        (("llama3-8b", "-p", 4, "--tp", 5), "5 does not divide"),
+        (("llama3-8b", "-p", 4, "-m", 100_000_000), "actions"),
+    ],
+)
+def test_what_makes_no_sense(refuses, arguments, says):
+    assert says in refuses("layout", *arguments)
+
+
+def test_small_models_have_digits(pipemem):
+    said = pipemem("layout", "tiny-gpt", "-p", 4, "-m", 4).stdout
+    assert " 0.0 " not in said and re.search(r" 0\.0\d\d+ ", said), said
+
+
+def test_groups_of_microbatches_that_the_run_names(pipemem_json, refuses):
+    asked = ("layout", "tiny-gpt", "-p", 2, "-v", 2, "-m", 3)
+    assert "in groups of 2" in refuses(*asked)
+    for taken in (
+        ("--set", "megatron.microbatch-group-size-per-virtual-pipeline-stage=3"),
+        ("--schedule", "interleaved"),
+    ):
+        assert pipemem_json(*asked, *taken)["microbatches"] == 3

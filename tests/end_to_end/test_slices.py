@@ -1,0 +1,110 @@
+"""Sequences that run in slices train as whole ones do.
+
+Bits differ: attention sums over the keys that are there, stock over all of them with those behind masked; and a weight's
+gradient is summed over slices first.
+"""
+
+from __future__ import annotations
+
+import pytest
+from test_variants import EVALUATION, RECOMPUTE, UNTIED
+from test_vocabulary import DISTRIBUTED, SEARCH, TP2
+
+ROPE = ("--position-embedding-type", "rope")
+# What LLAMA of test_variants has, but for the gated MLP, whose gradients nobody notes whole.
+GROUPED = (
+    *("--normalization", "RMSNorm", "--disable-bias-linear", UNTIED, *ROPE),
+    *("--group-query-attention", "--num-query-groups", "2"),
+)
+MLA = (
+    *("--multi-latent-attention", "--kv-lora-rank", "16", "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8", UNTIED),
+    *("--v-head-dim", "8", "--normalization", "RMSNorm", "--rotary-scaling-factor", "1", "--rope-type", "rope"),
+)
+LONGER = ("--train-iters", "4")
+
+
+def cut(slices: int) -> tuple[str, ...]:
+    return ("--pipemem-option", f"slices={slices}")
+
+
+# name -> schedule, flags of ours, flags of stock too
+CASES = {
+    "learned positions": ("seq1f1b", cut(4), LONGER),
+    "rope": ("seq1f1b", cut(2), ROPE),
+    "grouped queries": ("seq1f1b", cut(8), GROUPED),
+    "latent attention": ("seq1f1b", cut(4), MLA),
+    "sequence parallel": ("seq1f1b", cut(2), (*TP2, "--sequence-parallel", *ROPE)),
+    "recomputed": ("seq1f1b", (*cut(2), "--pipemem-recompute", "full"), GROUPED),
+    "recomputed in part": ("seq1f1b", (*cut(2), "--pipemem-recompute", "selective"), GROUPED),
+    "recomputed by the model": ("seq1f1b", cut(2), (*GROUPED, *RECOMPUTE)),
+    "attention recomputed by the model": ("seq1f1b", cut(2), (*GROUPED, "--recompute-granularity", "selective")),
+    "loss per token": ("seq1f1b", cut(2), ("--calculate-per-token-loss", *ROPE)),
+    "evaluation": ("seq1f1b", cut(2), (*EVALUATION, *ROPE)),
+    "offloaded": (
+        "seq1f1b",
+        (*cut(4), "--pipemem-offload", "full", "--pipemem-offload-option", "min_bytes=1B"),
+        GROUPED,
+    ),
+    "v-half, offloaded": (
+        "v-half",
+        (*cut(2), "--pipemem-offload", "half", "--pipemem-offload-option", "min_bytes=1B"),
+        GROUPED,
+    ),
+    "slimpipe": ("slimpipe", cut(4), ROPE),
+    "interleaved": ("interleaved", cut(4), ROPE),
+    "searched": ("auto", ("--pipemem-option", "slices=2", *SEARCH), GROUPED),
+    "v-half": ("v-half", cut(2), GROUPED),
+    "zbv": ("zbv", cut(4), ROPE),
+    "v-half, tensor parallel": ("v-half", cut(2), (*TP2, *ROPE)),
+    "v-half, evaluation": ("v-half", cut(2), (*EVALUATION, *ROPE)),
+    "one microbatch": ("seq1f1b", cut(8), ("--global-batch-size", "1", *ROPE)),
+    "two sequences a microbatch": ("seq1f1b", cut(2), ("--micro-batch-size", "2", *ROPE)),
+}
+BY_THE_MODEL = {"recomputed by the model", "attention recomputed by the model"}
+
+
+def differences(run, stock) -> dict:
+    return {key: float((run.gradients[key] - wanted).norm() / wanted.norm()) for key, wanted in stock.gradients.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_stock(train, name):
+    schedule, ours, flags = CASES[name]
+    stock, run = train("stock", *flags, gradients=True), train(schedule, *ours, *flags, gradients=True)
+    assert run.losses == pytest.approx(stock.losses, rel=1e-6) and len(set(run.losses)) > 1
+    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=2e-6)
+    if name not in BY_THE_MODEL:  # Megatron's recomputation is never foretold to the byte
+        assert run.predicted_peaks == run.counted_peaks and min(run.counted_peaks) > 0
+    for found, wanted in zip(run.validation, stock.validation, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-6)
+    assert run.gradients.keys() == stock.gradients.keys()
+    assert {key: off for key, off in differences(run, stock).items() if not off <= 1e-6} == {}
+
+
+def test_activations_of_slices_leave_the_device(train):
+    """Otherwise the offloaded cases above would show nothing."""
+    schedule, ours, flags = CASES["offloaded"]
+    whole = train(schedule, *cut(4), *flags, gradients=True)
+    away = train(schedule, *ours, *flags, gradients=True)
+    assert max(away.counted_peaks) < max(whole.counted_peaks)
+    assert min(away.of_ranks("counted_host_peak_bytes")) > 0
+
+
+@pytest.mark.parametrize(("flags", "within"), [(("--bf16",), 2e-3), (("--fp16", "--initial-loss-scale", "4096"), 5e-4)])
+def test_trains_in_16_bits(train, flags, within):
+    stock, run = (train(*each, *flags, *ROPE) for each in (("stock",), ("seq1f1b", *cut(4))))
+    assert run.losses == pytest.approx(stock.losses, rel=within)
+    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=10 * within)
+
+
+def test_gradients_are_summed_over_data_parallel_ranks(train):
+    stock, run = (train(*each, *DISTRIBUTED, *ROPE) for each in (("stock",), ("seq1f1b", *cut(4))))
+    assert run.losses == pytest.approx(stock.losses, rel=1e-6)
+    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=2e-6)
+
+
+def test_checkpoints_are_stocks(train, tmp_path):
+    train("seq1f1b", *cut(2), *ROPE, "--save", str(tmp_path), "--save-interval", "2")
+    load = ("--train-iters", "4", "--load", str(tmp_path), "--override-opt_param-scheduler")
+    resumed = train("stock", *ROPE, *load, initialise=False)
+    assert resumed.losses == pytest.approx(train("stock", *ROPE, "--train-iters", "4").losses[2:], rel=1e-6)

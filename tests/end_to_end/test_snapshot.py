@@ -1,0 +1,45 @@
+"""The state that a step without a barrier is rolled back to, with Megatron's optimizers on two data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+from ranks import Ranks
+
+pytest.importorskip("megatron.core")
+
+PLAIN = {"bf16": False, "distributed": False, "overlapped": False, "name": "adam", "early": False}
+BF16 = {**PLAIN, "bf16": True}
+DISTRIBUTED = {**BF16, "distributed": True}
+OVERLAPPED = {**DISTRIBUTED, "overlapped": True}
+CASES = {
+    "fp32": PLAIN,
+    "fp32 distributed": {**PLAIN, "distributed": True},
+    "fp32 overlapped": {**OVERLAPPED, "bf16": False},
+    "bf16": BF16,
+    "bf16 distributed": DISTRIBUTED,
+    "bf16 overlapped": OVERLAPPED,
+    "bf16 early": {**BF16, "early": True},
+    "bf16 overlapped early": {**OVERLAPPED, "early": True},
+    "momentum": {**PLAIN, "name": "sgd"},
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> Iterator[Ranks]:
+    ranks = Ranks("snapshot_cases", tmp_path_factory.mktemp("snapshots"), size=2)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.mark.parametrize(("case", "where"), [*product(CASES, ("device", "host")), ("bf16", "auto")])
+def test_a_step_taken_back_leaves_no_trace(ranks, case, where):
+    """Weights, masters, moments, counters, learning rates; from the first step on, which finds no state."""
+    for seen in ranks.run({**CASES[case], "where": where}):
+        assert seen["where"] == {"auto": "device"}.get(where, where)
+        device, host = seen["bytes"]
+        tensors = 2 if CASES[case]["name"] == "sgd" else 3
+        assert (host if where == "host" else device) == tensors * 4 * seen["parameters"]
+        assert 0 in (device, host)

@@ -1,0 +1,59 @@
+"""What is known of a step that nobody has waited for: its norm, and the signals that ask the run to end."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.overlap.loop import TrainingLoop
+from megatron_pipemem.mcore.overlap.norm import MARGIN, LateNorm, LateSum
+from megatron_pipemem.mcore.overlap.optimizer import OverlappedOptimizer
+
+
+def late(value: float, group) -> LateSum:
+    return LateSum(torch.tensor([value]), group)
+
+
+def norm(value: float, group, copies: int = 1) -> LateNorm:
+    square = value * value
+    return LateNorm(late(square, group), late(copies * square, group), copies)
+
+
+def test_a_norm_reads_as_the_number_that_it_becomes(world):
+    found = norm(3.0, world)
+    assert (float(found), f"{found:.1f}", found > 2, found == 3.0, repr(found)) == (3.0, "3.0", True, True, "3.0")
+    third = LateNorm(late(0.1, world), late(0.1, world), 1)
+    assert float(third.in_single()) == torch.tensor(float(third)).item() != float(third)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize(
+    ("value", "is_below"),
+    [(0.5, True), (1.0, False), (1 - MARGIN / 2, False), (1 - 2 * MARGIN, True), (math.inf, False), (math.nan, False)],
+)
+def test_a_norm_near_the_limit_is_not_below_it(world, value, is_below, copies):
+    assert norm(value, world, copies).is_below(1.0) is is_below
+
+
+def test_all_ranks_hear_of_a_signal_one_step_later(world):
+    optimizer = SimpleNamespace(overlaps=True, total=lambda own: late(own, world))
+    loop, handler = TrainingLoop(optimizer), SimpleNamespace(_signal_received=False)
+    told = []
+    for received in (False, True, True):
+        handler._signal_received = received
+        told.append(any(loop._signals_received(lambda handler: pytest.fail("asked everybody"), handler)))
+    assert told == [False, False, True]
+    loop.finish()
+    optimizer.overlaps = False
+    assert loop._signals_received(lambda handler: [handler], handler) == [handler]
+
+
+def test_without_an_optimizer_of_megatrons_nothing_can_overlap(world):
+    with pytest.raises(UnsupportedError, match=r"call enable\(\) before get_megatron_optimizer"):
+        OverlappedOptimizer("auto", 10).require()

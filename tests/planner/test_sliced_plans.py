@@ -1,0 +1,176 @@
+"""Slices in the planner: their seconds and bytes against sums made by hand, and plans that choose them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_pipemem.config.model import Execution
+from megatron_pipemem.config.runs import Parallelism, ScheduleChoice
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.launch.command import planned_flags
+from megatron_pipemem.planner.memory import held
+from megatron_pipemem.planner.planning import plan
+from megatron_pipemem.planner.prices import layer
+from megatron_pipemem.planner.slices import sliced_step, why_not_sliced
+from megatron_pipemem.planner.space import Limits
+from megatron_pipemem.planner.step import price
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.registry import build_schedule
+from tests.planner.small_run import CLUSTER, MODEL, RUN
+
+GROUPED = replace(MODEL, kv_heads=4, norm="rmsnorm", position="rope", bias="none")
+CUT = Parallelism(tp=2, pp=2, dp=2, micro_batch=2, global_batch=16, sequence_parallel=True)
+
+
+def sliced(n: int, cut: Parallelism = CUT, recompute: str = "none", **changes):
+    return replace(
+        RUN,
+        model=GROUPED,
+        parallelism=cut,
+        schedule=ScheduleChoice("seq1f1b", slices=n, recompute=recompute),
+        **changes,
+    )
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_causal_attention_grows_from_slice_to_slice(n: int, recompute: str):
+    """By counting pairs of queries and keys, in the units of the whole sequence's square."""
+    step = sliced_step(sliced(n, recompute=recompute), Placement.linear(2), layers=(4, 4))
+    b, s, width, tp = 2, 1024, 16 * 128, 2
+    square = 4 * 4 * b * s * s * width / tp / CLUSTER.flops  # scores and values of the four layers, not halved
+    forward, back = step.costs.forward, step.costs.backward_input
+    again = 1 if recompute == "full" else 0
+    part = s // n
+    for stage in range(2):
+        for at in range(1, n):
+            # Queries of the slice times all keys up to its own: causal pairs are half of what is counted.
+            more = 2 * part * part / s**2 * square
+            place = stage * n + at
+            assert forward[place] - forward[place - 1] == pytest.approx(more, rel=1e-6)
+            assert back[place] - back[place - 1] == pytest.approx((2 + again) * more, rel=1e-6)
+    assert step.costs.backward_weight[0] == pytest.approx(step.costs.backward_weight[1])
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_all_slices_take_what_the_whole_takes_and_what_small_products_lose(recompute: str):
+    placement, n = Placement.linear(2), 4
+    step = sliced_step(sliced(n, recompute=recompute), placement, layers=(4, 4))
+    whole = price(sliced(1, recompute=recompute), placement, layers=(4, 4))
+    for each, of_whole in zip(step.work, whole.work, strict=True):
+        assert of_whole < each < 1.5 * of_whole
+    # Without latencies and half-empty waves nothing is lost: products as large as these make waves next to nothing.
+    large = replace(GROUPED, layers=2, hidden=16384, heads=128, ffn=65536, sequence=2**17, vocabulary=256)
+    quick = replace(CLUSTER, intra_node=replace(CLUSTER.intra_node, latency_us=0.0))
+    cut = Parallelism(tp=4, pp=2, global_batch=4, sequence_parallel=True)
+    runs = [replace(sliced(each, cut, recompute), model=large, cluster=quick) for each in (n, 1)]
+    step, whole = sliced_step(runs[0], placement, layers=(1, 1)), price(runs[1], placement, layers=(1, 1))
+    assert step.work == pytest.approx(whole.work, rel=2e-3)
+    assert step.again == pytest.approx(whole.again, rel=2e-3)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_keys_and_values_stay_from_the_first_forward_to_the_last_backward(recompute: str):
+    placement, n = Placement.linear(2), 4
+    step = sliced_step(sliced(n, recompute=recompute), placement, layers=(4, 4))
+    takes, gives, rest = (step.costs.memory[kind] for kind in (Kind.F, Kind.I, Kind.W))
+    keys = 4 * 2 * (4 // 2) * 128 * 1024 * 2 * 2  # layers, keys and values, groups, channels, tokens, sequences, bytes
+    whole = price(sliced(1, recompute=recompute), placement, layers=(4, 4))
+    for stage, saved in enumerate(whole.saved):
+        own = slice(stage * n, stage * n + n)
+        assert sum(takes[own]) == pytest.approx(saved + (keys if recompute == "full" else 0))
+        assert sum(takes[own]) + sum(gives[own]) + sum(rest[own]) == pytest.approx(0)
+        first, *others = takes[own]
+        assert first - others[0] == pytest.approx(keys)
+        assert others == pytest.approx([others[0]] * (n - 1))
+        middle = gives[own][1:-1]
+        assert gives[own][-1] - middle[0] == pytest.approx(keys)
+        assert gives[own][0] - middle[0] == pytest.approx(-2 * keys)
+
+
+def test_a_plan_chooses_slices():
+    """One sequence on many ranks: whole microbatches leave all of them but one idle."""
+    run = replace(RUN, parallelism=Parallelism(global_batch=2))
+    limits = {"pp": [4], "dp": [2], "tp": [1], "variant": ["plain"]}
+    answer = plan(run, limits=Limits(limits | {"slices": [1, 2, 4]}), top=40, search_seconds=0.0)
+    best, whole = answer.plans[0], plan(run, limits=Limits(limits), top=1, search_seconds=0.0).plans[0]
+    assert best.run.schedule.slices == 4
+    assert best.seconds < whole.seconds * 0.8
+    assert (whole.run.schedule.slices or 1) == 1
+    for each in answer.plans:
+        if (n := each.run.schedule.slices or 1) == 1:
+            continue
+        cut = each.run.parallelism
+        options = each.run.schedule_options
+        assert options["slices"] == n
+        schedule = build_schedule(each.schedule, num_devices=cut.pp, num_microbatches=cut.microbatches, **options)
+        validate(schedule, each.step.costs)
+        timeline = simulate(schedule, each.step.costs)
+        assert each.makespan == pytest.approx(timeline.makespan)
+        assert each.peaks == pytest.approx(each.step.held(timeline.peaks))
+        assert each.base.group.bound <= each.seconds * (1 + 1e-9)
+    assert {each.run.schedule.slices for each in answer.plans} >= {2, 4}
+
+
+def test_a_searched_order_of_slices_is_no_slower_than_its_families():
+    run = replace(RUN, parallelism=Parallelism(global_batch=4))
+    only = {"pp": [2], "dp": [2], "tp": [2], "micro_batch": [1], "recompute": ["none"], "slices": [2]}
+    known = plan(run, limits=Limits(only), top=1, search_seconds=0.0).plans[0]
+    found = plan(run, limits=Limits(only), top=1, search_seconds=60.0).plans[0]
+    assert found.seconds <= known.seconds * (1 + 1e-9)
+    if found.order is not None:
+        assert found.order.slices == 2
+        validate(found.order, found.step.costs, found.step.room(run.cluster.memory_bytes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"parallelism": replace(CUT, pp=1)}, "several pipeline ranks"),
+        ({"parallelism": replace(CUT, cp=2)}, "context parallelism"),
+        ({"model": replace(GROUPED, mtp_layers=1)}, "plain attention"),
+        ({"model": replace(GROUPED, kv_lora_rank=64)}, "plain attention"),
+        ({"model": replace(GROUPED, sequence=1026)}, "do not divide"),
+    ],
+)
+def test_what_is_not_cut_into_slices(changes: dict, why: str):
+    run = replace(sliced(4), **changes)
+    assert why in why_not_sliced(run)
+    rejected = plan(replace(run, parallelism=replace(run.parallelism, dp=1)), limits=Limits({"slices": [4], "tp": [1]}))
+    assert any(why in reason for reason in rejected.rejected)
+
+
+def test_slices_of_a_configuration():
+    run = sliced(4)
+    assert run.schedule_options == {"slices": 4}
+    assert "slices=4" in " ".join(planned_flags(run))
+    with pytest.raises(ConfigError, match="cannot be told how to cut"):
+        ScheduleChoice("stock", slices=2)
+    with pytest.raises(ConfigError, match="cannot be 3; possible"):
+        Limits({"slices": [3]}).check(RUN)
+    with pytest.raises(ConfigError):
+        ScheduleChoice("seq1f1b", slices=0)
+
+
+def test_what_a_run_of_slices_holds():
+    """As the simulation of its schedule says, with prices of its own for every slice."""
+    run = replace(sliced(4), schedule=ScheduleChoice("v-half", slices=4))
+    placement = Placement.v_shape(2)
+    step = sliced_step(run, placement, layers=(2, 2, 2, 2))  # an even split, as Megatron cuts without a layout
+    schedule = build_schedule("v-half", num_devices=2, num_microbatches=run.parallelism.microbatches, slices=4)
+    assert held(run).device == pytest.approx(step.held(simulate(schedule, step.costs).peaks))
+
+
+def test_context_parallel_messages_pass_twice_backward():
+    """Keys and values again, and their gradients; over links so slow that attention hides next to nothing."""
+    slow = replace(CLUSTER, inter_node=replace(CLUSTER.inter_node, gb_per_s=0.001))
+    price_of = layer(GROUPED, Execution(cp=8), slow)
+    nbytes = 2 * 4 * 128 * 1024 / 8 * 2
+    ring = 7 * slow.inter_node.seconds(nbytes)
+    assert price_of.communication.forward == pytest.approx(ring, rel=0.01)
+    assert price_of.communication.input == pytest.approx(2 * price_of.communication.forward)

@@ -1,0 +1,23 @@
+"""Measured steps for tests: simulated runs, taken for real ones."""
+
+from __future__ import annotations
+
+from megatron_pipemem.schedule.core.action import COMPUTE
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.measured import NANOSECONDS, MeasuredStep
+
+
+def as_measured(schedule: Schedule, costs: Costs | None = None) -> MeasuredStep:
+    """Return a step that ran as it is simulated."""
+    timeline = simulate(schedule, costs)
+    spans = tuple(
+        tuple(
+            (round(start * NANOSECONDS), round(end * NANOSECONDS))
+            for (start, end), action in zip(spans, order, strict=True)
+            if action.kind in COMPUTE
+        )
+        for spans, order in zip(timeline.spans, schedule.orders, strict=True)
+    )
+    return MeasuredStep(schedule, spans)

@@ -1,0 +1,39 @@
+"""Hold schedules against the closed forms of their families."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.family import Family, Formula
+
+
+def letters(schedule: Schedule, f: int = 1, i: int = 1, w: int = 1) -> dict[str, Fraction]:
+    """What the closed forms of a family are called with, exactly."""
+    placement = schedule.placement
+    chunks = placement.num_chunks // placement.replicas
+    values = {"p": placement.num_devices, "m": schedule.num_microbatches, "v": chunks, "n": schedule.slices}
+    return {name: Fraction(value) for name, value in (values | {"f": f, "i": i, "w": w, "b": i + w}).items()}
+
+
+def assert_peak_as_promised(family: Family, schedule: Schedule, peak: float | Fraction) -> None:
+    if isinstance(family.peak, Formula):
+        promised = family.peak.compute(**letters(schedule))
+        assert peak <= promised * (1 + 1e-9)
+        if schedule.num_microbatches >= 2 * schedule.num_devices and not family.peak.at_most:
+            assert peak == pytest.approx(float(promised))
+
+
+def assert_bubble_as_promised(family: Family, schedule: Schedule) -> None:
+    """Of equal F, I and W, one second each for a stage, and at least ``2p`` microbatches."""
+    v = schedule.placement.num_chunks // schedule.placement.replicas
+    promised = family.bubble.compute(**letters(schedule, v, v, v))
+    timeline = simulate(schedule, Costs(v, v, v))
+    found = timeline.makespan - timeline.ideal
+    if promised is not None:
+        assert found <= promised + 1e-9
+        assert family.bubble.at_most or found == pytest.approx(float(promised))

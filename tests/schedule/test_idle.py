@@ -1,0 +1,182 @@
+"""Idle time by its causes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from measured_steps import as_measured
+
+from megatron_pipemem.errors import ConfigError
+from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.idle import (
+    BARRIER,
+    CAUSES,
+    HOST,
+    IMBALANCE,
+    LATE,
+    MESSAGES,
+    MICROBATCHES,
+    SCHEDULE,
+    idle_causes,
+)
+from megatron_pipemem.schedule.measured import NANOSECONDS, MeasuredStep
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.stream import stream
+
+SLOW_LAST = (1.0, 1.0, 1.0, 1.5)
+
+
+def built(name: str, p: int = 4, m: int = 8):
+    return build_schedule(name, num_devices=p, num_microbatches=m)
+
+
+def disturbed(step: MeasuredStep, seed: int) -> MeasuredStep:
+    """A step whose actions take other times, begin later, and were timed by clocks that disagree."""
+    draw = random.Random(seed)
+    nodes = len(step.actions)
+    seconds = [round(each * draw.uniform(0.5, 2)) for each in step.seconds]
+    found = step.rerun(seconds, [draw.randrange(NANOSECONDS // 3) for _ in range(nodes)])
+    spans: list[list[tuple[int, int]]] = [[] for _ in step.spans]
+    ahead = [draw.randrange(NANOSECONDS // 10) for _ in step.spans]
+    for device, start, end, took in zip(step.lanes, found.starts, found.ends, seconds, strict=True):
+        if took:
+            spans[device].append((start + ahead[device], end + ahead[device]))
+    return MeasuredStep(step.schedule, tuple(map(tuple, spans)))
+
+
+@given(
+    name=st.sampled_from(["gpipe", "1f1b", "interleaved", "zbv", "v-half", "hanayo", "chimera", "zb-h1"]),
+    size=st.sampled_from([(2, 2), (2, 5), (4, 4), (4, 8)]),
+    seed=st.integers(0, 10**6),
+)
+def test_causes_sum_up_to_the_idle_time(name, size, seed):
+    p, m = size
+    m = m + m % 2 if name == "chimera" else p * (m // p) if name == "interleaved" else m
+    step = disturbed(as_measured(built(name, p, m)), seed)
+    for each, spans in zip(idle_causes(step), step.spans, strict=True):
+        assert each.idle == step.length - sum(end - start for start, end in spans)
+        assert sum(each.causes.values()) == each.idle and list(each.causes) == list(CAUSES)
+        assert min(each.causes.values()) >= 0 and sum(each.late.values()) == each.causes[LATE]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "po-h", "interleaved"])
+def test_a_step_runs_again_as_it_ran(name):
+    step = disturbed(as_measured(built(name)), 7)
+    again = step.rerun(step.seconds, step.delays)
+    ran = [(start, end) for start, end, took in zip(again.starts, again.ends, step.seconds, strict=True) if took]
+    assert sorted(ran) == sorted(span for spans in step.spans for span in spans)
+
+
+def causes_of(step: MeasuredStep) -> list[dict[str, float]]:
+    return [
+        {cause: nanoseconds / NANOSECONDS for cause, nanoseconds in each.causes.items() if nanoseconds}
+        for each in idle_causes(step)
+    ]
+
+
+def test_even_stages_and_instant_messages_leave_what_the_schedule_makes():
+    assert causes_of(as_measured(built("1f1b"))) == [{SCHEDULE: 9.0}] * 4
+
+
+def test_what_a_barrier_costs_is_what_steps_without_one_save():
+    schedule = built("zbv", 8, 16)
+    steps = stream(schedule)
+    assert causes_of(as_measured(schedule)) == [{BARRIER: steps.synchronous - steps.period}] * 8
+
+
+def test_a_slow_stage_makes_the_others_wait():
+    *others, slow = causes_of(as_measured(built("1f1b"), Costs(SLOW_LAST, SLOW_LAST, SLOW_LAST)))
+    assert all(each[IMBALANCE] > each[SCHEDULE] * 0.9 for each in others)
+    assert IMBALANCE not in slow
+
+
+def test_messages_and_the_host_are_told_apart():
+    schedule = built("1f1b")
+    costs = Costs(p2p=0.1)
+    longer = simulate(schedule, costs).makespan - simulate(schedule).makespan
+    assert causes_of(as_measured(schedule, costs)) == [{SCHEDULE: 9.0, MESSAGES: pytest.approx(longer)}] * 4
+    step = as_measured(schedule)
+    delays = [NANOSECONDS if str(action) == "0F0" else 0 for action in step.actions]
+    late = step.rerun(step.seconds, delays)
+    spans = [[], [], [], []]
+    for device, start, end in zip(step.lanes, late.starts, late.ends, strict=True):
+        spans[device].append((start, end))
+    for each in causes_of(MeasuredStep(schedule, tuple(map(tuple, spans)))):
+        assert each == {SCHEDULE: 9.0, HOST: 1.0}
+
+
+def test_a_late_action_is_blamed_on_its_device():
+    step = as_measured(built("1f1b"))
+    seconds = [
+        3 * took if str(action) == "2F4" else took for action, took in zip(step.actions, step.seconds, strict=True)
+    ]
+    again = step.rerun(seconds, step.delays)
+    spans = [[], [], [], []]
+    for device, start, end in zip(step.lanes, again.starts, again.ends, strict=True):
+        spans[device].append((start, end))
+    for each in idle_causes(MeasuredStep(step.schedule, tuple(map(tuple, spans)))):
+        assert each.causes[SCHEDULE] == 9 * NANOSECONDS
+        assert each.late == ({2: 2 * NANOSECONDS} if each.device != 2 else {})
+
+
+def test_microbatches_that_are_not_alike():
+    weights = MicrobatchWeights((1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0))
+    step = as_measured(built("1f1b"), Costs(microbatch=weights))
+    assert step.weights == weights.time
+    found = causes_of(step)
+    assert all(set(each) == {SCHEDULE, MICROBATCHES} for each in found)
+
+
+def test_costs_are_what_was_measured():
+    schedule = built("zb-h1")
+    costs = Costs(SLOW_LAST, (2.0, 2.0, 2.0, 2.5), (0.5,) * 4, p2p=0.25)
+    step = as_measured(schedule, costs)
+    measured = step.costs()
+    assert measured.seconds(schedule.placement) == {
+        **costs.seconds(schedule.placement),
+        Kind.R: (0.0,) * 4,
+        Kind.RS: (0.0,) * 4,
+    }
+    assert all(seconds == pytest.approx(0.25) for seconds in step.links.values())
+    assert simulate(schedule, measured).makespan == pytest.approx(step.length / NANOSECONDS)
+
+
+def test_costs_of_slices_are_what_was_measured():
+    schedule = build_schedule("seq1f1b", num_devices=2, num_microbatches=4, slices=2)
+    costs = Costs((1.0, 2.0, 1.5, 3.0), (0.5, 1.0, 1.0, 1.5), (0.5, 1.0, 1.0, 1.5), p2p=0.25)
+    step = as_measured(schedule, costs)
+    assert step.usual[Kind.F, 1] == 2 * NANOSECONDS and step.usual[Kind.B, 2] == 2 * NANOSECONDS
+    assert step.weights == (1.0,) * 4, "slices differ, microbatches do not"
+    assert step.of_stages()[Kind.F] == costs.forward
+    measured = step.costs()
+    assert measured.seconds(schedule.placement, 2)[Kind.I] == costs.backward_input
+    assert simulate(schedule, measured).makespan == pytest.approx(step.length / NANOSECONDS)
+    for each in causes_of(as_measured(schedule, replace(costs, p2p=0.0))):
+        assert set(each) <= {SCHEDULE, IMBALANCE}, (
+            "later slices take longer on every stage: nothing but the stages is uneven"
+        )
+
+
+def test_a_fused_backward_is_split_as_it_was_priced():
+    step = as_measured(built("1f1b"), Costs(1.0, 1.5, 0.5))
+    assert step.splits_fused
+    assert step.of_stages()[Kind.I] == (1.0,) * 4
+    split = MeasuredStep(step.schedule, step.spans, Costs(7.0, 3.0, 1.0))
+    assert split.of_stages()[Kind.I] == (1.5,) * 4
+
+
+@pytest.mark.parametrize(
+    ("spans", "says"),
+    [(((((0, 1),)),) * 4, "are not those of"), ((((5, 6), (4, 7)),) * 2, "do not follow one another")],
+)
+def test_spans_of_something_else_are_refused(spans, says):
+    schedule = built("1f1b", len(spans), 1 if len(spans) == 2 else 8)
+    with pytest.raises(ConfigError, match=says):
+        MeasuredStep(schedule, spans)

@@ -1,0 +1,254 @@
+"""The search over numbers of slices: valid within every cap, never worse than a family, and honest about its bound."""
+
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_pipemem.errors import PipememError, UnsupportedError
+from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.bounds import lower_bound
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.memory_cap import MemoryCap, loosened
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.knowledge import Knowledge, Shape
+from megatron_pipemem.schedule.options import AUTO, slice_counts
+from megatron_pipemem.schedule.registry import build_schedule, sliced_families
+from megatron_pipemem.schedule.request import Request
+from megatron_pipemem.schedule.resolve import resolve
+from megatron_pipemem.schedule.search import search_schedule
+
+PRICE = st.floats(0.3, 2.0)
+
+
+def search(p: int, m: int, n: int, costs: Costs, cap, placements, effort: float = 0.2):
+    return search_schedule(
+        num_devices=p,
+        num_microbatches=m,
+        slices=n,
+        costs=costs,
+        memory_cap=cap,
+        placements=placements,
+        effort=effort,
+        seconds=600,
+    )
+
+
+def family_timelines(placement: Placement, m: int, n: int, costs: Costs):
+    for family in sliced_families():
+        chunks = {"chunks": placement.num_chunks} if "chunks" in family.options else {}
+        try:
+            schedule = build_schedule(
+                family.name, num_devices=placement.num_devices, num_microbatches=m, slices=n, **chunks
+            )
+        except PipememError:
+            continue
+        if schedule.placement == placement:
+            yield simulate(schedule, costs)
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_every_result_is_valid_within_the_cap_and_no_worse_than_a_family(data: st.DataObject) -> None:
+    p, m, n = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5)), data.draw(st.integers(2, 4))
+    stages = data.draw(st.sampled_from([p, 2 * p]))
+    prices = st.lists(PRICE, min_size=stages, max_size=stages).map(tuple)
+    costs = Costs(data.draw(prices), data.draw(prices), data.draw(prices), p2p=data.draw(st.sampled_from([0.0, 0.2])))
+    placements = [Placement.linear(p)] if stages == p else [Placement.v_shape(p), Placement.interleaved(p, 2)]
+    cap = (n + data.draw(st.integers(0, p * n))) / (p * n)
+    result = search(p, m, n, costs, cap, placements)
+    assert result.lower_bound <= result.makespan * (1 + 1e-9)
+    for found in result.candidates:
+        schedule = found.schedule
+        assert schedule.slices == n
+        validate(schedule, costs, cap)
+        assert oracle.check(schedule) == []
+        assert oracle.disordered_weight_gradients(schedule) == []
+        assert float(max(oracle.peak(schedule))) <= cap * (1 + 1e-9)
+        timeline = simulate(schedule, costs)
+        assert found.makespan == timeline.makespan
+        for family in family_timelines(schedule.placement, m, n, costs):
+            if family.peak <= loosened(cap):
+                assert found.makespan <= family.makespan * (1 + 1e-9)
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_slices_with_prices_of_their_own(data: st.DataObject) -> None:
+    """Unequal seconds, and keys and values that live from the first slice's F to its I."""
+    p, m, n = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4)), data.draw(st.integers(2, 4))
+    placement = data.draw(st.sampled_from([Placement.linear(p), Placement.v_shape(p)]))
+    places = placement.num_stages * n
+    prices = st.lists(PRICE, min_size=places, max_size=places).map(tuple)
+    kept = data.draw(prices)
+    caches = data.draw(st.lists(st.floats(0, 2), min_size=placement.num_stages, max_size=placement.num_stages))
+    waits = data.draw(st.floats(0, 1))
+    takes, gives = list(kept), [-value * (1 - waits) for value in kept]
+    for stage, cache in enumerate(caches):
+        takes[stage * n] += cache
+        gives[stage * n + n - 1] += cache
+        gives[stage * n] -= 2 * cache
+    memory = {Kind.F: tuple(takes), Kind.I: tuple(gives), Kind.W: tuple(-value * waits for value in kept)}
+    costs = Costs(data.draw(prices), data.draw(prices), data.draw(prices), p2p=0.1, memory=memory)
+    # One microbatch after another keeps this: all forwards of a microbatch, and the gradients of its keys and values.
+    alone = max(
+        sum(sum(takes[s * n : s * n + n]) + cache for s in stages for cache in (caches[s],))
+        for stages in placement.stages
+    )
+    cap = alone * data.draw(st.floats(1, 2.5))
+    result = search(p, m, n, costs, cap, [placement])
+    validate(result.schedule, costs, cap)
+    assert oracle.check(result.schedule) == []
+    timeline = simulate(result.schedule, costs)
+    assert result.makespan == timeline.makespan
+    assert timeline.peak <= loosened(cap)
+    assert result.lower_bound <= result.makespan * (1 + 1e-9)
+    for family in family_timelines(placement, m, n, costs):
+        if family.peak <= loosened(cap):
+            assert result.makespan <= family.makespan * (1 + 1e-9)
+
+
+def all_orders(p: int, m: int, n: int):
+    """Every order of a tiny linear pipeline with split backwards that the validator takes, on one device after another."""
+
+    def merges(chains):
+        if not any(chains):
+            yield ()
+            return
+        for index, chain in enumerate(chains):
+            if chain:
+                rest = [*chains[:index], chain[1:], *chains[index + 1 :]]
+                yield from ((chain[0], *order) for order in merges(rest))
+
+    turned = [k * n + n - 1 - j for k in range(m) for j in range(n)]
+    rows = []
+    for stage in range(p):
+        chains = [
+            [Action(Kind.F, stage, unit) for unit in range(m * n)],
+            [Action(Kind.I, stage, unit) for unit in turned],
+            [Action(Kind.W, stage, unit) for unit in turned],
+        ]
+        rows.append([order for order in merges(chains) if _ordered(order)])
+    return product(*rows)
+
+
+def _ordered(order) -> bool:
+    place = {action: at for at, action in enumerate(order)}
+    return all(
+        place[Action(Kind.F, s, u)] < at if kind is Kind.I else place[Action(Kind.I, s, u)] < at
+        for (kind, s, u), at in place.items()
+        if kind is not Kind.F
+    )
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "n", "seconds", "cap"),
+    [
+        (1, 2, 2, (1, 1, 1), 1.5),
+        (2, 1, 2, (1, 1, 1), 1.0),
+        (2, 1, 2, (1, 1.6, 0.4), 0.5),
+        (2, 1, 3, (0.7, 1.1, 1.3), 1.0),
+    ],
+)
+def test_no_order_at_all_undercuts_the_bound(p: int, m: int, n: int, seconds, cap: float) -> None:
+    costs, placement = Costs(*seconds, p2p=0.1), Placement.linear(p)
+    least, found = float("inf"), 0
+    for rows in all_orders(p, m, n):
+        schedule = Schedule("any", placement, m, rows, slices=n)
+        try:
+            validate(schedule, costs, cap)
+        except PipememError:
+            continue
+        found += 1
+        least = min(least, simulate(schedule, costs).makespan)
+    assert found > 1
+    assert lower_bound(placement, m, costs, cap, slices=n) <= least * (1 + 1e-9)
+    assert search(p, m, n, costs, cap, [placement]).makespan == pytest.approx(least)
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_no_family_undercuts_the_bound(data: st.DataObject) -> None:
+    p, m, n = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 9)), data.draw(st.integers(2, 4))
+    costs = Costs(*(data.draw(PRICE) for _ in range(3)), p2p=0.05)
+    placement = Placement.linear(p)
+    for timeline in family_timelines(placement, m, n, costs):
+        assert lower_bound(placement, m, costs, timeline.peak, slices=n) <= timeline.makespan * (1 + 1e-9)
+
+
+def test_auto_keeps_the_best_number_of_slices() -> None:
+    """One microbatch on four devices: only slices overlap anything."""
+    options = {"slices": "1,2,4", "placement": "linear", "seconds": 600, "effort": 0.2}
+    chosen = resolve(Request(AUTO, None, options), Shape(4, None, 1), Knowledge())
+    assert chosen.schedule.slices == 4
+    validate(chosen.schedule)
+    assert {each.schedule.slices for each in chosen.search.candidates} == {1, 2, 4}
+    alone = {
+        n: resolve(Request(AUTO, None, {**options, "slices": n}), Shape(4, None, 1), Knowledge()) for n in (1, 2, 4)
+    }
+    assert chosen.search.makespan == min(each.search.makespan for each in alone.values())
+    assert chosen.search.lower_bound == min(each.search.lower_bound for each in alone.values())
+
+
+def test_a_cap_that_only_slices_keep() -> None:
+    options = {"slices": [1, 4], "placement": "linear", "seconds": 600, "effort": 0.2}
+    cap = MemoryCap((0.6, 0.6, 0.3, 0.3), False)
+    chosen = resolve(Request(AUTO, cap, options), Shape(4, None, 6), Knowledge())
+    one = resolve(Request(AUTO, cap, {**options, "slices": 1}), Shape(4, None, 6), Knowledge())
+    assert chosen.schedule.slices == 4
+    assert chosen.search.makespan < one.search.makespan
+    validate(chosen.schedule, memory_cap=cap.amount)
+
+
+def test_auto_without_the_option_is_as_before() -> None:
+    """And the option with one slice asks for the same."""
+    shape, knowledge = Shape(4, None, 6), Knowledge(Costs(1, 1.3, 0.7))
+    plain = resolve(Request(AUTO, None, {"seconds": 600, "effort": 0.2}), shape, knowledge)
+    one = resolve(Request(AUTO, None, {"seconds": 600, "effort": 0.2, "slices": 1}), shape, knowledge)
+    direct = search_schedule(
+        num_devices=4,
+        num_microbatches=6,
+        costs=Costs(1, 1.3, 0.7),
+        placements=[Placement.v_shape(4), Placement.interleaved(4, 2)],
+        seconds=600,
+        effort=0.2,
+    )
+    assert plain.schedule.orders == one.schedule.orders == direct.schedule.orders
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 1.5, "2,x", "", [], [2, 0], None])
+def test_wrong_numbers_of_slices(wrong: object) -> None:
+    with pytest.raises(UnsupportedError, match=r"slices of a search"):
+        slice_counts(wrong)
+
+
+def test_numbers_of_slices() -> None:
+    assert slice_counts(4) == (4,)
+    assert slice_counts("8, 1,2,2") == (1, 2, 8)
+    assert slice_counts([2, 1]) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"offload": "full"}, {"recompute": "full"}, {"barriers": 1, "vocabulary": "2"}, {"options": {"period": True}}],
+)
+def test_what_slices_are_not_searched_with(asked: dict) -> None:
+    asked = SimpleNamespace(**({"options": {}} | asked))
+    options = {"slices": 2, **asked.options}
+    rest = {key: value for key, value in vars(asked).items() if key != "options"}
+    with pytest.raises(UnsupportedError, match="slices are searched for without|a period is searched for alone"):
+        resolve(Request(AUTO, None, options, **rest), Shape(2, None, 2), Knowledge())
+
+
+def test_a_run_counts_no_bytes_of_slices() -> None:
+    request = Request(AUTO, MemoryCap(2**30, True), {"slices": 2})
+    with pytest.raises(UnsupportedError, match="a run counts the bytes of whole microbatches"):
+        resolve(request, Shape(2, None, 2), Knowledge(measures=True))

@@ -1,0 +1,205 @@
+"""Prices per stage and slice: tables of them, and what the simulator makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_schedules import random_schedules
+from weighted_oracle import Event, play
+
+from megatron_pipemem.errors import CostsError, ScheduleError
+from megatron_pipemem.report.timeline import DrawnRun
+from megatron_pipemem.schedule.core.action import Action, Kind, place
+from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, Channel, Costs
+from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import held_after, peaks, simulate
+from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
+from megatron_pipemem.schedule.features.offload.planning import plan_offload
+from megatron_pipemem.schedule.features.offload.recompute import with_recompute
+from megatron_pipemem.schedule.knowledge import Knowledge
+from megatron_pipemem.schedule.registry import build_schedule
+from megatron_pipemem.schedule.search.many_orders import ManyOrders
+
+LINEAR = Placement.linear(2)
+
+
+@st.composite
+def priced(draw: st.DrawFn, schedule: Schedule) -> Costs:
+    """Seconds and bytes of every stage and slice; what a microbatch takes, it gives back."""
+    places = schedule.num_stages * schedule.slices
+
+    def some(least: int, most: int) -> tuple[int, ...]:
+        return tuple(draw(st.lists(st.integers(least, most), min_size=places, max_size=places)))
+
+    takes, given_back = some(0, 20), some(-20, 5)
+    memory = {Kind.F: takes, Kind.I: given_back, Kind.W: tuple(-f - i for f, i in zip(takes, given_back, strict=True))}
+    return Costs(some(0, 9), some(0, 9), some(0, 9), draw(st.sampled_from([0, 1, 6])), memory)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_any_schedule_and_prices_as_the_oracles_play_them(data: st.DataObject) -> None:
+    schedule = data.draw(random_schedules(max_slices=4))
+    costs, slices = data.draw(priced(schedule)), schedule.slices
+    weights = st.lists(st.integers(0, 3), min_size=schedule.num_microbatches, max_size=schedule.num_microbatches)
+    weigh = data.draw(st.none() | weights)
+    tables = {"F": costs.forward, "I": costs.backward_input, "W": costs.backward_weight}
+    memory = {"F": costs.memory[Kind.F], "I": costs.memory[Kind.I], "W": costs.memory[Kind.W]}
+
+    def look_up(tables: dict[str, tuple[int, ...]], event: Event) -> float:
+        kind, stage, unit = event
+        if kind == "B":
+            return look_up(tables, ("I", stage, unit)) + look_up(tables, ("W", stage, unit))
+        weight = 1 if weigh is None else weigh[unit // slices]
+        return tables[kind][stage * slices + unit % slices] * weight
+
+    def message(unit: int) -> float:
+        return costs.p2p / slices * (1 if weigh is None else weigh[unit // slices])
+
+    played = play(
+        schedule,
+        lambda event: look_up(tables, event),
+        message,
+        lambda unit: 0.0,
+        changes=lambda event: look_up(memory, event),
+    )
+    own = None if weigh is None else MicrobatchWeights(tuple(weigh), tuple(weigh))
+    timeline = simulate(schedule, replace(costs, microbatch=own))
+    for ours, theirs in zip(timeline.spans, played.spans, strict=True):
+        assert [x for span in ours for x in span] == pytest.approx([x for span in theirs for x in span], abs=1e-9)
+    assert timeline.peaks == pytest.approx(played.device_peaks, abs=1e-9)
+    if weigh is None:
+        last = oracle.makespan_of(schedule, lambda kind, stage, part: look_up(tables, (kind, stage, part)), costs.p2p)
+        assert timeline.makespan == pytest.approx(last)
+    validate(schedule, replace(costs, microbatch=own), max(timeline.peaks))
+    if max(timeline.peaks) > 0:
+        with pytest.raises(ScheduleError, match=r"bytes over|bytes after it, over"):
+            validate(schedule, replace(costs, microbatch=own), max(timeline.peaks) * 0.99)
+
+
+def test_where_a_stage_and_a_slice_stand() -> None:
+    assert [place(Action(Kind.F, 1, unit), 3) for unit in range(4)] == [3, 4, 5, 3]
+    assert place(Action(Kind.REDUCE_GRAD, 2), 3) == 6
+    assert place(Action(Kind.F, 2, 7), 1) == 2
+
+
+def test_slices_share_what_has_no_price_of_theirs() -> None:
+    costs = Costs(4, (1, 2), (1, 2, 3, 4), memory={Kind.F: 6, Kind.B: (-4, -2, -3, -3), Kind.REDUCE_GRAD: -1})
+    seconds = costs.seconds(LINEAR, 2)
+    assert (seconds[Kind.F], seconds[Kind.I], seconds[Kind.W]) == ((2,) * 4, (0.5, 0.5, 1, 1), (1, 2, 3, 4))
+    assert seconds[Kind.B] == (1.5, 2.5, 4, 5)
+    changes = costs.memory_changes(LINEAR, slices=2)
+    assert (changes[Kind.F], changes[Kind.B]) == ((3,) * 4, (-4, -2, -3, -3))
+    assert changes[Kind.REDUCE_GRAD] == (-1,) * 4, "it is on a whole stage"
+    again = costs.memory_changes(LINEAR, {1: Kind.RS}, 2)
+    assert again[Kind.F] == pytest.approx((3, 3, 3 - 3 * SELECTIVE_BYTES, 3 - 3 * SELECTIVE_BYTES))
+    moved = Channel((1, 2, 3, 4), 8).seconds(LINEAR, 2)
+    assert (moved[Kind.OFFLOAD], moved[Kind.RELOAD]) == ((1, 2, 3, 4), (4,) * 4)
+    passes = VocabularyCosts((1, 2, 3, 4), 2, collectives=3)
+    assert passes.seconds(2, 2)[Kind.S] == (1, 2, 3, 4)
+    assert (passes.seconds(2, 2)[Kind.T], passes.collective_seconds(2)[Kind.STATS]) == ((1,) * 4, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        (
+            Costs((1, 2, 3)),
+            "forward has 3 values but the placement has 2 stages; give one value per stage, or 4 of one per stage and slice, "
+            "stage by stage, or a single number",
+        ),
+        (
+            Costs(memory={Kind.F: (1,) * 8}),
+            "memory of F has 8 values but the placement has 2 stages; give one value per",
+        ),
+    ],
+)
+def test_tables_of_another_length_are_refused(costs: Costs, message: str) -> None:
+    with pytest.raises(CostsError, match=message):
+        simulate(build_schedule("seq1f1b", num_devices=2, num_microbatches=2, slices=2), costs)
+    with pytest.raises(CostsError, match="seconds of S has 3 values for 2 devices; give one per device, 4 of one per"):
+        VocabularyCosts((1, 2, 3)).seconds(2, 2)
+
+
+def test_slices_of_a_pipeline_with_replicas_are_alike() -> None:
+    both = Placement.from_devices((0, 1, 1, 0), 2)
+    assert Costs((4, 8)).seconds(both, 2)[Kind.F] == (2, 2, 4, 4) * 2
+    with pytest.raises(CostsError, match="slices have prices of their own only in a pipeline with one replica"):
+        Costs((1,) * 8).seconds(both, 2)
+
+
+def test_what_is_held_after_every_slice() -> None:
+    actions = [Action.parse(each) for each in "0F0 0F1 0B1 0F2 0B0 0REDUCE_GRAD".split()]
+    changes = {Kind.F: (5, 3), Kind.B: (-5, -3), Kind.REDUCE_GRAD: (7, 0)}
+    assert held_after(actions, changes, slices=2) == [5, 8, 5, 10, 5, 12]
+    assert held_after(actions, changes, (1, 1, 2), 2) == [5, 8, 5, 15, 10, 17], "what is on a whole stage has no weight"
+
+
+def test_pictures_and_peaks_take_the_bytes_of_slices() -> None:
+    schedule = build_schedule("seq1f1b", num_devices=2, num_microbatches=3, slices=2)
+    costs = Costs((1, 3, 1, 3), 1, 1, memory={Kind.F: (9, 1, 9, 1), Kind.B: (-9, -1, -9, -1)})
+    rows = DrawnRun(simulate(schedule, costs)).rows
+    assert tuple(max(box.held for box in row) for row in rows) == peaks(schedule, costs) == (19, 18)
+
+
+def test_what_a_run_has_counted_of_every_slice() -> None:
+    schedule = build_schedule("seq1f1b", num_devices=2, num_microbatches=3, slices=2)
+    counted = {
+        Kind.F: (90, 10, 90, 10),
+        Kind.I: (0, 0, -8, -4),
+        Kind.W: (-90, -10, -90, -10),
+        Kind.RECV_F: (0, 0, 8, 4),
+        Kind.SEND_F: (0, 0, 0, 0),
+    }
+    known = Knowledge(Costs(channel=Channel(1)), changes=counted)
+    costs = known.counted_costs(schedule.placement, True)
+    assert costs.memory_changes(schedule.placement, slices=2)[Kind.F] == (90, 10, 98, 14)
+    assert known.message == 8
+    # On the last device, slices 0 and 2 with their inputs, and the input of 3.
+    assert list(known.held(schedule, costs)) == [190, 200]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_copies_to_the_host_are_planned_for_the_prices_of_slices(data: st.DataObject) -> None:
+    base = data.draw(random_schedules(max_slices=3))
+    places = base.num_stages * base.slices
+    takes = data.draw(st.lists(st.integers(0, 9), min_size=places, max_size=places))
+    memory = {Kind.F: tuple(takes), Kind.W: tuple(-each for each in takes)}
+    copies = data.draw(st.lists(st.sampled_from([0.1, 0.5, 2]), min_size=places, max_size=places))
+    costs = Costs(data.draw(priced(base)).forward, 1.25, 0.5, 0.25, memory, channel=Channel(tuple(copies)))
+    free = plan_offload(base, costs)
+    assert max(free.peaks) <= max(free.base_timeline.peaks) * (1 + 1e-9)
+    assert free.delay <= 1e-6 * free.makespan, "planned for other seconds than these"
+    cap, budget = max(free.base_timeline.peaks) * data.draw(st.sampled_from([0.4, 0.8])), max(takes)
+    plan = plan_offload(base, costs, memory_cap=cap, host_budget=budget)
+    validate(plan.schedule, costs, plan.memory_cap if plan.keeps_cap else None, budget)
+
+
+def test_orders_of_microbatches_are_tried_with_the_prices_of_slices() -> None:
+    base = build_schedule("seq1f1b", num_devices=3, num_microbatches=4, slices=2)
+    weights = MicrobatchWeights((1, 3, 1, 2), (1, 2, 1, 2))
+    costs = Costs((1, 3) * 3, 1, 1, 0.5, {Kind.F: (9, 1) * 3, Kind.B: (-9, -1) * 3}, microbatch=weights)
+    orders = [(0, 1, 2, 3), (3, 1, 0, 2), (1, 0, 3, 2)]
+    makespans, excess = ManyOrders(base, costs, (20,) * 3).try_all(orders)
+    for order, makespan, over in zip(orders, makespans, excess, strict=True):
+        timeline = simulate(base, replace(costs, microbatch=weights.reordered(order)))
+        assert (makespan, over) == pytest.approx((timeline.makespan, max(timeline.peaks) / 20 - 1))
+
+
+def test_recomputed_slices_take_their_own_time_again() -> None:
+    schedule = build_schedule("seq1f1b", num_devices=1, num_microbatches=1, slices=2)
+    costs = Costs((1, 3), 1, 1, memory={Kind.F: (9, 1), Kind.B: (-9, -1)})
+    timeline = simulate(with_recompute(schedule, {0: Kind.R}), costs)
+    taken = {
+        str(a): end - start for a, (start, end) in zip(timeline.schedule.orders[0], timeline.spans[0], strict=True)
+    }
+    assert (taken["0F0"], taken["0F1"], taken["0R1"], taken["0R0"]) == (1, 3, 3, 1)
+    assert timeline.peaks == (9,), "one slice at a time"

@@ -1,0 +1,130 @@
+"""Families that take sequence slices: correct for any number of them, and as fast and as small as they promise."""
+
+from __future__ import annotations
+
+import hashlib
+
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from promises import assert_bubble_as_promised, assert_peak_as_promised
+
+from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.registry import build_schedule, families, family
+
+# SlimPipe takes multiples of p alone: test_slimpipe.py.
+NAMES = [each.name for each in families() if "slices" in each.options and each.name != "slimpipe"]
+
+
+def build(name: str, p: int, m: int, **options: object) -> Schedule:
+    return build_schedule(name, num_devices=p, num_microbatches=m, **options)
+
+
+# Over digests of all orders for p from 1 to 9, before there were slices.
+UNSLICED = {
+    "v-min": "1daa18786099d9ce",
+    "v-half": "aefe12cf893299a3",
+    "zbv": "a83c76edae27fa89",
+    "1f1b-v": "f89d515777555be8",
+    "interleaved": "601a091f438f65af",
+    "zb-h1": "aec0647ea46ee5d1",
+    "zb-h2": "60e8558c9e975e27",
+}
+
+
+@pytest.mark.parametrize("name", UNSLICED)
+def test_whole_sequences_run_in_the_orders_that_families_had_before_slices(name: str) -> None:
+    digests = []
+    for p in range(1, 10):
+        for m in (1, 2, p, p + 1, 2 * p, 3 * p + 2, 7 * p + 1):
+            schedule = build(name, p, m, slices=1)
+            assert schedule == build(name, p, m)
+            digests.append(schedule.digest)
+    assert hashlib.sha256(" ".join(digests).encode()).hexdigest()[:16] == UNSLICED[name]
+
+
+def assert_correct(schedule: Schedule) -> None:
+    assert oracle.check(schedule) == []
+    assert oracle.disordered_weight_gradients(schedule) == []
+    validate(schedule)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 6, 7])
+def test_correct_and_as_small_and_fast_as_promised(name: str, p: int, n: int) -> None:
+    for m in (1, p - 1, p, p + 1, 2 * p, 3 * p + 1):
+        schedule = build(name, p, max(m, 1), slices=n)
+        assert_correct(schedule)
+        assert schedule.slices == n
+        assert_peak_as_promised(family(name), schedule, max(oracle.peak(schedule)))
+        if m >= 2 * p:
+            assert_bubble_as_promised(family(name), schedule)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_many_slices_on_many_devices(name: str) -> None:
+    for p, m, n in ((16, 2, 16), (12, 24, 3)):
+        schedule = build(name, p, m, slices=n)
+        assert_correct(schedule)
+        assert_peak_as_promised(family(name), schedule, max(oracle.peak(schedule)))
+        if m >= 2 * p:
+            assert_bubble_as_promised(family(name), schedule)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_slices_save_memory_and_cost_no_time(data: st.DataObject) -> None:
+    """Of equal slices and equal passes; and the simulator agrees with the oracle for any prices."""
+    name = data.draw(st.sampled_from(NAMES))
+    p, m, n = (data.draw(st.integers(1, most)) for most in (9, 14, 6))
+    schedule, whole = build(name, p, m, slices=n), build(name, p, m, slices=1)
+    assert_correct(schedule)
+    assert max(oracle.peak(schedule)) <= max(oracle.peak(whole))
+    assert oracle.makespan(schedule, 1, 1, 1) <= oracle.makespan(whole, 1, 1, 1) + 1e-9
+    prices = data.draw(st.tuples(*[st.floats(0.1, 10)] * 3, st.floats(0, 5)))
+    timeline = simulate(schedule, Costs(*prices))
+    assert timeline.makespan == pytest.approx(oracle.makespan(schedule, *prices))
+    assert timeline.peaks == pytest.approx([float(peak) for peak in oracle.peak(schedule)])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forwards_run_slice_by_slice_and_backwards_in_reverse(name: str) -> None:
+    schedule = build(name, 3, 2, slices=3)
+    for stage, device in enumerate(schedule.placement.devices):
+        units = {letter: [a.microbatch for a in schedule.orders[device] if a.stage == stage and a.kind.value in letter]
+                 for letter in ("F", "IB", "WB")}  # fmt: skip
+        assert units == {"F": [0, 1, 2, 3, 4, 5], "IB": [2, 1, 0, 5, 4, 3], "WB": [2, 1, 0, 5, 4, 3]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("slices", [0, "2", 1.5, True])
+def test_slices_are_whole_numbers(name: str, slices: object) -> None:
+    with pytest.raises(UnsupportedError, match=f"{name}: slices must be a whole number of at least 1, not"):
+        build(name, 2, 2, slices=slices)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_interleaved_slices_in_groups_of_any_size(data: st.DataObject) -> None:
+    p, m, n, v = (data.draw(st.integers(1, most)) for most in (5, 7, 6, 4))
+    group = data.draw(st.integers(p, 2 * p + n))
+    schedule = build("interleaved", p, m, chunks=v, group_size=group, slices=n)
+    assert_correct(schedule)
+    # A microbatch's slices are in as many groups more than one, each of which holds all chunks.
+    groups = 1 + -(-(n - 1) // group)
+    assert max(oracle.peak(schedule)) * p * v * n <= 2 * p - 2 + n + (v - 1) * groups * group
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+@pytest.mark.parametrize(("p", "n"), [(2, 3), (3, 3), (4, 2), (4, 6), (5, 2)])
+def test_interleaved_bubble_and_peak(p: int, n: int, v: int) -> None:
+    for m in (2 * p, 4 * p + 1):
+        schedule = build("interleaved", p, m, slices=n, chunks=v)
+        assert_peak_as_promised(family("interleaved"), schedule, max(oracle.peak(schedule)))
+        assert_bubble_as_promised(family("interleaved"), schedule)
