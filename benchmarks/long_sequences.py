@@ -7,11 +7,15 @@ node, at most 16 pipeline ranks, and everything else (data parallelism, schedule
 Context parallelism is priced as a ring (arXiv 2310.01889, Megatron's p2p exchange): every rank has 1/cp of the tokens; keys and
 values pass ``cp - 1`` times in F, with their gradients in I, hidden behind attention where that takes longer. The two halves of
 a sequence that a rank has in Megatron balance causal attention, so all ranks take as long. Slices are of equally many tokens,
-so that the last attends longest; see ``planner/slices.py``. Attention counts in full, as in MFU, for both. What is priced but
-not run yet says ``pipemem plan``. Takes some minutes.
+so that the last attends longest, or of equally many FLOPs (see ``planner/slices.py``). Attention counts in full, as in MFU, for
+both. What is priced but not run yet says ``pipemem plan``. Takes some minutes.
+
+With ``--emulated`` sliced steps run on devices that sleep instead of computing, beside steps of whole microbatches: they take
+as long as simulated, and are as many times as fast at equal memory.
 
     python benchmarks/long_sequences.py                  # 32K, 128K and 512K tokens on 128 H100-80GB
     python benchmarks/long_sequences.py --sequence 131072 --nodes 8
+    python benchmarks/long_sequences.py --emulated       # on sleeping ranks: p = 4, m = 1, 2 and 4
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from megatron_pipemem.planner.plans import Plan, gibibytes
 from megatron_pipemem.planner.space import Limits
 from megatron_pipemem.planner.variants import PLAIN
 from megatron_pipemem.report.tables import FittingTable
+from megatron_pipemem.schedule.core.slices import FLOPS, SLICE_CUTS
 
 TOKENS = 2**22
 """Of a step."""
@@ -51,14 +56,18 @@ class Way:
         sequence: tokens of a sequence.
         cp: context-parallel ranks.
         slices: of a microbatch.
+        slice_cut: how they are cut.
     """
 
     sequence: int
     cp: int = 1
     slices: int = 1
+    slice_cut: str = "tokens"
 
     def __str__(self) -> str:
-        return f"cp {self.cp}" if self.slices == 1 else f"{self.slices} slices"
+        if self.slices == 1:
+            return f"cp {self.cp}"
+        return f"{self.slices} slices" + " by FLOPs" * (self.slice_cut == FLOPS)
 
     def run(self, nodes: int, model: str = "llama3-70b", tp: int = 8) -> Run:
         """Return the run that the planner starts from.
@@ -88,15 +97,16 @@ class Way:
                 "micro_batch": [1],
                 "variant": [PLAIN],
                 "slices": [self.slices],
+                "slice_cut": [self.slice_cut],
             }
         )
         return next(iter(plan(run, limits=limits, top=1, search_seconds=0.0).plans), None)
 
 
 def ways(sequence: int, counts: Sequence[int] = COUNTS) -> Iterator[Way]:
-    """Yield context parallelism of every degree, then slices of every number."""
+    """Yield context parallelism of every degree, then slices of every number, cut in either way."""
     yield from (Way(sequence, cp=count) for count in counts)
-    yield from (Way(sequence, slices=count) for count in counts if count > 1)
+    yield from (Way(sequence, slices=count, slice_cut=cut) for cut in SLICE_CUTS for count in counts if count > 1)
 
 
 def row(way: Way, found: Plan | None) -> tuple[str, ...]:
@@ -120,12 +130,47 @@ def row(way: Way, found: Plan | None) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequence", type=int, action="append", help="tokens; by default 32K, 128K and 512K")
-    parser.add_argument("--nodes", type=int, default=16, help="of eight H100 each")
+    parser.add_argument("--nodes", type=int, default=16, help="of eight H100 each (default: %(default)d)")
     parser.add_argument("--output", type=Path, default=Path("out/benchmarks/long_sequences.json"))
+    asleep = parser.add_argument_group("--emulated")
+    asleep.add_argument("--emulated", action="store_true", help="run steps on sleeping devices in place of planning")
+    asleep.add_argument("--devices", type=int, default=4, help="pipeline ranks (default: %(default)d)")
+    asleep.add_argument("--microbatches", type=int, nargs="+", help="of a step (default: 1, 2 and one per device)")
+    asleep.add_argument(
+        "--slices", type=int, nargs="+", default=[2, 4, 8, 16], help="of a microbatch (default: %(default)s)"
+    )
+    asleep.add_argument(
+        "--step-ms",
+        type=float,
+        default=320,
+        help="of F, I and W each, of a device's whole share (default: %(default)g)",
+    )
+    asleep.add_argument(
+        "--attention-share", type=float, default=0.25, help="of F's time, causal attention's (default: %(default)g)"
+    )
+    asleep.add_argument(
+        "--keys-share", type=float, default=0.05, help="of what F keeps, that of keys and values (default: %(default)g)"
+    )
+    asleep.add_argument("--repeats", type=int, default=3, help="measured steps of every row (default: %(default)d)")
     given = parser.parse_args()
+    given.microbatches = given.microbatches or [1, 2, given.devices]
+    if min((*given.microbatches, given.repeats, given.step_ms)) <= 0 or min((*given.slices, given.devices)) < 2:
+        parser.error("microbatches, repeats and --step-ms must be positive, and devices and slices at least 2")
     console = Console(width=170, highlight=False)
+    if given.emulated:
+        from emulated.slices import run_emulated
+
+        results = run_emulated(given)
+    else:
+        results = plan_ways(given, console)
+    write_whole(given.output, json.dumps(results, indent=1) + "\n")
+    console.print(f"written to {given.output}")
+
+
+def plan_ways(given: argparse.Namespace, console: Console) -> list[dict]:
+    """Plan every way to cut sequences, print the table, and return it as JSON data."""
     table = FittingTable(COLUMNS, text=("cut", "schedule", "recompute", "binds"))
     results = []
     for sequence in given.sequence or SEQUENCES:
@@ -134,8 +179,7 @@ def main() -> None:
             table.add_row(*cells)
             results.append(dict(zip(COLUMNS, cells, strict=True)))
     console.print(table)
-    write_whole(given.output, json.dumps(results, indent=1) + "\n")
-    console.print(f"written to {given.output}")
+    return results
 
 
 if __name__ == "__main__":

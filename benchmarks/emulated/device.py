@@ -11,6 +11,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -37,13 +38,13 @@ class Device:
 
     Args:
         price: seconds of a pass, given its kind, its stage (or device) and its microbatch.
-        tokens: how many activations a microbatch counts for, in order; left out, each counts for one.
+        tokens: how many activations each forward of a stage counts for, in order; left out, each counts for one.
 
     Attributes:
         scale: what durations are multiplied with; 0 for a step that only warms up.
-        passes: ``(action, start, end)`` of every pass of the step, as they ran, a B as I and W. A microbatch
-            is a running number.
-        peak: the most activations that were kept right after a forward had begun.
+        passes: ``(action, start, end)`` of every pass of the step, as they ran, a B as I and W. Microbatches, or slices of
+            them, have the number of their forward on this stage.
+        peak: the most that was kept at once, in activations of one stage.
     """
 
     def __init__(self, price: Callable[[Kind, int, int], float], tokens: Sequence[float] = ()):
@@ -58,22 +59,34 @@ class Device:
         self._counts: dict[tuple[Kind, int], int] = defaultdict(int)
         self._alive: list[tuple[StorageWeakRef, float]] = []
 
-    def new_activation(self, stage: int) -> torch.Tensor:
-        """What a forward leaves behind until its weight gradient is done. Counted for as long as anything keeps it."""
-        activation, size = torch.empty(1), self._tokens[self._counts[Kind.F, stage]] if self._tokens else 1
-        self._alive = [(reference, held) for reference, held in self._alive if not reference.expired()]
-        self._alive.append((StorageWeakRef(activation.untyped_storage()), size))
-        self.peak = max(self.peak, sum(held for _, held in self._alive))
-        return activation
+    def new_activation(self, stage: int) -> tuple[torch.Tensor, int]:
+        """Return what a forward leaves behind until its weight gradient is done, and the forward's number."""
+        activation, number = torch.empty(1), self._counts[Kind.F, stage]
+        self.hold(activation, self._tokens[number] if self._tokens else 1)
+        return activation, number
 
-    def work(self, kind: Kind, stage: int, since: float) -> None:
-        """Be busy until the pass that began at ``since`` has taken its time."""
-        microbatch = self._counts[kind, stage]
-        deadline = since + self.scale * self._price(kind, stage, microbatch)
+    def hold(self, tensor: torch.Tensor, size: float) -> None:
+        """Count a tensor as so many activations, for as long as anything keeps it."""
+        self._alive = [(reference, held) for reference, held in self._alive if not reference.expired()]
+        self._alive.append((StorageWeakRef(tensor.untyped_storage()), size))
+        self.peak = max(self.peak, sum(held for _, held in self._alive))
+
+    def work(self, kind: Kind, stage: int, since: float, number: int | None = None) -> None:
+        """Be busy until the pass that began at ``since`` has taken its time.
+
+        Args:
+            kind: of the pass.
+            stage: its stage, or its device.
+            since: when it began.
+            number: of its forward; left out, passes of a kind are counted.
+        """
+        if number is None:
+            number = self._counts[kind, stage]
+        deadline = since + self.scale * self._price(kind, stage, number)
         time.sleep(max(deadline - time.perf_counter() - _SPIN, 0.0))
         while (end := time.perf_counter()) < deadline:
             pass
-        self.passes.append((Action(kind, stage, microbatch), since, end))
+        self.passes.append((Action(kind, stage, number), since, end))
         self._counts[kind, stage] += 1
 
 
@@ -83,6 +96,10 @@ class SleepingStage(torch.nn.Module):
     A full backward walks the input path, which sleeps I, and then the weight path, which sleeps W. A runtime that splits
     backwards through autograd's graph walks them one at a time; one that collects weight gradients in a queue finds W there.
     What the stage does besides sleeping is part of its passes.
+
+    Args:
+        device: takes the time of the passes.
+        stage: its number.
     """
 
     def __init__(self, device: Device, stage: int):
@@ -96,24 +113,33 @@ class SleepingStage(torch.nn.Module):
         since = time.perf_counter()
         if self.embedding is not None:
             input = input + self.embedding
-        activation, queue = self.device.new_activation(self.stage), current_queue()
+        activation, number = self.device.new_activation(self.stage)
+        ran, queue = _Forward(self, number), current_queue()
         if queue is not None:
-            output = _InputPath.apply(input, activation, self, queue)
+            output = _InputPath.apply(input, activation, ran, queue)
         else:
             # Built first, because autograd runs the newest node first.
-            weight = _WeightPath.apply(self.weight, activation, self)
-            output = _InputPath.apply(input, activation, self, None) + weight
+            weight = _WeightPath.apply(self.weight, activation, ran)
+            output = _InputPath.apply(input, activation, ran, None) + weight
         self.device.work(Kind.F, self.stage, since)
         return output
 
 
+class _Forward(NamedTuple):
+    """Say which forward a backward belongs to."""
+
+    stage: SleepingStage
+    number: int
+
+    def work(self, kind: Kind, since: float) -> None:
+        self.stage.device.work(kind, self.stage.stage, since, self.number)
+
+
 class _InputPath(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, input: torch.Tensor, activation: torch.Tensor, stage: SleepingStage, queue: WeightGradientQueue | None
-    ):
+    def forward(ctx, input: torch.Tensor, activation: torch.Tensor, ran: _Forward, queue: WeightGradientQueue | None):
         ctx.save_for_backward(activation)
-        ctx.stage, ctx.queue = stage, queue
+        ctx.ran, ctx.queue = ran, queue
         return input.clone()
 
     @staticmethod
@@ -121,30 +147,30 @@ class _InputPath(torch.autograd.Function):
         since = time.perf_counter()
         (activation,) = ctx.saved_tensors
         if ctx.queue is not None:
-            ctx.queue.put(_DeferredWeight(ctx.stage, activation, gradient))
+            ctx.queue.put(_DeferredWeight(ctx.ran, activation, gradient))
         gradient = gradient.contiguous()  # that of a sum is not, and not every runtime can send it
-        ctx.stage.device.work(Kind.I, ctx.stage.stage, since)
+        ctx.ran.work(Kind.I, since)
         return gradient, None, None, None
 
 
 class _WeightPath(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight: torch.Tensor, activation: torch.Tensor, stage: SleepingStage):
+    def forward(ctx, weight: torch.Tensor, activation: torch.Tensor, ran: _Forward):
         ctx.save_for_backward(activation)
-        ctx.stage = stage
+        ctx.ran = ran
         return weight.clone()
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor):
-        ctx.stage.device.work(Kind.W, ctx.stage.stage, time.perf_counter())
+        ctx.ran.work(Kind.W, time.perf_counter())
         return gradient, None, None
 
 
 class _DeferredWeight(DeferredWeightGradient):
     """A W that waits in the queue."""
 
-    def __init__(self, stage: SleepingStage, activation: torch.Tensor, gradient: torch.Tensor):
-        self._stage, self._activation, self._gradient = stage, activation, gradient
+    def __init__(self, ran: _Forward, activation: torch.Tensor, gradient: torch.Tensor):
+        self._ran, self._activation, self._gradient = ran, activation, gradient
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -152,6 +178,7 @@ class _DeferredWeight(DeferredWeightGradient):
 
     def run(self) -> None:
         since = time.perf_counter()
-        weight, gradient = self._stage.weight, self._gradient.sum_to_size(self._stage.weight.shape)
+        weight = self._ran.stage.weight
+        gradient = self._gradient.sum_to_size(weight.shape)
         weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
-        self._stage.device.work(Kind.W, self._stage.stage, since)
+        self._ran.work(Kind.W, since)

@@ -13,6 +13,7 @@ from torch.distributed import pipelining
 from emulated.device import ROWS, WIDTH, Device, SleepingStage
 from emulated.vocabulary import SleepingVocabulary, open_channels
 from megatron_pipemem.runtime.executor import Executor
+from megatron_pipemem.runtime.key_value_cache import KeyValueCache
 from megatron_pipemem.runtime.transport import MessageFormat, Transport, connect
 from megatron_pipemem.schedule.core.action_prices import ActionPrices
 from megatron_pipemem.schedule.core.costs import Costs
@@ -58,8 +59,13 @@ class Step:
     executor: Callable[[], Executor] | None = None
 
 
-def our_steps(schedules: Iterable[tuple[str, Schedule, Costs]]) -> Iterator[Step]:
-    """This project's executor and transport, without Megatron around them."""
+def our_steps(schedules: Iterable[tuple[str, Schedule, Costs]], keys_and_values: float = 0.0) -> Iterator[Step]:
+    """This project's executor and transport, without Megatron around them.
+
+    Args:
+        schedules: name, order and prices of each.
+        keys_and_values: of what F keeps, the part that is keys and values, where sequences are cut into equal slices.
+    """
     pipelines = {}
     vocabulary_channels = None
     for name, schedule, costs in schedules:
@@ -69,11 +75,14 @@ def our_steps(schedules: Iterable[tuple[str, Schedule, Costs]]) -> Iterator[Step
         if placement.devices not in pipelines:
             assert dist.group.WORLD is not None
             pipelines[placement.devices] = connect(placement, dist.group.WORLD, CPU)
-        device = device_of(schedule, costs)
-        kind, vocabulary = _Runner, None
+        device = device_of(schedule, costs, keys_and_values)
+        kind: Callable[[Device, int, Placement], _Runner] = _Runner
+        vocabulary = None
         if schedule.vocabulary_barriers:
             vocabulary_channels = vocabulary_channels or open_channels()
             kind, vocabulary = _RunnerBetween, SleepingVocabulary(device, schedule, vocabulary_channels)
+        elif schedule.slices > 1:
+            kind = partial(_RunnerOfSlices, slices=schedule.slices, keys_and_values=keys_and_values)
         runners = {stage: kind(device, stage, placement) for stage in placement.stages[dist.get_rank()]}
         message = MessageFormat((ROWS, 1, WIDTH), torch.float32, CPU)
 
@@ -93,10 +102,14 @@ def our_steps(schedules: Iterable[tuple[str, Schedule, Costs]]) -> Iterator[Step
         yield Step("pipemem", name, device, run, schedule, costs, executor)
 
 
-def device_of(schedule: Schedule, costs: Costs) -> Device:
-    """A device whose passes take, and whose activations count for, what the costs say of the schedule's microbatches."""
-    weights = costs.microbatch
-    return Device(ActionPrices(schedule, costs).of, weights.tokens if weights else ())
+def device_of(schedule: Schedule, costs: Costs, keys_and_values: float = 0.0) -> Device:
+    """A device whose passes take, and whose activations count for, what the costs say of the schedule's microbatches, or of
+    their slices without keys and values.
+    """
+    weights, slices = costs.microbatch, schedule.slices
+    tokens = weights.tokens if weights else (1.0,) * schedule.num_microbatches
+    own = [each * (1 - keys_and_values) / slices for each in tokens for _ in range(slices)] if slices > 1 else tokens
+    return Device(ActionPrices(schedule, costs).of, own)
 
 
 class _Runner:
@@ -128,6 +141,32 @@ class _RunnerBetween(_Runner):
         assert input is not None, "the embedding is before the first stage"
         # Its output has the batch first.
         return self._stage(input.transpose(0, 1).contiguous() if self._stage.stage == 0 else input)
+
+
+class _RunnerOfSlices(_Runner):
+    """A sleeping stage whose slices share keys and values, kept as in a run."""
+
+    def __init__(self, device: Device, stage: int, placement: Placement, slices: int, keys_and_values: float):
+        super().__init__(device, stage, placement)
+        self._device, self._slices, self._share = device, slices, keys_and_values
+        self._caches: dict[int, KeyValueCache] = {}
+
+    def forward(self, microbatch: int, input: torch.Tensor | None) -> torch.Tensor:
+        number, part = divmod(microbatch, self._slices)
+        if part == 0:
+            self._caches[number] = KeyValueCache(self._slices * ROWS, self._hold)
+        output = self._stage(torch.zeros(ROWS, 1, WIDTH) if input is None else input)
+        output = output + self._caches[number].append(output, part * ROWS).mean(0, keepdim=True)
+        return output.sum() if self._is_last else output
+
+    def backward(self, microbatch, input, output, output_gradient):
+        gradient = super().backward(microbatch, input, output, output_gradient)
+        if microbatch % self._slices == 0:
+            del self._caches[microbatch // self._slices]
+        return gradient
+
+    def _hold(self, tensor: torch.Tensor) -> None:
+        self._device.hold(tensor, self._share * tensor.size(0) / (self._slices * ROWS))
 
 
 def torch_steps(microbatches: int, costs: Costs) -> Iterator[Step]:
@@ -171,7 +210,9 @@ def _torch_plan(schedule) -> Schedule:
 
 
 def megatron_steps(microbatches: int, costs: Costs) -> Iterator[Step]:
-    """Stock Megatron-Core on CPU ranks, its schedule functions called directly."""
+    """Stock Megatron-Core on CPU ranks, its schedule functions called directly. Its interleaved one takes multiples of the
+    devices only, and is left out for other numbers of microbatches.
+    """
     from megatron_pipemem.cpu import activate
 
     activate()
@@ -201,6 +242,8 @@ def megatron_steps(microbatches: int, costs: Costs) -> Iterator[Step]:
         return chunk(), lambda output: (output.sum(), {})
 
     for name, chunks in MEGATRON.items():
+        if chunks > 1 and microbatches % devices:
+            continue
         config = stock_config(devices, chunks, WIDTH, deallocate_pipeline_outputs=True)
         placement = Placement.from_devices(tuple(range(devices)) * chunks)
         plan = _our_plan(name, microbatches)

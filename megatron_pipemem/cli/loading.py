@@ -21,7 +21,7 @@ from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_cap, parse_caps
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
-from megatron_pipemem.schedule.core.slices import slice_costs
+from megatron_pipemem.schedule.core.slices import SLICE_CUTS, TOKENS, slice_costs, slice_tokens
 from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
@@ -333,8 +333,14 @@ def load_and_simulate(name: str, asked: Question, prices: Costs) -> tuple[Loaded
     return loaded, simulate(loaded.schedule, prices), reason
 
 
+_FINE = 2**20
+"""Tokens of a slice where nobody says how many there are: so many that cuts are where they should be."""
+
+
 def _with_attention(loaded: Loaded, prices: Costs, asked: Question) -> Costs:
     """Return prices of every slice, where attention makes later slices take longer."""
+    if asked.slice_cut not in SLICE_CUTS:
+        raise UnsupportedError(f"--slice-cut {asked.slice_cut!r} is none of {', '.join(SLICE_CUTS)}")
     share, slices = asked.attention_share, loaded.schedule.slices
     if share is None or slices == 1:
         return prices
@@ -343,15 +349,23 @@ def _with_attention(loaded: Loaded, prices: Costs, asked: Question) -> Costs:
         raise UnsupportedError(
             f"--attention-share {share:g} makes slices differ, and {what} slices that are alike; leave one of the two out"
         )
-    return slice_costs(prices, loaded.schedule.placement, (1,) * slices, share)
+    tokens = slice_tokens(slices * _FINE, slices, asked.slice_cut, share)
+    return slice_costs(prices, loaded.schedule.placement, tokens, share)
 
 
 def check_attention(asked: Question, schedules: Iterable[Schedule]) -> None:
-    """Raise an UnsupportedError if none of the schedules has the slices that an attention share is about."""
+    """Raise an UnsupportedError if none of the schedules has the slices that an attention share is about, or nothing says where
+    they are to be cut.
+    """
     if asked.attention_share is not None and all(schedule.slices == 1 for schedule in schedules):
         raise UnsupportedError(
             f"--attention-share {asked.attention_share:g} prices slices of sequences, and nothing is cut into any; add "
             "-o slices=4 to a schedule that takes it, or leave it out"
+        )
+    if asked.slice_cut != TOKENS and asked.attention_share is None:
+        raise UnsupportedError(
+            f"--slice-cut {asked.slice_cut} cuts by what attention takes, and nobody says what that is; add "
+            "--attention-share .3, for example"
         )
 
 

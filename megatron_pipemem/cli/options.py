@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from megatron_pipemem.schedule.core.slices import SLICE_CUTS, TOKENS
 from megatron_pipemem.schedule.registry import register_module
 
 Dialect = Literal["auto", "pipemem", "torch", "torch-new", "torch-old"]
@@ -116,6 +117,7 @@ class Question(Prices, Size):
         offload_ratio: seconds of that over those of their F, I and W.
         host_memory: the most that the host holds.
         attention_share: of F's seconds, the part that is causal attention.
+        slice_cut: ``tokens`` or ``flops``, see ``slice_tokens``.
     """
 
     offload: Annotated[
@@ -145,6 +147,13 @@ class Question(Prices, Size):
             "slices, later ones then take longer. Default: slices take as long.",
         ),
     ] = None
+    slice_cut: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(SLICE_CUTS),
+            help="With an attention share, how sequences are cut into slices: equally many tokens, or equal time of F.",
+        ),
+    ] = TOKENS
 
 
 def takes_group(command: Callable[..., None]) -> Callable[..., None]:

@@ -27,6 +27,7 @@ from megatron_pipemem.planner.space import KEYS, Limits
 from megatron_pipemem.planner.variants import PLAIN
 from megatron_pipemem.report.tables import FittingTable
 from megatron_pipemem.schedule.core.memory_cap import parse_bytes
+from megatron_pipemem.schedule.core.slices import FLOPS
 from megatron_pipemem.schedule.size import check_affordable
 from megatron_pipemem.schedule.stream import LEAST_GAIN
 
@@ -63,7 +64,7 @@ def plan_command(
     """Choose tensor, pipeline and data parallelism, microbatch, schedule and recompute for a run, and rank what fits.
 
     Context and expert parallelism, the global batch and all flags stay as the run has them; slices of microbatches too, unless
-    ``--only slices=1,2,4`` names some. Where the run says
+    ``--only slices=1,2,4`` names some, and ``--only slice_cut=tokens,flops`` how they are cut. Where the run says
     ``schedule.overlap_steps: true``, plans are ranked by the time from step to step without a barrier between steps. The
     gain is how many times as fast that is as with the barrier.
 
@@ -156,7 +157,7 @@ def _table(plans: Sequence[Plan]) -> FittingTable:
         cut = each.run.parallelism
         name = each.schedule if cut.chunks is None else f"{each.schedule} v={cut.chunks}"
         if (each.run.schedule.slices or 1) > 1:
-            name += f" n={each.run.schedule.slices}"
+            name += f" n={each.run.schedule.slices}" + " by FLOPs" * (each.run.schedule.slice_cut == FLOPS)
         table.add_row(
             name if each.variant == PLAIN else f"{name} + {each.variant}",
             *map(str, (cut.tp, cut.pp, cut.dp, cut.micro_batch)),

@@ -78,6 +78,8 @@ def simulate(
         pipemem simulate zbv -p 8 -m 32 --offload half --offload-ratio .4
         # four slices of every sequence, where later ones take longer
         pipemem simulate seq1f1b -p 4 -m 8 -o slices=4 --attention-share .3
+        # the same, cut where all take as long
+        pipemem simulate seq1f1b -p 4 -m 8 -o slices=4 --attention-share .3 --slice-cut flops
         # who gains without a barrier between steps
         pipemem simulate zbv -p 8 -m 16 --steps 8
         # a large vocabulary
@@ -151,7 +153,7 @@ def _without_barrier(loaded: Loaded, costs: Costs, steps: int) -> dict[str, Any]
 def _facts(timeline: Timeline, loaded: Loaded) -> dict[str, Any]:
     """Return the keys of ``--json``; peaks in activation units whatever the costs say about bytes."""
     schedule, search, weights = timeline.schedule, loaded.chosen.search, timeline.costs.microbatch
-    in_units = Costs(microbatch=weights)
+    in_units = Costs(microbatch=weights, slice_units=timeline.costs.slice_units)
     activations = peaks(schedule, in_units)
     return {
         "schedule": schedule.name,

@@ -20,6 +20,7 @@ from megatron_pipemem.config.cluster import Cluster
 from megatron_pipemem.config.limits import MOST_DEVICES, Amount, Count, CountOrZero, Devices, Limited
 from megatron_pipemem.config.model import Execution, Model, Recomputable, Recompute
 from megatron_pipemem.errors import ConfigError, PipememError
+from megatron_pipemem.schedule.core.slices import TOKENS, SliceCut
 from megatron_pipemem.schedule.options import (
     AUTO,
     OFF,
@@ -96,6 +97,8 @@ class ScheduleChoice(Limited):
         costs: ``unit``, ``profile`` or a JSON file.
         options: of the family.
         slices: into which every microbatch is cut along its sequence, where the schedule leaves a choice.
+        slice_cut: how sequences are cut where there are slices: ``tokens`` for equally many tokens, ``flops`` for equally many
+            FLOPs of a forward.
         offload: which activations wait on the host: ``off``, ``half``, ``full`` or ``auto``.
         random: what first weights and dropout depend on: ``stock`` for Megatron's streams of every rank, or ``layerwise`` for
             the seed, the iteration, the microbatch and the layer alone.
@@ -117,6 +120,7 @@ class ScheduleChoice(Limited):
     costs: str = "unit"
     options: dict[str, Any] = field(default_factory=dict)
     slices: Count | None = None
+    slice_cut: SliceCut = TOKENS
     offload: Offload = OFF
     random: RandomStreams = STOCK
     vocab_parallel: VocabularyCut = OFF

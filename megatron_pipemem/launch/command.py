@@ -267,7 +267,7 @@ def _schedule_flags(run: Run) -> Flags:
             recomputes = {"recompute-granularity": "selective", "recompute-modules": choice.recompute_modules}
     elif choice.recompute == "full":
         recomputes = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
-    names = ["memory_cap", "costs", "offload", "random", "vocab_parallel", "microbatch_costs"]
+    names = ["memory_cap", "costs", "offload", "random", "vocab_parallel", "microbatch_costs", "slice_cut"]
     names += ["overlap_steps", "rollback", "overlap_after"]
     plain = {key: getattr(choice, key) for key in names}
     said = {key: value for key, value in plain.items() if value != getattr(ScheduleChoice, key)}

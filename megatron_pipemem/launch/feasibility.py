@@ -11,12 +11,19 @@ from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.command import all_flags, min_nodes, script_flags
 from megatron_pipemem.planner.memory import held, request_of, schedule_of
-from megatron_pipemem.schedule.core.slices import slice_tokens
+from megatron_pipemem.planner.slices import run_slices
 from megatron_pipemem.schedule.model_cut import known_chunks
 from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.overlap import check_overlaps
 from megatron_pipemem.schedule.registry import family
-from megatron_pipemem.schedule.request import FILE_SUFFIX, Request, check_barriers, check_replicas, check_weighs
+from megatron_pipemem.schedule.request import (
+    FILE_SUFFIX,
+    Request,
+    check_barriers,
+    check_replicas,
+    check_slice_cut,
+    check_weighs,
+)
 from megatron_pipemem.schedule.size import check_affordable, is_fitted
 from megatron_pipemem.schedule.text.weights_file import read_microbatch_costs
 
@@ -79,6 +86,7 @@ def _schedules(run: Run) -> None:
     if cut.pp == 1 and choice.name != STOCK:
         raise UnsupportedError(f"pp 1 leaves no pipeline for schedule {choice.name}; set schedule.name to {STOCK}")
     request, options = request_of(run), run.schedule_options
+    check_slice_cut(choice.name, request, choice.slice_cut)
     if choice.microbatch_costs is not None:
         check_weighs(choice.name, request)
         read_microbatch_costs(choice.microbatch_costs)
@@ -110,7 +118,7 @@ def _schedules(run: Run) -> None:
 
 
 def _check_slices(run: Run, slices: int) -> None:
-    flags, cut, choice = all_flags(run), run.parallelism, run.schedule
+    flags, choice = all_flags(run), run.schedule
     fuses = run.model.position == "rope" and not run.on_cpu and not flags.get("no-rope-fusion")
     value_of = refusals.flag_values(flags | {"apply-rope-fusion": fuses})
     refusals.refuse_sliced(value_of, choice.overlap_steps, choice.microbatch_costs is not None)
@@ -119,7 +127,7 @@ def _check_slices(run: Run, slices: int) -> None:
             "layers attend by Transformer Engine's attention, which does not take keys and values of earlier sequence slices; "
             "pass --transformer-impl local, or take a schedule without slices"
         )
-    slice_tokens(run.model.sequence, slices, multiple=cut.tp if cut.sequence_parallel else 1)
+    run_slices(run, slices)
 
 
 def _fits_in_memory(run: Run, request: Request) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.schedule.core.slices import SLICE_CUTS
 from megatron_pipemem.schedule.options import (
     MESSAGE_SHAPES,
     OFFLOAD,
@@ -77,6 +78,11 @@ _FLAGS: dict[str, dict[str, Any]] = {
         metavar="FLOPs|tokens|FILE.json|module:function",
         help="what microbatches cost that are not alike (packed or long documents): every training step then runs them in the "
         "order, and by the schedule, that suit them; a function takes what the data iterator yields",
+    ),
+    "--pipemem-slice-cut": dict(
+        metavar="|".join(SLICE_CUTS),
+        help="how sequences are cut where the schedule has slices: tokens: slices of equally many tokens; flops: slices whose "
+        "forwards take equally many FLOPs, since later ones attend to more keys (default: tokens)",
     ),
     "--pipemem-overlap-steps": dict(
         action="store_true",

@@ -42,10 +42,18 @@ from megatron_pipemem.mcore.step.unequal import UnequalMicrobatches
 from megatron_pipemem.mcore.step.weighing import MicrobatchCosts, weigher_of
 from megatron_pipemem.mcore.symbols import USED
 from megatron_pipemem.mcore.vocabulary.step import VocabularySteps
+from megatron_pipemem.schedule.core.slices import SLICE_CUTS, TOKENS
 from megatron_pipemem.schedule.options import AUTO, LAYERWISE, MESSAGE_SHAPES, OFF, OVERLAP_AFTER, RANDOM, STOCK
 from megatron_pipemem.schedule.overlap import check_overlap, check_overlaps
 from megatron_pipemem.schedule.registry import register_module
-from megatron_pipemem.schedule.request import PROFILE, Request, check_vocab_parallel, check_weighs, prices_of
+from megatron_pipemem.schedule.request import (
+    PROFILE,
+    Request,
+    check_slice_cut,
+    check_vocab_parallel,
+    check_weighs,
+    prices_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +90,8 @@ class Settings:
             start, from the tokens that the first stage passes to the model, or ``message`` for each from a header.
         microbatch_costs: what microbatches that are not alike cost: ``tokens``, ``FLOPs``, a JSON file of weights,
             ``module:function`` or a function of what the data iterator yields. Every training step is then planned for its own.
+        slice_cut: how sequences are cut where the schedule has slices: ``tokens`` for slices of equally many tokens, or
+            ``flops`` for slices whose forwards take equally many FLOPs.
         overlap_steps: let every rank begin a training step as soon as it has done its own part of the one before, without
             waiting for the others; training stays the same to the bit.
         rollback: with that and gradient clipping, where the state is kept that a step is rolled back to whose gradients turn
@@ -108,6 +118,7 @@ class Settings:
     random: str = STOCK
     message_shapes: str = "step"
     microbatch_costs: MicrobatchCosts | None = None
+    slice_cut: str = TOKENS
     overlap_steps: bool = False
     rollback: str = AUTO
     overlap_after: int = OVERLAP_AFTER
@@ -134,7 +145,7 @@ class Settings:
             register_module(self.schedule_module)
         offload = self.offload_settings
         check_vocab_parallel(self.vocab_parallel, self.vocab_piece_tokens)
-        for name, allowed in (("random", RANDOM), ("message_shapes", MESSAGE_SHAPES)):
+        for name, allowed in (("random", RANDOM), ("message_shapes", MESSAGE_SHAPES), ("slice_cut", SLICE_CUTS)):
             if getattr(self, name) not in allowed:
                 raise UnsupportedError(f"{name} {getattr(self, name)!r} is none of {', '.join(allowed)}")
         if self.schedule != STOCK:
@@ -149,6 +160,7 @@ class Settings:
         request = Request.of(*asked, offload.host_memory is not None, self.vocab_parallel)
         if self.microbatch_costs is not None:
             check_weighs(self.schedule, request)
+        check_slice_cut(self.schedule, request, self.slice_cut)
         check_overlap(self.rollback, self.overlap_after)
         if self.overlap_steps:
             check_overlaps(self.schedule, request, self.microbatch_costs is not None)
@@ -222,7 +234,7 @@ class _Enabled:
         extensions += [
             ReplicaSteps(),
             VocabularySteps(),
-            SequenceSlices(),
+            SequenceSlices(settings.slice_cut),
             Losses(),
             *recording,
             *layerwise,

@@ -179,6 +179,12 @@ def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> 
     return Passes(linear + core, linear + 2 * core + again, linear)
 
 
+def attention_share(model: Model) -> float:
+    """Return the part of F's FLOPs of all layers that is attention between the tokens of a sequence, counted in full."""
+    passes = [layer_flops(model, Execution(), kind) for kind in model.all_kinds]
+    return 1 - sum(each.weight for each in passes) / sum(each.forward for each in passes)
+
+
 def head_flops(model: Model, execution: Execution) -> Passes:
     """Return the FLOPs of the output layer, one microbatch and one rank, for the predictions of all depths."""
     product = 2 * execution.tokens(model) * model.hidden * execution.vocabulary_rows(model)

@@ -135,6 +135,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         "variant": plan.variant,
         "recompute": plan.run.schedule.recompute,
         "slices": plan.run.schedule.slices or 1,
+        "slice_cut": plan.run.schedule.slice_cut,
         **{key: getattr(cut, key) for key in ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch", "microbatches")},
         "layers": list(plan.step.layers),
         "seconds": plan.seconds,

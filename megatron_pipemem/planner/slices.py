@@ -1,10 +1,11 @@
-"""Price a run whose microbatches are cut along their sequences into slices of equal length (arXiv 2406.03488, 2504.14519).
+"""Price a run whose microbatches are cut along their sequences into slices (arXiv 2406.03488, 2504.14519).
 
 A slice is a microbatch of a shorter sequence, whose products lose as much to half-empty waves and whose messages have as much
 latency, but for attention:
 
-* causal attention of slice ``j`` of ``n`` sees the slices before it: it takes ``((j + 1)^2 - j^2) / n^2`` of what the whole
-  sequence takes. Together they take that, and the last one ``2 n - 1`` times as long as the first;
+* causal attention of a slice sees the slices before it: that of the prefix from ``x0`` to ``x1``, parts of the sequence,
+  takes ``x1^2 - x0^2`` of what the whole sequence takes. Of ``n`` equal slices, the last one takes ``2 n - 1`` times as long as
+  the first;
 * keys and values of a microbatch, ``2 groups head_dim s b e / tp`` bytes per layer, are taken whole by F of its first slice,
   and their gradients by I of its last one, the first to run backward. I of the first slice gives both back.
 
@@ -13,18 +14,21 @@ Everything else that F keeps goes by tokens. Buffers are those of a slice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from megatron_pipemem.config.model import Block, Execution, Model, Passes
 from megatron_pipemem.config.runs import Run
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.planner import counts, prices
 from megatron_pipemem.planner.prices import MeasuredSlowdown
 from megatron_pipemem.planner.step import Step, price
 from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.prices import Several, listed
+from megatron_pipemem.schedule.core.slices import TOKENS, slice_tokens
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,29 @@ def why_not_sliced(run: Run) -> str | None:
         return "slices are no use beside context parallelism, which cuts sequences too"
     if model.mtp_layers or any(set(kind) - {Block.ATTENTION, Block.FFN, Block.EXPERTS} for kind in model.kinds):
         return "slices are priced for plain attention alone, without latents, states and multi-token prediction"
-    if model.sequence % (2 * slices * (cut.tp if cut.sequence_parallel else 1)):
+    if run.schedule.slice_cut == TOKENS and model.sequence % (2 * slices * (cut.tp if cut.sequence_parallel else 1)):
         return f"{slices} slices do not divide the tokens of a sequence"
+    try:
+        run_slices(run, slices)
+    except UnsupportedError:
+        return f"a sequence cannot be cut into {slices} slices"
     return None
+
+
+def run_slices(run: Run, slices: int) -> tuple[int, ...]:
+    """Return the tokens of every slice of a run's sequences.
+
+    Args:
+        run: says how they are cut.
+        slices: how many there are.
+
+    Raises:
+        UnsupportedError: a sequence cannot be cut so.
+    """
+    cut = run.parallelism
+    ranks = cut.tp if cut.sequence_parallel else 1
+    share = counts.attention_share(run.model)
+    return slice_tokens(run.model.sequence, slices, run.schedule.slice_cut, share, multiple=ranks)
 
 
 def attention(model: Model, execution: Execution, run: Run, kind: str, pace: Passes) -> Attention:
@@ -96,9 +120,16 @@ def sliced_step(
         layers: pieces of every stage; by default the planner's own partition.
         pace: what was measured; by default all is as the formulas say.
     """
-    whole, model, n = price(run, placement, layers, pace), run.model, run.schedule.slices or 1
-    short = replace(run, model=replace(model, sequence=model.sequence // n))
-    part = price(short, placement, whole.layers, pace)
+    whole, model = price(run, placement, layers, pace), run.model
+    tokens = run_slices(run, run.schedule.slices or 1)
+    short = {
+        each: price(replace(run, model=replace(model, sequence=each)), placement, whole.layers, pace)
+        for each in dict.fromkeys(tokens)
+    }
+    slices = [
+        _Slice(short[each], end - each, end, model.sequence)
+        for each, end in zip(tokens, accumulate(tokens), strict=True)
+    ]
     slower = (pace or MeasuredSlowdown()).layer
     per_layer = {each: attention(model, run.execution, run, each, slower) for each in dict.fromkeys(model.kinds)}
     ends = list(accumulate(whole.layers))
@@ -106,66 +137,111 @@ def sliced_step(
         sum((per_layer[each] for each in model.kinds[end - count : end]), Attention())
         for end, count in zip(ends, whole.layers, strict=True)
     ]
-    costs = part.costs
-    forward = _seconds(listed(costs.forward), [each.seconds.forward for each in shared], n)
-    inputs = _seconds(listed(costs.backward_input), [each.seconds.input for each in shared], n)
-    weights = _seconds(listed(costs.backward_weight), [each.seconds.weight for each in shared], n)
-    links = {link: n * seconds for link, seconds in _links(costs.p2p).items()}  # a slice's message takes 1/n of these
-    memory = _memory(costs.memory or {}, [each.keys for each in shared], n, run.execution.recompute == "full")
+    forward = _seconds(slices, lambda costs: costs.forward, [each.seconds.forward for each in shared])
+    inputs = _seconds(slices, lambda costs: costs.backward_input, [each.seconds.input for each in shared])
+    weights = _seconds(slices, lambda costs: costs.backward_weight, [each.seconds.weight for each in shared])
+    memory = _memory(slices, [each.keys for each in shared], run.execution.recompute == "full")
+    n = len(slices)
     work = tuple(
         sum(sum(table[stage * n : stage * n + n]) for table in (forward, inputs, weights) for stage in owned)
         for owned in placement.stages
     )
     return replace(
         whole,
-        costs=replace(costs, forward=forward, backward_input=inputs, backward_weight=weights, p2p=links, memory=memory),
-        buffers=part.buffers,
-        communication=tuple(n * each for each in part.communication),
-        again=_again(run, placement, part, shared, n),
+        costs=replace(
+            slices[0].step.costs,
+            forward=forward,
+            backward_input=inputs,
+            backward_weight=weights,
+            p2p=_links(slices),
+            memory=memory,
+        ),
+        buffers=_each(max, [each.step.buffers for each in slices]),
+        communication=_each(sum, [each.step.communication for each in slices]),
+        again=_again(run, placement, slices, shared),
         work=work,
     )
 
 
-def _seconds(part: Sequence[float], square: Sequence[float], n: int) -> tuple[float, ...]:
-    """Return the seconds of every stage and slice, from those of a short sequence and those of the whole one's attention."""
+@dataclass(frozen=True)
+class _Slice:
+    """Say where a slice stands.
+
+    Args:
+        step: of sequences as long as it is.
+        begin: its first token.
+        end: the first token behind it.
+        sequence: tokens of the sequence.
+    """
+
+    step: Step
+    begin: int
+    end: int
+    sequence: int
+
+    @property
+    def share(self) -> float:
+        """Its part of the sequence."""
+        return (self.end - self.begin) / self.sequence
+
+    @property
+    def earlier(self) -> float:
+        """Of the seconds of the whole sequence's attention, those for the keys of earlier slices."""
+        return (self.end**2 - self.begin**2) / self.sequence**2 - self.share**2
+
+
+def _each(combine: Callable[[Iterable], float], tables: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(map(combine, zip(*tables, strict=True)))
+
+
+def _seconds(
+    slices: Sequence[_Slice], prices_of: Callable[[Costs], Several], square: Sequence[float]
+) -> tuple[float, ...]:
+    """Return the seconds of every stage and slice, from those of short sequences and those of the whole one's attention."""
+    parts = [listed(prices_of(each.step.costs)) for each in slices]
     return tuple(
-        seconds + of_whole * ((2 * place + 1) - 1) / n**2
-        for seconds, of_whole in zip(part, square, strict=True)
-        for place in range(n)
+        part[stage] + of_whole * each.earlier
+        for stage, of_whole in enumerate(square)
+        for part, each in zip(parts, slices, strict=True)
     )
 
 
-def _again(run: Run, placement: Placement, part: Step, shared: Sequence[Attention], n: int) -> tuple[float, ...]:
-    """Return the seconds per microbatch that recompute: what a short sequence's slices take, and the rest of attention."""
+def _again(run: Run, placement: Placement, slices: Sequence[_Slice], shared: Sequence[Attention]) -> tuple[float, ...]:
+    """Return the seconds per microbatch that recompute: what short sequences take, and the rest of attention."""
     runs_again = run.execution.recompute == "full" or run.execution.recomputes("core_attn")
-    rest = (1 - 1 / n) / 3 * runs_again  # I has attention's two products twice, and F's once again
+    # I has attention's two products twice, and F's once again.
+    rest = sum(each.earlier for each in slices) / 3 * runs_again
     return tuple(
-        n * again + rest * sum(shared[stage].seconds.input for stage in owned)
-        for again, owned in zip(part.again, placement.stages, strict=True)
+        again + rest * sum(shared[stage].seconds.input for stage in owned)
+        for again, owned in zip(_each(sum, [each.step.again for each in slices]), placement.stages, strict=True)
     )
 
 
-def _links(p2p: float | Mapping[tuple[int, int], float]) -> Mapping[tuple[int, int], float]:
-    assert isinstance(p2p, Mapping), "the planner prices every link"
-    return p2p
+def _links(slices: Sequence[_Slice]) -> dict[tuple[int, int], float]:
+    """Return the seconds of a link for the messages of all slices, of which each takes the same part."""
+    found: dict[tuple[int, int], float] = {}
+    for each in slices:
+        assert isinstance(each.step.costs.p2p, Mapping), "the planner prices every link"
+        for link, seconds in each.step.costs.p2p.items():
+            found[link] = found.get(link, 0.0) + seconds
+    return found
 
 
-def _memory(part: Mapping[Kind, Several], keys: Sequence[float], n: int, apart: bool) -> dict[Kind, tuple[float, ...]]:
+def _memory(slices: Sequence[_Slice], keys: Sequence[float], apart: bool) -> dict[Kind, tuple[float, ...]]:
     """Return by how many bytes the passes of every stage and slice change what is held.
 
     Args:
-        part: of the slices as if they were sequences of their own.
+        slices: priced as if they were sequences of their own.
         keys: bytes of keys and values of a microbatch, per stage.
-        n: slices.
         apart: whether they are not among what F keeps, because all that is recomputed.
     """
-    takes: list[float] = []
-    gives: list[float] = []
-    for saved, freed, cached in zip(listed(part[Kind.F]), listed(part[Kind.I]), keys, strict=True):
-        own = saved - (0.0 if apart else cached / n)
-        for place in range(n):
-            first, last = place == 0, place == n - 1
-            takes.append(own + cached * first)
-            gives.append(freed + (0.0 if apart else cached / n) + cached * last - 2 * cached * first)
-    weights = [value for value in listed(part[Kind.W]) for _ in range(n)]
-    return {Kind.F: tuple(takes), Kind.I: tuple(gives), Kind.W: tuple(weights)}
+    changes: dict[Kind, list[float]] = {Kind.F: [], Kind.I: [], Kind.W: []}
+    for stage, cached in enumerate(keys):
+        for place, each in enumerate(slices):
+            first, last = place == 0, place == len(slices) - 1
+            part = each.step.costs.memory or {}
+            own = 0.0 if apart else cached * each.share
+            changes[Kind.F].append(listed(part[Kind.F])[stage] - own + cached * first)
+            changes[Kind.I].append(listed(part[Kind.I])[stage] + own + cached * last - 2 * cached * first)
+            changes[Kind.W].append(listed(part[Kind.W])[stage])
+    return {kind: tuple(values) for kind, values in changes.items()}

@@ -20,6 +20,7 @@ from megatron_pipemem.planner.slices import why_not_sliced
 from megatron_pipemem.planner.step import DISTRIBUTED
 from megatron_pipemem.planner.variants import PLAIN, variants
 from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.slices import SLICE_CUTS, TOKENS
 from megatron_pipemem.schedule.family import Family
 from megatron_pipemem.schedule.options import AUTO
 from megatron_pipemem.schedule.registry import families, family, sliced_families
@@ -89,7 +90,7 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
     """Yield every way to cut a run's model over all devices of its cluster that Megatron can run, without a schedule.
 
     Context and expert parallelism, the global batch and what a selective recompute repeats stay as the run has them, and so do
-    slices unless the limits name some.
+    slices, and how these are cut, unless the limits name some.
 
     Args:
         run: supplies everything that is not chosen.
@@ -108,8 +109,12 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
             rejected["more pipeline ranks than layers, embedding and head"] += 1
             continue
         counts = _SLICES if "slices" in limits.allowed else (run.schedule.slices or 1,)
-        for micro_batch, recompute, slices in product(KEYS["micro_batch"](run), RECOMPUTE, counts):
+        ways = SLICE_CUTS if "slice_cut" in limits.allowed else (run.schedule.slice_cut,)
+        sliced = [(count, way) for count in counts for way in (ways if count > 1 else (TOKENS,))]
+        for micro_batch, recompute, (slices, way) in product(KEYS["micro_batch"](run), RECOMPUTE, sliced):
             if not limits.admits(micro_batch=micro_batch, recompute=recompute, slices=slices):
+                continue
+            if slices > 1 and not limits.admits(slice_cut=way):
                 continue
             cut = replace(given, tp=tp, pp=pp, dp=dp, micro_batch=micro_batch, chunks=None, sequence_parallel=tp > 1)
             choice = replace(
@@ -117,7 +122,7 @@ def cuts(run: Run, limits: Limits, rejected: Counter[str]) -> Iterator[Run]:
                 **{key: getattr(run.schedule, key) for key in _KEPT_OF_SCHEDULE},
             )
             if slices != 1:
-                choice = replace(choice, name=AUTO, slices=slices)  # which order is still open
+                choice = replace(choice, name=AUTO, slices=slices, slice_cut=way)  # which order is still open
             flags = {**OF_REPLICAS, **run.megatron} if dp * given.cp > 1 else run.megatron
             candidate = replace(run, parallelism=cut, schedule=choice, megatron=flags)
             if (reason := _impossible(candidate)) is None:
@@ -232,6 +237,7 @@ KEYS: Mapping[str, Callable[[Run], Sequence[Any]]] = {
     "chunks": lambda run: range(1, _MOST_CHUNKS + 1),
     "recompute": lambda run: RECOMPUTE,
     "slices": lambda run: _SLICES,
+    "slice_cut": lambda run: SLICE_CUTS,
     "schedule": lambda run: [SEARCHED, *_names()],
     "variant": lambda run: [PLAIN, *(each.name for each in variants())],
 }

@@ -15,6 +15,7 @@ from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_caps
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import NEVER_FLUSHED, Schedule
+from megatron_pipemem.schedule.core.slices import TOKENS
 from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.features.windows import UPDATE_EVERY
@@ -268,6 +269,31 @@ def check_weighs(schedule: str, request: Request) -> None:
         raise UnsupportedError(
             f"schedule {schedule!r} runs forwards of the next step, whose microbatches nobody has weighed; drop "
             "--pipemem-microbatch-costs, or take a synchronous schedule"
+        )
+
+
+def check_slice_cut(schedule: str, request: Request, cut: str) -> None:
+    """Check how a schedule is to cut sequences into slices.
+
+    Args:
+        schedule: by the name that the user gave.
+        request: what is asked of it.
+        cut: ``tokens``, which is the default and goes with everything, or ``flops``.
+
+    Raises:
+        UnsupportedError: this schedule cuts none, so that it is no matter how.
+    """
+    if cut == TOKENS:
+        return
+    slices: object = 1
+    if request.file is not None:
+        slices = request.file.slices
+    elif schedule != STOCK:
+        slices = request.options.get("slices", 1 if request.searches else family(schedule).slices)
+    if slices == 1:
+        raise UnsupportedError(
+            f"--pipemem-slice-cut {cut} says how sequences are cut into slices, and schedule {schedule!r} leaves them whole; "
+            "add --pipemem-option slices=4 to one that takes it, or leave it out"
         )
 
 

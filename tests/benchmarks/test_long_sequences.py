@@ -12,7 +12,7 @@ Way, COLUMNS = BENCHMARK["Way"], BENCHMARK["COLUMNS"]
 SMALL = {"model": "llama3-8b", "tp": 4}
 
 
-@pytest.mark.parametrize("cut", [{"cp": 2}, {"slices": 4}])
+@pytest.mark.parametrize("cut", [{"cp": 2}, {"slices": 4}, {"slices": 4, "slice_cut": "flops"}])
 def test_a_way_is_planned_as_it_says(cut: dict[str, int]):
     way = Way(32768, **cut)
     found = way.best(4, **SMALL)
@@ -22,7 +22,7 @@ def test_a_way_is_planned_as_it_says(cut: dict[str, int]):
     assert (run.parallelism.cp, run.schedule.slices or 1) == (way.cp, way.slices)
     cells = dict(zip(COLUMNS, BENCHMARK["row"](way, found), strict=True))
     assert cells["tokens"] == "32K"
-    assert cells["cut"] == ("cp 2" if way.slices == 1 else "4 slices")
+    assert cells["cut"] == str(way)
     assert float(cells["peak GiB"]) < run.cluster.memory_gib
     assert float(cells["s/step"]) == pytest.approx(found.seconds, abs=0.05)
 
@@ -34,4 +34,6 @@ def test_what_fits_nowhere_says_so():
 
 def test_both_are_tried_in_every_number():
     tried = list(BENCHMARK["ways"](2**15, (1, 2, 4)))
-    assert [(way.cp, way.slices) for way in tried] == [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4)]
+    whole, cut = [(1, 1), (2, 1), (4, 1)], [(1, 2), (1, 4)]
+    assert [(way.cp, way.slices) for way in tried] == [*whole, *cut, *cut]
+    assert [str(way) for way in tried[-3:]] == ["4 slices", "2 slices by FLOPs", "4 slices by FLOPs"]

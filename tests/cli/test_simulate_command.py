@@ -379,6 +379,19 @@ def test_attention_makes_later_slices_longer(pipemem_json, refuses):
     assert taken["0F0"] == pytest.approx(0.5 / 4 + 0.5 / 16) and taken["0F3"] == pytest.approx(0.5 / 4 + 0.5 * 7 / 16)
 
 
+def test_slices_of_equal_time_shorten_a_step_and_hold_more(pipemem_json, refuses):
+    size = ("seq1f1b", "-p", 4, "-m", 4, "-o", "slices=8", "--attention-share", 0.9)
+    tokens, flops = (pipemem_json("simulate", *size, "--slice-cut", cut) for cut in ("tokens", "flops"))
+    assert tokens == pipemem_json("simulate", *size)
+    assert flops["ideal"] == pytest.approx(tokens["ideal"])
+    assert flops["makespan"] < tokens["makespan"] * 0.95
+    assert flops["peak_activation"] > tokens["peak_activation"], "the first slice has most of the tokens"
+    for found in (tokens, flops):
+        assert found["lower_bound"] <= found["makespan"] * (1 + 1e-9)
+    assert "none of tokens, flops" in refuses("simulate", *size, "--slice-cut", "time")
+    assert "add --attention-share" in refuses("simulate", *size[:-2], "--slice-cut", "flops")
+
+
 def test_attention_shares_that_are_about_nothing(pipemem, refuses):
     share = ("--attention-share", 0.3)
     for command in ("simulate", "show"):

@@ -20,6 +20,7 @@ MLA = (
     *("--multi-latent-attention", "--kv-lora-rank", "16", "--qk-head-dim", "16", "--qk-pos-emb-head-dim", "8", UNTIED),
     *("--v-head-dim", "8", "--normalization", "RMSNorm", "--rotary-scaling-factor", "1", "--rope-type", "rope"),
 )
+BY_FLOPS = ("--pipemem-slice-cut", "flops")
 LONGER = ("--train-iters", "4")
 
 
@@ -34,6 +35,8 @@ CASES = {
     "grouped queries": ("seq1f1b", cut(8), GROUPED),
     "latent attention": ("seq1f1b", cut(4), MLA),
     "sequence parallel": ("seq1f1b", cut(2), (*TP2, "--sequence-parallel", *ROPE)),
+    "equal FLOPs": ("seq1f1b", (*cut(4), *BY_FLOPS), GROUPED),
+    "v-half, equal FLOPs": ("v-half", (*cut(4), *BY_FLOPS), ROPE),
     "recomputed": ("seq1f1b", (*cut(2), "--pipemem-recompute", "full"), GROUPED),
     "recomputed in part": ("seq1f1b", (*cut(2), "--pipemem-recompute", "selective"), GROUPED),
     "recomputed by the model": ("seq1f1b", cut(2), (*GROUPED, *RECOMPUTE)),

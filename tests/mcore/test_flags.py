@@ -271,6 +271,19 @@ def test_what_needs_a_barrier_is_refused_before_the_model_is_built():
             add_virtual_stages(settings, flags)
 
 
+def test_how_sequences_are_cut_comes_from_the_command_line():
+    sliced = [*MEGATRON, "--pipemem-schedule", "seq1f1b", "--pipemem-slice-cut"]
+    assert take_flags([*sliced, "flops"])[0].slice_cut == "flops"
+    with pytest.raises(UnsupportedError, match="slice_cut 'time' is none of tokens, flops"):
+        take_flags([*sliced, "time"])
+    for whole in ("1f1b", "stock", "auto"):
+        with pytest.raises(UnsupportedError, match="leaves them whole; add --pipemem-option slices=4"):
+            take_flags([*MEGATRON, "--pipemem-schedule", whole, "--pipemem-slice-cut", "flops"])
+    take_flags(
+        [*MEGATRON, "--pipemem-schedule", "v-half", "--pipemem-slice-cut", "flops", "--pipemem-option", "slices=2"]
+    )
+
+
 def test_costs_of_microbatches_come_from_the_command_line():
     settings, _ = take_flags([*MEGATRON, "--pipemem-schedule", "1f1b", "--pipemem-microbatch-costs", "FLOPs"])
     assert settings.microbatch_costs == "FLOPs"

@@ -10,15 +10,17 @@ from megatron_pipemem.config.model import Execution
 from megatron_pipemem.config.runs import Parallelism, ScheduleChoice
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.launch.command import planned_flags
+from megatron_pipemem.planner.counts import attention_share
 from megatron_pipemem.planner.memory import held
 from megatron_pipemem.planner.planning import plan
 from megatron_pipemem.planner.prices import layer
-from megatron_pipemem.planner.slices import sliced_step, why_not_sliced
+from megatron_pipemem.planner.slices import run_slices, sliced_step, why_not_sliced
 from megatron_pipemem.planner.space import Limits
 from megatron_pipemem.planner.step import price
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.simulator import simulate
+from megatron_pipemem.schedule.core.slices import slice_tokens
 from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.registry import build_schedule
 from tests.planner.small_run import CLUSTER, MODEL, RUN
@@ -126,6 +128,47 @@ def test_a_searched_order_of_slices_is_no_slower_than_its_families():
     if found.order is not None:
         assert found.order.slices == 2
         validate(found.order, found.step.costs, found.step.room(run.cluster.memory_bytes))
+
+
+LONG = replace(GROUPED, sequence=2**16)
+
+
+def test_slices_of_equal_flops_take_as_long_forward():
+    """Up to what the planner thinks linear layers lose, and attention does not."""
+    run = replace(sliced(8), model=LONG)
+    run = replace(run, schedule=replace(run.schedule, slice_cut="flops"))
+    tokens, share = run_slices(run, 8), attention_share(LONG)
+    assert tokens == slice_tokens(2**16, 8, "flops", share, multiple=2) and tokens[0] > 2 * tokens[-1]
+    step = sliced_step(run, Placement.linear(2), layers=(4, 4))
+    forward = step.costs.forward
+    assert max(forward[:8]) < 1.15 * min(forward[:8])
+    even = sliced_step(
+        replace(run, schedule=replace(run.schedule, slice_cut="tokens")), Placement.linear(2), layers=(4, 4)
+    )
+    assert max(even.costs.forward[:8]) > 2 * min(even.costs.forward[:8])
+    assert step.work == pytest.approx(even.work, rel=0.01)
+    assert step.again == pytest.approx(even.again, rel=0.01)
+    for kind in (Kind.F, Kind.I, Kind.W):
+        assert sum(step.costs.memory[kind][:8]) == pytest.approx(sum(even.costs.memory[kind][:8]))
+    assert all(mine >= theirs for mine, theirs in zip(step.buffers, even.buffers, strict=True))
+    by_tokens = {link: seconds for link, seconds in even.costs.p2p.items()}
+    assert step.costs.p2p == pytest.approx(by_tokens, rel=0.01)
+
+
+def test_a_plan_chooses_how_to_cut():
+    run = replace(RUN, model=LONG, parallelism=Parallelism(global_batch=2))
+    limits = {"pp": [4], "dp": [1], "tp": [2], "variant": ["plain"], "slices": [8]}
+    found = {}
+    for ways in (["tokens"], ["flops"], ["tokens", "flops"]):
+        found[len(ways), ways[0]] = plan(
+            run, limits=Limits(limits | {"slice_cut": ways}), top=1, search_seconds=0.0
+        ).plans[0]
+    even, flops, best = found.values()
+    assert flops.seconds < even.seconds and best.seconds == pytest.approx(flops.seconds)
+    assert best.run.schedule.slice_cut == "flops"
+    assert "--pipemem-slice-cut flops" in " ".join(planned_flags(best.run))
+    with pytest.raises(ConfigError, match="slice_cut"):
+        Limits({"slice_cut": ["time"]}).check(RUN)
 
 
 @pytest.mark.parametrize(

@@ -336,6 +336,8 @@ SLICED = ("schedule.name=seq1f1b", "schedule.options={slices: 4}")
         ([*OVERLAPPED, "schedule.microbatch_costs=tokens"], "drop --pipemem-microbatch-costs"),
         (["schedule.name=gems", "parallelism.pp=1"], "pp 1 leaves no pipeline"),
         ([*SLICED, "schedule.options={slices: 7}"], "cannot be cut into 7 slices, equal multiples of 1"),
+        (["schedule.name=zbv", "schedule.slice_cut=flops"], "leaves them whole"),
+        ([*SLICED, "schedule.slice_cut=flops", "schedule.options={slices: 65}"], "cannot be cut into 65 slices"),
         ([*SLICED, "megatron.window-size=8,0"], "drop --window-size"),
         ([*SLICED, "model.dropout=0.1"], "--attention-dropout 0"),
         ([*SLICED, "megatron.transformer-impl=transformer_engine"], "keys and values of earlier sequence slices"),

@@ -10,18 +10,25 @@ from weakref import WeakKeyDictionary
 import torch
 
 from megatron_pipemem.errors import UnsupportedError
+from megatron_pipemem.mcore.model.shape import model_of
 from megatron_pipemem.mcore.refusals import check_sliced
 from megatron_pipemem.mcore.slices.model import SlicedModel, boundaries
 from megatron_pipemem.mcore.slices.stage import SlicedStage
 from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.planner.counts import attention_share
 from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.schedule.core.slices import slice_tokens
 
 
 class SequenceSlices(Extension):
-    """Cuts the sequences of steps whose schedule has slices; does nothing in others."""
+    """Cuts the sequences of steps whose schedule has slices; does nothing in others.
 
-    def __init__(self) -> None:
+    Args:
+        cut: ``tokens`` for slices of equally many tokens, or ``flops``; see ``slice_tokens``.
+    """
+
+    def __init__(self, cut: str) -> None:
+        self._cut = cut
         self._models: WeakKeyDictionary[torch.nn.Module, SlicedModel] = WeakKeyDictionary()
 
     def prepare(self, step: Step) -> None:
@@ -38,8 +45,12 @@ class SequenceSlices(Extension):
                 "sequence slices need messages of [tokens, microbatch, hidden size]; drop what changes their shapes "
                 "(adjust_tensor_shapes_fn), or take a schedule without slices"
             )
-        (b, _), tokens = step.tokens[0], _cut(step)
-        step.message = replace(step.message, shape=step.message_shape(b, tokens[0]))
+        (b, _), tokens = step.tokens[0], self._tokens(step)
+        shapes = [step.message_shape(b, each) for each in tokens]
+        if len(set(shapes)) == 1:
+            step.message = replace(step.message, shape=shapes[0])
+        else:
+            step.message = replace(step.message, shape=None, shapes=shapes * len(step.tokens))
         for chunk in step.chunks:
             if chunk not in self._models:
                 self._models[chunk] = SlicedModel(chunk)
@@ -47,7 +58,7 @@ class SequenceSlices(Extension):
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         """Put other stages in the places of those that run whole microbatches."""
         if step.program.schedule.slices > 1:
-            bounds, hold = boundaries(_cut(step)), _holder(step)
+            bounds, hold = boundaries(self._tokens(step)), _holder(step)
             for stage, runner in step.stages.items():
                 given = {each.name: getattr(runner, each.name) for each in fields(runner) if each.init}
                 sliced = self._models[runner.model]
@@ -57,23 +68,24 @@ class SequenceSlices(Extension):
     def around(self, step: Step) -> AbstractContextManager:
         return self._hooked(step) if step.program.schedule.slices > 1 else nullcontext()
 
+    def _tokens(self, step: Step) -> Sequence[int]:
+        """Return the tokens of every slice.
+
+        Raises:
+            UnsupportedError: the tokens of a sequence cannot be cut so, for these tensor-parallel ranks.
+        """
+        assert step.tokens is not None, "prepare has refused it"
+        config, sequence = step.context.config, step.tokens[0][1]
+        ranks = step.groups.tp.size() if config.sequence_parallel else 1
+        share = attention_share(model_of(config, sequence))
+        return slice_tokens(sequence, step.program.schedule.slices, self._cut, share, multiple=ranks)
+
     @contextmanager
     def _hooked(self, step: Step) -> Iterator[None]:
         with ExitStack() as stack:
             for chunk in step.chunks:
                 stack.enter_context(self._models[chunk].hooked())
             yield
-
-
-def _cut(step: Step) -> Sequence[int]:
-    """Return the tokens of every slice.
-
-    Raises:
-        UnsupportedError: the tokens of a sequence do not divide by the slices, or a slice's by the tensor-parallel ranks.
-    """
-    assert step.tokens is not None, "prepare has refused it"
-    ranks = step.groups.tp.size() if step.context.config.sequence_parallel else 1
-    return slice_tokens(step.tokens[0][1], step.program.schedule.slices, multiple=ranks)
 
 
 def _holder(step: Step) -> Callable[[torch.Tensor], object]:

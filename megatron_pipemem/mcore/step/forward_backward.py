@@ -225,7 +225,8 @@ class ForwardBackward(Feature):
             count=step.counts_bytes,
             time=step.times_actions,
             earlier=step.earlier_ledger,
-            tokens=step.tokens if step.message.shapes is not None else None,
+            # Slices are told apart by their place, and microbatches that are cut are alike.
+            tokens=step.tokens if step.message.shapes is not None and step.program.schedule.slices == 1 else None,
         )
         counters = [*step.counters] if step.observation.ledger is None else [step.observation.ledger, *step.counters]
         iterators = watch_batches(step.iterators, *counters)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatron_pipemem.config.model import Execution, Model
 from megatron_pipemem.errors import CostsError, UnsupportedError
-from megatron_pipemem.planner.counts import layer_flops
+from megatron_pipemem.mcore.model.shape import model_of
+from megatron_pipemem.planner.counts import attention_share
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.options import FLOPS, TOKENS
@@ -147,7 +147,13 @@ def _relative(tokens: Sequence[float], full: FullMicrobatch, **more) -> Microbat
 def _by_flops(batches: Sequence[object], full: FullMicrobatch, config: object, iteration: int) -> MicrobatchWeights:
     """Linear layers go by tokens, attention by the square of every document; W has no attention."""
     contents = [_Contents.of(batch, number) for number, batch in enumerate(batches)]
-    linear, attention = _layer_flops(config, full.length)
+    if getattr(config, "is_hybrid_model", False):
+        raise UnsupportedError(
+            "the layers of a hybrid model are not in its configuration, so their FLOPs are not known where batches are "
+            "weighed; pass tokens, a file or module:function to --pipemem-microbatch-costs"
+        )
+    attention = attention_share(model_of(config, full.length))
+    linear = 1 - attention
     shares = [
         (each.tokens / (full.sequences * full.length), each.squares / (full.sequences * full.length**2))
         for each in contents
@@ -160,46 +166,6 @@ def _by_flops(batches: Sequence[object], full: FullMicrobatch, config: object, i
     # In units of a forward's: F 1 and 1, I 1 and 2, W 1 and 0.
     kinds = {Kind.F: weights(1, 1), Kind.I: weights(1, 2), Kind.W: weights(1, 0)}
     return _relative([each.tokens for each in contents], full, time=weights(3, 3), kinds=kinds)
-
-
-def _layer_flops(config, length: int) -> tuple[float, float]:
-    """Return the FLOPs of all layers in one forward of a sequence of one document: linear layers', and attention's.
-
-    Args:
-        config: Megatron's configuration of the model.
-        length: of the sequence.
-    """
-    if getattr(config, "is_hybrid_model", False):
-        raise UnsupportedError(
-            "the layers of a hybrid model are not in its configuration, so their FLOPs are not known where batches are "
-            "weighed; pass tokens, a file or module:function to --pipemem-microbatch-costs"
-        )
-    latent = getattr(config, "multi_latent_attention", False)
-    names = ("q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim") if latent else ()
-    frequency = config.moe_layer_freq
-    experts = config.num_moe_experts or 0
-    model = Model(
-        layers=config.num_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        vocabulary=1,
-        sequence=length,
-        kv_heads=config.num_query_groups,
-        head_channels=config.kv_channels,
-        ffn=config.ffn_hidden_size,
-        activation="swiglu" if config.gated_linear_unit else "gelu",
-        experts=experts,
-        experts_per_token=config.moe_router_topk if experts else 1,
-        expert_ffn=config.moe_ffn_hidden_size,
-        shared_expert_ffn=config.moe_shared_expert_intermediate_size or 0,
-        moe_every=frequency if isinstance(frequency, int) else 1,
-        dense_layers=frequency.index(1) if isinstance(frequency, list) and 1 in frequency else 0,
-        kv_lora_rank=config.kv_lora_rank if latent else None,
-        **{name: getattr(config, name) for name in names},
-    )
-    passes = [layer_flops(model, Execution(), kind) for kind in model.all_kinds]
-    linear = sum(each.weight for each in passes)
-    return linear, sum(each.forward for each in passes) - linear
 
 
 def _by_function(

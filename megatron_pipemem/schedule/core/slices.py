@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import Literal, get_args
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.action import WHOLE_STAGE, Kind
@@ -19,7 +20,8 @@ from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.prices import number
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 
-TOKENS, FLOPS = CUTS = ("tokens", "flops")
+SliceCut = Literal["tokens", "flops"]
+TOKENS, FLOPS = SLICE_CUTS = get_args(SliceCut)
 """How a sequence is cut: into slices of equally many tokens, or of equal time of F."""
 
 
@@ -41,9 +43,9 @@ def slice_tokens(
     """
     units, rest = divmod(tokens, multiple)
     wanted = f"{tokens} tokens cannot be cut into {slices} slices"
-    if slices < 1 or cut not in CUTS or not 0 <= attention <= 1:
+    if slices < 1 or cut not in SLICE_CUTS or not 0 <= attention <= 1:
         raise UnsupportedError(
-            f"{wanted} by {cut!r} with an attention share of {attention:g}; give at least 1 slice, {' or '.join(CUTS)}, "
+            f"{wanted} by {cut!r} with an attention share of {attention:g}; give at least 1 slice, {' or '.join(SLICE_CUTS)}, "
             "and a share from 0 to 1"
         )
     if rest or units < slices or (cut == TOKENS and units % slices):
