@@ -6,9 +6,13 @@ gradient is summed over slices first.
 
 from __future__ import annotations
 
+import textwrap
+from pathlib import Path
+
 import pytest
 from test_variants import EVALUATION, RECOMPUTE, UNTIED
 from test_vocabulary import DISTRIBUTED, SEARCH, TP2
+from text_to_dataset import END_OF_DOCUMENT, write_dataset
 
 ROPE = ("--position-embedding-type", "rope")
 # What LLAMA of test_variants has, but for the gated MLP, whose gradients nobody notes whole.
@@ -63,6 +67,7 @@ CASES = {
     "one microbatch": ("seq1f1b", cut(8), ("--global-batch-size", "1", *ROPE)),
     "two sequences a microbatch": ("seq1f1b", cut(2), ("--micro-batch-size", "2", *ROPE)),
 }
+DOCUMENTS = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss", *LONGER)
 BY_THE_MODEL = {"recomputed by the model", "attention recomputed by the model"}
 
 
@@ -82,6 +87,38 @@ def test_trains_as_stock(train, name):
         assert found == pytest.approx(wanted, rel=1e-6)
     assert run.gradients.keys() == stock.gradients.keys()
     assert {key: off for key, off in differences(run, stock).items() if not off <= 1e-6} == {}
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory) -> Path:
+    """A data set whose documents are lines of text: every sequence has several, and slices begin within some of them."""
+    folder = tmp_path_factory.mktemp("lines")
+    found = [line for line in Path(textwrap.__file__).read_text().splitlines() if 8 <= len(line) <= 50]
+    documents = [folder / f"{number:04}.txt" for number in range(len(found))]
+    for document, line in zip(documents, found, strict=True):
+        document.write_text(line)
+    write_dataset(documents, folder / "lines")
+    return folder / "lines"
+
+
+@pytest.mark.parametrize(
+    ("whole", "schedule", "ours"),
+    [
+        ("stock", "seq1f1b", cut(8)),
+        ("stock", "seq1f1b", (*cut(4), *BY_FLOPS)),
+        # Only stages that read data get masks, so that V schedules are compared with their own whole microbatches.
+        ("zbv", "zbv", cut(4)),
+    ],
+)
+def test_documents_do_not_see_each_other(train, lines, whole, schedule, ours):
+    text = ("--data-path", str(lines), "--vocab-size", str(END_OF_DOCUMENT + 1))
+    flags = (*text, *DOCUMENTS)
+    expected, run = train(whole, *flags, gradients=True), train(schedule, *ours, *flags, gradients=True)
+    assert run.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert run.predicted_peaks == run.counted_peaks
+    assert {key: off for key, off in differences(run, expected).items() if not off <= 1e-6} == {}
+    seen = train(whole, *text, "--eod-mask-loss", *LONGER)
+    assert expected.losses != pytest.approx(seen.losses, rel=1e-4), "masks that hide nothing would show nothing"
 
 
 def test_activations_of_slices_leave_the_device(train):
