@@ -50,17 +50,20 @@ def test_a_chunk_gets_the_rank_that_round_robin_would_give_it(placement):
 @pytest.fixture
 def as_rank(monkeypatch):
     """Pretend to be one pipeline rank of four with two virtual stages, and patch the questions."""
-    patches = PatchSet()
+    patches, installed = PatchSet(), None
 
     def pretend(rank, chunks=None):
-        patches.remove()
+        nonlocal installed
         group = Group(rank, 4)
         monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_group", lambda **_: group)
         monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_world_size", lambda: 4)
         monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: 2)
         monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", rank)
         chunks = chunks or ChunkPlacement(lambda p, v: Placement.v_shape(p), is_round_robin=False, name="v-half")
-        patches.install([(symbol, wrap) for symbol, wrap in chunks.replacements() if not symbol.of_training])
+        if chunks is not installed:
+            patches.remove()
+            patches.install([(symbol, wrap) for symbol, wrap in chunks.replacements() if not symbol.of_training])
+            installed = chunks
         return chunks
 
     yield pretend
@@ -169,8 +172,8 @@ def test_the_layers_of_all_ranks_are_those_of_the_model(as_rank, monkeypatch, vi
     for family in RUN:
         source = Source(Request.of(family))
         held: dict[int, list[int]] = {}
+        chunks = ChunkPlacement(source.placement, source.request.is_round_robin, name=family)
         for rank in range(P):
-            chunks = ChunkPlacement(source.placement, source.request.is_round_robin, name=family)
             as_rank(rank, chunks)
             monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: vp_size)
             groups = SimpleNamespace(pp=Group(rank, P), embd=None)

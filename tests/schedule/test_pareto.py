@@ -16,7 +16,7 @@ from megatron_pipemem.schedule.pareto import bound_line, choices, trades, useful
 
 
 def test_pareto_choices_are_not_dominated() -> None:
-    found = choices(4, 12, Costs(1, 1.5, 0.5), [0.25, 0.5, 0.625, 0.75, 1.0])
+    found = choices(4, 12, Costs(1, 1.5, 0.5), [0.25, 0.5, 0.75, 1.0])
     front = [choice for choice in found if not choice.dominated]
     for choice in found:
         better = [
