@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -107,9 +107,10 @@ def device_of(schedule: Schedule, costs: Costs, keys_and_values: float = 0.0) ->
     their slices without keys and values.
     """
     weights, slices = costs.microbatch, schedule.slices
-    tokens = weights.tokens if weights else (1.0,) * schedule.num_microbatches
-    own = [each * (1 - keys_and_values) / slices for each in tokens for _ in range(slices)] if slices > 1 else tokens
-    return Device(ActionPrices(schedule, costs).of, own)
+    tokens: Sequence[float] = weights.tokens if weights else ()
+    if slices > 1:
+        tokens = [(1 - keys_and_values) / slices] * schedule.num_units
+    return Device(ActionPrices(schedule, costs).of, tokens)
 
 
 class _Runner:

@@ -144,7 +144,7 @@ def _run(
         if parts.dp * parts.cp > 1:
             run = replace(run, megatron=OF_REPLICAS | run.megatron)
     if microbatches is not None:
-        run = replace(run, parallelism=replace(parts, global_batch=microbatches * parts.micro_batch * parts.dp))
+        run = replace(run, parallelism=parts.with_microbatches(microbatches))
     return run
 
 

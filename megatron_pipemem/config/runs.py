@@ -11,7 +11,7 @@ output: out/runs/mine
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -77,6 +77,10 @@ class Parallelism(Limited):
     def microbatches(self) -> int:
         """Microbatches of a pipeline in a step."""
         return self.global_batch // (self.micro_batch * self.dp)
+
+    def with_microbatches(self, count: int) -> Parallelism:
+        """Return the same ranks with a global batch of so many microbatches per pipeline."""
+        return replace(self, global_batch=count * self.micro_batch * self.dp)
 
 
 REPORT = "report.json"

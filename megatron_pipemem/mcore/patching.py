@@ -132,10 +132,14 @@ class PatchSet:
         _rebind([(replacement, original) for original, replacement in by_name])  # also in modules imported since
 
 
+_HOLD_NOTHING = {*sys.stdlib_module_names, "torch"}
+
+
 def _rebind(pairs: Sequence[tuple[Callable, Callable]]) -> None:
     """Put functions in the place of others in every module that holds those, under whatever name.
 
-    Training has imported thousands of modules, so all pairs go through them together.
+    Training has imported thousands of modules, so all pairs go through them together. Most are Python's own and PyTorch's, and
+    hold nothing of Megatron.
 
     Args:
         pairs: what is held, and what is wanted in its place; which another pair may replace in turn.
@@ -143,7 +147,9 @@ def _rebind(pairs: Sequence[tuple[Callable, Callable]]) -> None:
     if not pairs:
         return
     wanted_by_id = {id(held): wanted for held, wanted in pairs}
-    for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
+    for path, module in list(sys.modules.items()):
+        if path.partition(".")[0] in _HOLD_NOTHING or not isinstance(module, ModuleType):
+            continue
         for name, value in list(vars(module).items()):
             if id(value) in wanted_by_id:
                 while id(value) in wanted_by_id:

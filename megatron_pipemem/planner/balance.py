@@ -251,8 +251,7 @@ def _no_more(a: float, b: float) -> bool:
 
 
 def _with_microbatches(run: Run, count: int) -> Run:
-    cut = run.parallelism
-    return replace(run, parallelism=replace(cut, global_batch=count * cut.micro_batch * cut.dp))
+    return replace(run, parallelism=run.parallelism.with_microbatches(count))
 
 
 def _checked_request(run: Run) -> Request:

@@ -15,7 +15,7 @@ from megatron_pipemem.errors import PipememError
 from megatron_pipemem.planner.measured_layers import MeasuredLayers, stage_memory
 from megatron_pipemem.planner.replay import family_schedule
 from megatron_pipemem.planner.space import OUTCLASSED
-from megatron_pipemem.schedule.core.action import MEMORY, RECOMPUTE, VOCABULARY, Kind
+from megatron_pipemem.schedule.core.action import MEMORY, PLAIN, RECOMPUTE, VOCABULARY, Kind
 from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap, loosened
 from megatron_pipemem.schedule.core.placement import Placement
@@ -345,5 +345,4 @@ def _may_place(case: Case, placement: Placement, name: str) -> bool:
 
 def _is_extended(schedule: Schedule) -> bool:
     """Return whether there is more in its orders than forwards and backwards."""
-    plain = {Kind.F, Kind.I, Kind.W, Kind.B}
-    return any(action.kind not in plain for order in schedule.orders for action in order)
+    return any(action.kind not in PLAIN for order in schedule.orders for action in order)

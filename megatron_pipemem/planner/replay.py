@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 
-from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.action import PLAIN
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.schedule import Schedule
@@ -121,7 +121,7 @@ def same_passes(costs: Costs) -> tuple[object, ...]:
     only.
     """
     links = tuple(sorted(costs.p2p.items())) if isinstance(costs.p2p, Mapping) else costs.p2p
-    kept = None if costs.memory is None else tuple(costs.memory.get(kind) for kind in _KINDS)
+    kept = None if costs.memory is None else tuple(costs.memory.get(kind) for kind in PLAIN)
     return costs.forward, costs.backward_input, costs.backward_weight, links, kept
 
 
@@ -169,6 +169,3 @@ def extended(
     seconds = seconds_of(b, costs)
     held = zip(a.peaks(costs), b.peaks(costs), strict=True)
     return seconds + more * (seconds - seconds_of(a, costs)), tuple(y + more * (y - x) for x, y in held)
-
-
-_KINDS = (Kind.F, Kind.I, Kind.W, Kind.B)

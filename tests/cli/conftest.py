@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from megatron_pipemem.cli import progress
 from megatron_pipemem.cli.app import app
 
 
@@ -27,8 +28,11 @@ def pipemem() -> Callable[..., Result]:
 
 
 @pytest.fixture
-def pipemem_json(pipemem: Callable[..., Result]) -> Callable[..., Any]:
+def pipemem_json(pipemem: Callable[..., Result], monkeypatch) -> Callable[..., Any]:
     """As ``pipemem`` with ``--json``: what stdout holds, which must be JSON and nothing else."""
+
+    # On a busy machine a short command takes long enough to say what it is doing.
+    monkeypatch.setattr(progress, "_FIRST_LINE_SECONDS", 1e6)
 
     def call(*arguments: object) -> Any:
         result = pipemem(*arguments, "--json")
@@ -40,8 +44,9 @@ def pipemem_json(pipemem: Callable[..., Result]) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def refuses(pipemem: Callable[..., Result]) -> Callable[..., str]:
+def refuses(pipemem: Callable[..., Result], monkeypatch) -> Callable[..., str]:
     """The one line of stderr of a call that must fail with the given exit code, with and without ``--json``."""
+    monkeypatch.setattr(progress, "_FIRST_LINE_SECONDS", 1e6)
 
     def call(*arguments: object, code: int = 2) -> str:
         lines = []

@@ -50,6 +50,7 @@ def _build_parser_once() -> None:
 
 
 _build_parser_once()
+arguments._print_args = lambda *_: None  # a thousand lines for every run
 
 
 def _load_entry() -> ModuleType:

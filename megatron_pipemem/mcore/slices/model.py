@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -192,5 +193,4 @@ def _check_attention(attention: Attention) -> None:
 
 def boundaries(tokens: Sequence[int]) -> list[tuple[int, int]]:
     """Return where every slice begins and ends, of slices of so many tokens."""
-    ends = [sum(tokens[: number + 1]) for number in range(len(tokens))]
-    return list(zip([0, *ends], ends, strict=False))
+    return list(pairwise(accumulate(tokens, initial=0)))

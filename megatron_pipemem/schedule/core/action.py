@@ -74,8 +74,10 @@ COLLECTIVES = frozenset((Kind.REDUCE_E, Kind.BCAST_X, Kind.STATS, Kind.BCAST_G, 
 """Posted by every device, all in one order, on a channel of their own; posting takes no time, and waits for nobody but
 ``REDUCE_X`` for the statistics where it is formed of them (one barrier)."""
 VOCABULARY = VOCABULARY_COMPUTE | COLLECTIVES
+PLAIN = (Kind.F, Kind.I, Kind.W, Kind.B)
+"""What every schedule is made of: forwards, and backwards whole or in two."""
 RECOMPUTE = frozenset((Kind.R, Kind.RS))
-COMPUTE = frozenset((Kind.F, Kind.I, Kind.W, Kind.B)) | RECOMPUTE | VOCABULARY_COMPUTE
+COMPUTE = frozenset(PLAIN) | RECOMPUTE | VOCABULARY_COMPUTE
 COMPLETING = frozenset((Kind.W, Kind.B, Kind.T, Kind.EMBED_B))
 """What adds to the gradients of parameters."""
 ORDERED = COMPUTE | MEMORY | COLLECTIVES

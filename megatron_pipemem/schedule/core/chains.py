@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.action import PLAIN, Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
 
@@ -152,7 +152,7 @@ def chains_of(placement: Placement, num_microbatches: int, costs: Costs, splits:
 def _held(placement: Placement, costs: Costs, splits: bool, slices: int) -> list[Held]:
     """Return what every stage holds of every slice, stage by stage, in the unit of ``Costs.memory_changes``."""
     changes, nothing = costs.memory_changes(placement, slices=slices), (0,) * (placement.num_stages * slices)
-    forward, inputs, weights, full = (changes.get(kind, nothing) for kind in (Kind.F, Kind.I, Kind.W, Kind.B))
+    forward, inputs, weights, full = (changes.get(kind, nothing) for kind in PLAIN)
     result = []
     for f, i, w, b in zip(forward, inputs, weights, full, strict=True):
         after = (f, f + i, f + min(i + w, b)) if splits else (f, f + b, f + b)

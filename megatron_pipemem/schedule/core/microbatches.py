@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_pipemem.errors import CostsError
-from megatron_pipemem.schedule.core.action import COLLECTIVES, COMPUTE, Kind
+from megatron_pipemem.schedule.core.action import COLLECTIVES, COMPUTE, PLAIN, RECOMPUTE, Kind
 from megatron_pipemem.schedule.core.brief import changed_fields, shortened
 from megatron_pipemem.schedule.core.prices import listed_objects, number
 
-LAYERS = frozenset((Kind.F, Kind.I, Kind.W, Kind.B, Kind.R, Kind.RS))
+LAYERS = frozenset(PLAIN) | RECOMPUTE
 """What runs the layers of a stage. Its seconds go by ``time``; those of all else go by tokens, and so by ``memory``."""
 WEIGHED = COMPUTE | COLLECTIVES | {Kind.OFFLOAD, Kind.RELOAD}
 """The kinds whose seconds may have weights of their own."""

@@ -11,6 +11,7 @@ from megatron_pipemem.errors import ScheduleError
 from megatron_pipemem.schedule.core.action import (
     MEMORY,
     ORDERED,
+    PLAIN,
     RECOMPUTE,
     VOCABULARY,
     Action,
@@ -240,8 +241,7 @@ def _check_completeness(schedule: Schedule, places: Places, replica_of: Mapping[
         for microbatch in range(schedule.num_units):
             if replica != replica_of.get(microbatch // schedule.slices, 0):
                 continue
-            kinds = (Kind.F, Kind.I, Kind.W, Kind.B)
-            forward, inputs, weights, full = (Action(kind, stage, microbatch) for kind in kinds)
+            forward, inputs, weights, full = (Action(kind, stage, microbatch) for kind in PLAIN)
             if forward not in places:
                 device = schedule.placement.devices[stage]
                 raise ScheduleError(
@@ -283,7 +283,7 @@ def check_microbatch_order(schedule: Schedule) -> None:
         last: dict[tuple[Kind, int], tuple[int, Action]] = {}
         for position, action in enumerate(order):
             kind, stage, microbatch = action
-            if kind not in (Kind.F, Kind.I, Kind.W, Kind.B):
+            if kind not in PLAIN:
                 continue
             ranks = rank if kind is Kind.F else backward_rank
             for part in (Kind.I, Kind.W) if kind is Kind.B else (kind,):

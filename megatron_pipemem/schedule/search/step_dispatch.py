@@ -9,13 +9,11 @@ from heapq import heappop, heappush
 from itertools import starmap
 from typing import NamedTuple
 
-from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.action import PLAIN, Action, Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import loosened
 from megatron_pipemem.schedule.core.schedule import Schedule
 
-KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
-PLAIN = frozenset(KINDS)
 Ahead = Sequence[int] | None
 
 
@@ -49,8 +47,10 @@ class Dispatcher:
         unit, nothing = costs.memory_unit(placement), (0.0,) * placement.num_stages
         self._changes = {kind: [each * unit for each in changes.get(kind, nothing)] for kind in PLAIN}
         own = {kind: weights.seconds_of(kind) for kind in PLAIN}
-        self._seconds = {
-            kind: [[price * weight for weight in own[kind]] for price in seconds[kind]] for kind in PLAIN - {Kind.B}
+        self._seconds: dict[Kind, list[list[float]]] = {
+            kind: [[price * weight for weight in own[kind]] for price in seconds[kind]]
+            for kind in PLAIN
+            if kind is not Kind.B
         }
         inputs, later = self._seconds[Kind.I], self._seconds[Kind.W]
         self._seconds[Kind.B] = (
@@ -82,8 +82,8 @@ class Dispatcher:
         stages_of, device_of, caps = self._base.placement.stages, self._base.placement.devices, self._caps
         last, m, trains, split = len(device_of) - 1, len(order), self._trains, self._split
         tokens = [self._tokens[each] for each in order]
-        forward, full, inputs, later = ([[row[k] for k in order] for row in self._seconds[kind]] for kind in KINDS)
-        takes, gives, keeps, frees = (self._changes[kind] for kind in KINDS)
+        forward, inputs, later, full = ([[row[k] for k in order] for row in self._seconds[kind]] for kind in PLAIN)
+        takes, keeps, frees, gives = (self._changes[kind] for kind in PLAIN)
         spare = self._spare
         # What younger microbatches may take on a device before one finds no room for all its chunks, were older ones gone.
         slack = [[cap - each * whole for each in tokens] for cap, whole in zip(caps, self._whole, strict=True)]

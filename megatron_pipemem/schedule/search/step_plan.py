@@ -16,7 +16,7 @@ from random import Random
 from typing import NamedTuple
 
 from megatron_pipemem.errors import MemoryCapError, UnsupportedError
-from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.action import PLAIN, Kind
 from megatron_pipemem.schedule.core.bounds import lower_bound
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap, loosened
@@ -26,7 +26,7 @@ from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.search.order_variation import Order, Variation, random_move
-from megatron_pipemem.schedule.search.step_dispatch import PLAIN, Ahead, Dispatcher
+from megatron_pipemem.schedule.search.step_dispatch import Ahead, Dispatcher
 
 SECONDS = 0.05
 _SEED = 0
@@ -122,7 +122,7 @@ class _Search:
         if all(now <= loosened(most) for now, most in zip(held, self._caps, strict=True)):
             self._best = _Found(self._arrival_makespan, self._by_arrival, base)
         kinds = {action.kind for order in base.orders for action in order}
-        self._is_plain = kinds <= PLAIN and base.placement.replicas == base.slices == 1
+        self._is_plain = kinds <= set(PLAIN) and base.placement.replicas == base.slices == 1
         self._arrival = self._best
 
     def run(self) -> StepPlan:
