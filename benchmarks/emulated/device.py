@@ -44,7 +44,8 @@ class Device:
         scale: what durations are multiplied with; 0 for a step that only warms up.
         passes: ``(action, start, end)`` of every pass of the step, as they ran, a B as I and W. Microbatches, or slices of
             them, have the number of their forward on this stage.
-        peak: the most that was kept at once, in activations of one stage.
+        peak: the most that was kept right after a forward had begun, in activations of one stage. What a backward holds for a
+            moment is not part of it.
     """
 
     def __init__(self, price: Callable[[Kind, int, int], float], tokens: Sequence[float] = ()):
@@ -63,13 +64,13 @@ class Device:
         """Return what a forward leaves behind until its weight gradient is done, and the forward's number."""
         activation, number = torch.empty(1), self._counts[Kind.F, stage]
         self.hold(activation, self._tokens[number] if self._tokens else 1)
+        self._alive = [(reference, held) for reference, held in self._alive if not reference.expired()]
+        self.peak = max(self.peak, sum(held for _, held in self._alive))
         return activation, number
 
     def hold(self, tensor: torch.Tensor, size: float) -> None:
         """Count a tensor as so many activations, for as long as anything keeps it."""
-        self._alive = [(reference, held) for reference, held in self._alive if not reference.expired()]
         self._alive.append((StorageWeakRef(tensor.untyped_storage()), size))
-        self.peak = max(self.peak, sum(held for _, held in self._alive))
 
     def work(self, kind: Kind, stage: int, since: float, number: int | None = None) -> None:
         """Be busy until the pass that began at ``since`` has taken its time.
