@@ -393,7 +393,7 @@ def _with_head(loaded: Loaded, prices: Costs, asked: Question) -> tuple[Loaded, 
         if algorithm == REDISTRIBUTE:
             layout = choice.best.layers
             assert layout is not None, "what is redistributed are layers"
-            moved = head_on_last_stage(prices, schedule.placement, seconds, layout)
+            moved = head_on_last_stage(prices, schedule.placement, seconds, layout, slices=schedule.slices)
             return loaded, moved, f"{reason}; layers per stage: {', '.join(map(str, layout))}"
     if algorithm == OFF:
         return loaded, priced_head(asked, prices, schedule, 0), reason

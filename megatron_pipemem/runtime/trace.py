@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_pipemem.schedule.core.action import Action, Kind, place
+from megatron_pipemem.schedule.core.action import Action, Kind, last_slice, place
 from megatron_pipemem.schedule.core.costs import SELECTIVE_SECONDS, Costs
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
@@ -176,19 +176,26 @@ def costs_from(
         pairs,
         recompute=again[Kind.R],
         recompute_selective=again[Kind.RS],
-        vocabulary=_passes(medians, placement, before),
+        vocabulary=_passes(medians, placement, before, slices),
     )
 
 
-def _passes(medians: Medians, placement: Placement, before: Costs) -> VocabularyCosts | None:
-    """Return the costs of the vocabulary passes, if any have run. Their collectives are not timed."""
+def _passes(medians: Medians, placement: Placement, before: Costs, slices: int) -> VocabularyCosts | None:
+    """Return the costs of the vocabulary passes, if any have run. Their collectives are not timed.
+
+    Args:
+        medians: of the seconds of actions, by kind and place.
+        placement: of the stages.
+        before: what was known.
+        slices: sequence slices of a microbatch.
+    """
     if (Kind.S, 0) not in medians:
         return before.vocabulary
     score, gradient, embed, embed_gradient = (
-        tuple(medians.get((kind, device), 0.0) for device in range(placement.num_devices))
+        tuple(medians.get((kind, at), 0.0) for at in range(placement.num_devices * slices))
         for kind in (Kind.S, Kind.T, Kind.EMBED_F, Kind.EMBED_B)
     )
-    loss = medians.get((Kind.LOSS, placement.devices[-1]), 0.0)
+    loss = medians.get((Kind.LOSS, last_slice(placement.devices[-1] * slices, slices)), 0.0)
     return VocabularyCosts(score, gradient, embed, embed_gradient, loss)
 
 

@@ -3,6 +3,9 @@
 It knows what arXiv 2411.05288 says of the data: the embedding output is summed from all shards, the head's input goes to all
 shards, statistics come from all and go to all, the loss gradient goes to all, the gradient of the head's input is summed from
 all. With one barrier what is summed needs the statistics, with two it is made by T.
+
+Slices of a sequence are units of their own, numbered through. Their forwards run one after the other, their backwards the
+other way round, and the loss of all of them, which stands with the last one, needs the statistics of all.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ def expected(schedule: Schedule) -> Counter[tuple[int, Event]]:
     everywhere = ("EMBED_F", "S", "T", "EMBED_B", *COLLECTIVES)
     found: Counter[tuple[int, Event]] = Counter()
     last = schedule.placement.devices[-1]
-    for k in range(schedule.num_microbatches):
-        found[last, ("LOSS", last, k)] += 1
+    for k in range(schedule.num_microbatches * schedule.slices):
+        if k % schedule.slices == schedule.slices - 1:
+            found[last, ("LOSS", last, k)] += 1
         found.update((d, (kind, d, k)) for d in range(schedule.num_devices) for kind in everywhere)
     return found
 
@@ -41,28 +45,34 @@ def inputs(event: Event, schedule: Schedule, exists: set[Event]) -> tuple[list[E
     kind, number, k = event
     devices = schedule.placement.devices
     last = len(devices) - 1
-    home = devices[last]
+    home, n = devices[last], schedule.slices
+    siblings = [unit for unit in range(schedule.num_microbatches * n) if unit // n == k // n]
+    loss = ("LOSS", home, siblings[-1])
 
-    def backward(stage: int) -> Event:
-        return ("B", stage, k) if ("B", stage, k) in exists else ("I", stage, k)
+    def backward(stage: int, unit: int = k) -> Event:
+        return ("B", stage, unit) if ("B", stage, unit) in exists else ("I", stage, unit)
 
     if kind == "F":
-        return [("F", number - 1, k)] if number else [], [] if number else [("REDUCE_E", k)]
+        earlier = [("F", number, k - 1)] if k - 1 in siblings else []
+        return [*earlier, ("F", number - 1, k)] if number else earlier, [] if number else [("REDUCE_E", k)]
     if kind in ("I", "B"):
+        later = [backward(number, k + 1)] if k + 1 in siblings else []
         if number < last:
-            return [("F", number, k), backward(number + 1)], []
-        return [("F", last, k), ("LOSS", home, k)], [("REDUCE_X", k)]
+            return [*later, ("F", number, k), backward(number + 1)], []
+        return [*later, ("F", last, k), loss], [("REDUCE_X", k)]
     if kind == "W":
         return [("I", number, k)], []
-    if kind in ("S", "LOSS", "T", "EMBED_B"):
-        source = {"S": "BCAST_X", "LOSS": "STATS", "T": "BCAST_G", "EMBED_B": "BCAST_E"}[kind]
+    if kind == "LOSS":
+        return [], [("STATS", unit) for unit in siblings]
+    if kind in ("S", "T", "EMBED_B"):
+        source = {"S": "BCAST_X", "T": "BCAST_G", "EMBED_B": "BCAST_E"}[kind]
         return [("S", number, k)] if kind == "T" else [], [(source, k)]
     if kind == "REDUCE_X" and schedule.vocabulary_barriers == 1:
         return [], [("STATS", k)]
     own = {"REDUCE_E": "EMBED_F", "STATS": "S", "REDUCE_X": "T"}
     if kind in own:
         return [(own[kind], number, k)], []
-    root = {"BCAST_X": ("F", last, k), "BCAST_G": ("LOSS", home, k), "BCAST_E": backward(0)}
+    root = {"BCAST_X": ("F", last, k), "BCAST_G": loss, "BCAST_E": backward(0)}
     if kind in root:
         source = root[kind]
         at = source[1] if kind == "BCAST_G" else devices[source[1]]

@@ -67,12 +67,12 @@ def choose_barriers(model: Any, layout: Sequence[float], costs: Costs, schedules
             many layers' time as it has FLOPs. In single numbers, every layer takes the same.
         schedules: what would run, per number of barriers; what is not allowed is missing, but 0 is not.
     """
-    placement = schedules[0].placement
+    placement, slices = schedules[0].placement, schedules[0].slices
     if costs.vocabulary is None:
-        seconds = costs.seconds(placement)
+        seconds = costs.seconds(placement, slices)
         head = head_in_layers(model) * sum(map(sum, (seconds[kind] for kind in (Kind.F, Kind.B)))) / sum(layout)
     else:
-        passes = costs.vocabulary.seconds(placement.num_devices)
+        passes = costs.vocabulary.seconds(placement.num_devices, slices)
         head = sum(map(sum, (passes[kind] for kind in (Kind.S, Kind.T))))
     # Costs per stage say what the layers take where they are, and nothing of other places.
     per_stage = any(

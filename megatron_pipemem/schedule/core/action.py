@@ -148,6 +148,18 @@ def place(action: Action, slices: int) -> int:
     return action.stage * slices + (action.microbatch or 0) % slices
 
 
+def mirrored(unit: int, slices: int) -> int:
+    """Return the place of a slice among the backwards, which run from the last slice of a microbatch to the first; of such a
+    place, its slice.
+    """
+    return unit + slices - 1 - 2 * (unit % slices)
+
+
+def last_slice(unit: int, slices: int) -> int:
+    """Return the last slice of the microbatch that a slice is of."""
+    return unit - unit % slices + slices - 1
+
+
 def shown(text: str) -> str:
     """Return text from a file, in quotes, for a message: no more than its start."""
     return repr(text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}...")

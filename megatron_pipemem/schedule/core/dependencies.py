@@ -32,7 +32,7 @@ def dependencies(
     What a backward needs besides, of a stage that is recomputed or offloaded, its own device has done before it anyway.
 
     Sequence slices of one microbatch share the keys and values of attention: a slice runs forward after the slice before
-    it, and backward after the slice behind it, which adds to the gradients of its keys and values.
+    it, and backward after the slice behind it, which adds to the gradients of its keys and values. They share a loss, too.
 
     Args:
         action: an action of an order.
@@ -45,7 +45,7 @@ def dependencies(
     needed: tuple[Action, ...]
     if vocabulary_barriers:
         is_full = Action(Kind.B, 0, microbatch) in fused
-        further = vocabulary_needs(action, placement, vocabulary_barriers, is_full)
+        further = vocabulary_needs(action, placement, vocabulary_barriers, is_full, slices)
         if kind in VOCABULARY:
             return further
         return (*dependencies(action, placement, fused, slices), *further)

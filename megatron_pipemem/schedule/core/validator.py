@@ -16,6 +16,7 @@ from megatron_pipemem.schedule.core.action import (
     VOCABULARY,
     Action,
     Kind,
+    mirrored,
 )
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
@@ -118,7 +119,7 @@ def validate_program(program: Program, *, microbatch_order: bool = True, single_
     def needs(action: Action) -> list[Action]:
         before = [sends[receives[action]]] if action in receives else [*sums.get(action, ())]
         if barriers and action.kind in ORDERED:
-            before += vocabulary_needs(action, program.placement, barriers)
+            before += vocabulary_needs(action, program.placement, barriers, slices=program.schedule.slices)
         return before
 
     found = Dependencies(program.actions, program.placement, needs, program.schedule.slices)
@@ -278,7 +279,7 @@ def check_microbatch_order(schedule: Schedule) -> None:
     """
     names = {Kind.F: "forwards", Kind.I: "input gradients", Kind.W: "weight gradients"}
     slices, rank = schedule.slices, range(schedule.num_units)
-    backward_rank = [unit + slices - 1 - 2 * (unit % slices) for unit in rank]
+    backward_rank = [mirrored(unit, slices) for unit in rank]
     for device, order in enumerate(schedule.orders):
         last: dict[tuple[Kind, int], tuple[int, Action]] = {}
         for position, action in enumerate(order):

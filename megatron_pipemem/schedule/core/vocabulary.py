@@ -8,7 +8,15 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from megatron_pipemem.errors import ScheduleError, UnsupportedError
-from megatron_pipemem.schedule.core.action import COLLECTIVES, VOCABULARY, VOCABULARY_COMPUTE, Action, Kind
+from megatron_pipemem.schedule.core.action import (
+    COLLECTIVES,
+    VOCABULARY,
+    VOCABULARY_COMPUTE,
+    Action,
+    Kind,
+    last_slice,
+    mirrored,
+)
 from megatron_pipemem.schedule.core.placement import Placement
 
 if TYPE_CHECKING:
@@ -41,7 +49,7 @@ def check_placement(placement: Placement) -> None:
 
 
 def vocabulary_needs(
-    action: Action, placement: Placement, barriers: int, has_full_backward: bool = False
+    action: Action, placement: Placement, barriers: int, has_full_backward: bool = False, slices: int = 1
 ) -> tuple[Action, ...]:
     """Return what ``action`` needs besides what it needs without vocabulary parallelism.
 
@@ -49,55 +57,63 @@ def vocabulary_needs(
     ``REDUCE_X`` needs the statistics: what it sums is formed from them, where it is posted, so there the device waits for
     them.
 
+    Sequence slices of one microbatch have one loss: ``LOSS`` stands with the last of them, and waits for the statistics of all.
+
     Args:
         action: any action of an order.
         placement: supplies the first and the last stage.
         barriers: 1 or 2.
         has_full_backward: whether the first stage's backward of this microbatch is a B.
+        slices: sequence slices of a microbatch.
     """
     kind, stage, microbatch = action
     last = placement.num_stages - 1
+    loss = Action(Kind.LOSS, placement.devices[last], last_slice(microbatch, slices))
     ends = {Kind.F: 0, Kind.I: last, Kind.B: last}
     if kind in ends and stage == ends[kind]:
         awaited = (Action(Kind.REDUCE_E if kind is Kind.F else Kind.REDUCE_X, EVERYWHERE, microbatch),)
         # With two barriers T has waited for the loss already.
         waits_for_loss = kind is not Kind.F and barriers == 1
-        return (*awaited, Action(Kind.LOSS, placement.devices[last], microbatch)) if waits_for_loss else awaited
+        return (*awaited, loss) if waits_for_loss else awaited
     backward = Kind.B if has_full_backward else Kind.I
     sources = {
         Kind.BCAST_X: Action(Kind.F, last, microbatch),
-        Kind.BCAST_G: Action(Kind.LOSS, placement.devices[last], microbatch),
+        Kind.BCAST_G: loss,
         Kind.BCAST_E: Action(backward, 0, microbatch),
     }
     if kind in sources:
         return (sources[kind],) if stage == placement.devices[0 if kind is Kind.BCAST_E else last] else ()
     if kind is Kind.REDUCE_X and barriers == 1:
         return (Action(Kind.STATS, EVERYWHERE, microbatch),)
+    if kind is Kind.LOSS:
+        joined = range(microbatch - microbatch % slices, microbatch + 1)
+        return tuple(Action(Kind.STATS, EVERYWHERE, unit) for unit in joined)
     if kind in _BROUGHT:
         return (Action(_BROUGHT[kind], stage, microbatch),)
     return (Action(_AWAITED[kind], EVERYWHERE, microbatch),) if kind in _AWAITED else ()
 
 
-_AWAITED = {Kind.S: Kind.BCAST_X, Kind.LOSS: Kind.STATS, Kind.T: Kind.BCAST_G, Kind.EMBED_B: Kind.BCAST_E}
+_AWAITED = {Kind.S: Kind.BCAST_X, Kind.T: Kind.BCAST_G, Kind.EMBED_B: Kind.BCAST_E}
 
 
-def vocabulary_actions(placement: Placement, num_microbatches: int, backwards: bool) -> Iterator[tuple[Action, int]]:
+def vocabulary_actions(schedule: Schedule, backwards: bool) -> Iterator[tuple[Action, int]]:
     """Yield ``(action, device)`` of everything that vocabulary parallelism adds to a step.
 
     Args:
-        placement: of the stages.
-        num_microbatches: of one step.
+        schedule: of the step.
         backwards: whether the step runs backward.
     """
     everywhere = [Kind.EMBED_F, Kind.REDUCE_E, Kind.BCAST_X, Kind.S, Kind.STATS]
     if backwards:
         everywhere += [Kind.BCAST_G, Kind.T, Kind.REDUCE_X, Kind.BCAST_E, Kind.EMBED_B]
-    for microbatch in range(num_microbatches):
+    placement, slices = schedule.placement, schedule.slices
+    for microbatch in range(schedule.num_units):
         for device in range(placement.num_devices):
             for kind in everywhere:
                 yield Action(kind, device, microbatch), device
-        last = placement.devices[-1]
-        yield Action(Kind.LOSS, last, microbatch), last
+        if microbatch == last_slice(microbatch, slices):
+            last = placement.devices[-1]
+            yield Action(Kind.LOSS, last, microbatch), last
 
 
 def check_switch(schedule: Schedule) -> None:
@@ -112,10 +128,10 @@ def check_switch(schedule: Schedule) -> None:
             raise ScheduleError(
                 f"vocabulary parallelism has 1 or 2 barriers, not {schedule.vocabulary_barriers}; give either"
             )
-        if schedule.slices > 1 or schedule.updates is not None or schedule.offloads or schedule.recomputed:
+        if schedule.updates is not None or schedule.offloads or schedule.recomputed:
             raise ScheduleError(
-                "vocabulary parallelism goes with whole microbatches, one version of the weights, and activations that are "
-                "neither moved nor recomputed; leave the passes out"
+                "vocabulary parallelism goes with one version of the weights, and activations that are neither moved nor "
+                "recomputed; leave the passes out"
             )
         check_placement(schedule.placement)
         return
@@ -130,14 +146,14 @@ def check_switch(schedule: Schedule) -> None:
 
 
 def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> None:
-    """Check that every device has every pass and post once, passes in microbatch order and posts in one order of all
-    devices.
+    """Check that every device has every pass and post once, passes in microbatch order (T and EMBED_B from a microbatch's
+    last slice to its first) and posts in one order of all devices.
 
     Raises:
         ScheduleError: the first violation.
     """
     backwards = any(action.kind in (Kind.I, Kind.W, Kind.B) for action in places)
-    wanted = dict(vocabulary_actions(schedule.placement, schedule.num_microbatches, backwards))
+    wanted, slices = dict(vocabulary_actions(schedule, backwards)), schedule.slices
     for action, device in wanted.items():
         if action not in places:
             raise ScheduleError(
@@ -147,6 +163,8 @@ def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> N
     for action, (device, position) in places.items():
         if action.kind in VOCABULARY and action not in wanted:
             where = "forwards alone have none" if not backwards else "only the last stage's device has one"
+            if action.kind is Kind.LOSS and slices > 1:
+                where += " per microbatch, for the last slice"
             raise ScheduleError(f"has no use: {where}; remove it", at=(device, position, action))
     for device, order in enumerate(schedule.orders):
         last: dict[Kind, Action] = {}
@@ -154,9 +172,13 @@ def check_passes(schedule: Schedule, places: dict[Action, tuple[int, int]]) -> N
             if action.kind not in VOCABULARY_COMPUTE:
                 continue
             before = last.get(action.kind, action)
-            if before.microbatch > action.microbatch:
+            reverses = action.kind in (Kind.T, Kind.EMBED_B) and slices > 1
+            ranks = [mirrored(each.microbatch, slices) if reverses else each.microbatch for each in (before, action)]
+            if ranks[0] > ranks[1]:
+                reversed_slices = ", slices from the last to the first" if reverses else ""
                 raise ScheduleError(
-                    f"comes after {before}, but passes of a kind run in microbatch order; move it before {before}",
+                    f"comes after {before}, but passes of a kind run in microbatch order{reversed_slices}; move it before "
+                    f"{before}",
                     at=(device, position, action),
                 )
             last[action.kind] = action

@@ -24,7 +24,7 @@ class VocabularyCosts:
         gradient: of T.
         embed: of EMBED_F.
         embed_gradient: of EMBED_B.
-        loss: of LOSS on the last stage's device, one number.
+        loss: of LOSS on the last stage's device, one number; it stands with the last slice.
         collectives: of one collective, one number for all kinds or one per kind; kinds left out take no time.
     """
 
@@ -86,11 +86,11 @@ class VocabularyCosts:
         prices = {
             Kind.EMBED_F: self.embed,
             Kind.S: self.score,
-            Kind.LOSS: self.loss,
             Kind.T: self.gradient,
             Kind.EMBED_B: self.embed_gradient,
         }
-        return {kind: per_device(f"seconds of {kind}", price, num_devices, slices) for kind, price in prices.items()}
+        seconds = {kind: per_device(f"seconds of {kind}", price, num_devices, slices) for kind, price in prices.items()}
+        return {**seconds, Kind.LOSS: (*(0.0,) * (slices - 1), self.loss) * num_devices}
 
     def collective_seconds(self, slices: int = 1) -> dict[Kind, float]:
         """Return the seconds of every kind of collective, of one of so many slices of a microbatch."""

@@ -12,6 +12,7 @@ from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.brief import brief
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.prices import shared
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
@@ -50,7 +51,7 @@ def head_on_last_stage(
                 f"layers of the stages {', '.join(map(str, layers))} make no model; give 0 or more for each, at least 1 in all"
             )
         model = {kind: sum(prices) for kind, prices in seconds.items()}
-        seconds = {kind: tuple(model[kind] * n / sum(layers) for n in layers) for kind in seconds}
+        seconds = {kind: shared([model[kind] * n / sum(layers) for n in layers], slices) for kind in seconds}
     forward, inputs, weights = (
         (*seconds[kind][:-slices], *(each + head / 3 / slices for each in seconds[kind][-slices:]))
         for kind in (Kind.F, Kind.I, Kind.W)
@@ -163,8 +164,9 @@ def choose_vocabulary(
         CostsError: the costs do not fit the schedule, or its layers take no time.
         UnsupportedError: layers or a layout for costs per stage, or no layers at all.
     """
-    placement = schedule.placement
-    whole = sum(map(sum, (costs.seconds(placement)[kind] for kind in (Kind.F, Kind.B))))
+    placement, slices = schedule.placement, schedule.slices
+    seconds = costs.seconds(placement, slices)
+    whole = sum(map(sum, (seconds[kind] for kind in (Kind.F, Kind.B))))
     if not whole:
         raise CostsError(
             "F, I and W of the layers take no time, so there is nothing to compare the head with; give costs"
@@ -174,11 +176,14 @@ def choose_vocabulary(
     def consider(name: str, timeline: Timeline, layout: Sequence[int] | None) -> None:
         options[name] = VocabularyOption(name, timeline, None if layout is None else tuple(layout))
 
-    consider(OFF, simulate(schedule, head_on_last_stage(costs, placement, head, layout)), layout)
+    def with_head(head: float, layout: Sequence[int] | None) -> Costs:
+        return head_on_last_stage(costs, placement, head, layout, slices=slices)
+
+    consider(OFF, simulate(schedule, with_head(head, layout)), layout)
     if layers is not None:
         moved = redistribute(layers, placement, head * layers / whole)
-        consider(REDISTRIBUTE, simulate(schedule, head_on_last_stage(costs, placement, head, moved)), moved)
-    alone = head_on_last_stage(costs, placement, 0.0, layout)
+        consider(REDISTRIBUTE, simulate(schedule, with_head(head, moved)), moved)
+    alone = with_head(0.0, layout)
     for algorithm, barriers in BARRIERS_OF_ALGORITHM.items():
         prices = costs.vocabulary or VocabularyCosts.of_head(head, placement.num_devices, barriers)
         priced = replace(alone, vocabulary=prices)

@@ -8,6 +8,9 @@ the embedding's where a device would idle, or when they are due. Every collectiv
 moment of that run when its data are there, by a device that is busy then before what it is busy with, since posting waits
 for nobody: with one barrier a device's part of the input gradient, which needs the statistics, is there when the device next
 is between two actions. The lists are thus cut from one sequence, and cannot wait for one another in a circle.
+
+Of sequences in slices, every slice has passes and collectives of its own, and all slices of a microbatch one LOSS, behind the
+statistics of the last one. So as many softmaxes are alive at a time as a microbatch has slices.
 """
 
 from __future__ import annotations
@@ -19,7 +22,15 @@ from dataclasses import replace
 from heapq import heappop, heappush
 
 from megatron_pipemem.errors import CostsError, ScheduleError, UnsupportedError
-from megatron_pipemem.schedule.core.action import COLLECTIVES, VOCABULARY_COMPUTE, Action, Kind
+from megatron_pipemem.schedule.core.action import (
+    COLLECTIVES,
+    VOCABULARY_COMPUTE,
+    Action,
+    Kind,
+    last_slice,
+    mirrored,
+    place,
+)
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.dependencies import dependencies
 from megatron_pipemem.schedule.core.placement import Placement
@@ -41,7 +52,7 @@ class Run:
     """Every device runs the most urgent of what is ready: its own order, and the passes that the collectives allow.
 
     Args:
-        schedule: supplies placement and microbatches.
+        schedule: supplies placement, microbatches and their slices.
         orders: of F, I, W and B, to be kept.
         barriers: 1 or 2.
         costs: seconds of everything.
@@ -50,21 +61,23 @@ class Run:
     def __init__(self, schedule: Schedule, orders: tuple[Order, ...], barriers: int, costs: Costs) -> None:
         placement = schedule.placement
         self._placement, self._orders, self._barriers = placement, orders, barriers
-        self._m, self._p = schedule.num_microbatches, placement.num_devices
+        self._units, self._p, self._slices = schedule.num_units, placement.num_devices, schedule.slices
         self._last = placement.devices[-1]
         self._fused = {action for order in orders for action in order if action.kind is Kind.B}
         self._trains = any(action.kind in BACKWARD for order in orders for action in order)
-        vocabulary = costs.vocabulary_costs(placement, barriers)
-        seconds = {**costs.seconds(placement), **vocabulary.seconds(self._p)}
+        vocabulary = costs.vocabulary_costs(placement, barriers, self._slices)
+        seconds = {**costs.seconds(placement, self._slices), **vocabulary.seconds(self._p, self._slices)}
         scale = _TICKS / (max(max(prices) for prices in seconds.values()) or 1.0)
         self._ticks = {kind: [round(price * scale) for price in prices] for kind, prices in seconds.items()}
-        self._collective_ticks = {k: round(price * scale) for k, price in vocabulary.collective_seconds().items()}
-        self._link = lambda source, destination: round(costs.link_seconds(source, destination) * scale)
+        collectives = vocabulary.collective_seconds(self._slices)
+        self._collective_ticks = {kind: round(price * scale) for kind, price in collectives.items()}
+        self._link = lambda source, destination: round(costs.link_seconds(source, destination) * scale / self._slices)
         self._lists: list[list[Action]] = [[] for _ in orders]
         self._at = [0] * self._p
         self._count = [Counter[Kind]() for _ in orders]
         self._running: list[Action | None] = [None] * self._p
         self._begun = 0
+        self._returned = 0
         self._ends: dict[Action, int] = {}
         self._brought: Counter[Collective] = Counter()
         self._done: set[Collective] = set()
@@ -104,7 +117,7 @@ class Run:
         now.
         """
         chosen = {d: action for d in range(self._p) if self._running[d] is None and (action := self._choose(d, now))}
-        at_once = {d: action for d, action in chosen.items() if not self._ticks[action.kind][action.stage]}
+        at_once = {device: action for device, action in chosen.items() if not self._ticks_of(action)}
         for device, action in (at_once or chosen).items():
             self._running[device] = action
             if action.kind in VOCABULARY_COMPUTE:
@@ -112,7 +125,11 @@ class Run:
             else:
                 self._at[device] += 1
                 self._begun += action.kind is Kind.F and action.stage == 0
-            self._push(now + self._ticks[action.kind][action.stage], device)
+                self._returned += action.kind in (Kind.I, Kind.B) and action.stage == self._placement.num_stages - 1
+            self._push(now + self._ticks_of(action), device)
+
+    def _ticks_of(self, action: Action) -> int:
+        return self._ticks[action.kind][place(action, self._slices)]
 
     def _end(self, device: int, now: int) -> None:
         action = self._running[device]
@@ -126,7 +143,8 @@ class Run:
         elif kind in BACKWARD and kind is not Kind.W and stage == 0:
             self._post((Kind.BCAST_E, microbatch), now)
         elif kind is Kind.LOSS and self._trains:
-            self._post((Kind.BCAST_G, microbatch), now)
+            for unit in range(microbatch, microbatch - self._slices, -1):
+                self._post((Kind.BCAST_G, unit), now)
         elif kind in _BRINGS and (kind is not Kind.T or self._barriers == 2):
             self._bring((_BRINGS[kind], microbatch), now)
         for waiting in self._forming[device]:
@@ -161,34 +179,51 @@ class Run:
 
     def _choose(self, device: int, now: int) -> Action | None:
         """Return what an idle device runs now, if anything."""
-        ready = {kind: Action(kind, device, self._count[device][kind]) for kind in self._ready(device)}
-        waits = _URGENT if self._barriers == 2 or (Kind.BCAST_X, self._count[device][Kind.S]) in self._done else _NOT_T
+        ready = {kind: Action(kind, device, self._next(device, kind)) for kind in self._ready(device)}
+        waits = _URGENT if self._hurries(device) else _NOT_T
         for kind in waits:
             if kind in ready and (kind in _ALWAYS or self._is_due(ready[kind])):
                 return ready[kind]
         following = self._following(device, now)
         return following or next((ready[kind] for kind in _FILL if kind in ready), None)
 
+    def _hurries(self, device: int) -> bool:
+        """Return whether the next T of a device is urgent: the next S waits for it, or, with two barriers, the last stage's
+        next backward. After the loss of a microbatch all its slices are ready for T, and most of them have time.
+        """
+        count = self._count[device]
+        awaited = self._barriers == 2 and (self._slices == 1 or count[Kind.T] <= self._returned)
+        return awaited or (Kind.BCAST_X, count[Kind.S]) in self._done
+
+    def _next(self, device: int, kind: Kind) -> int:
+        """Return the microbatch, or slice of one, of the next pass of a kind on a device."""
+        count = self._count[device][kind]
+        if kind is Kind.LOSS:
+            return last_slice(count * self._slices, self._slices)
+        return mirrored(count, self._slices) if kind in (Kind.T, Kind.EMBED_B) else count
+
     def _ready(self, device: int) -> Iterator[Kind]:
         """Yield the passes whose next microbatch can run on a device."""
         count, done = self._count[device], self._done
-        if count[Kind.EMBED_F] < min(self._m, self._begun + _AHEAD):
+        if count[Kind.EMBED_F] < min(self._units, self._begun + _AHEAD):
             yield Kind.EMBED_F
-        if device == self._last and (Kind.STATS, count[Kind.LOSS]) in done:
+        final = self._next(device, Kind.LOSS)
+        if device == self._last and all((Kind.STATS, final - behind) in done for behind in range(self._slices)):
             yield Kind.LOSS
-        # One softmax alive at a time.
-        if (Kind.BCAST_X, count[Kind.S]) in done and (not self._trains or count[Kind.T] == count[Kind.S]):
+        # The softmax of one microbatch alive at a time.
+        if (Kind.BCAST_X, count[Kind.S]) in done and (not self._trains or count[Kind.S] < count[Kind.T] + self._slices):
             yield Kind.S
-        if (Kind.BCAST_G, count[Kind.T]) in done:
+        if (Kind.BCAST_G, self._next(device, Kind.T)) in done:
             yield Kind.T
-        if (Kind.BCAST_E, count[Kind.EMBED_B]) in done:
+        if (Kind.BCAST_E, self._next(device, Kind.EMBED_B)) in done:
             yield Kind.EMBED_B
 
     def _is_due(self, action: Action) -> bool:
         """Return whether an embedding's pass goes before the device's own order."""
         if action.kind is Kind.EMBED_F:
             return action.microbatch <= self._begun
-        return (Kind.BCAST_E, action.microbatch + _AHEAD - 1) in self._done
+        after = mirrored(action.microbatch, self._slices) + _AHEAD - 1
+        return (Kind.BCAST_E, mirrored(after, self._slices)) in self._done
 
     def _following(self, device: int, now: int) -> Action | None:
         """Return the next action of the device's own order, if it can start; else the device is woken when it can."""
@@ -197,7 +232,7 @@ class Run:
             return None
         action = order[self._at[device]]
         earliest = now
-        for needed in dependencies(action, self._placement, self._fused, vocabulary_barriers=self._barriers):
+        for needed in dependencies(action, self._placement, self._fused, self._slices, self._barriers):
             if needed.kind in COLLECTIVES:
                 if (needed.kind, needed.microbatch) not in self._done:
                     return None
@@ -213,7 +248,6 @@ class Run:
 
 
 _BRINGS = {Kind.EMBED_F: Kind.REDUCE_E, Kind.S: Kind.STATS, Kind.T: Kind.REDUCE_X}
-# T is urgent when the next S waits for it, or, with two barriers, the last stage's backward.
 _URGENT = (Kind.LOSS, Kind.S, Kind.T, Kind.EMBED_F, Kind.EMBED_B)
 _NOT_T = (Kind.LOSS, Kind.S, Kind.EMBED_F, Kind.EMBED_B)
 _ALWAYS = frozenset((Kind.LOSS, Kind.S, Kind.T))
@@ -239,7 +273,7 @@ def with_barriers(schedule: Schedule, barriers: int, costs: Costs | None = None)
 def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = None) -> Schedule:
     """Return the schedule with head and embedding cut over all devices.
 
-    In flight come ``barriers`` microbatches more: on 1F1B device r holds ``p - r + barriers``.
+    In flight come ``barriers`` microbatches more, or slices of them: on 1F1B device r holds ``p - r + barriers``.
 
     Args:
         schedule: valid, of one pipeline and one model copy, without vocabulary passes; forwards alone are taken too.
@@ -254,11 +288,10 @@ def with_vocabulary(schedule: Schedule, barriers: int, costs: Costs | None = Non
         raise UnsupportedError(f"vocabulary parallelism has 1 or 2 barriers, not {barriers!r}")
     if schedule.vocabulary_barriers:
         raise UnsupportedError(f"schedule {schedule.name!r} has vocabulary passes already; take the one without")
-    if schedule.updates is not None or schedule.slices > 1:
-        what = "changes weights within the step" if schedule.slices == 1 else "cuts sequences into slices"
+    if schedule.updates is not None:
         raise UnsupportedError(
-            f"schedule {schedule.name!r} {what}, which does not go with vocabulary passes; take a synchronous schedule of "
-            "whole microbatches, or leave the vocabulary whole"
+            f"schedule {schedule.name!r} changes weights within the step, which does not go with vocabulary passes; take a "
+            "synchronous schedule, or leave the vocabulary whole"
         )
     if schedule.offloads or schedule.recomputed:
         raise UnsupportedError(
@@ -275,8 +308,8 @@ def _put_off(schedule: Schedule, barriers: int, costs: Costs) -> tuple[Order, ..
     """Return the orders with every backward ``barriers`` intervals later. Whatever came after something it needs still
     does.
     """
-    timeline = simulate(schedule, _without_zeros(costs, schedule.placement))
-    later = barriers * timeline.ideal / schedule.num_microbatches
+    timeline = simulate(schedule, _without_zeros(costs, schedule.placement, schedule.slices))
+    later = barriers * timeline.ideal / schedule.num_units
     # Rounded, so that what differs by rounding only is a tie, in which backwards go first: they give memory back.
     unit = timeline.makespan * 1e-9
     orders = []
@@ -289,9 +322,9 @@ def _put_off(schedule: Schedule, barriers: int, costs: Costs) -> tuple[Order, ..
     return tuple(orders)
 
 
-def _without_zeros(costs: Costs, placement: Placement) -> Costs:
+def _without_zeros(costs: Costs, placement: Placement, slices: int) -> Costs:
     """Let what takes no time take a little, so that start times tell the order of everything."""
-    seconds = costs.seconds(placement)
+    seconds = costs.seconds(placement, slices)
     longest = max(max(prices) for prices in seconds.values()) or 1.0
     forward, inputs, weights = (
         tuple(max(price, 1e-4 * longest) for price in seconds[kind]) for kind in (Kind.F, Kind.I, Kind.W)
