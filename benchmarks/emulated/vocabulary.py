@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -94,7 +95,7 @@ class SleepingVocabulary:
     def scatter_head_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
-    def loss(self, microbatch: int, scored: Normalised) -> torch.Tensor:
+    def loss(self, microbatch: int, scored: Sequence[Normalised]) -> torch.Tensor:
         """Sums the losses.
 
         Raises:
@@ -102,9 +103,10 @@ class SleepingVocabulary:
         """
         logits = self._embedding[self._batch.tokens[microbatch][0]] @ self._head.t()
         expected = torch.nn.functional.cross_entropy(logits, self._labels[microbatch, 0], reduction="none")
-        if not torch.allclose(scored.losses[:, 0], expected, rtol=1e-4):
-            raise RuntimeError(f"losses of microbatch {microbatch} are {scored.losses[:, 0]} and should be {expected}")
-        return torch.ones_like(scored.losses)
+        losses = torch.cat([each.losses for each in scored])
+        if not torch.allclose(losses[:, 0], expected, rtol=1e-4):
+            raise RuntimeError(f"losses of microbatch {microbatch} are {losses[:, 0]} and should be {expected}")
+        return torch.ones_like(losses)
 
 
 class _SleepingPasses(VocabularyPasses):

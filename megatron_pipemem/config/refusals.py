@@ -347,23 +347,18 @@ def refuse_transformer_engine(value_of: Callable[[str], Any], splits: bool, reco
         refuse(value_of, SPLIT_BACKWARD)
 
 
-def refuse_sliced(value_of: Callable[[str], Any], overlaps: bool, weighs: bool, cuts_vocabulary: bool) -> None:
+def refuse_sliced(value_of: Callable[[str], Any], overlaps: bool, weighs: bool) -> None:
     """Refuse what does not go with sequence slices.
 
     Args:
         value_of: of an attribute of Megatron's configuration.
         overlaps: whether steps have no barrier between them.
         weighs: whether microbatches differ in what they cost.
-        cuts_vocabulary: whether embedding and head are cut over the pipeline.
 
     Raises:
         UnsupportedError: the configuration asks for it.
     """
     refuse(value_of, SLICED)
-    if cuts_vocabulary:
-        raise UnsupportedError(
-            "a cut vocabulary does not run in sequence slices; drop --pipemem-vocab-parallel, or take a schedule without slices"
-        )
     if overlaps:
         raise UnsupportedError(
             "sequence slices need a barrier between steps; drop --pipemem-overlap-steps, or take a schedule without slices"

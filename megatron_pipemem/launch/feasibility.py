@@ -13,7 +13,7 @@ from megatron_pipemem.launch.command import all_flags, min_nodes, script_flags
 from megatron_pipemem.planner.memory import held, request_of, schedule_of
 from megatron_pipemem.planner.slices import run_slices
 from megatron_pipemem.schedule.model_cut import known_chunks
-from megatron_pipemem.schedule.options import AUTO, OFF, STOCK
+from megatron_pipemem.schedule.options import AUTO, STOCK
 from megatron_pipemem.schedule.overlap import check_overlaps
 from megatron_pipemem.schedule.registry import family
 from megatron_pipemem.schedule.request import (
@@ -121,8 +121,7 @@ def _check_slices(run: Run, slices: int) -> None:
     flags, choice = all_flags(run), run.schedule
     fuses = run.model.position == "rope" and not run.on_cpu and not flags.get("no-rope-fusion")
     value_of = refusals.flag_values(flags | {"apply-rope-fusion": fuses})
-    cuts_vocabulary = choice.vocab_parallel != OFF
-    refusals.refuse_sliced(value_of, choice.overlap_steps, choice.microbatch_costs is not None, cuts_vocabulary)
+    refusals.refuse_sliced(value_of, choice.overlap_steps, choice.microbatch_costs is not None)
     if run.implementation == "transformer_engine":
         raise UnsupportedError(
             "layers attend by Transformer Engine's attention, which does not take keys and values of earlier sequence slices; "

@@ -233,8 +233,8 @@ class _Enabled:
             extensions.append(StepShapes(chunk_placement))
         extensions += [
             ReplicaSteps(),
-            VocabularySteps(),
             SequenceSlices(settings.slice_cut),
+            VocabularySteps(),
             Losses(),
             *recording,
             *layerwise,

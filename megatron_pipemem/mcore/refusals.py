@@ -44,19 +44,18 @@ def check_config(config, *wanted: Refusals) -> None:
     refuse(_of(config), *wanted)
 
 
-def check_sliced(config, overlaps: bool, weighs: bool, cuts_vocabulary: bool) -> None:
+def check_sliced(config, overlaps: bool, weighs: bool) -> None:
     """Refuse, as ``refuse_sliced`` does, what does not go with sequence slices.
 
     Args:
         config: Megatron's configuration of the model.
         overlaps: whether steps have no barrier between them.
         weighs: whether microbatches differ in what they cost.
-        cuts_vocabulary: whether embedding and head are cut over the pipeline.
 
     Raises:
         UnsupportedError: the configuration asks for it.
     """
-    refuse_sliced(_of(config), overlaps, weighs, cuts_vocabulary)
+    refuse_sliced(_of(config), overlaps, weighs)
 
 
 def check_sharing(config, schedule: str, placement: Placement) -> None:

@@ -28,6 +28,9 @@ BY_FLOPS = ("--pipemem-slice-cut", "flops")
 LONGER = ("--train-iters", "4")
 
 
+VOCABULARY = "--pipemem-vocab-parallel"
+
+
 def cut(slices: int) -> tuple[str, ...]:
     return ("--pipemem-option", f"slices={slices}")
 
@@ -65,6 +68,20 @@ CASES = {
     "v-half, tensor parallel": ("v-half", cut(2), (*TP2, *ROPE)),
     "v-half, evaluation": ("v-half", cut(2), (*EVALUATION, *ROPE)),
     "one microbatch": ("seq1f1b", cut(8), ("--global-batch-size", "1", *ROPE)),
+    "two barriers of a cut vocabulary": ("seq1f1b", (*cut(4), VOCABULARY, "1"), LONGER),
+    "one barrier of a cut vocabulary": ("seq1f1b", (*cut(4), VOCABULARY, "2"), GROUPED),
+    "v-half, cut vocabulary": ("v-half", (*cut(2), VOCABULARY, "1"), (*GROUPED, "--micro-batch-size", "2")),
+    "sequence parallel, cut vocabulary": (
+        "seq1f1b",
+        (*cut(2), VOCABULARY, "1"),
+        (*TP2, "--sequence-parallel", *ROPE),
+    ),
+    "zbv, cut vocabulary, evaluation": ("zbv", (*cut(4), *BY_FLOPS, VOCABULARY, "2"), (*EVALUATION, *ROPE)),
+    "one microbatch, cut vocabulary": (
+        "interleaved",
+        (*cut(8), VOCABULARY, "2"),
+        ("--global-batch-size", "1", "--calculate-per-token-loss", *ROPE),
+    ),
     "two sequences a microbatch": ("seq1f1b", cut(2), ("--micro-batch-size", "2", *ROPE)),
 }
 DOCUMENTS = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss", *LONGER)
@@ -80,7 +97,8 @@ def test_trains_as_stock(train, name):
     schedule, ours, flags = CASES[name]
     stock, run = train("stock", *flags, gradients=True), train(schedule, *ours, *flags, gradients=True)
     assert run.losses == pytest.approx(stock.losses, rel=1e-6) and len(set(run.losses)) > 1
-    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=2e-6)
+    # The norm is a sum too: that of a cut matrix is another, and stock's own is 2e-6 off what float64 finds.
+    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=5e-6 if VOCABULARY in ours else 2e-6)
     if name not in BY_THE_MODEL:  # Megatron's recomputation is never foretold to the byte
         assert run.predicted_peaks == run.counted_peaks and min(run.counted_peaks) > 0
     for found, wanted in zip(run.validation, stock.validation, strict=True):

@@ -343,7 +343,6 @@ SLICED = ("schedule.name=seq1f1b", "schedule.options={slices: 4}")
         ([*SLICED, "megatron.transformer-impl=transformer_engine"], "keys and values of earlier sequence slices"),
         ([*SLICED, "schedule.overlap_steps=true"], "sequence slices need a barrier between steps"),
         ([*SLICED, "schedule.microbatch_costs=tokens"], "microbatches that are weighed run whole"),
-        ([*SLICED, "schedule.vocab_parallel=1"], "slices"),
         (["schedule.recompute=selective", "schedule.recompute_modules=[activation]"], "cannot recompute an FFN's"),
         (
             [
@@ -403,6 +402,8 @@ def test_a_schedule_file_has_to_fit_the_run(tmp_path):
         ("schedule.name=auto", "schedule.memory_cap=6GiB", "schedule.options={seconds: 1}"),
         ("schedule.name=1f1b", "schedule.offload=full", "schedule.memory_cap=0.6"),
         ("schedule.recompute=selective", "schedule.recompute_modules=[mlp]"),
+        (*SLICED, "schedule.vocab_parallel=1"),
+        (*SLICED, "schedule.vocab_parallel=auto"),
     ],
 )
 def test_what_a_run_takes_is_not_refused(changes):

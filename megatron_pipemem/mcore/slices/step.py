@@ -39,8 +39,7 @@ class SequenceSlices(Extension):
         """
         if step.program.schedule.slices == 1:
             return
-        cuts_vocabulary = bool(step.program.schedule.vocabulary_barriers)
-        check_sliced(step.context.config, step.overlaps, step.context.order is not None, cuts_vocabulary)
+        check_sliced(step.context.config, step.overlaps, step.context.order is not None)
         if step.message_shape is None or step.tokens is None or step.message.shape is None:
             raise UnsupportedError(
                 "sequence slices need messages of [tokens, microbatch, hidden size]; drop what changes their shapes "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.model.stages import ChunkStage, StepContext
+from megatron_pipemem.mcore.slices.stage import SlicedStage
 from megatron_pipemem.mcore.vocabulary.layers import ArrivingEmbedding, DepartingHead
 from megatron_pipemem.runtime.vocabulary.head_gradients import Normalised
 
@@ -106,10 +107,10 @@ class LastStage(ChunkStage):
             dist.all_reduce(gradient, group=head.tp_group)
         return gradient
 
-    def loss(self, microbatch: int, scored: Normalised) -> torch.Tensor | None:
-        leaf = scored.losses.clone().requires_grad_(not self.step.forward_only)
+    def loss(self, microbatch: int, scored: Sequence[Normalised]) -> torch.Tensor | None:
+        leaf = torch.cat([each.losses for each in scored]).requires_grad_(not self.step.forward_only)
         further = self._awaiting[microbatch][2]
-        losses = leaf if further is None else further(leaf, scored.hits)
+        losses = leaf if further is None else further(leaf, torch.cat([each.hits for each in scored]))
         loss = self._finish_forward(microbatch, losses.t().contiguous())
         if self.step.forward_only:
             return None
@@ -118,11 +119,11 @@ class LastStage(ChunkStage):
         (gradient,) = torch.autograd.grad(loss, leaf)
         return gradient
 
-    def take_logits(self, microbatch: int, logits: torch.Tensor) -> None:
+    def take_logits(self, microbatch: int, logits: Sequence[torch.Tensor]) -> None:
         head = self._head
         if not head.gathers_output:
-            logits = logits.chunk(head.tp_group.size(), dim=-1)[head.tp_group.rank()]
-        self._finish_forward(microbatch, logits.transpose(0, 1).contiguous())
+            logits = [each.chunk(head.tp_group.size(), dim=-1)[head.tp_group.rank()] for each in logits]
+        self._finish_forward(microbatch, torch.cat([each.transpose(0, 1) for each in logits], dim=1).contiguous())
 
     def _finish_forward(self, microbatch: int, output: torch.Tensor) -> torch.Tensor:
         """Do what Megatron does with the last stage's output: loss function, averages, reporting."""
@@ -144,6 +145,22 @@ class LastStage(ChunkStage):
                 True,
             )
         step.num_tokens += num_tokens
+        return output
+
+
+@dataclass
+class SlicedFirstStage(FirstStage, SlicedStage):
+    """Gets the embedding's output of one slice after the other."""
+
+
+@dataclass
+class SlicedLastStage(LastStage, SlicedStage):
+    """Returns the head's input of one slice after the other. The loss function runs behind the last slice of a sequence."""
+
+    def forward(self, microbatch: int, input: torch.Tensor | None, will_recompute: bool = False) -> torch.Tensor:
+        output = super().forward(microbatch, input, will_recompute)
+        if (microbatch + 1) % len(self.bounds):
+            del self._awaiting[microbatch]
         return output
 
 

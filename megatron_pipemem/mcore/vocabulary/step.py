@@ -9,20 +9,24 @@ import torch
 import torch.distributed as dist
 
 from megatron_pipemem.mcore.patching import Replacements
+from megatron_pipemem.mcore.slices.stage import SlicedStage
 from megatron_pipemem.mcore.step.extension import Extension, Step
 from megatron_pipemem.mcore.step.model_calls import Call, calls_of
 from megatron_pipemem.mcore.symbols import PROCESS_MTP_LOSS
 from megatron_pipemem.mcore.vocabulary.batches import share_batch
 from megatron_pipemem.mcore.vocabulary.build import shards_group_of, shards_of
 from megatron_pipemem.mcore.vocabulary.depths import keep_depths
-from megatron_pipemem.mcore.vocabulary.stages import FirstStage, LastStage
+from megatron_pipemem.mcore.vocabulary.stages import FirstStage, LastStage, SlicedFirstStage, SlicedLastStage
 from megatron_pipemem.runtime.executor import StepFeature
 from megatron_pipemem.runtime.groups import destroy_groups, new_groups
 from megatron_pipemem.runtime.vocabulary.passes import Channels, VocabularyPasses
 
 
 class VocabularySteps(Extension):
-    """Keeps the communicators of the passes between steps. Does nothing where the vocabulary is not cut."""
+    """Keeps the communicators of the passes between steps. Does nothing where the vocabulary is not cut.
+
+    It comes behind what cuts sequences into slices, whose stages it takes for the pipeline's ends.
+    """
 
     def __init__(self) -> None:
         self._channels: dict[dist.ProcessGroup, Channels] = {}
@@ -40,7 +44,9 @@ class VocabularySteps(Extension):
         channels = self._channels[group]
         ends = (0, placement.num_stages - 1)
         calls: list[list[Call | None] | None] = []
-        for stage, kind in zip(ends, (FirstStage, LastStage), strict=True):
+        sliced = [runner for runner in step.stages.values() if isinstance(runner, SlicedStage)]
+        kinds = (SlicedFirstStage, SlicedLastStage) if sliced else (FirstStage, LastStage)
+        for stage, kind in zip(ends, kinds, strict=True):
             runner = step.stages.get(stage)
             calls.append(None)
             if runner is None:
@@ -61,6 +67,8 @@ class VocabularySteps(Extension):
             may_want_logits=step.forward_only,
             depths=getattr(context.config, "mtp_num_layers", None) or 0,
         )
+        if sliced:
+            batch = batch.cut(sliced[0].bounds)
         last = step.stages.get(ends[1])
         assert last is None or isinstance(last, LastStage)
         if last is not None:
@@ -74,6 +82,7 @@ class VocabularySteps(Extension):
             last,
             not step.forward_only,
             step.observation.ledger,
+            step.program.schedule.slices,
         )
         return [passes]
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Hold tokens and labels of all microbatches of a step, which may differ in ``b`` and ``s``.
+    """Hold tokens and labels of all microbatches of a step, which may differ in ``b`` and ``s``, or of all their slices.
 
     Args:
         tokens: ``[b, s]`` of every microbatch.
@@ -23,6 +23,14 @@ class Batch:
     labels: Sequence[torch.Tensor] | None
     looks_ahead: bool = False
     depths: int = 0
+
+    def cut(self, bounds: Sequence[tuple[int, int]]) -> Batch:
+        """Return the batch with every sequence in slices; ``bounds`` has the first token, and the one behind, of each."""
+
+        def slices(of: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            return [whole[:, begin:end] for whole in of for begin, end in bounds]
+
+        return replace(self, tokens=slices(self.tokens), labels=None if self.labels is None else slices(self.labels))
 
     def empty_for_head(self, microbatch: int, *further: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an empty tensor of a head's layout, ``[(1 + depths) * s, b, *further]``, those of all depths one behind the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -56,8 +57,16 @@ class LastStage(Protocol):
     def ahead_gradient(self, microbatch: int) -> torch.Tensor:
         """Return the gradient of what ``look_ahead`` was given, when the stage has run backward."""
 
-    def loss(self, microbatch: int, scored: Normalised) -> torch.Tensor | None:
-        """Take the token losses, fp32 as ``Batch.labels_of``. Returns the training loss's gradient by them, if it trains."""
+    def loss(self, microbatch: int, scored: Sequence[Normalised]) -> torch.Tensor | None:
+        """Take the token losses of a microbatch, fp32 as ``Batch.labels_of``.
 
-    def take_logits(self, microbatch: int, logits: torch.Tensor) -> None:
-        """Take the logits, ``[s, b, vocabulary]``, of a batch without labels."""
+        Args:
+            microbatch: its number, or that of its last slice.
+            scored: the microbatch, or all slices of it in order.
+
+        Returns:
+            The training loss's gradient by the losses, those of slices one behind the other, if it trains.
+        """
+
+    def take_logits(self, microbatch: int, logits: Sequence[torch.Tensor]) -> None:
+        """Take the logits, ``[s, b, vocabulary]``, of a microbatch without labels, or of all its slices."""

@@ -56,6 +56,7 @@ class VocabularyPasses:
         last_stage: on the device of the last stage.
         trains: whether gradients will be asked for.
         ledger: counts held bytes, if given.
+        slices: sequence slices of a microbatch: they have passes of their own, and one loss.
     """
 
     placement: Placement
@@ -66,12 +67,13 @@ class VocabularyPasses:
     last_stage: LastStage | None
     trains: bool
     ledger: ActivationLedger | None = None
+    slices: int = 1
 
     def __post_init__(self) -> None:
         self._first, self._last = self.placement.devices[0], self.placement.devices[-1]
         # Two stages look tokens up, and both have a gradient of them.
         self._sums_for_both = self.batch.looks_ahead and self._first != self._last
-        # Everything is keyed by microbatch.
+        # Everything is keyed by microbatch, or slice of one.
         self._partial_embeddings: dict[int, torch.Tensor] = {}
         self._embeddings: dict[int, Pending[torch.Tensor | None]] = {}
         self._head_inputs: dict[int, torch.Tensor] = {}
@@ -122,8 +124,9 @@ class VocabularyPasses:
             action = each.action
             # Waited for here, so that the pass's own time can be told from that of the collectives that it needs.
             for waiting in self._needed.get(action.kind, ()):
-                if action.microbatch in waiting:
-                    waiting[action.microbatch].work.wait()
+                for number in self._joined(action.microbatch) if action.kind is Kind.LOSS else (action.microbatch,):
+                    if number in waiting:
+                        waiting[number].work.wait()
             if action.kind not in VOCABULARY_COMPUTE:
                 self.perform(action)
                 return
@@ -277,19 +280,26 @@ class VocabularyPasses:
             self._leave(pending)
 
     def _loss(self, microbatch: int) -> None:
+        joined = self._joined(microbatch)
         if self.batch.labels is None:
-            self._own_last_stage.take_logits(microbatch, self._gathered.pop(microbatch).wait())
+            self._own_last_stage.take_logits(microbatch, [self._gathered.pop(each).wait() for each in joined])
             return
-        done = self._normalise(microbatch)
-        gradient = self._own_last_stage.loss(microbatch, done)
+        done = {each: self._normalise(each) for each in joined}
+        gradient = self._own_last_stage.loss(microbatch, [*done.values()])
         if not self.trains:
-            self._normalised.pop(microbatch)
+            for each in joined:
+                del self._normalised[each]
             return
         assert gradient is not None, "a step that trains has a gradient of its loss"
-        gradient = self._held(done.without_ignored(gradient))
-        self._loss_gradients[microbatch] = gradient
-        if isinstance(done, OneBarrier):
-            self._factors[microbatch] = gradient
+        parts = gradient.split([scored.losses.size(0) for scored in done.values()])
+        for (each, scored), part in zip(done.items(), parts, strict=True):
+            self._loss_gradients[each] = own = self._held(scored.without_ignored(part))
+            if isinstance(scored, OneBarrier):
+                self._factors[each] = own
+
+    def _joined(self, microbatch: int) -> range:
+        """Return what a microbatch's loss is of, which stands with the last of its slices."""
+        return range(microbatch - self.slices + 1, microbatch + 1)
 
     def _broadcast_loss_gradient(self, microbatch: int) -> None:
         gradient = self._loss_gradients.pop(microbatch, None)
