@@ -8,7 +8,7 @@ from megatron_pipemem.config import layout
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import PipememError, ScheduleError, UnsupportedError
 from megatron_pipemem.planner.slices import sliced_step, why_not_sliced
-from megatron_pipemem.planner.step import Step, price
+from megatron_pipemem.planner.step import price
 from megatron_pipemem.planner.variants import HOST_MEMORY, host_bytes, offload_step, vocabulary_step
 from megatron_pipemem.schedule.core.bounds import least_held
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap
@@ -113,8 +113,9 @@ def _barriers(run: Run, schedule: Schedule | None) -> tuple[int, ...]:
 
 def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, ...]) -> MemoryUse:
     schedule, microbatches = request.file, run.parallelism.microbatches
+    cut = run if schedule is None or schedule.slices == 1 else _sliced(run, schedule.slices)
     if request.barriers:
-        step = vocabulary_step(request.barriers, run, placement, layers=layers)
+        step = vocabulary_step(request.barriers, cut, placement, layers=layers)
     elif request.offload != OFF or (schedule is not None and schedule.offloads):
         step = offload_step(run, placement, layers=layers)
         if request.cap_in_units is not None:
@@ -122,7 +123,7 @@ def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, .
             caps = tuple(cap * unit for cap in request.caps(placement.num_devices) or ())
             request = replace(request, memory_cap=MemoryCap(caps, True))
     else:
-        step = _plain_step(run, placement, layers, 1 if schedule is None else schedule.slices)
+        step = (price if cut is run else sliced_step)(cut, placement, layers)
     if schedule is not None:
         shape = Shape(placement.num_devices, None, microbatches)
         schedule = resolve(request, shape, Knowledge(step.costs, host_budget=step.host)).schedule
@@ -145,9 +146,7 @@ def _held(run: Run, placement: Placement, request: Request, layers: tuple[int, .
     return MemoryUse(on_devices, on_hosts, host_bytes(run))
 
 
-def _plain_step(run: Run, placement: Placement, layers: tuple[int, ...], slices: int) -> Step:
-    """Return a step without variants; where the slices of its microbatches have no prices of their own, they share evenly."""
+def _sliced(run: Run, slices: int) -> Run:
+    """Return the run as one that says how many slices it has; as it is where they share evenly, without prices of their own."""
     cut = replace(run, schedule=replace(run.schedule, name=AUTO, slices=slices))
-    if slices == 1 or why_not_sliced(cut) is not None:
-        return price(run, placement, layers)
-    return sliced_step(cut, placement, layers)
+    return cut if why_not_sliced(cut) is None else run

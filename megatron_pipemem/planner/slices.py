@@ -111,6 +111,7 @@ def sliced_step(
     placement: Placement,
     layers: tuple[int, ...] | None = None,
     pace: MeasuredSlowdown | None = None,
+    shared_ends: bool = False,
 ) -> Step:
     """Price a run whose microbatches are cut into slices: costs are per stage and slice.
 
@@ -119,11 +120,12 @@ def sliced_step(
         placement: of the stages.
         layers: pieces of every stage; by default the planner's own partition.
         pace: what was measured; by default all is as the formulas say.
+        shared_ends: as of ``price``.
     """
-    whole, model = price(run, placement, layers, pace), run.model
+    whole, model = price(run, placement, layers, pace, shared_ends), run.model
     tokens = run_slices(run, run.schedule.slices or 1)
     short = {
-        each: price(replace(run, model=replace(model, sequence=each)), placement, whole.layers, pace)
+        each: price(replace(run, model=replace(model, sequence=each)), placement, whole.layers, pace, shared_ends)
         for each in dict.fromkeys(tokens)
     }
     slices = [

@@ -20,6 +20,7 @@ from megatron_pipemem.config.runs import Run, ScheduleChoice
 from megatron_pipemem.errors import MemoryCapError, UnsupportedError
 from megatron_pipemem.planner.activations import message_bytes
 from megatron_pipemem.planner.prices import MeasuredSlowdown, gather, logit_bytes
+from megatron_pipemem.planner.slices import sliced_step, why_not_sliced
 from megatron_pipemem.planner.step import Step, ends_seconds, price
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Channel
@@ -143,7 +144,8 @@ def vocabulary_step(
     pace: MeasuredSlowdown | None = None,
     layers: tuple[int, ...] | None = None,
 ) -> Step:
-    """Price a step with embedding and head cut over all devices, and what their passes take and keep.
+    """Price a step with embedding and head cut over all devices, and what their passes take and keep. Slices have equal parts
+    of that, and prices of their own of the layers.
 
     Args:
         barriers: between head and last backward, 1 or 2.
@@ -152,7 +154,8 @@ def vocabulary_step(
         pace: how much slower than modelled the passes were measured to be; ``None`` where nothing was measured.
         layers: of every stage; ``None`` lets the partition choose.
     """
-    step = price(run, placement, layers, pace, shared_ends=True)
+    sliced = (run.schedule.slices or 1) > 1 and why_not_sliced(run) is None
+    step = (sliced_step if sliced else price)(run, placement, layers, pace, shared_ends=True)
     p, execution = placement.num_devices, run.execution
     cut = run.parallelism
     link = run.cluster.link(p, cut.tp * cut.cp * cut.dp)

@@ -17,11 +17,13 @@ from megatron_pipemem.planner.prices import layer
 from megatron_pipemem.planner.slices import run_slices, sliced_step, why_not_sliced
 from megatron_pipemem.planner.space import Limits
 from megatron_pipemem.planner.step import price
+from megatron_pipemem.planner.variants import vocabulary_step
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.core.slices import slice_tokens
 from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
 from megatron_pipemem.schedule.registry import build_schedule
 from tests.planner.small_run import CLUSTER, MODEL, RUN
 
@@ -207,6 +209,23 @@ def test_what_a_run_of_slices_holds():
     step = sliced_step(run, placement, layers=(2, 2, 2, 2))  # an even split, as Megatron cuts without a layout
     schedule = build_schedule("v-half", num_devices=2, num_microbatches=run.parallelism.microbatches, slices=4)
     assert held(run).device == pytest.approx(step.held(simulate(schedule, step.costs).peaks))
+
+
+@pytest.mark.parametrize(("algorithm", "barriers"), [("1", 2), ("2", 1)])
+def test_what_a_run_of_slices_holds_with_a_cut_vocabulary(algorithm: str, barriers: int):
+    run = replace(sliced(4), schedule=ScheduleChoice("v-half", slices=4, vocab_parallel=algorithm))
+    placement, layers = Placement.v_shape(2), (2, 2, 2, 2)
+    step, plain = vocabulary_step(barriers, run, placement, layers=layers), sliced_step(run, placement, layers)
+    middle = slice(4, 12)
+    assert step.costs.memory[Kind.F][middle] == plain.costs.memory[Kind.F][middle], (
+        "keys and values with the first slice"
+    )
+    assert step.costs.forward[middle] == plain.costs.forward[middle]
+    base = build_schedule("v-half", num_devices=2, num_microbatches=run.parallelism.microbatches, slices=4)
+    timeline = simulate(with_vocabulary(base, barriers, step.costs), step.costs)
+    assert held(run).device == pytest.approx(step.held(timeline.peaks))
+    whole = replace(run, schedule=ScheduleChoice("v-half", vocab_parallel=algorithm))
+    assert max(held(run).device) < max(held(whole).device)
 
 
 def test_context_parallel_messages_pass_twice_backward():
