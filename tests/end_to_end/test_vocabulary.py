@@ -127,16 +127,21 @@ def three_ranks(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "chunks", "algorithm", "hybrid"),
-    [("1f1b", 1, "2", False), ("v-half", 2, "1", False), ("zb-h1", 1, "2", True)],
+    ("schedule", "chunks", "algorithm", "hybrid", "options"),
+    [
+        ("1f1b", 1, "2", False, {}),
+        ("v-half", 2, "1", False, {}),
+        ("zb-h1", 1, "2", True, {}),
+        ("seq1f1b", 1, "2", False, {"slices": 4}),
+        ("zbv", 2, "1", False, {"slices": 2}),
+    ],
 )
-def test_three_ranks_and_logits_without_labels(three_ranks, schedule, chunks, algorithm, hybrid):
-    """Without ``megatron.training``, and once without DDP; 64 rows over 3 ranks; both classes of models."""
+def test_three_ranks_and_logits_without_labels(three_ranks, schedule, chunks, algorithm, hybrid, options):
+    """Without ``megatron.training``, and without DDP; 64 rows over 3 ranks; both classes of models; logits of slices joined."""
     case = {"ddp": chunks == 2, "import_after": False, "hybrid": hybrid}
     stock = three_ranks.run({**case, "schedule": "stock", "chunks": 1})[-1]
-    cut = three_ranks.run({**case, "schedule": schedule, "chunks": chunks, "settings": {"vocab_parallel": algorithm}})[
-        -1
-    ]
+    settings = {"vocab_parallel": algorithm, "options": options}
+    cut = three_ranks.run({**case, "schedule": schedule, "chunks": chunks, "settings": settings})[-1]
     wanted = [float.fromhex(loss) for loss in stock["losses"]]
     assert len(set(wanted)) > 10
     assert [float.fromhex(loss) for loss in cut["losses"]] == pytest.approx(wanted, rel=LATER)
