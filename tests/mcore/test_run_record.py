@@ -20,7 +20,7 @@ from megatron_pipemem.mcore.model.weight_memory import WeightBytes  # noqa: E402
 from megatron_pipemem.mcore.report import recording  # noqa: E402
 from megatron_pipemem.mcore.report.recording import Recording  # noqa: E402
 from megatron_pipemem.mcore.report.run_record import RunRecord  # noqa: E402
-from megatron_pipemem.mcore.report.run_report import Overlap  # noqa: E402
+from megatron_pipemem.mcore.report.run_report import Overlap, _costs  # noqa: E402
 from megatron_pipemem.mcore.source import Source  # noqa: E402
 from megatron_pipemem.mcore.step.observation import Observation  # noqa: E402
 from megatron_pipemem.planner.explanation import case_of_report, explain  # noqa: E402
@@ -28,8 +28,10 @@ from megatron_pipemem.report.run import lines, table  # noqa: E402
 from megatron_pipemem.runtime.activation_ledger import ActivationLedger  # noqa: E402
 from megatron_pipemem.runtime.trace import TracedAction  # noqa: E402
 from megatron_pipemem.schedule.core.action import COMPUTE, Kind  # noqa: E402
+from megatron_pipemem.schedule.core.costs import Costs  # noqa: E402
 from megatron_pipemem.schedule.knowledge import Shape  # noqa: E402
 from megatron_pipemem.schedule.lowering import lower  # noqa: E402
+from megatron_pipemem.schedule.registry import build_schedule  # noqa: E402
 from megatron_pipemem.schedule.request import Request  # noqa: E402
 from megatron_pipemem.schedule.resolve import ChosenSchedule as Plan  # noqa: E402
 
@@ -289,3 +291,11 @@ def test_without_writers_nothing_is_gathered(record, monkeypatch):
     loop = Loop(monkeypatch, tensorboard_dir=None, wandb_project="")
     iterate(record, Recording(record), 2)
     assert not loop.written and not loop.logged
+
+
+def test_prices_of_slices_are_told_per_stage():
+    schedule = build_schedule("seq1f1b", num_devices=2, num_microbatches=2, slices=2)
+    told = _costs(Plan(schedule, Costs((1, 2, 3, 4), 1.5, (0.5, 1), {(0, 1): 0.25, (1, 0): 0.25})))
+    assert told["forward"] == [3, 7]
+    assert (told["backward_input"], told["backward_weight"]) == ([1.5, 1.5], [0.5, 1])
+    assert told["p2p"] == {"0-1": 0.25}

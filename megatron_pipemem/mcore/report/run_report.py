@@ -294,12 +294,16 @@ def _offload_summary(steps: list[OffloadStatistics | None]) -> dict:
 
 
 def _costs(plan: ChosenSchedule) -> dict:
-    """Return one value per stage; the time of a message between every two neighbours."""
-    placement, seconds = plan.schedule.placement, plan.costs.seconds(plan.schedule.placement)
+    """Return one value per stage, of all slices of a microbatch; the time of a message between every two neighbours."""
+    placement, slices = plan.schedule.placement, plan.schedule.slices
+    seconds = plan.costs.seconds(placement, slices)
     neighbours = sorted({tuple(sorted(pair)) for pair in zip(placement.devices, placement.devices[1:], strict=False)})
     links = {f"{a}-{b}": plan.costs.link_seconds(a, b) for a, b in neighbours if a != b}
     names = {"forward": Kind.F, "backward_input": Kind.I, "backward_weight": Kind.W}
-    return {name: list(seconds[kind]) for name, kind in names.items()} | {"p2p": links}
+    firsts = range(0, placement.num_stages * slices, slices)
+    return {name: [sum(seconds[kind][at : at + slices]) for at in firsts] for name, kind in names.items()} | {
+        "p2p": links
+    }
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
