@@ -155,6 +155,15 @@ def test_trains_in_16_bits(train, flags, within):
     assert run.grad_norms == pytest.approx(stock.grad_norms, rel=10 * within)
 
 
+def test_costs_are_measured_slice_by_slice(train):
+    flags = ("--train-iters", "6", *ROPE)
+    measured = ("--pipemem-costs", "profile", "--pipemem-vocab-parallel", "1")
+    stock, run = train("stock", *flags), train("seq1f1b", *cut(2), *measured, *flags)
+    assert run.losses == pytest.approx(stock.losses, rel=1e-5)
+    assert run.predicted_peaks == run.counted_peaks and min(run.counted_peaks) > 0
+    assert all(len(plan["costs"]["forward"]) == 4 and min(plan["costs"]["forward"]) > 0 for plan in run.plans)
+
+
 def test_gradients_are_summed_over_data_parallel_ranks(train):
     stock, run = (train(*each, *DISTRIBUTED, *ROPE) for each in (("stock",), ("seq1f1b", *cut(4))))
     assert run.losses == pytest.approx(stock.losses, rel=1e-6)

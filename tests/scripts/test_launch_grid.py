@@ -36,8 +36,8 @@ place, name = Path(sys.argv[1]), sys.argv[2]
 with (place / "starts").open("a") as starts:
     starts.write(f"{os.getpid()}\\n")
 print("iteration        1/  2 | elapsed time per iteration (ms): 900.0 | lm loss: 3.0", flush=True)
-if (wait := place.parents[1] / "wait").exists():
-    time.sleep(float(wait.read_text()))
+if (place.parents[1] / f"wait-{place.name}").exists() and len((place / "starts").read_text().split()) == 1:
+    time.sleep(300)
 if name == "1f1b":
     sys.exit("rank 3 failed: SomeError: because")
 print("iteration        2/  2 | elapsed time per iteration (ms): 500.0 | lm loss: 2.5", flush=True)
@@ -332,18 +332,15 @@ def alive(pid: int) -> bool:
 def test_a_killed_grid_goes_on_where_it_was(store):
     """kill -9 in the middle of the third point, whose training goes on alone: it is ended and started again, and no other
     point is."""
-    wait = store.folder / "wait"
+    killed = 2
+    (store.folder / f"wait-{store.place(killed).name}").touch()
     first = grid_process(store)
-    until(lambda: store.results()[1] is not None, first)
-    wait.write_text("300")
     try:
-        until(lambda: starts(store, 3) or store.results()[2] is None and starts(store, 2), first)
-        killed = 3 if starts(store, 3) else 2
+        until(lambda: starts(store, killed), first)
         first.send_signal(signal.SIGKILL)
         first.wait()
         (left,) = starts(store, killed)
         assert alive(left) and store.results()[killed] is None
-        wait.unlink()
         second = grid_process(store)
         assert second.wait() == 0
     finally:
