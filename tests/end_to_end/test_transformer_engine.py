@@ -97,6 +97,10 @@ def test_trains_as_stock(train_with_transformer_engine, assert_same_training, ca
         assert_same_training(run, stock)
     for layers in run.layers:
         assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"} <= set(layers)
+    if None in run.counted_peaks:  # a whole backward of these versions cannot be watched
+        assert switches[1] and version != NEW
+        assert all("does not bear that its saved tensors are watched" in said for said in run.of_ranks("failure"))
+        return
     # A thread of gloo lets go of what it has gathered now before an action ends, now behind it.
     most = GATHERED_BYTES if lane == "tp2" else 0
     assert run.counted_peaks == pytest.approx(run.predicted_peaks, abs=most) and min(run.counted_peaks) > 0
