@@ -13,12 +13,13 @@ def flag(name: str) -> str:
 
 
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-print(f"rank {rank} of {size} on {os.environ['SLURMD_NODENAME']}", flush=True)
+# One write: where Python does not buffer, print() writes the end of a line by itself, and another rank's line may come first.
+os.write(1, f"rank {rank} of {size} on {os.environ['SLURMD_NODENAME']}\n".encode())
 started = Path(flag("--save"))
 started.mkdir(parents=True, exist_ok=True)
 if flag("--behaviour") == "hang" and not (started / f"rank-{rank}").exists():
     (started / f"rank-{rank}").touch()
-    print(f"rank {rank} hangs", flush=True)
+    os.write(1, f"rank {rank} hangs\n".encode())
     time.sleep(300)
 (started / f"rank-{rank}").touch()
 while len(list(started.glob("rank-*"))) < size:
