@@ -76,9 +76,7 @@ def simulate(
         pipemem simulate auto -p 8 -m 24 --memory-cap .625
         # half of the activations wait on the host
         pipemem simulate zbv -p 8 -m 32 --offload half --offload-ratio .4
-        # four slices of every sequence, where later ones take longer
-        pipemem simulate seq1f1b -p 4 -m 8 -o slices=4 --attention-share .3
-        # the same, cut where all take as long
+        # four slices of every sequence, cut where all take as long
         pipemem simulate seq1f1b -p 4 -m 8 -o slices=4 --attention-share .3 --slice-cut flops
         # who gains without a barrier between steps
         pipemem simulate zbv -p 8 -m 16 --steps 8

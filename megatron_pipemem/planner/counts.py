@@ -179,6 +179,7 @@ def layer_flops(model: Model, execution: Execution, kind: str | None = None) -> 
     return Passes(linear + core, linear + 2 * core + again, linear)
 
 
+@lru_cache(maxsize=1024)
 def attention_share(model: Model) -> float:
     """Return the part of F's FLOPs of all layers that is attention between the tokens of a sequence, counted in full."""
     passes = [layer_flops(model, Execution(), kind) for kind in model.all_kinds]

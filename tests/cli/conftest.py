@@ -17,6 +17,12 @@ def no_columns(monkeypatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
+@pytest.fixture(autouse=True)
+def no_progress(monkeypatch) -> None:
+    """On a busy machine a short command takes long enough to say what it is doing."""
+    monkeypatch.setattr(progress, "_FIRST_LINE_SECONDS", 1e6)
+
+
 @pytest.fixture
 def pipemem() -> Callable[..., Result]:
     """``pipemem("simulate", "1f1b", "-p", 4)``: exit code, stdout and stderr of one call."""
@@ -28,11 +34,8 @@ def pipemem() -> Callable[..., Result]:
 
 
 @pytest.fixture
-def pipemem_json(pipemem: Callable[..., Result], monkeypatch) -> Callable[..., Any]:
+def pipemem_json(pipemem: Callable[..., Result]) -> Callable[..., Any]:
     """As ``pipemem`` with ``--json``: what stdout holds, which must be JSON and nothing else."""
-
-    # On a busy machine a short command takes long enough to say what it is doing.
-    monkeypatch.setattr(progress, "_FIRST_LINE_SECONDS", 1e6)
 
     def call(*arguments: object) -> Any:
         result = pipemem(*arguments, "--json")
@@ -44,9 +47,8 @@ def pipemem_json(pipemem: Callable[..., Result], monkeypatch) -> Callable[..., A
 
 
 @pytest.fixture
-def refuses(pipemem: Callable[..., Result], monkeypatch) -> Callable[..., str]:
+def refuses(pipemem: Callable[..., Result]) -> Callable[..., str]:
     """The one line of stderr of a call that must fail with the given exit code, with and without ``--json``."""
-    monkeypatch.setattr(progress, "_FIRST_LINE_SECONDS", 1e6)
 
     def call(*arguments: object, code: int = 2) -> str:
         lines = []

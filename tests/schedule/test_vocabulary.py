@@ -27,6 +27,7 @@ from megatron_pipemem.schedule.registry import build_schedule, synchronous_sched
 from megatron_pipemem.schedule.request import Request
 from megatron_pipemem.schedule.resolve import resolve
 from tests.schedule import program_oracle
+from tests.schedule.mutants import is_accepted, mutant_of
 from tests.schedule.random_schedules import random_schedules
 from tests.schedule.vocabulary_oracle import expected, hangs, makespan, present
 
@@ -139,27 +140,10 @@ def test_any_order_whatever(schedule, barriers):
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), barriers=st.sampled_from([1, 2]), p=st.integers(2, 3))
 def test_mutants_are_caught_or_harmless(data, barriers, p):
-    schedule = with_vocabulary(build_schedule("1f1b", num_devices=p, num_microbatches=3), barriers)
-    orders = [list(order) for order in schedule.orders]
-    order = orders[data.draw(st.integers(0, p - 1))]
-    position = data.draw(st.integers(0, len(order) - 1))
-    action = order.pop(position)
-    match data.draw(st.sampled_from(["drop", "move", "renumber", "twice"])):
-        case "move":
-            order.insert(data.draw(st.integers(0, len(order))), action)
-        case "renumber":
-            order.insert(position, action._replace(microbatch=data.draw(st.integers(0, 3))))
-        case "twice":
-            order[position:position] = [action, action]
-    mutant = replace(schedule, orders=tuple(map(tuple, orders)))
-    try:
-        validate(mutant)
-        program = lower(mutant)
-        validate_program(program)
-    except ScheduleError:
-        return
-    assert not program_oracle._misreduced(program)
-    check(mutant)
+    mutant = mutant_of(with_vocabulary(build_schedule("1f1b", num_devices=p, num_microbatches=3), barriers), data)
+    if is_accepted(mutant):
+        assert not program_oracle._misreduced(lower(mutant))
+        check(mutant)
 
 
 def test_a_program_that_hangs_in_strict_queues_is_refused():

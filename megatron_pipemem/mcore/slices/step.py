@@ -30,6 +30,7 @@ class SequenceSlices(Extension):
     def __init__(self, cut: str) -> None:
         self._cut = cut
         self._models: WeakKeyDictionary[torch.nn.Module, SlicedModel] = WeakKeyDictionary()
+        self._bounds: list[tuple[int, int]] = []
 
     def prepare(self, step: Step) -> None:
         """Say how long messages are.
@@ -45,7 +46,10 @@ class SequenceSlices(Extension):
                 "sequence slices need messages of [tokens, microbatch, hidden size]; drop what changes their shapes "
                 "(adjust_tensor_shapes_fn), or take a schedule without slices"
             )
-        (b, _), tokens = step.tokens[0], self._tokens(step)
+        (b, s), ranks = step.tokens[0], step.groups.tp.size() if step.context.config.sequence_parallel else 1
+        share = attention_share(model_of(step.context.config, s))
+        tokens = slice_tokens(s, step.program.schedule.slices, self._cut, share, multiple=ranks)
+        self._bounds = boundaries(tokens)
         shapes = [step.message_shape(b, each) for each in tokens]
         if len(set(shapes)) == 1:
             step.message = replace(step.message, shape=shapes[0])
@@ -58,27 +62,15 @@ class SequenceSlices(Extension):
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         """Put other stages in the places of those that run whole microbatches."""
         if step.program.schedule.slices > 1:
-            bounds, hold = boundaries(self._tokens(step)), _holder(step)
+            hold = _holder(step)
             for stage, runner in step.stages.items():
                 given = {each.name: getattr(runner, each.name) for each in fields(runner) if each.init}
                 sliced = self._models[runner.model]
-                step.stages[stage] = SlicedStage(**given, sliced=sliced, bounds=bounds, hold=hold)
+                step.stages[stage] = SlicedStage(**given, sliced=sliced, bounds=self._bounds, hold=hold)
         return ()
 
     def around(self, step: Step) -> AbstractContextManager:
         return self._hooked(step) if step.program.schedule.slices > 1 else nullcontext()
-
-    def _tokens(self, step: Step) -> Sequence[int]:
-        """Return the tokens of every slice.
-
-        Raises:
-            UnsupportedError: the tokens of a sequence cannot be cut so, for these tensor-parallel ranks.
-        """
-        assert step.tokens is not None, "prepare has refused it"
-        config, sequence = step.context.config, step.tokens[0][1]
-        ranks = step.groups.tp.size() if config.sequence_parallel else 1
-        share = attention_share(model_of(config, sequence))
-        return slice_tokens(sequence, step.program.schedule.slices, self._cut, share, multiple=ranks)
 
     @contextmanager
     def _hooked(self, step: Step) -> Iterator[None]:

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.action import Kind
+from megatron_pipemem.schedule.core.action import Kind, mirrored
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order, turned
+from megatron_pipemem.schedule.families.passes import Pass, in_microbatch_order
 from megatron_pipemem.schedule.options import check_whole
 
 SLOTS = {Kind.F: 1, Kind.I: 1, Kind.W: 1, Kind.B: 2}
@@ -317,7 +317,7 @@ class _Plan:
             return self._input_gradient_ends[device][self._weight_gradients[device]]
         place = len(self._ends[each])
         # Forwards and backwards of a stage come in orders of their own; only from a backward to its own forward they meet.
-        unit = place if kind is Kind.F else turned(place, self._slices)
+        unit = place if kind is Kind.F else mirrored(place, self._slices)
         inputs = [
             self._ends[needed][unit if needed.kind is Kind.F else place]
             for needed in _inputs(each, self._placement, self._backwards)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.action import Action, Kind, mirrored
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
 
@@ -26,7 +26,7 @@ def in_microbatch_order(
     name: str, placement: Placement, num_microbatches: int, passes: Iterable[Iterable[Pass]], slices: int = 1
 ) -> Schedule:
     """Return the schedule in which the k-th forward of a stage is of unit ``k``, and its k-th backward, I or B, of the unit
-    that ``turned`` gives. Without slices, units are the microbatches.
+    that ``mirrored`` gives. Without slices, units are the microbatches.
 
     The k-th W of a stage is of the unit of its k-th I; where a stage has no I at all, of that of the k-th backward.
 
@@ -39,13 +39,6 @@ def in_microbatch_order(
     """
     orders = (_order(list(device_passes), num_microbatches * slices, slices) for device_passes in passes)
     return Schedule(name, placement, num_microbatches, tuple(orders), slices)
-
-
-def turned(place: int, slices: int) -> int:
-    """Return the unit whose backward stands at a place among the backwards of a stage, or the place of a unit's backward:
-    the slices of every microbatch come in reverse.
-    """
-    return place + slices - 1 - 2 * (place % slices)
 
 
 def _order(passes: list[Pass], num_units: int, slices: int) -> tuple[Action, ...]:
@@ -68,5 +61,5 @@ def _order(passes: list[Pass], num_units: int, slices: int) -> tuple[Action, ...
         if kind is Kind.W:
             place = split.get(stage, everything)[place]
         if place < num_units:
-            order.append((kind, stage, place if kind is Kind.F else turned(place, slices)))
+            order.append((kind, stage, place if kind is Kind.F else mirrored(place, slices)))
     return tuple(map(Action._make, order))

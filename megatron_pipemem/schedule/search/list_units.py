@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
+from itertools import accumulate
 from random import Random
 
 from megatron_pipemem.schedule.search.improve import Timetable
@@ -12,7 +13,8 @@ from megatron_pipemem.schedule.search.units import Units
 
 
 def dispatch(units: Units, urgency: Sequence[float]) -> Timetable | None:
-    """Run the step by urgency.
+    """Run the step by urgency. A forward starts only where there is room for all forwards of its microbatch and of those
+    before it that its device has still to run, and for what its backwards take; else none of them could turn round.
 
     Args:
         units: the passes and the caps.
@@ -22,7 +24,9 @@ def dispatch(units: Units, urgency: Sequence[float]) -> Timetable | None:
         ``None`` when the devices came to a stop because no cap admitted what was ready.
     """
     count, devices = units.num_units, len(units.caps)
-    reserve = _reserves(units)
+    whole, taken = zip(*(_alone(units, stages) for stages in units.placement.stages), strict=True)
+    # Of every device, the last microbatch that has begun, and what the forwards still take that it and those before owe.
+    begun, owed = [-1] * devices, [0] * devices
     classes: list[list[int]] = [[] for _ in range(devices)]
     for c in range(len(units.ticks) // count):
         classes[units.device[c * count]].append(c)
@@ -42,8 +46,11 @@ def dispatch(units: Units, urgency: Sequence[float]) -> Timetable | None:
             each = upcoming[c]
             if each == (c + 1) * count or missing[each] or ready[each] > now or urgency[each] >= least:
                 continue
-            change = units.change[each]
-            if change <= 0 or levels[device] + change + reserve[each] <= units.caps[device]:
+            change = needed = units.change[each]
+            if c % 3 == FORWARD:
+                new = max(0, each % count // units.slices - begun[device])
+                needed = owed[device] + new * whole[device] + taken[device]
+            if change <= 0 or levels[device] + needed <= units.caps[device]:
                 best, least = each, urgency[each]
         if best < 0:
             continue
@@ -51,6 +58,10 @@ def dispatch(units: Units, urgency: Sequence[float]) -> Timetable | None:
         starts[best], busy[device] = now, now + units.ticks[best]
         orders[device].append(best)
         levels[device] += units.change[best]
+        if best // count % 3 == FORWARD:
+            new = max(0, best % count // units.slices - begun[device])
+            owed[device] += new * whole[device] - units.change[best]
+            begun[device] += new
         left -= 1
         heappush(events, (busy[device], device))
         for other, lag in units.followers[best]:
@@ -61,23 +72,25 @@ def dispatch(units: Units, urgency: Sequence[float]) -> Timetable | None:
     return None if left else Timetable(orders, starts, max(busy))
 
 
-def _reserves(units: Units) -> list[int]:
-    """Return what must be free besides when a pass starts: a forward leaves room for all forwards of its microbatch that
-    its device has still to run, and for what an I may take, or the microbatch could never turn round.
+def _alone(units: Units, stages: Sequence[int]) -> tuple[int, int]:
+    """Return what all forwards of a microbatch take on a device, and what its backwards then take at most on the way.
+
+    Args:
+        units: the passes.
+        stages: of the device.
     """
-    count, n = units.num_units, units.slices
-    reserve, after = [0] * len(units.ticks), [0] * len(units.caps)
-    taken = [0] * len(units.caps)
-    for each, change in enumerate(units.change):
-        if each // count % 3 == INPUT:
-            taken[units.device[each]] = max(taken[units.device[each]], change)
-    for stage in range(units.placement.num_stages - 1, -1, -1):
-        first, device = 3 * stage * count, units.placement.devices[stage]
-        for part in range(n - 1, -1, -1):
-            for each in range(first + part, first + count, n):
-                reserve[each] = after[device] + taken[device]
-            after[device] += units.change[first + part]
-    return reserve
+    count, parts = units.num_units, range(units.slices)
+
+    def changes(stage: int, kind: int) -> list[int]:
+        return [units.change[(3 * stage + kind) * count + part] for part in parts]
+
+    backwards = [
+        change
+        for stage in reversed(stages)
+        for of_slice in zip(changes(stage, INPUT), changes(stage, WEIGHT), strict=True)
+        for change in of_slice
+    ]
+    return sum(sum(changes(stage, FORWARD)) for stage in stages), max(0, *accumulate(backwards))
 
 
 def list_schedules(units: Units) -> Iterator[tuple[str, Timetable]]:

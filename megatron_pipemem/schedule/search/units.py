@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megatron_pipemem.errors import CostsError
-from megatron_pipemem.schedule.core.action import Action, Kind
+from megatron_pipemem.schedule.core.action import Action, Kind, mirrored
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import loosened
 from megatron_pipemem.schedule.core.placement import Placement
@@ -88,7 +88,7 @@ class Units:
     def action(self, each: int) -> Action:
         """Return what a pass is."""
         c, rank = divmod(each, self.num_units)
-        return Action(KINDS[c % 3], c // 3, rank if c % 3 == FORWARD else turned(rank, self.slices))
+        return Action(KINDS[c % 3], c // 3, rank if c % 3 == FORWARD else mirrored(rank, self.slices))
 
     def orders_of(self, schedule: Schedule) -> Orders:
         """Return the orders of a schedule, its full backwards as I and W in turn."""
@@ -100,7 +100,7 @@ class Units:
                 if kind is Kind.F:
                     passes.append(3 * stage * units + unit)
                     continue
-                rank = turned(unit, self.slices)
+                rank = mirrored(unit, self.slices)
                 split = (Kind.I, Kind.W) if kind is Kind.B else (kind,)
                 passes += [(3 * stage + offset[each]) * units + rank for each in split]
             orders.append(passes)
@@ -125,17 +125,6 @@ class Units:
 
         rows = tuple(tuple(actions(order)) for order in orders)
         return Schedule(name, self.placement, self.num_microbatches, rows, slices=self.slices)
-
-
-def turned(unit: int, slices: int) -> int:
-    """Return the place of a unit among the backwards of a stage, where the slices of a microbatch are reversed; and the unit
-    of that place.
-
-    Args:
-        unit: slice of the step, or place.
-        slices: of a microbatch.
-    """
-    return unit + slices - 1 - 2 * (unit % slices)
 
 
 def make_units(
@@ -203,7 +192,7 @@ def _waits(
                 elif kind != INPUT:
                     data = (((c - 1) * units + rank, 0),)
                 elif after is None:
-                    data = (((c - 1) * units + turned(rank, slices), 0),)
+                    data = (((c - 1) * units + mirrored(rank, slices), 0),)
                 else:
                     data = (((3 * after + INPUT) * units + rank, lag(after, stage)),)
                 waits.append((*own, *data))
