@@ -16,17 +16,20 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from xdist.scheduler import Scheduling
 
-# Beginnings of paths. Under pytest-xdist, tests that start processes of their own run one after another on each of two
+# Beginnings of paths. Under pytest-xdist, tests that start processes of their own run one after another on each of three
 # workers: on one alone they would take far longer than all others do on the rest, and most of them wait now and then. What
-# trains on the session's ranks, and what these keep from run to run, has the second one, and enough beside it that both take
-# about as long. A process that computes for a while by itself is no reason to be here.
+# trains on the session's ranks, and what these keep from run to run, has the last one. A process that computes for a while by
+# itself is no reason to be here.
 START_PROCESSES = {
-    "own ranks": (
-        *("benchmarks/", "slurm/"),
-        *("cpu/test_activate", "cpu/test_ranks", "cpu/test_setup", "cpu/test_stock_training"),
-        *("end_to_end/test_consumers", "end_to_end/test_plain_loop", "end_to_end/test_snapshot"),
-        *("runtime/test_executor", "runtime/test_offload", "runtime/test_vocabulary_ranks"),
+    "launched": (
+        *("slurm/", "cpu/test_activate", "cpu/test_ranks", "cpu/test_setup", "cpu/test_stock_training"),
         *("scripts/test_launch_grid.py", "scripts/test_quickstart"),
+    ),
+    "own ranks": (
+        "benchmarks/",
+        *("end_to_end/test_consumers", "end_to_end/test_plain_loop", "end_to_end/test_snapshot"),
+        "end_to_end/test_transformer_engine",
+        *("runtime/test_executor", "runtime/test_offload", "runtime/test_vocabulary_ranks"),
     ),
     "the session's ranks": ("end_to_end/",),
 }

@@ -132,14 +132,16 @@ class PatchSet:
         _rebind([(replacement, original) for original, replacement in by_name])  # also in modules imported since
 
 
-_HOLD_NOTHING = {*sys.stdlib_module_names, "torch"}
+_OF_TORCH = ("torch", "triton", "sympy", "mpmath", "numpy", "networkx", "cuda")
+_LIBRARIES = ("wandb", "pydantic", "huggingface_hub", "trio", "rich", "google")
+_HOLD_NOTHING = {*sys.stdlib_module_names, *_OF_TORCH, *_LIBRARIES}
 
 
 def _rebind(pairs: Sequence[tuple[Callable, Callable]]) -> None:
     """Put functions in the place of others in every module that holds those, under whatever name.
 
-    Training has imported thousands of modules, so all pairs go through them together. Most are Python's own and PyTorch's, and
-    hold nothing of Megatron.
+    Training has imported thousands of modules, so all pairs go through them together. Most are Python's own, PyTorch's, or of
+    libraries that Megatron uses, and hold nothing of Megatron.
 
     Args:
         pairs: what is held, and what is wanted in its place; which another pair may replace in turn.

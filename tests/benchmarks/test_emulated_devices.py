@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,12 +29,10 @@ PEERS = {
 
 
 @pytest.fixture(scope="module")
-def comparison(tmp_path_factory) -> dict:
+def comparison(benchmark, tmp_path_factory) -> dict:
     output = tmp_path_factory.mktemp("emulated") / "result.json"
     sizes = f"--devices {DEVICES} --microbatches {MICROBATCHES} --costs 1,1,1 --step-ms {UNIT_MS} --repeats 1".split()
-    command = [sys.executable, str(BENCHMARKS / "emulated_devices.py"), *sizes, "--output", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    benchmark("emulated_devices.py", *sizes, "--output", output)
     (result,) = json.loads(output.read_text())
     return result
 
@@ -93,12 +89,10 @@ def test_arguments_that_no_comparison_can_use_are_refused(arguments, monkeypatch
     assert "error:" in capsys.readouterr().err
 
 
-def test_steps_follow_each_other_without_a_barrier(tmp_path):
+def test_steps_follow_each_other_without_a_barrier(benchmark, tmp_path):
     output = tmp_path / "steps.json"
     sizes = "--devices 2 --microbatches 4 --costs 1,1,1 --step-ms 4 --repeats 1 --steps 3".split()
-    command = [sys.executable, str(BENCHMARKS / "emulated_devices.py"), *sizes, "--output", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    benchmark("emulated_devices.py", *sizes, "--output", output)
     (result,) = json.loads(output.read_text())
     rows = {(row["runtime"], row["schedule"], row["way"]): row for row in result["rows"]}
     assert len(rows) == 3 * 3 + 2

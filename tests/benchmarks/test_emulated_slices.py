@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,12 +21,10 @@ SLICED = ["seq1f1b", "interleaved", "zbv", "v-half"]
 
 
 @pytest.fixture(scope="module")
-def emulated(tmp_path_factory) -> dict:
+def emulated(benchmark, tmp_path_factory) -> dict:
     output = tmp_path_factory.mktemp("emulated") / "result.json"
     sizes = f"--devices {DEVICES} --microbatches {MICROBATCHES} --slices {SLICES} --step-ms {UNIT_MS} --repeats 1"
-    command = [sys.executable, str(BENCHMARK), "--emulated", *sizes.split(), "--output", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    benchmark(BENCHMARK.name, "--emulated", *sizes.split(), "--output", output)
     (result,) = json.loads(output.read_text())
     return result
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,11 +14,9 @@ pytest.importorskip("megatron.core")
 ROOT = Path(__file__).parents[2]
 
 
-def test_all_shapes_of_a_step_take_one_message_and_one_wait(tmp_path):
+def test_all_shapes_of_a_step_take_one_message_and_one_wait(benchmark, tmp_path):
     output = tmp_path / "counts.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "message_shapes.py"), "--output", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    benchmark("message_shapes.py", "--output", output)
     rows = {(row["schedule"], row["engine"]): row for row in json.loads(output.read_text())}
     for schedule, payloads in (("1f1b", 2 * 3 * 16), ("interleaved", 2 * 7 * 16)):
         stock, headers, ours = (rows[schedule, engine] for engine in ("stock", "pipemem, headers", "pipemem"))

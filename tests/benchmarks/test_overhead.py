@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "overhead.py"
 
-
-def test_every_engine_has_a_time_on_ranks_and_played_by_one(tmp_path):
+def test_every_engine_has_a_time_on_ranks_and_played_by_one(benchmark, tmp_path):
     output = tmp_path / "overhead.json"
-    command = [sys.executable, str(BENCHMARK), "--quick", "--rounds", "1", "--output", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    benchmark("overhead.py", "--quick", "--rounds", 1, "--output", output)
     rows = json.loads(output.read_text())
     engines = {(row["size"]["schedule"], row["size"]["played"], row["engine"]) for row in rows}
     assert engines == {

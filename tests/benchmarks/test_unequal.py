@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 
@@ -18,12 +16,10 @@ from megatron_pipemem.schedule.registry import build_schedule
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def test_plans_beat_arrival_order_in_the_memory_of_stock(tmp_path):
+def test_plans_beat_arrival_order_in_the_memory_of_stock(benchmark, tmp_path):
     output = tmp_path / "unequal.json"
     sizes = "--quick --distributions sft --devices 2 --microbatches 8 --seconds 0.02 --output".split()
-    command = [sys.executable, str(BENCHMARKS / "unequal.py"), *sizes, str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    benchmark("unequal.py", *sizes, output)
     assert [result["packed"] for result in json.loads(output.read_text())] == [False, True]
     for result in json.loads(output.read_text()):
         ways = {row[0]["name"]: row[0] for row in result["rows"]}

@@ -30,15 +30,6 @@ def test_refuses_to_come_after_megatron(python: Callable[[str], str]) -> None:
     assert "pipemem run --cpu" in message
 
 
-def test_fused_weight_gradients_are_an_option(python: Callable[[str], str]) -> None:
-    python("""
-        from megatron_pipemem.cpu import activate
-        activate(emulate_fused_gradients=False)
-        from megatron.core.tensor_parallel import layers
-        assert not layers._grad_accum_fusion_available
-    """)
-
-
 def test_activating_twice_changes_nothing_more(lane: Callable[[str], object]) -> None:
     lane("""
 from megatron_pipemem.cpu import activate, is_active
@@ -49,14 +40,18 @@ assert before == (torch.empty, torch.Tensor.to, torch.cuda.Stream, torch.distrib
 """)
 
 
-def test_leaves_the_users_environment_alone(python: Callable[[str], str]) -> None:
+def test_leaves_the_users_environment_alone_and_fused_weight_gradients_are_an_option(
+    python: Callable[[str], str],
+) -> None:
     python("""
         import os
         os.environ["OMP_NUM_THREADS"] = "2"
         from megatron_pipemem.cpu import activate
-        activate()
+        activate(emulate_fused_gradients=False)
         import torch
         assert torch.get_num_threads() == 2 and os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+        from megatron.core.tensor_parallel import layers
+        assert not layers._grad_accum_fusion_available
     """)
 
 

@@ -13,13 +13,14 @@ from launching import REPOSITORY
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 from text_to_dataset import DatasetError, find_documents, split
 
+TOOL = REPOSITORY / "scripts" / "text_to_dataset.py"
 Tool = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
 def tool(environment: dict[str, str]) -> Tool:
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(REPOSITORY / "scripts" / "text_to_dataset.py"), *map(str, arguments)]
+        command = [sys.executable, str(TOOL), *map(str, arguments)]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
     return run
@@ -47,9 +48,15 @@ result = {{part: [document.tolist() for document in IndexedDataset(prefix + part
     assert f"3 documents, {sum(map(len, documents['_train']))} tokens" in result.stdout
 
 
-def test_nothing_is_held_back_at_fraction_zero(tool: Tool, tmp_path: Path) -> None:
+def test_nothing_is_held_back_at_fraction_zero(lane: Callable[[str], object], tmp_path: Path) -> None:
     write(tmp_path / "text", only="text")
-    assert tool(tmp_path / "text", tmp_path / "data", "--valid-fraction", 0).returncode == 0
+    command = [str(TOOL), str(tmp_path / "text"), str(tmp_path / "data"), "--valid-fraction", "0"]
+    lane(f"""
+import runpy, sys
+from unittest import mock
+with mock.patch.object(sys, "argv", {command}):
+    assert not runpy.run_path({str(TOOL)!r})["main"]()
+""")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data_train.bin", "data_train.idx", "text"]
 
 

@@ -25,8 +25,6 @@ MLA = (
     *("--v-head-dim", "8", "--normalization", "RMSNorm", "--rotary-scaling-factor", "1", "--rope-type", "rope"),
 )
 BY_FLOPS = ("--pipemem-slice-cut", "flops")
-LONGER = ("--train-iters", "4")
-
 
 VOCABULARY = "--pipemem-vocab-parallel"
 
@@ -37,7 +35,7 @@ def cut(slices: int) -> tuple[str, ...]:
 
 # name -> schedule, flags of ours, flags of stock too
 CASES = {
-    "learned positions": ("seq1f1b", cut(4), LONGER),
+    "learned positions": ("seq1f1b", cut(4), ()),
     "rope": ("seq1f1b", cut(2), ROPE),
     "grouped queries": ("seq1f1b", cut(8), GROUPED),
     "latent attention": ("seq1f1b", cut(4), MLA),
@@ -67,8 +65,8 @@ CASES = {
     "zbv": ("zbv", cut(4), ROPE),
     "v-half, tensor parallel": ("v-half", cut(2), (*TP2, *ROPE)),
     "v-half, evaluation": ("v-half", cut(2), (*EVALUATION, *ROPE)),
-    "one microbatch": ("seq1f1b", cut(8), ("--global-batch-size", "1", *ROPE)),
-    "two barriers of a cut vocabulary": ("seq1f1b", (*cut(4), VOCABULARY, "1"), LONGER),
+    "one microbatch": ("seq1f1b", cut(8), ("--global-batch-size", "1", "--calculate-per-token-loss", *ROPE)),
+    "two barriers of a cut vocabulary": ("seq1f1b", (*cut(4), VOCABULARY, "1"), ()),
     "one barrier of a cut vocabulary": ("seq1f1b", (*cut(4), VOCABULARY, "2"), GROUPED),
     "v-half, cut vocabulary": ("v-half", (*cut(2), VOCABULARY, "1"), (*GROUPED, "--micro-batch-size", "2")),
     "sequence parallel, cut vocabulary": (
@@ -82,9 +80,9 @@ CASES = {
         (*cut(8), VOCABULARY, "2"),
         ("--global-batch-size", "1", "--calculate-per-token-loss", *ROPE),
     ),
-    "two sequences a microbatch": ("seq1f1b", cut(2), ("--micro-batch-size", "2", *ROPE)),
+    "two sequences a microbatch": ("seq1f1b", cut(2), (*GROUPED, "--micro-batch-size", "2")),
 }
-DOCUMENTS = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss", *LONGER)
+DOCUMENTS = ("--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss")
 BY_THE_MODEL = {"recomputed by the model", "attention recomputed by the model"}
 
 
@@ -135,7 +133,7 @@ def test_documents_do_not_see_each_other(train, lines, whole, schedule, ours):
     assert run.losses == pytest.approx(expected.losses, rel=1e-6)
     assert run.predicted_peaks == run.counted_peaks
     assert {key: off for key, off in differences(run, expected).items() if not off <= 1e-6} == {}
-    seen = train(whole, *text, "--eod-mask-loss", *LONGER)
+    seen = train(whole, *text, "--eod-mask-loss")
     assert expected.losses != pytest.approx(seen.losses, rel=1e-4), "masks that hide nothing would show nothing"
 
 
