@@ -30,6 +30,9 @@ from megatron_pipemem.files import write_whole
 _POLL_SECONDS = 0.5
 _STORE_TIMEOUT = timedelta(seconds=5)
 _ANNOUNCEMENT_SECONDS = 2.0  # how long a rank that lost its peers waits for one of them to say why
+_KEEPER_SECONDS = (
+    60.0  # how long a rank that has failed waits for rank 0, which may be importing yet, to keep the store
+)
 _READING_SECONDS = 2 * _POLL_SECONDS  # how long the first failing rank stays: it may be the one that keeps the store
 _FOLLOWING_SECONDS = 3.0  # how long the others stay, so that torchrun, which blames whoever exits first, ends them
 _LOST_PEER = (
@@ -97,6 +100,7 @@ class _FailureBoard:
         self._address = (host, port)
         self._key = f"pipemem/first-failure/{run}"
         self._local = threading.local()
+        self._unsaid: str | None = None
 
     @classmethod
     def from_environment(cls) -> _FailureBoard | None:
@@ -143,11 +147,28 @@ class _FailureBoard:
                 if time.monotonic() >= deadline:
                     store = self._store()
                     mine = f"rank {self._rank}: {summary}"
-                    return store is None or store.compare_set(self._key, "", mine).decode() == mine
+                    if store is None:
+                        self._unsaid = mine
+                        return True
+                    return store.compare_set(self._key, "", mine).decode() == mine
                 time.sleep(0.1)
         except (ConnectionError, RuntimeError):
             return seconds == 0.0  # the keeper of the store is gone: an error of this rank's own still has to be told
         return False
+
+    def stay(self) -> None:
+        """Stay until the others had time to read of this rank's failure. Where the store has not been there yet, wait for it
+        first: without a launcher that ends all ranks, the others would wait for this one in their rendezvous.
+        """
+        deadline = time.monotonic() + _KEEPER_SECONDS
+        with contextlib.suppress(RuntimeError):  # the store has closed: nobody is left to tell
+            while self._unsaid is not None and self._rank > 0 and time.monotonic() < deadline:
+                if (store := self._store()) is not None:
+                    store.compare_set(self._key, "", self._unsaid)
+                    self._unsaid = None
+                else:
+                    time.sleep(_POLL_SECONDS)
+        time.sleep(_READING_SECONDS)
 
 
 def _follow(board: _FailureBoard, done: threading.Event) -> None:
@@ -169,7 +190,7 @@ def _follow_down() -> NoReturn:
 def _exit(code: int, board: _FailureBoard | None = None) -> NoReturn:
     """Leave, once others had time to read ``board``. The interpreter's own end would wait for peers."""
     if board is not None:
-        time.sleep(_READING_SECONDS)
+        board.stay()
     for child in multiprocessing.active_children():  # Megatron's checkpoint writer leaves one, which would outlive us
         child.kill()
     for stream in (sys.stdout, sys.stderr):

@@ -76,13 +76,15 @@ WAITING_SCRIPT = """
 import os, sys, time
 import torch.distributed as dist
 rank, place = int(os.environ["RANK"]), sys.argv[1]
-if place != "rendezvous":
+if place == "late rendezvous" and rank == 0:
+    time.sleep(6)  # rank 1 has failed before there is a store
+elif place in ("collective", "computation"):
     dist.init_process_group("gloo")
     dist.barrier()
 if rank == 1:
     time.sleep(1)
     raise ArithmeticError("this rank cannot go on")
-if place == "rendezvous":
+if "rendezvous" in place:
     dist.init_process_group("gloo")
 elif place == "collective":
     dist.barrier()
@@ -102,7 +104,7 @@ def start_ranks(count: int, environment: dict[str, str], script: Path, *argument
     return run_ranks(count, [sys.executable, "-c", GUARDED, str(script), *arguments], environment)
 
 
-@pytest.mark.parametrize("place", ["rendezvous", "collective", "computation"])
+@pytest.mark.parametrize("place", ["late rendezvous", "rendezvous", "collective", "computation"])
 def test_ranks_end_together_without_torchrun(environment: dict[str, str], tmp_path: Path, place: str) -> None:
     script = tmp_path / "waiting.py"
     script.write_text(WAITING_SCRIPT)

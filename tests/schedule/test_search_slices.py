@@ -25,6 +25,8 @@ from megatron_pipemem.schedule.registry import build_schedule, sliced_families
 from megatron_pipemem.schedule.request import Request
 from megatron_pipemem.schedule.resolve import resolve
 from megatron_pipemem.schedule.search import search_schedule
+from megatron_pipemem.schedule.search.list_units import list_schedules
+from megatron_pipemem.schedule.search.units import make_units
 
 PRICE = st.floats(0.3, 2.0)
 
@@ -80,10 +82,10 @@ def test_every_result_is_valid_within_the_cap_and_no_worse_than_a_family(data: s
                 assert found.makespan <= family.makespan * (1 + 1e-9)
 
 
-@settings(max_examples=12, deadline=None)
-@given(data=st.data())
-def test_slices_with_prices_of_their_own(data: st.DataObject) -> None:
-    """Unequal seconds, and keys and values that live from the first slice's F to its I."""
+def draw_prices(data: st.DataObject) -> tuple[Placement, int, int, Costs, float]:
+    """A placement, numbers of microbatches and slices, unequal seconds and bytes of slices, and what one microbatch after
+    another holds. Keys and values live from the first slice's F to its I.
+    """
     p, m, n = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4)), data.draw(st.integers(2, 4))
     placement = data.draw(st.sampled_from([Placement.linear(p), Placement.v_shape(p)]))
     places = placement.num_stages * n
@@ -98,12 +100,30 @@ def test_slices_with_prices_of_their_own(data: st.DataObject) -> None:
         gives[stage * n] -= 2 * cache
     memory = {Kind.F: tuple(takes), Kind.I: tuple(gives), Kind.W: tuple(-value * waits for value in kept)}
     costs = Costs(data.draw(prices), data.draw(prices), data.draw(prices), p2p=0.1, memory=memory)
-    # One microbatch after another keeps this: all forwards of a microbatch, and the gradients of its keys and values.
+    # All forwards of a microbatch, and the gradients of its keys and values.
     alone = max(
         sum(sum(takes[s * n : s * n + n]) + cache for s in stages for cache in (caches[s],))
         for stages in placement.stages
     )
-    cap = alone * data.draw(st.floats(1, 2.5))
+    return placement, m, n, costs, alone
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_one_microbatch_after_another_fits_any_cap_that_admits_one(data: st.DataObject) -> None:
+    placement, m, n, costs, alone = draw_prices(data)
+    cap = alone * data.draw(st.floats(1, 1.5))
+    units = make_units(placement, m, n, costs, (cap,) * placement.num_devices)
+    *_, (name, table) = list_schedules(units)
+    assert name == "list schedule, one by one"
+    validate(units.schedule(AUTO, table.orders), costs, cap)
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_slices_with_prices_of_their_own(data: st.DataObject) -> None:
+    placement, m, n, costs, alone = draw_prices(data)
+    p, cap = placement.num_devices, alone * data.draw(st.floats(1, 2.5))
     result = search(p, m, n, costs, cap, [placement])
     validate(result.schedule, costs, cap)
     assert oracle.check(result.schedule) == []
