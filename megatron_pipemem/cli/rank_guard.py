@@ -30,9 +30,7 @@ from megatron_pipemem.files import write_whole
 _POLL_SECONDS = 0.5
 _STORE_TIMEOUT = timedelta(seconds=5)
 _ANNOUNCEMENT_SECONDS = 2.0  # how long a rank that lost its peers waits for one of them to say why
-_KEEPER_SECONDS = (
-    60.0  # how long a rank that has failed waits for rank 0, which may be importing yet, to keep the store
-)
+_KEEPER_SECONDS = 60.0  # how long a rank that has failed waits for rank 0, which may still import, to keep the store
 _READING_SECONDS = 2 * _POLL_SECONDS  # how long the first failing rank stays: it may be the one that keeps the store
 _FOLLOWING_SECONDS = 3.0  # how long the others stay, so that torchrun, which blames whoever exits first, ends them
 _LOST_PEER = (

@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 # In a process of its own: importing Megatron takes seconds and leaves much behind.
 _ASK = """
-import argparse, json, logging, warnings
+import argparse, json, logging, sys, warnings
 warnings.simplefilter("ignore")
 from megatron.training.arguments import add_megatron_arguments
 from megatron_pipemem.mcore.known_flags import described
 parser = argparse.ArgumentParser(allow_abbrev=False)
 add_megatron_arguments(parser)
-print("FLAGS " + json.dumps(described(parser)))
+sys.stdout.write("FLAGS " + json.dumps(described(parser)))
 """
 _SECONDS = 120
 

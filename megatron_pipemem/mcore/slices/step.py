@@ -46,8 +46,9 @@ class SequenceSlices(Extension):
                 "sequence slices need messages of [tokens, microbatch, hidden size]; drop what changes their shapes "
                 "(adjust_tensor_shapes_fn), or take a schedule without slices"
             )
-        (b, s), ranks = step.tokens[0], step.groups.tp.size() if step.context.config.sequence_parallel else 1
-        share = attention_share(model_of(step.context.config, s))
+        (b, s), config = step.tokens[0], step.context.config
+        ranks = step.groups.tp.size() if config.sequence_parallel else 1
+        share = attention_share(model_of(config, s))
         tokens = slice_tokens(s, step.program.schedule.slices, self._cut, share, multiple=ranks)
         self._bounds = boundaries(tokens)
         shapes = [step.message_shape(b, each) for each in tokens]

@@ -25,8 +25,8 @@ def dispatch(units: Units, urgency: Sequence[float]) -> Timetable | None:
     """
     count, devices = units.num_units, len(units.caps)
     whole, taken = zip(*(_alone(units, stages) for stages in units.placement.stages), strict=True)
-    # Of every device, the last microbatch that has begun, and what the forwards still take that it and those before owe.
-    begun, owed = [-1] * devices, [0] * devices
+    # Of every device, how many microbatches have begun, and what all forwards so far have taken.
+    begun, forwarded = [0] * devices, [0] * devices
     classes: list[list[int]] = [[] for _ in range(devices)]
     for c in range(len(units.ticks) // count):
         classes[units.device[c * count]].append(c)
@@ -48,8 +48,8 @@ def dispatch(units: Units, urgency: Sequence[float]) -> Timetable | None:
                 continue
             change = needed = units.change[each]
             if c % 3 == FORWARD:
-                new = max(0, each % count // units.slices - begun[device])
-                needed = owed[device] + new * whole[device] + taken[device]
+                owing = max(begun[device], each % count // units.slices + 1)
+                needed = owing * whole[device] - forwarded[device] + taken[device]
             if change <= 0 or levels[device] + needed <= units.caps[device]:
                 best, least = each, urgency[each]
         if best < 0:
@@ -59,9 +59,8 @@ def dispatch(units: Units, urgency: Sequence[float]) -> Timetable | None:
         orders[device].append(best)
         levels[device] += units.change[best]
         if best // count % 3 == FORWARD:
-            new = max(0, best % count // units.slices - begun[device])
-            owed[device] += new * whole[device] - units.change[best]
-            begun[device] += new
+            begun[device] = max(begun[device], best % count // units.slices + 1)
+            forwarded[device] += units.change[best]
         left -= 1
         heappush(events, (busy[device], device))
         for other, lag in units.followers[best]:
