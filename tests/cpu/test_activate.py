@@ -55,6 +55,25 @@ def test_leaves_the_users_environment_alone_and_fused_weight_gradients_are_an_op
     """)
 
 
+def test_all_groups_share_one_network_thread(python: Callable[[str], str]) -> None:
+    threads = python("""
+        import os
+        from pathlib import Path
+        import torch.distributed as dist
+        from megatron_pipemem.cpu import activate
+        activate()
+        def made() -> None:
+            dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+            for group in [dist.new_group([0], backend=backend) for backend in (None, "nccl", "gloo")]:
+                dist.barrier(group)
+        made()
+        dist.destroy_process_group()
+        made()
+        print([Path(f"/proc/self/task/{number}/comm").read_text().strip() for number in os.listdir("/proc/self/task")])
+    """)
+    assert threads.count("gloo_tcp_loop") == 1 and threads.count("pt_gloo_runloop") > 1
+
+
 EXPRESSIONS = {
     # tensors asked of CUDA, in all the ways Megatron does
     "torch.empty(2, device='cuda').device.type": "'cpu'",
