@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-STEPS = 16
+STEPS = 24
+SAVE_INTERVAL = 4
 # One rank on each of two nodes: every start of a rank imports Megatron, which takes longer than the training.
 TWO_RANKS = {
     "parallelism": {"pp": 2},
-    "training": {"iterations": STEPS, "save_interval": 4},
+    "training": {"iterations": STEPS, "save_interval": SAVE_INTERVAL},
     "cluster": {"base": "cpu", "nodes": 2, "devices_per_node": 1},
 }
 FOUR_RANKS = {
@@ -106,40 +107,47 @@ def uninterrupted(slurm, grid):
     return grid.point(0)
 
 
-def assert_losses(log: Path, resumed: int, uninterrupted: Path) -> None:
-    """A job that was started again lost nothing: its log and its last report tell the losses of an uninterrupted one.
-
-    Args:
-        log: of both starts.
-        resumed: the first step of the second.
-        uninterrupted: folder of a grid's point with the same steps.
-    """
-    # As the second loss of a start, Megatron logs the mean of the first two; the report has every step's own.
-    steps = {(step, loss) for step, loss in losses(log.read_text()) if step != resumed + 1}
-    whole = {(step, loss) for step, loss in losses((uninterrupted / "log.txt").read_text()) if step != resumed + 1}
-    assert steps == whole
-    report = json.loads((log.parent / log.name.rsplit("-", 1)[0] / "report.json").read_text())
-    assert report["losses"] == json.loads((uninterrupted / "report.json").read_text())["losses"][resumed - 1 :]
+def starts(log: str) -> list[list[int]]:
+    """The numbers of the steps that a log tells of, those of every start of its job apart."""
+    found: list[list[int]] = []
+    for part in log.split("[before the start of training step]")[1:]:
+        found.append([step for step, _ in losses(part)])
+    return found
 
 
-def test_a_crashed_node_costs_the_steps_since_the_last_checkpoint(slurm, submit, request):
+def test_a_signal_costs_no_step_and_a_crashed_node_those_since_the_last_checkpoint(slurm, submit, request):
+    """One job goes through both, and in the end has the losses of one that was never disturbed."""
     job, log = submit("train", TWO_RANKS)
-    slurm.until_log(job, log, lambda text: len(losses(text)) >= 5)
+    slurm.until_log(job, log, lambda text: len(losses(text)) >= 2)
+    slurm.call("scancel", "--batch", "--signal=USR1", job)
+    slurm.until_log(job, log, lambda text: len(starts(text)) == 2 and len(starts(text)[1]) >= 6)
     second = slurm.job(job)["NodeList"]
     node = slurm.call("scontrol", "show", "hostnames", second).split()[1]
     slurm.crash(node, job)
     found = slurm.ended(job)
     slurm.start_node(node)
     text = log.read_text()
-    assert (found["JobState"], found["Restarts"]) == ("COMPLETED", "1"), text
-    steps = losses(text)
-    numbers = [step for step, _ in steps]
-    restart = next(i for i in range(1, len(numbers)) if numbers[i] <= numbers[i - 1])
-    resumed = numbers[restart]
-    assert resumed > 4 and resumed % 4 == 1, "it goes on after a checkpoint"
-    assert numbers[restart:] == list(range(resumed, STEPS + 1))
-    # Only now: its nodes were needed.
-    assert_losses(log, resumed, request.getfixturevalue("uninterrupted"))
+    assert (found["JobState"], found["Restarts"]) == ("COMPLETED", "2"), text
+
+    signalled, crashed, last = starts(text)
+    loaded = [int(step) for step in re.findall(r"successfully loaded checkpoint .* at iteration (\d+)", text)]
+    assert loaded == [signalled[-1], last[0] - 1]
+    assert signalled + crashed == list(range(1, crashed[-1] + 1)), "a signal loses no step, and none is trained twice"
+    assert last[0] > crashed[0] and last[0] % SAVE_INTERVAL == 1, "after a crash it goes on after a checkpoint"
+    assert last == list(range(last[0], STEPS + 1))
+
+    uninterrupted = request.getfixturevalue("uninterrupted")  # only now: its nodes were needed
+    # As the second loss of a start, Megatron logs the mean of the first two; the report has every step's own.
+    means = {crashed[1], last[1]}
+    told, whole = (
+        {(step, loss) for step, loss in losses(each.read_text()) if step not in means}
+        for each in (log, uninterrupted / "log.txt")
+    )
+    assert told == whole
+    report, whole_report = (
+        json.loads((folder / "report.json").read_text()) for folder in (log.parent / "train", uninterrupted)
+    )
+    assert report["losses"] == whole_report["losses"][last[0] - 1 :]
 
 
 def test_an_array_job_that_was_killed_goes_on_where_it_was(slurm, grid, uninterrupted):
@@ -174,17 +182,3 @@ def test_ranks_are_in_the_order_of_nodes_and_a_failing_one_ends_the_job(slurm, s
     where = dict(re.findall(r"rank (\d) of 4 on (\S+)", text))
     assert where == {"0": nodes[0], "1": nodes[0], "2": nodes[1], "3": nodes[1]}
     slurm.until(lambda: not slurm.processes(job), "none of its processes is left")
-
-
-def test_the_signal_before_the_time_limit_saves_and_requeues(slurm, submit, uninterrupted):
-    only_when_told = {"iterations": STEPS, "save_interval": 10 * STEPS}
-    job, log = submit("save", {**TWO_RANKS, "training": only_when_told})
-    slurm.until_log(job, log, lambda text: len(losses(text)) >= 3)
-    slurm.call("scancel", "--batch", "--signal=USR1", job)
-    found = slurm.ended(job)
-    text = log.read_text()
-    assert (found["JobState"], found["Restarts"]) == ("COMPLETED", "1"), text
-    assert [step for step, _ in losses(text)] == list(range(1, STEPS + 1)), "no step is lost, none trained twice"
-    saved = int(re.findall(r"successfully loaded checkpoint .* at iteration (\d+)", text)[0])
-    assert 3 <= saved < STEPS
-    assert_losses(log, saved + 1, uninterrupted)
