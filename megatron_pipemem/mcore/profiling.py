@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,6 +41,7 @@ def profile(model: Model, execution: Execution, cluster: Cluster | None, repeats
         microbatches = 2 if fake else 1 + repeats
         gpu_norms = cluster is not None and cluster.backend == "nccl"
 
+        @functools.cache
         def part(role: int, *kinds: str) -> Part:
             name = ("the first", "a middle", "the last")[role]
             count = f"{len(kinds)} layer{'s' if len(kinds) > 1 else ''} {kinds[0]}"
