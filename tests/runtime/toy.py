@@ -1,15 +1,18 @@
 """A toy pipeline without Megatron: linear layers that split their backward, run by the executor on gloo ranks.
 
-Started by ``test_executor.py`` as one process per rank; every process writes what it saw as JSON.
+Started by ``test_executor.py``: forks one process per rank, so that PyTorch is imported once; each writes what it saw as JSON.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import socket
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
@@ -36,6 +39,7 @@ from megatron_pipemem.schedule.core.validator import validate_program
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
 
+DEVICES = 4
 WIDTH, ROWS = 6, 3
 
 
@@ -202,7 +206,8 @@ def run_case(case: dict, device: int, devices: int, connections: dict, engine: O
     forward_only = case.get("forward_only", False)
     single_queue = case.get("single_queue", False)
     program = lower(schedule.forward_only() if forward_only else schedule, single_queue=single_queue)
-    validate_program(program, single_queue=single_queue)
+    if device == 0:  # it is the same on every rank
+        validate_program(program, single_queue=single_queue)
     pipeline = connections.get(schedule.placement.devices)
     if pipeline is None:
         pipeline = connections[schedule.placement.devices] = connect(schedule.placement, dist.group.WORLD, "cpu")
@@ -238,18 +243,38 @@ def run_case(case: dict, device: int, devices: int, connections: dict, engine: O
     return seen
 
 
-def main() -> None:
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, devices = dist.get_rank(), dist.get_world_size()
+def run_rank(rank: int, port: int, cases: list[dict], out: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", port, DEVICES, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=DEVICES)
     connections: dict = {}
     engine = OffloadEngine.on(torch.device("cpu"), 1 << 20, min_bytes=1, guard=True)
-    seen = [run_case(case, rank, devices, connections, engine) for case in cases]
+    seen = [run_case(case, rank, DEVICES, connections, engine) for case in cases]
     engine.close()
     (out / f"rank{rank}.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def main() -> None:
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=run_rank, args=(rank, port, cases, out)) for rank in range(DEVICES)]
+    for rank in ranks:
+        rank.start()
+    # A rank that fails leaves others waiting for it.
+    alive = ranks
+    while alive:
+        wait([rank.sentinel for rank in alive])
+        alive = [rank for rank in alive if rank.is_alive()]
+        if any(rank.exitcode for rank in ranks):
+            break
+    for rank in alive:
+        rank.kill()
+    sys.exit(any(rank.exitcode != 0 for rank in ranks))
 
 
 if __name__ == "__main__":
