@@ -7,10 +7,10 @@ the same chunks through Megatron's own forward and backward steps, in one proces
     python benchmarks/overhead.py --quick    # fewer sizes, fewer steps
 
 Host time is processor time of the rank's main thread (``time.thread_time``): waiting for a neighbour does not count, nor does
-a busy machine, but for its caches. All gloo groups of a rank share one device here, for stock and for us alike: torch opens
-a device with a polling thread for every group, and we have several groups, so that a rank would measure how its main thread
-and gloo's threads take turns on few cores, which says nothing about NCCL. A played rank runs its real program alone; its
-neighbours are torch's ``fake`` backend, whose messages arrive at once. An action is one forward or one backward of a chunk.
+a busy machine, but for its caches. All gloo groups of a rank share one device, as everywhere on the CPU lane: with a polling
+thread for every group, a rank would measure how its main thread and gloo's threads take turns on few cores, which says nothing
+about NCCL. A played rank runs its real program alone; its neighbours are torch's ``fake`` backend, whose messages arrive at
+once. An action is one forward or one backward of a chunk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from fresh_ranks import run_ranks
@@ -139,7 +138,6 @@ def _rank(process: int, size: Size, rounds: int, steps: int, folder: str) -> Non
     import torch.distributed as dist
 
     if size.played is None:
-        share_gloo_device()
         rendezvous = f"file://{folder}/rendezvous"
         dist.init_process_group("gloo", init_method=rendezvous, rank=process, world_size=size.devices)
     else:
@@ -154,23 +152,6 @@ def _rank(process: int, size: Size, rounds: int, steps: int, folder: str) -> Non
     if size.played is None:
         dist.barrier()
     dist.destroy_process_group()
-
-
-def share_gloo_device() -> None:
-    """Make all gloo groups of this process, stock's and ours, use one device."""
-    from torch.distributed import ProcessGroupGloo
-    from torch.distributed.constants import default_pg_timeout
-
-    device = ProcessGroupGloo.create_default_device()
-    gloo: Any = ProcessGroupGloo  # which gets another constructor
-    create = gloo.__init__
-
-    def on_device(group: ProcessGroupGloo, store, rank: int, size: int, timeout=default_pg_timeout) -> None:
-        options = gloo._Options()
-        options._devices, options._timeout = [device], timeout
-        create(group, store, rank, size, options)
-
-    gloo.__init__ = on_device
 
 
 def measure(size: Size, rounds: int, steps: int, report: Path) -> dict[str, list[float]]:

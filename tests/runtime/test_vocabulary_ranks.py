@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -11,13 +12,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from launching import run_ranks  # noqa: E402
-from vocabulary_model import EXAMPLE, Case, run_whole, transformed  # noqa: E402
+from vocabulary_model import EXAMPLE, WORLD, Case, run_whole, transformed  # noqa: E402
 
 from megatron_pipemem.runtime.vocabulary.head import HeadOptions  # noqa: E402
 
 PROGRAM = Path(__file__).with_name("vocabulary_model.py")
-WORLD = 4
 CASES = [
     *(
         Case(
@@ -66,8 +65,9 @@ def seen(tmp_path_factory) -> list[list[dict[str, torch.Tensor] | None]]:
         str(folder / "cases.pt"),
         str(folder),
     ]
-    codes, errors = run_ranks(WORLD, command, os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path})
-    assert not any(codes), "\n".join(errors)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(WORLD)]
 
 

@@ -1,22 +1,20 @@
 """A toy pipeline without Megatron: linear layers that split their backward, run by the executor on gloo ranks.
 
-Started by ``test_executor.py``: forks one process per rank, so that PyTorch is imported once; each writes what it saw as JSON.
+Started by ``test_executor.py``. Every rank writes what it saw as JSON.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import socket
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from forking import fork_ranks
 from offload_orders import with_offload, with_recompute
 
 from megatron_pipemem.runtime.activation_ledger import (
@@ -243,40 +241,15 @@ def run_case(case: dict, device: int, devices: int, connections: dict, engine: O
     return seen
 
 
-def run_rank(rank: int, port: int, cases: list[dict], out: Path) -> None:
-    store = dist.TCPStore("127.0.0.1", port, DEVICES, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=DEVICES)
+def run_cases(cases: list[dict], out: Path) -> None:
+    rank = dist.get_rank()
     connections: dict = {}
     engine = OffloadEngine.on(torch.device("cpu"), 1 << 20, min_bytes=1, guard=True)
     seen = [run_case(case, rank, DEVICES, connections, engine) for case in cases]
     engine.close()
     (out / f"rank{rank}.json").write_text(json.dumps(seen))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=run_rank, args=(rank, port, cases, out)) for rank in range(DEVICES)]
-    for rank in ranks:
-        rank.start()
-    # A rank that fails leaves others waiting for it.
-    alive = ranks
-    while alive:
-        wait([rank.sentinel for rank in alive])
-        alive = [rank for rank in alive if rank.is_alive()]
-        if any(rank.exitcode for rank in ranks):
-            break
-    for rank in alive:
-        rank.kill()
-    sys.exit(any(rank.exitcode != 0 for rank in ranks))
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main()
+    sys.exit(fork_ranks(DEVICES, run_cases, json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])))

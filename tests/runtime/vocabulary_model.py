@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from forking import fork_ranks
 
 from megatron_pipemem.runtime.vocabulary import collectives
 from megatron_pipemem.runtime.vocabulary.embedding import VocabularyEmbedding
@@ -21,6 +22,8 @@ from megatron_pipemem.runtime.vocabulary.head import HeadOptions, VocabularyHead
 from megatron_pipemem.runtime.vocabulary.head_gradients import OneBarrier, combine, finish_input_gradient
 from megatron_pipemem.runtime.vocabulary.partition import VocabularyPartition, WeightShard
 from megatron_pipemem.runtime.weight_gradients import WeightGradientQueue
+
+WORLD = 4
 
 
 @dataclass(frozen=True)
@@ -197,19 +200,14 @@ def run_example(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
     return {"head": parameter.grad} if dx is None else {"head": parameter.grad, "input_gradients": dx}
 
 
-def main() -> None:
-    cases, out = torch.load(sys.argv[1], weights_only=False), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def run_cases(cases: list[Case], out: Path) -> None:
     world = dist.get_world_size()
     groups = {size: dist.new_group(range(world - size, world)) for size in range(1, world + 1)}
     member = {size: dist.get_rank() >= world - size for size in groups}
     seen = [run_rank(case, groups[case.ranks]) if member[case.ranks] else None for case in cases]
     seen.append(run_example(groups[world]))
     torch.save(seen, out / f"rank{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    main()
+def main() -> None:
+    sys.exit(fork_ranks(WORLD, run_cases, torch.load(sys.argv[1], weights_only=False), Path(sys.argv[2])))
