@@ -1,14 +1,22 @@
-"""Process groups over gloo wherever NCCL is asked for, with one network thread per process."""
+"""Process groups over gloo wherever NCCL is asked for, which take no more of a rank's processor and memory than they need."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed
-from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
+from torch.distributed import ProcessGroupGloo, Store, Work, distributed_c10d
+
+_COLLECTIVES = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("broadcast", "gather", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter"),
+)
+_RELEASE_SECONDS = 1.0
 
 
 class _OneDeviceGloo(ProcessGroupGloo):
@@ -47,10 +55,81 @@ def _gloo(backend: Any) -> Any:
     return "gloo" if isinstance(backend, str) and "nccl" in backend else backend
 
 
+def _releasing(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """``collective`` whose tensors are its caller's alone again when it has been waited for.
+
+    The thread that carries out a collective of gloo drops its tensors some time after it has told that it is done: it needs
+    the interpreter's lock for that. Until then memory is held that the program has let go, and counts of it differ from run to
+    run. Here that thread gets tensors of its own, with the same storage, which can be waited for.
+    """
+
+    @functools.wraps(collective)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        lent: list[torch.Tensor] = []
+        work = collective(*_lend(args, lent), **dict(zip(kwargs, _lend(tuple(kwargs.values()), lent), strict=True)))
+        if distributed_c10d._world.pg_coalesce_state:  # it only begins when others have been added to it
+            return work
+        if isinstance(work, Work):
+            return _ReleasingWork(work, lent)
+        _await_release(lent)
+        return work
+
+    return wrapper
+
+
+def _lend(values: Sequence[Any], lent: list[torch.Tensor]) -> list[Any]:
+    """Return the values, every tensor among them and in lists of theirs as another one that is noted in ``lent``."""
+    found = []
+    for value in values:
+        if type(value) in (torch.Tensor, torch.nn.Parameter):
+            value = value.detach()
+            lent.append(value)
+        elif type(value) in (list, tuple):
+            value = _lend(value, lent)
+        found.append(value)
+    return found
+
+
+def _await_release(lent: list[torch.Tensor]) -> None:
+    """Wait until nobody else has these tensors any more, or for a second: somebody may want to keep one."""
+    patience = time.monotonic() + _RELEASE_SECONDS
+    while lent:
+        # In Python there are the list's reference and that of the call, in C++ the one of Python.
+        is_ours = sys.getrefcount(lent[-1]) == 2 and lent[-1]._use_count() == 1  # type: ignore[attr-defined]
+        if is_ours or time.monotonic() > patience:
+            del lent[-1]
+        else:
+            time.sleep(0)
+
+
+class _ReleasingWork(Work):
+    """A collective that is under way."""
+
+    def __init__(self, work: Work, lent: list[torch.Tensor]):
+        super().__init__()
+        self._work: Work | None = work
+        self._lent = lent
+
+    def wait(self, *timeout: timedelta) -> bool:
+        if self._work is not None:
+            self._work.wait(*timeout)
+            self._work = None
+            _await_release(self._lent)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+
 def install() -> None:
-    """Wrap ``init_process_group`` and ``new_group`` in both places that export them; share gloo's device."""
+    """Wrap what makes groups, and collectives, in both places that export them; share gloo's device."""
     distributed_c10d.ProcessGroupGloo = _OneDeviceGloo  # type: ignore[misc]
-    for name in ("init_process_group", "new_group"):
-        wrapped = _over_gloo(getattr(distributed_c10d, name))
-        for module in (distributed_c10d, torch.distributed):
-            setattr(module, name, wrapped)
+    collectives = [
+        name for name in _COLLECTIVES if hasattr(distributed_c10d, name)
+    ]  # versions have other names for some
+    makers = ("init_process_group", "new_group")
+    for names, wrap in ((makers, _over_gloo), (collectives, _releasing)):
+        for name in names:
+            wrapped = wrap(getattr(distributed_c10d, name))
+            for module in (distributed_c10d, torch.distributed):
+                setattr(module, name, wrapped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +73,44 @@ def test_all_groups_share_one_network_thread(python: Callable[[str], str]) -> No
         print([Path(f"/proc/self/task/{number}/comm").read_text().strip() for number in os.listdir("/proc/self/task")])
     """)
     assert threads.count("gloo_tcp_loop") == 1 and threads.count("pt_gloo_runloop") > 1
+
+
+def test_a_collective_that_is_done_holds_nothing(python: Callable[[str], str], tmp_path: Path) -> None:
+    """On two ranks. Without the lane, gloo's thread still has about every fourth tensor here."""
+    held = python(f"""
+        import os
+        import torch
+        import torch.distributed as dist
+        from torch.multiprocessing.reductions import StorageWeakRef
+        from megatron_pipemem.cpu import activate
+        activate()
+        child = os.fork()
+        dist.init_process_group("nccl", store=dist.FileStore({str(tmp_path / "store")!r}, 2), rank=int(not child), world_size=2)
+        collectives = {{
+            "sum": lambda tensor, how: dist.all_reduce(tensor, **how),
+            "gather": lambda tensor, how: dist.all_gather_into_tensor(torch.empty(16), tensor, **how),
+            "gather a list": lambda tensor, how: dist.all_gather([torch.empty(8), torch.empty(8)], tensor=tensor, **how),
+            "scatter": lambda tensor, how: dist.reduce_scatter_tensor(torch.empty(4), input=tensor, **how),
+        }}
+        held = set()
+        for _ in range(100):
+            for name, collective in collectives.items():
+                for how in ({{}}, {{"async_op": True}}):
+                    tensor = torch.ones(8)
+                    storage = StorageWeakRef(tensor.untyped_storage())
+                    work = collective(tensor, how)
+                    if how:
+                        work.wait()
+                    del tensor
+                    if not storage.expired():
+                        held.add((name, *how))
+                    del work
+        dist.barrier()
+        if not child:
+            os._exit(bool(held))
+        print(sorted(held), os.waitpid(child, 0)[1])
+    """)
+    assert held == "[] 0"
 
 
 EXPRESSIONS = {

@@ -10,7 +10,6 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 
 HIDDEN, INNER, VOCABULARY, LAYERS = 32, 48, 64, 4
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
@@ -21,6 +20,8 @@ STEPS = ((5, 9, 16), (3,), (12, 7))
 
 
 def configuration(kind: str, tied: bool):
+    from transformers import AutoConfig  # takes seconds, which processes that only collect tests need not spend
+
     return AutoConfig.for_model(
         kind,
         architectures=[ARCHITECTURES[kind]],

@@ -56,19 +56,8 @@ def test_all_ranks_end_with_one_that_is_killed(faulty):
 
 
 LOOP = (
-    *(
-        "--global-batch-size",
-        "4",
-        "--train-iters",
-        "8",
-        "--log-interval",
-        "3",
-        "--eval-interval",
-        "5",
-        "--eval-iters",
-        "1",
-    ),
-    *("--rerun-mode", "disabled", "--lr-decay-style", "linear", "--save-interval", "4"),
+    *("--global-batch-size", "8", "--train-iters", "8", "--log-interval", "3", "--eval-interval", "5"),
+    *("--eval-iters", "1", "--rerun-mode", "disabled", "--lr-decay-style", "linear", "--save-interval", "4"),
 )
 GATHERED = ("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", "--overlap-grad-reduce")
 GATHERED += ("--overlap-param-gather", "--bf16")

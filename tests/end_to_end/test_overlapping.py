@@ -30,7 +30,7 @@ CASES = {
     ),
 }
 FLAGS = (
-    *("--global-batch-size", "4", "--rerun-mode", "disabled", "--train-iters", "9"),
+    *("--global-batch-size", "8", "--rerun-mode", "disabled", "--train-iters", "9"),
     *("--log-interval", "4", "--eval-interval", "5", "--eval-iters", "1", "--lr", "1e-2"),
 )
 
