@@ -13,6 +13,6 @@ if [ "${1-}" = --quick ]; then
 elif [ $# -gt 0 ]; then
     exec .venv/bin/python -m pytest "$@"
 fi
-# Two workers more than cores: tests that start ranks have three of them (tests/conftest.py), and wait now and then.
-workers=$(($(getconf _NPROCESSORS_ONLN) + 2))
+# More workers than cores: tests that start ranks have three of them (tests/conftest.py), and wait now and then.
+workers=$(($(getconf _NPROCESSORS_ONLN) + 3))
 OMP_NUM_THREADS=1 exec .venv/bin/python -m pytest -n "$workers" "$@"

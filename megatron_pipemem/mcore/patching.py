@@ -132,9 +132,13 @@ class PatchSet:
         _rebind([(replacement, original) for original, replacement in by_name])  # also in modules imported since
 
 
-_OF_TORCH = ("torch", "triton", "sympy", "mpmath", "numpy", "networkx", "cuda")
-_LIBRARIES = ("wandb", "pydantic", "huggingface_hub", "trio", "rich", "google")
-_HOLD_NOTHING = {*sys.stdlib_module_names, *_OF_TORCH, *_LIBRARIES}
+_OF_TORCH = "torch triton sympy mpmath numpy networkx cuda".split()
+_OF_PYTHON = "setuptools distutils packaging more_itertools typing_extensions attr attrs yaml click".split()
+_LIBRARIES = (
+    "wandb pydantic pydantic_core huggingface_hub trio anyio rich google transformers tokenizers omegaconf httpx httpx2 "
+    "httpcore httpcore2 h11 jinja2 filelock psutil regex opentelemetry PIL tqdm"
+).split()
+_HOLD_NOTHING = {*sys.stdlib_module_names, *_OF_PYTHON, *_OF_TORCH, *_LIBRARIES}
 
 
 def _rebind(pairs: Sequence[tuple[Callable, Callable]]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-STEPS = 24
+STEPS = 20
 SAVE_INTERVAL = 4
 # One rank on each of two nodes: every start of a rank imports Megatron, which takes longer than the training.
 TWO_RANKS = {
