@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed
-from torch.distributed import ProcessGroupGloo, Store, Work, distributed_c10d
+from torch.distributed import Work, distributed_c10d
 
 _COLLECTIVES = (
     *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single"),
@@ -19,23 +19,25 @@ _COLLECTIVES = (
 _RELEASE_SECONDS = 1.0
 
 
-class _OneDeviceGloo(ProcessGroupGloo):
-    """Gloo groups that share the device of the process's first one.
+def _on_one_device(create: Callable[..., None]) -> Callable[..., None]:
+    """The constructor of gloo's groups, which now share the device of the process's first one.
 
     A device has a thread that wakes up a hundred times per second, and PyTorch gives every group a device of its own. Megatron
     makes dozens of groups: with 60 of them, four idle ranks keep a quarter of a core busy.
     """
+    devices: list = []
 
-    _devices: list | None = None
-
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta):
-        if _OneDeviceGloo._devices is None:
-            super().__init__(store, rank, size, timeout)
-            _OneDeviceGloo._devices = self.options._devices  # type: ignore[attr-defined]
+    @functools.wraps(create)
+    def wrapper(group: Any, *args: Any, **kwargs: Any) -> None:
+        if not devices or kwargs.keys() != {"timeout"}:  # PyTorch itself makes all groups with that keyword
+            create(group, *args, **kwargs)
+            devices[:] = devices or group.options._devices
             return
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # stubs know it by another name
-        options._devices, options._timeout = _OneDeviceGloo._devices, timeout
-        super().__init__(store, rank, size, options)
+        options = group._Options()
+        options._devices, options._timeout = devices, kwargs["timeout"]
+        create(group, *args, options)
+
+    return wrapper
 
 
 def _over_gloo(create: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,10 +80,10 @@ def _releasing(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lend(values: Sequence[Any], lent: list[torch.Tensor]) -> list[Any]:
-    """Return the values, every tensor among them and in lists of theirs as another one that is noted in ``lent``."""
+    """Return the values, every dense tensor among them and in lists of theirs as another one that is noted in ``lent``."""
     found = []
     for value in values:
-        if type(value) in (torch.Tensor, torch.nn.Parameter):
+        if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout == torch.strided:
             value = value.detach()
             lent.append(value)
         elif type(value) in (list, tuple):
@@ -103,7 +105,7 @@ def _await_release(lent: list[torch.Tensor]) -> None:
 
 
 class _ReleasingWork(Work):
-    """A collective that is under way."""
+    """A collective that is under way. When it has been waited for, it holds neither its tensors nor its result."""
 
     def __init__(self, work: Work, lent: list[torch.Tensor]):
         super().__init__()
@@ -120,14 +122,30 @@ class _ReleasingWork(Work):
     def is_completed(self) -> bool:
         return self._work is None or self._work.is_completed()
 
+    def is_success(self) -> bool:
+        return self._work is None or self._work.is_success()
+
+    def exception(self) -> Any:
+        return None if self._work is None else self._work.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        return super().result() if self._work is None else self._shared().result()
+
+    def get_future(self) -> torch.futures.Future:
+        return super().get_future() if self._work is None else self._shared().get_future()
+
+    def _shared(self) -> Any:
+        """The work, whose tensors others may keep from now on, so that nobody waits until they have let them go."""
+        self._lent.clear()
+        return self._work
+
 
 def install() -> None:
     """Wrap what makes groups, and collectives, in both places that export them; share gloo's device."""
-    distributed_c10d.ProcessGroupGloo = _OneDeviceGloo  # type: ignore[misc]
-    collectives = [
-        name for name in _COLLECTIVES if hasattr(distributed_c10d, name)
-    ]  # versions have other names for some
+    gloo: Any = distributed_c10d.ProcessGroupGloo
+    gloo.__init__ = _on_one_device(gloo.__init__)
     makers = ("init_process_group", "new_group")
+    collectives = [name for name in _COLLECTIVES if hasattr(distributed_c10d, name)]  # not every version has all
     for names, wrap in ((makers, _over_gloo), (collectives, _releasing)):
         for name in names:
             wrapped = wrap(getattr(distributed_c10d, name))

@@ -59,14 +59,21 @@ def test_leaves_the_users_environment_alone_and_fused_weight_gradients_are_an_op
 def test_all_groups_share_one_network_thread(python: Callable[[str], str]) -> None:
     threads = python("""
         import os
+        from datetime import timedelta
         from pathlib import Path
+        import torch
         import torch.distributed as dist
         from megatron_pipemem.cpu import activate
         activate()
         def made() -> None:
             dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-            for group in [dist.new_group([0], backend=backend) for backend in (None, "nccl", "gloo")]:
+            first, last = timedelta(seconds=33), timedelta(seconds=77)
+            for group in [dist.new_group([0], timeout=first, backend=backend) for backend in (None, "nccl", "gloo")]:
                 dist.barrier(group)
+                options = group._get_backend(torch.device("cpu")).options
+                assert options._timeout == first
+                dist.distributed_c10d._set_pg_timeout(last, group)  # as Megatron does after the first step
+                assert options._timeout == last
         made()
         dist.destroy_process_group()
         made()
@@ -76,7 +83,7 @@ def test_all_groups_share_one_network_thread(python: Callable[[str], str]) -> No
 
 
 def test_a_collective_that_is_done_holds_nothing(python: Callable[[str], str], tmp_path: Path) -> None:
-    """On two ranks. Without the lane, gloo's thread still has about every fourth tensor here."""
+    """On two ranks. Without the lane, gloo's thread still has about every fourth tensor here. Futures and sparse sums stay."""
     held = python(f"""
         import os
         import torch
@@ -105,12 +112,17 @@ def test_a_collective_that_is_done_holds_nothing(python: Callable[[str], str], t
                     if not storage.expired():
                         held.add((name, *how))
                     del work
+        sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,))
+        dist.all_reduce(sparse)
+        work = dist.all_reduce(torch.ones(2), async_op=True)
+        (sums,) = work.get_future().wait()
+        work.wait()
         dist.barrier()
         if not child:
             os._exit(bool(held))
-        print(sorted(held), os.waitpid(child, 0)[1])
+        print(sorted(held), sparse.to_dense().tolist(), sums.tolist(), work.is_success(), os.waitpid(child, 0)[1])
     """)
-    assert held == "[] 0"
+    assert held == "[] [2.0, 0.0] [2.0, 2.0] True 0"
 
 
 EXPRESSIONS = {

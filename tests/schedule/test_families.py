@@ -70,7 +70,7 @@ def some_microbatches(p: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("p", [*range(1, 10), 11, 16, 32])
+@pytest.mark.parametrize("p", [*range(1, 10), 11, 16, 24, 32])
 def test_correct_and_within_its_peak(name: str, p: int) -> None:
     for m in some_microbatches(p):
         schedule = build(name, p, m)
@@ -117,7 +117,7 @@ def test_simulator_and_validator_agree_with_the_oracle(data: st.DataObject) -> N
 @pytest.mark.parametrize(
     "family", [each for each in families() if isinstance(each.bubble, Formula)], ids=lambda family: family.name
 )
-@pytest.mark.parametrize("p", [*range(1, 18), 32])
+@pytest.mark.parametrize("p", [*range(1, 18), 24, 32])
 def test_bubble_is_the_closed_form(family: Family, p: int) -> None:
     if family.offloads and p > 6:
         pytest.skip("planning takes long")
