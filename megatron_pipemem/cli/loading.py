@@ -5,26 +5,23 @@ The LM head is placed as it was asked for: on the last stage, or cut over all de
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_pipemem.cli.checks import check_layers, check_size
 from megatron_pipemem.cli.common import CANNOT_RUN, report_note
-from megatron_pipemem.cli.options import Dialect, Prices, Question, Size
-from megatron_pipemem.errors import CostsError, ScheduleFormatError, UnsupportedError
-from megatron_pipemem.schedule.core.action import Kind
-from megatron_pipemem.schedule.core.brief import LARGEST
-from megatron_pipemem.schedule.core.costs import Channel, Costs
+from megatron_pipemem.cli.options import Dialect, Question, Size, is_file
+from megatron_pipemem.cli.prices import head_seconds, priced_head
+from megatron_pipemem.errors import ScheduleFormatError, UnsupportedError
+from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_cap, parse_caps
 from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.simulator import Timeline, simulate
 from megatron_pipemem.schedule.core.slices import SLICE_CUTS, TOKENS, slice_costs, slice_tokens
 from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
-from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 from megatron_pipemem.schedule.features.vocabulary.choice import REDISTRIBUTE, choose_vocabulary, head_on_last_stage
 from megatron_pipemem.schedule.knowledge import Knowledge, Shape
 from megatron_pipemem.schedule.options import AUTO, OFF, check_recompute, parse_options, slice_counts
@@ -183,79 +180,6 @@ def _likely_chunks(name: str, settings: Mapping[str, Any]) -> int:
     return max([*counts, 1]) if counts else 2 if name == AUTO else family(name).chunks or 2
 
 
-def is_file(name: str) -> bool:
-    """Return whether a user who typed ``name`` means a file rather than a family."""
-    return name.endswith((".csv", ".txt")) or Path(name).is_file()
-
-
-def price_layers(names: Sequence[str], asked: Question) -> Costs:
-    """Return the costs that the user typed, with the channel to the host.
-
-    Args:
-        names: of the schedules.
-        asked: what else was typed.
-
-    Raises:
-        CostsError: they are no costs.
-        UnsupportedError: the ratio of an offload is given, and none of the schedules named sends anything to the host; or
-            there are fewer layers than devices.
-    """
-    check_layers(asked.layers, asked.devices or 1)
-    costs, ratio = with_channel(parse_costs(asked.costs, asked.p2p), asked.offload_ratio), asked.offload_ratio
-    sends = asked.offload != OFF or any(is_file(name) or (name != AUTO and family(name).offloads) for name in names)
-    if ratio is not None and not sends:
-        raise UnsupportedError(
-            f"--offload-ratio {ratio:g} says how fast activations go to the host, and nothing sends any; give --offload too"
-        )
-    return costs
-
-
-def _check_price(option: str, price: float, what: str) -> None:
-    if not (math.isfinite(price) and price >= 0):
-        raise CostsError(f"--{option} {price}: give {what} of at least 0")
-
-
-def with_channel(costs: Costs, ratio: float | None) -> Costs:
-    """Return the costs with the channel of an offload ratio; without one with their own, or that of ratio 1.
-
-    Raises:
-        CostsError: the ratio is no number of at least 0.
-    """
-    if ratio is None and costs.channel is not None:
-        return costs
-    if ratio is not None:
-        _check_price("offload-ratio", ratio, "a number")
-    known = costs.channel or Channel(0.0)
-    try:
-        channel = Channel.of_ratio(1.0 if ratio is None else ratio, costs, known.duplex, known.switches)
-    except CostsError:
-        if ratio is None:  # nobody asked for it
-            return costs
-        raise
-    return replace(costs, channel=channel)
-
-
-def parse_costs(text: str, p2p: float | None) -> Costs:
-    """Return costs from ``F,I,W`` or a JSON file; ``p2p`` overrides the file's.
-
-    Raises:
-        CostsError: neither, or a price is not a finite number of at least 0.
-    """
-    if p2p is not None:
-        _check_price("p2p", p2p, "seconds")
-    if text.endswith(".json") or Path(text).is_file():
-        costs = Costs.from_json(text)
-        return costs if p2p is None else replace(costs, p2p=p2p)
-    try:
-        forward, backward_input, backward_weight = map(float, text.split(","))
-    except ValueError:
-        raise CostsError(f"--costs {text!r}: give three numbers F,I,W as in 1,1,1, or a JSON file") from None
-    prices = (forward, backward_input, backward_weight)
-    if not all(math.isfinite(price) and price >= 0 for price in prices) or not any(prices):
-        raise CostsError(f"--costs {text!r}: give three numbers of at least 0, not all of them 0")
-    return Costs(*prices, p2p=p2p or 0.0)
-
-
 def _check_counts(
     name: str, schedule: Schedule, devices: int | None, microbatches: int | None, settings: dict[str, object]
 ) -> None:
@@ -268,53 +192,6 @@ def _check_counts(
             raise UnsupportedError(f"{name} has {found} {what}, not {wanted}; leave --{what} out to take the file's")
     if settings:
         raise UnsupportedError(f"{name} is a file and takes no options; leave -o {next(iter(settings))} out")
-
-
-def head_seconds(asked: Prices, costs: Costs, schedule: Schedule) -> float | None:
-    """Return the seconds of the whole head; ``None`` where nobody says.
-
-    Args:
-        asked: what the user says of the head.
-        costs: of the layers alone.
-        schedule: whose placement has the stages.
-
-    Raises:
-        UnsupportedError: it is no number, or counts layers and nobody said how many there are.
-    """
-    if asked.head_cost is None:
-        return None
-    try:
-        amount = float(asked.head_cost.removesuffix("layers"))
-    except ValueError:
-        amount = -1.0
-    if not 0 <= amount <= LARGEST:
-        raise UnsupportedError(
-            f"--head-cost {asked.head_cost!r}: give a number from 0 to {LARGEST:g}, as in 2.5 or 2.5layers"
-        )
-    if not asked.head_cost.endswith("layers"):
-        return amount
-    if asked.layers is None:
-        raise UnsupportedError(f"--head-cost {asked.head_cost} counts layers; say with --layers how many the model has")
-    seconds = costs.seconds(schedule.placement, schedule.slices)
-    return amount * sum(map(sum, (seconds[Kind.F], seconds[Kind.B]))) / asked.layers
-
-
-def priced_head(asked: Prices, costs: Costs, schedule: Schedule, barriers: int) -> Costs:
-    """Return the costs with the LM head on the last stage, or cut over all devices.
-
-    Args:
-        asked: what the user says of the head.
-        costs: of the layers alone.
-        schedule: whose placement has the stages.
-        barriers: of the cut head, 1 or 2; 0 leaves it on the last stage.
-    """
-    seconds = head_seconds(asked, costs, schedule)
-    if seconds is None:
-        return costs
-    if not barriers:
-        return head_on_last_stage(costs, schedule.placement, seconds, slices=schedule.slices)
-    devices = schedule.num_devices
-    return replace(costs, vocabulary=VocabularyCosts.of_head(seconds, devices, barriers))
 
 
 def load_and_simulate(name: str, asked: Question, prices: Costs) -> tuple[Loaded, Timeline, str]:

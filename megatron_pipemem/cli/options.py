@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
@@ -177,3 +178,8 @@ def takes_group(command: Callable[..., None]) -> Callable[..., None]:
     made.__signature__ = signature(command).replace(parameters=list(taken.values()))
     made.__annotations__ = {name: each.annotation for name, each in taken.items()}
     return made
+
+
+def is_file(name: str) -> bool:
+    """Return whether a user who typed ``name`` means a file rather than a family."""
+    return name.endswith((".csv", ".txt")) or Path(name).is_file()

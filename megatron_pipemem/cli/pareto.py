@@ -10,8 +10,8 @@ import typer
 
 from megatron_pipemem.cli.checks import check_layers, check_output, check_seconds, check_size
 from megatron_pipemem.cli.common import console, print_json, report_note
-from megatron_pipemem.cli.loading import parse_costs, priced_head
 from megatron_pipemem.cli.options import Json, Prices, ScheduleModules, Yes, takes_group
+from megatron_pipemem.cli.prices import parse_costs, priced_head
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report import pareto as picture

@@ -9,8 +9,8 @@ import typer
 
 from megatron_pipemem.cli.common import console, print_facts, print_json
 from megatron_pipemem.cli.completion import complete_families
-from megatron_pipemem.cli.loading import with_channel
 from megatron_pipemem.cli.options import Devices, Json, Microbatches, ScheduleModules
+from megatron_pipemem.cli.prices import with_channel
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report import TerminalTimeline
 from megatron_pipemem.report.tables import FittingTable

@@ -10,8 +10,9 @@ import typer
 from megatron_pipemem.cli.checks import check_output, check_steps
 from megatron_pipemem.cli.common import console, print_json, report_note
 from megatron_pipemem.cli.completion import complete_schedules
-from megatron_pipemem.cli.loading import check_attention, load_and_simulate, price_layers
+from megatron_pipemem.cli.loading import check_attention, load_and_simulate
 from megatron_pipemem.cli.options import NAME_HELP, Json, Question, takes_group
+from megatron_pipemem.cli.prices import price_layers
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.report import SUFFIXES, TerminalTimeline, save_comparison
 from megatron_pipemem.report.timeline import DrawnRun

@@ -13,8 +13,9 @@ import typer
 from megatron_pipemem.cli.checks import check_steps
 from megatron_pipemem.cli.common import console, print_facts, print_json
 from megatron_pipemem.cli.completion import complete_schedules
-from megatron_pipemem.cli.loading import Loaded, check_attention, load_and_simulate, price_layers
+from megatron_pipemem.cli.loading import Loaded, check_attention, load_and_simulate
 from megatron_pipemem.cli.options import NAME_HELP, Json, Question, takes_group
+from megatron_pipemem.cli.prices import price_layers
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.report.placements import placements_table

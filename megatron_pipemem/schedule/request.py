@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.memory_cap import MemoryCap, parse_caps
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import NEVER_FLUSHED, Schedule
+from megatron_pipemem.schedule.core.schedule import Schedule
 from megatron_pipemem.schedule.core.slices import TOKENS
-from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.core.vocabulary import BARRIERS_OF_ALGORITHM
 from megatron_pipemem.schedule.features.windows import UPDATE_EVERY
 from megatron_pipemem.schedule.options import (
@@ -29,7 +27,7 @@ from megatron_pipemem.schedule.options import (
     slice_counts,
 )
 from megatron_pipemem.schedule.registry import check_options, chunks_per_device, family
-from megatron_pipemem.schedule.text.csv_format import read_schedule_file
+from megatron_pipemem.schedule.schedule_file import schedule_of_file
 
 PROFILE = "profile"
 FILE_SUFFIX = ".csv"
@@ -326,25 +324,6 @@ def prices_of(costs: str) -> tuple[Costs, str]:
     found = Costs.from_json(costs)
     found.require_alike(f"{costs}: a run")
     return found, "file"
-
-
-def schedule_of_file(path: str, memory_cap: float | Sequence[float] | None) -> Schedule:
-    """Return the schedule of a file, proved.
-
-    Args:
-        path: of a file as ``Schedule.to_csv`` writes it.
-        memory_cap: in activation units, of all devices or one each, or ``None``.
-
-    Raises:
-        ScheduleFormatError: the file cannot be read as a schedule.
-        UnsupportedError: its weights change in the middle of a step.
-        ScheduleError: it is wrong or above the cap.
-    """
-    schedule = Schedule.from_csv(read_schedule_file(path), name=Path(path).name)
-    if schedule.updates is not None:
-        raise UnsupportedError(f"schedule {path} can be simulated and drawn but not run, because {NEVER_FLUSHED}")
-    validate(schedule, memory_cap=memory_cap)
-    return schedule
 
 
 def _check(request: Request, costs: str) -> None:

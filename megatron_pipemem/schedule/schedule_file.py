@@ -1,9 +1,33 @@
-"""Check that a schedule from a file fits a run's pipeline and step."""
+"""Read the schedule of a file, prove it, and check that it fits a run's pipeline and step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from megatron_pipemem.errors import UnsupportedError
-from megatron_pipemem.schedule.core.schedule import Schedule
+from megatron_pipemem.schedule.core.schedule import NEVER_FLUSHED, Schedule
+from megatron_pipemem.schedule.core.validator import validate
+from megatron_pipemem.schedule.text.csv_format import read_schedule_file
+
+
+def schedule_of_file(path: str, memory_cap: float | Sequence[float] | None) -> Schedule:
+    """Return the schedule of a file, proved.
+
+    Args:
+        path: of a file as ``Schedule.to_csv`` writes it.
+        memory_cap: in activation units, of all devices or one each, or ``None``.
+
+    Raises:
+        ScheduleFormatError: the file cannot be read as a schedule.
+        UnsupportedError: its weights change in the middle of a step.
+        ScheduleError: it is wrong or above the cap.
+    """
+    schedule = Schedule.from_csv(read_schedule_file(path), name=Path(path).name)
+    if schedule.updates is not None:
+        raise UnsupportedError(f"schedule {path} can be simulated and drawn but not run, because {NEVER_FLUSHED}")
+    validate(schedule, memory_cap=memory_cap)
+    return schedule
 
 
 def check_devices_of_file(schedule: Schedule, num_devices: int) -> None:

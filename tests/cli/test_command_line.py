@@ -44,8 +44,12 @@ SLOW = {"matplotlib", "megatron", "numpy", "torch", "yaml"}
     [
         ("--help", set(), SLOW | {"pydantic"}),
         ("--version", set(), SLOW | {"pydantic"}),
-        ("simulate zbv -p 4 -m 8", {"simulate", "checks", "completion", "loading", "options", "progress"}, SLOW),
-        ("show zbv -p 4 -m 8", {"show", "checks", "completion", "loading", "options", "progress"}, SLOW),
+        (
+            "simulate zbv -p 4 -m 8",
+            {"simulate", "checks", "completion", "loading", "options", "prices", "progress"},
+            SLOW,
+        ),
+        ("show zbv -p 4 -m 8", {"show", "checks", "completion", "loading", "options", "prices", "progress"}, SLOW),
     ],
     ids=lambda argument: argument.split()[0] if isinstance(argument, str) else "",
 )

@@ -16,8 +16,8 @@ from megatron_pipemem.errors import PipememError, ScheduleError, ScheduleFormatE
 from megatron_pipemem.mcore import source as run_source
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags
 from megatron_pipemem.mcore.plugin import source_for
-from megatron_pipemem.schedule import request as asking
 from megatron_pipemem.schedule import resolve as resolving
+from megatron_pipemem.schedule import schedule_file
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.schedule import Schedule
@@ -168,8 +168,8 @@ def test_a_run_and_the_command_line_find_the_same_order(flags, settings, tmp_pat
 
 def test_a_file_is_read_once(file, monkeypatch):
     read, path = [], file()
-    original = asking.read_schedule_file
-    monkeypatch.setattr(asking, "read_schedule_file", lambda path: read.append(path) or original(path))
+    original = schedule_file.read_schedule_file
+    monkeypatch.setattr(schedule_file, "read_schedule_file", lambda path: read.append(path) or original(path))
     settings, others = take_flags(
         ["--pipemem-schedule", path, "--pipeline-model-parallel-size", "4", "--num-layers", "8"]
     )

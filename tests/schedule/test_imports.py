@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,18 @@ def test_imports_point_one_way(part, may_import):
         if part_of(source) == part:
             parts = {n.split(".")[1] for n in imported(source) if n.startswith("megatron_pipemem.")}
             assert parts <= may_import, source
+
+
+def test_no_module_imports_itself_through_others():
+    """Nor within functions."""
+    modules = {
+        ".".join(s.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): s for s in SOURCES
+    }
+    imports = {
+        module: {name if name in modules else name.rpartition(".")[0] for name in imported(source)} & modules.keys()
+        for module, source in modules.items()
+    }
+    assert len([*TopologicalSorter(imports).static_order()]) == len(modules)  # raises a CycleError that names one
 
 
 def test_the_package_requires_what_the_command_line_imports():
