@@ -42,8 +42,12 @@ def price_layers(names: Sequence[str], asked: Question) -> Costs:
     return costs
 
 
+def _is_price(number: float) -> bool:
+    return 0 <= number < math.inf
+
+
 def _check_price(option: str, price: float, what: str) -> None:
-    if not (math.isfinite(price) and price >= 0):
+    if not _is_price(price):
         raise CostsError(f"--{option} {price}: give {what} of at least 0")
 
 
@@ -83,7 +87,7 @@ def parse_costs(text: str, p2p: float | None) -> Costs:
     except ValueError:
         raise CostsError(f"--costs {text!r}: give three numbers F,I,W as in 1,1,1, or a JSON file") from None
     prices = (forward, backward_input, backward_weight)
-    if not all(math.isfinite(price) and price >= 0 for price in prices) or not any(prices):
+    if not all(map(_is_price, prices)) or not any(prices):
         raise CostsError(f"--costs {text!r}: give three numbers of at least 0, not all of them 0")
     return Costs(*prices, p2p=p2p or 0.0)
 

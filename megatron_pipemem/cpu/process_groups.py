@@ -31,7 +31,8 @@ def _on_one_device(create: Callable[..., None]) -> Callable[..., None]:
     def wrapper(group: Any, *args: Any, **kwargs: Any) -> None:
         if not devices or kwargs.keys() != {"timeout"}:  # PyTorch itself makes all groups with that keyword
             create(group, *args, **kwargs)
-            devices[:] = devices or group.options._devices
+            if not devices:
+                devices.extend(group.options._devices)
             return
         options = group._Options()
         options._devices, options._timeout = devices, kwargs["timeout"]
