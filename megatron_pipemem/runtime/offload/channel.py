@@ -61,6 +61,9 @@ class Channel[Own: Ticket](Protocol):
             OffloadError: the transfer failed.
         """
 
+    def use(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of a reloaded tensor until the current stream has used it, whichever stream that is."""
+
     def settle_stalls(self) -> None:
         """Report every stall that is not yet reported. May wait for the device."""
 

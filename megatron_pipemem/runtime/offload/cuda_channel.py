@@ -21,8 +21,9 @@ class CudaTicket:
 class CudaChannel:
     """A stream per direction, since current GPUs copy both ways at once.
 
-    "Compute stream" is whatever stream is current when a method is called. No tensor is handed to ``record_stream``: memory
-    that an allocator frees some time later is memory that no plan can count on.
+    The compute stream is the stream that is current at ``start``, where memory for reloads comes from too. Its tensors are not
+    handed to ``record_stream``, because no plan can count on memory that an allocator frees some time later. Only a reloaded
+    tensor that another stream uses is, as Megatron's shared experts do with --moe-shared-expert-overlap.
 
     Args:
         device: the GPU.
@@ -33,6 +34,7 @@ class CudaChannel:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self._lanes = {direction: torch.cuda.Stream(self.device) for direction in Direction}
+        self._compute: torch.cuda.Stream | None = None
         self._timed = timed
         self._stalls: list[tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]] = []
 
@@ -49,8 +51,9 @@ class CudaChannel:
         """
         lane = self._lanes[direction]
         # Computing so far wrote the sources, and perhaps last used what is now the destinations' memory.
+        self._compute = torch.cuda.current_stream(self.device)
         computed = torch.cuda.Event()
-        computed.record(torch.cuda.current_stream(self.device))
+        computed.record(self._compute)
         lane.wait_event(computed)
         for ticket in after:
             lane.wait_event(ticket.event)
@@ -71,6 +74,11 @@ class CudaChannel:
         compute.wait_event(ticket.event)
         after.record(compute)
         self._stalls.append((before, after, on_stall))
+
+    def use(self, tensor: torch.Tensor) -> None:
+        current = torch.cuda.current_stream(self.device)
+        if current != self._compute:
+            tensor.record_stream(current)
 
     def settle_stalls(self) -> None:
         stalls, self._stalls = self._stalls, []

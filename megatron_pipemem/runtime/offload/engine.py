@@ -143,7 +143,7 @@ class OffloadEngine:
             return self._pack(tensor, key, captured, hold)
 
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
                 yield
         except BaseException:
             captured.unclaim()
@@ -346,6 +346,9 @@ class OffloadEngine:
                     "something wrote into memory that was away"
                 )
 
+    def _unpack(self, saved: torch.Tensor | SavedView) -> torch.Tensor:
+        return saved.home.restore(saved, self.channel) if isinstance(saved, SavedView) else saved
+
     def _release(self, storage: SavedStorage) -> None:
         if self._guard and storage.memory._cdata not in self._by_storage:
             storage.bytes().fill_(POISON)
@@ -387,10 +390,6 @@ class OffloadEngine:
         self._captures.clear()
         self._by_storage.clear()
         self._collect_ended()
-
-
-def _unpack(saved: torch.Tensor | SavedView) -> torch.Tensor:
-    return saved.home.restore(saved) if isinstance(saved, SavedView) else saved
 
 
 def _unknown(key: Hashable) -> OffloadError:

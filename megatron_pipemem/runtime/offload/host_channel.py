@@ -94,6 +94,9 @@ class HostChannel:
         ticket.wait()
         on_stall(time.perf_counter() - begin)
 
+    def use(self, tensor: torch.Tensor) -> None:
+        """Do nothing: a host has no streams."""
+
     def settle_stalls(self) -> None:
         """Do nothing: no stall is ever left, because ``join`` blocks, and reports at once."""
 

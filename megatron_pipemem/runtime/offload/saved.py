@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 
 from megatron_pipemem.errors import OffloadError
-from megatron_pipemem.runtime.offload.channel import Ticket
+from megatron_pipemem.runtime.offload.channel import Channel, Ticket
 from megatron_pipemem.runtime.offload.host_pool import Block
 
 ALIGNMENT = 512
@@ -69,6 +69,7 @@ class SavedStorage:
         self.departure: Ticket | None = None
         self.transfer: object | None = None
         self.checksum: torch.Tensor | None = None
+        self.reloaded = False
         self._origin, self._whole = 0, storage.nbytes()
         self._ended = ended
 
@@ -119,6 +120,7 @@ class SavedStorage:
         self.storage = destination.untyped_storage()
         self.device_bytes = self.storage.nbytes()
         self._origin = self.begin
+        self.reloaded = True
 
     def drop(self, place: Place) -> None:
         """Let go of the device memory."""
@@ -127,8 +129,12 @@ class SavedStorage:
     def remains(self) -> Remains:
         return Remains(self.device_bytes, self.host_bytes, self.block, self.departure)
 
-    def restore(self, view: SavedView) -> torch.Tensor:
+    def restore(self, view: SavedView, channel: Channel[Any]) -> torch.Tensor:
         """Return the saved tensor, on the device.
+
+        Args:
+            view: of this storage.
+            channel: brought the storage back, if it was away.
 
         Raises:
             OffloadError: it is away.
@@ -140,7 +146,10 @@ class SavedStorage:
             )
         offset = (view.start - self._origin) // view.dtype.itemsize
         tensor = torch.empty(0, dtype=view.dtype, device=self.memory.device)
-        return tensor.set_(self.memory, offset, view.shape, view.stride)
+        tensor.set_(self.memory, offset, view.shape, view.stride)
+        if self.reloaded:
+            channel.use(tensor)
+        return tensor
 
     def __del__(self) -> None:
         # Runs on whichever thread drops the graph, hence only appends.

@@ -1,0 +1,382 @@
+"""A stream sanitizer for CPU ranks: finds uses of a tensor that would be a race, or would come too late, on a GPU.
+
+Tensors stay on the host and every operation runs at once. Streams and events are vector clocks. The sanitizer notes every
+operation that reaches the dispatcher, with the current stream. A storage knows its last write and its reads. It reports
+
+* ``race``: a use that is not ordered after another stream's write, or a write that is not ordered after a read;
+* ``free``: a storage is freed after another stream than its home stream has used it, without ``record_stream``, and the home
+  stream goes on without being ordered after that use. The caching allocator may have given the memory to a new tensor.
+
+``torch.cuda._sanitizer`` finds races on a GPU. Nothing in PyTorch finds memory that is freed too early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+TOUCHES_NOTHING = {
+    "aten::alias",
+    "aten::detach",
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::lift_fresh",
+    "aten::new_empty",
+    "aten::set_",
+}
+
+# The engine sums the gradients of a tensor between nodes, with events between the streams.
+SUMS_OF_GRADIENTS = {"aten::add", "aten::add_"}
+
+Clock = dict["Stream", int]
+
+
+def merge(into: Clock, other: Clock) -> None:
+    for stream, time in other.items():
+        into[stream] = max(into.get(stream, 0), time)
+
+
+def tensors(value: object) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+
+
+def key_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class Event:
+    """Stands for ``torch.cuda.Event``. It is never done when the host asks, which is as late as it may be."""
+
+    def __init__(self, *_, **__):
+        self.clock: Clock = {}
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.clock = dict((stream or Streams.active.current).clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        merge((stream or Streams.active.current).clock, self.clock)
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        merge(Streams.active.host, self.clock)
+
+    def elapsed_time(self, later: Event) -> float:
+        return 1.0
+
+
+class Stream:
+    """Stands for ``torch.cuda.Stream``."""
+
+    def __init__(self, device: object = None, priority: int = 0, name: str = ""):
+        gpu = Streams.active
+        gpu.streams.append(self)
+        self.name = name or f"stream {len(gpu.streams)}"
+        self.clock: Clock = {}
+
+    def wait_event(self, event: Event) -> None:
+        merge(self.clock, event.clock)
+
+    def wait_stream(self, other: Stream) -> None:
+        merge(self.clock, other.clock)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def tick(self) -> None:
+        self.clock[self] = self.clock.get(self, 0) + 1
+
+    def synchronize(self) -> None:
+        merge(Streams.active.host, self.clock)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Use(NamedTuple):
+    """One use of a part of a storage: its bytes, as a range, and its stream with that stream's clock."""
+
+    begin: int
+    end: int
+    stream: Stream
+    clock: Clock
+    name: str
+
+    def overlaps(self, other: Use) -> bool:
+        return self.begin < other.end and other.begin < self.end
+
+    def is_before(self, stream: Stream) -> bool:
+        """Whether all that the stream does from here on is ordered after this use."""
+        return stream.clock.get(self.stream, 0) >= self.clock[self.stream]
+
+
+@dataclass
+class Memory:
+    """The uses of one storage that no later write has replaced."""
+
+    alive: StorageWeakRef
+    home: Stream
+    origin: str
+    writes: list[Use] = field(default_factory=list)
+    reads: list[Use] = field(default_factory=list)
+    recorded: set[Stream] = field(default_factory=set)
+
+    def foreign_uses(self) -> list[Use]:
+        allowed = {self.home, *self.recorded}
+        return [use for use in (*self.writes, *self.reads) if use.stream not in allowed]
+
+
+class Streams(TorchDispatchMode):
+    """Takes the place of ``torch.cuda``'s streams within its context.
+
+    Attributes:
+        found: number of times of every ``(kind, description, place in our code)``.
+    """
+
+    active: Streams
+
+    def __init__(self) -> None:
+        super().__init__()
+        Streams.active = self
+        self.found: Counter[tuple[str, str, tuple[str, ...]]] = Counter()
+        self.streams: list[Stream] = []
+        self.host: Clock = {}
+        self.compute = self.current = Stream(name="compute")
+        self.used_in_backward: set[Stream] = set()
+        self.in_node = True  # outside of the engine, there is no sum of gradients between nodes
+        self._known: dict[int, Memory] = {}
+        self._freed: dict[Stream, list[tuple[Memory, tuple[str, ...]]]] = {}
+        self._patches = contextlib.ExitStack()
+
+    def kinds(self) -> set[str]:
+        return {kind for kind, _, _ in self.found}
+
+    def __enter__(self):
+        replaced = {
+            "Stream": Stream,
+            "Event": Event,
+            "stream": self.on,
+            "current_stream": lambda *_: self.current,
+            "synchronize": lambda *_: [stream.synchronize() for stream in self.streams],
+        }
+        for name, value in replaced.items():
+            self._patches.enter_context(mock.patch.object(torch.cuda, name, value))
+        self._patches.enter_context(mock.patch.object(torch.Tensor, "record_stream", self._record_stream))
+        engine = BackwardEngine(self, torch.autograd.Variable._execution_engine)
+        self._patches.enter_context(mock.patch.object(torch.autograd.Variable, "_execution_engine", engine))
+        self._patches.enter_context(BackwardStreams())
+        return super().__enter__()
+
+    def __exit__(self, *failure) -> None:
+        super().__exit__(*failure)
+        self._patches.close()
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream | None):
+        outer, self.current = self.current, stream or self.current
+        try:
+            yield
+        finally:
+            self.current = outer
+
+    @staticmethod
+    def _record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+        memory = Streams.active._known.get(key_of(tensor))
+        if memory is not None:
+            memory.recorded.add(stream)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        inputs = tensors((args, kwargs))
+        before = {key_of(tensor) for tensor in inputs}
+        result = function(*args, **kwargs)
+        name = function._schema.name
+        written = {
+            key_of(tensor)
+            for argument, value in zip(function._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tensors(value)
+        }
+        stream = self.current
+        if not self.in_node and name in SUMS_OF_GRADIENTS:
+            for tensor in inputs:
+                self.order_after(stream, tensor)
+        self._launch(stream)
+        made = [tensor for tensor in tensors(result) if key_of(tensor) not in before]
+        for tensor in made:
+            known = self._known.get(key_of(tensor))
+            if known is None or known.alive.expired():
+                self._known[key_of(tensor)] = Memory(StorageWeakRef(tensor.untyped_storage()), stream, name)
+        if name in TOUCHES_NOTHING or function.is_view:
+            return result
+        for tensor in inputs:
+            self._use(tensor, stream, key_of(tensor) in written, name)
+        for tensor in made:
+            self._use(tensor, stream, True, name)
+        return result
+
+    def order_after(self, stream: Stream, tensor: torch.Tensor) -> None:
+        """Make a stream wait for all that has written to the tensor's storage, as autograd's engine does."""
+        memory = self._known.get(key_of(tensor))
+        for use in memory.writes if memory is not None else ():
+            merge(stream.clock, use.clock)
+
+    def communicate(self, stream: Stream, reads: list[torch.Tensor], writes: list[torch.Tensor], name: str) -> None:
+        """Let a communication stream use tensors, after all that the current stream has done."""
+        stream.wait_stream(self.current)
+        self._launch(stream)
+        for each, does_write in ((reads, False), (writes, True)):
+            for tensor in each:
+                self._use(tensor, stream, does_write, name)
+
+    def _launch(self, stream: Stream) -> None:
+        self._note_freed()
+        merge(stream.clock, self.host)
+        stream.tick()
+        # From here on, this stream may write to any memory of its own that has been freed.
+        for memory, where in self._freed.pop(stream, ()):
+            for use in memory.foreign_uses():
+                if not use.is_before(stream):
+                    description = f"{memory.origin} of {stream}: {use.name} on {use.stream} may still run"
+                    self.found["free", description, where] += 1
+
+    def _use(self, tensor: torch.Tensor, stream: Stream, writes: bool, name: str) -> None:
+        memory = self._known.get(key_of(tensor))
+        if memory is None or memory.alive.expired():  # made before the sanitizer was switched on
+            memory = self._known[key_of(tensor)] = Memory(
+                StorageWeakRef(tensor.untyped_storage()), self.compute, "before"
+            )
+        if tensor.numel() == 0:
+            return
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        begin, size = int(tensor.storage_offset()), tensor.element_size()
+        use = Use(begin * size, (begin + last + 1) * size, stream, dict(stream.clock), name)
+        for earlier in memory.writes:
+            if earlier.overlaps(use) and not earlier.is_before(stream):
+                self._race(f"{name} on {stream} after {earlier.name} on {earlier.stream}")
+        if not writes:
+            memory.reads.append(use)
+            return
+        for earlier in memory.reads:
+            if earlier.overlaps(use) and not earlier.is_before(stream):
+                self._race(f"{name} on {stream} overwrites the input of {earlier.name} on {earlier.stream}")
+        for uses in (memory.writes, memory.reads):
+            uses[:] = [each for each in uses if each.begin < use.begin or each.end > use.end]
+        memory.writes.append(use)
+
+    def _note_freed(self) -> None:
+        for key in [key for key, memory in self._known.items() if memory.alive.expired()]:
+            memory = self._known.pop(key)
+            if memory.foreign_uses():
+                self._freed.setdefault(memory.home, []).append((memory, _place()))
+
+    def _race(self, description: str) -> None:
+        self.found["race", description, _place()] += 1
+
+
+def _place() -> tuple[str, ...]:
+    frames = [frame for frame in traceback.extract_stack() if "megatron_pipemem" in frame.filename]
+    return tuple(f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in frames[-3:])
+
+
+class BackwardStreams(TorchFunctionMode):
+    """Makes autograd run a node's backward on the stream of its forward, after the work that its gradients come from."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        # Of a custom function, only what uses its output next is seen here.
+        for tensor in tensors((args, kwargs, result)):
+            if tensor.grad_fn is not None and "stream" not in tensor.grad_fn.metadata:
+                _run_on(tensor.grad_fn, Streams.active.current)
+        return result
+
+
+def _run_on(node: torch.autograd.graph.Node, stream: Stream) -> None:
+    gpu = Streams.active
+    node.metadata["stream"] = stream
+
+    def before(gradients) -> None:
+        gpu.current, gpu.in_node = stream, True
+        gpu.used_in_backward.add(stream)
+        for gradient in tensors(gradients):
+            gpu.order_after(stream, gradient)
+            gradient.record_stream(stream)
+
+    def after(inputs, outputs) -> None:
+        gpu.in_node = False
+
+    node.register_prehook(before)
+    node.register_hook(after)
+
+
+class BackwardEngine:
+    """Calls autograd's engine, and returns to the caller's stream after all streams that the backward has used."""
+
+    def __init__(self, gpu: Streams, engine):
+        self._gpu, self._engine = gpu, engine
+
+    def run_backward(self, *args, **kwargs):
+        gpu = self._gpu
+        caller, outer = gpu.current, gpu.in_node
+        gpu.in_node = False
+        try:
+            return self._engine.run_backward(*args, **kwargs)
+        finally:
+            gpu.current, gpu.in_node = caller, outer
+            for stream in gpu.used_in_backward:
+                caller.wait_stream(stream)
+            gpu.used_in_backward.clear()
+
+    def __getattr__(self, name: str):
+        return getattr(self._engine, name)
+
+
+class Work:
+    """Stands for ``dist.Work`` of NCCL: ``wait`` makes the current stream wait, and holds the tensors until then."""
+
+    def __init__(self, stream: Stream, held: list[torch.Tensor]):
+        self._event, self._held = stream.record_event(), held
+
+    def wait(self) -> None:
+        self._event.wait()
+        self._held = []
+
+    def is_completed(self) -> bool:
+        return False
+
+
+class Group:
+    """Stands for an NCCL process group: it has one stream, and starts after the stream that is current at a call."""
+
+    def __init__(self, name: str, rank: int = 0, size: int = 2):
+        self._stream, self._rank, self._size = Stream(name=name), rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def post(self, reads: list[torch.Tensor], writes: list[torch.Tensor], name: str) -> Work:
+        Streams.active.communicate(self._stream, reads, writes, name)
+        return Work(self._stream, [*reads, *writes])
+
+    def send(self, sent: list[torch.Tensor], peer: int, tag: int) -> Work:
+        return self.post(sent, [], "send")
+
+    def recv(self, received: list[torch.Tensor], peer: int, tag: int) -> Work:
+        return self.post([], received, "recv")

@@ -1,0 +1,171 @@
+"""The runtime under the stream sanitizer: transport, split backward, recomputation, offload, vocabulary, losses."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import toy  # noqa: E402
+import vocabulary_model  # noqa: E402
+from streams import Group, Streams, Work  # noqa: E402
+
+from megatron_pipemem.runtime import transport  # noqa: E402
+from megatron_pipemem.runtime.offload.cuda_channel import CudaChannel  # noqa: E402
+from megatron_pipemem.runtime.offload.engine import OffloadEngine  # noqa: E402
+from megatron_pipemem.runtime.offload.host_pool import HostPool  # noqa: E402
+from megatron_pipemem.runtime.transport import Pipeline, edges  # noqa: E402
+from megatron_pipemem.runtime.vocabulary import collectives  # noqa: E402
+from megatron_pipemem.runtime.vocabulary.head import HeadOptions  # noqa: E402
+from megatron_pipemem.schedule.lowering import lower  # noqa: E402
+
+DEVICES = 4
+ALL = list(range(2 * DEVICES))
+CASES = {
+    "messages and split backward": {},
+    "recompute": {"recompute": ALL},
+    "selective": {"selective": ALL},
+    "offload": {"offload": ALL},
+    "offload and selective": {"offload": ALL, "selective": ALL},
+}
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zbv", "v-half", "gis")
+
+
+def engine_on_streams(**options) -> OffloadEngine:
+    channel = CudaChannel(torch.device("cuda", 0), timed=False)
+    channel.device = torch.device("cpu")
+    channel.host_memory = lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)
+    return OffloadEngine(channel, HostPool(1 << 24, channel.host_memory, 1 << 20), min_bytes=1, **options)
+
+
+def run_device(device: int, case: dict) -> None:
+    """Two steps of one device; its messages bring zeros."""
+    schedule = toy.make_schedule({"microbatches": 6} | case, DEVICES)
+    channels = {edge: Group(f"edge {edge}") for edge in edges(schedule.placement) if device in edge}
+    pipeline = Pipeline(None, schedule.placement, device, range(DEVICES), channels)
+    engine = engine_on_streams() if case.get("offload") else None
+    for _ in range(2):
+        toy.run_step(lower(schedule), pipeline, engine)
+    if engine is not None:
+        engine.close()
+
+
+@pytest.fixture(autouse=True)
+def own_ranks(monkeypatch):
+    monkeypatch.setattr(transport.dist, "get_group_rank", lambda group, rank: rank)
+
+
+@pytest.mark.parametrize(("name", "case"), product(SCHEDULES, CASES))
+def test_a_device_has_no_race_and_frees_nothing_early(gpu, name, case):
+    for device in range(DEVICES):
+        run_device(device, {"schedule": name} | CASES[case])
+
+
+def no_wait(*_) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("case", "planted", "kind"),
+    [
+        ({}, (Work, "wait"), "race"),
+        ({"offload": ALL}, (CudaChannel, "join"), "race"),
+    ],
+    ids=["a receive is not waited for", "a reload is not waited for"],
+)
+def test_a_planted_fault_is_found(monkeypatch, case, planted, kind):
+    monkeypatch.setattr(*planted, no_wait)
+    with Streams() as gpu:
+        run_device(1, {"schedule": "1f1b"} | case)
+    assert kind in gpu.kinds()
+
+
+class SharedExpert(torch.nn.Module):
+    """A layer whose second branch runs on a stream of its own, as Megatron's with --moe-shared-expert-overlap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dispatch, self.expert, self.up, self.down = (torch.nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.stream = torch.cuda.Stream()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        dispatched = self.dispatch(x)
+        with torch.cuda.stream(self.stream):
+            shared = self.down(torch.nn.functional.gelu(self.up(x)))
+        routed = self.expert(dispatched)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return routed + shared
+
+
+def offload_shared_experts() -> None:
+    model = torch.nn.Sequential(SharedExpert(), SharedExpert())
+    engine = engine_on_streams(permanent=model.parameters())
+    with engine.step():
+        outputs = {}
+        for key in range(3):
+            x = torch.randn(8, 16).requires_grad_()
+            with engine.capture(key):
+                outputs[key] = model(x)
+            engine.stay(key, [x, outputs[key]])
+            engine.offload(key)
+            engine.wait(key)
+        for key in range(3):
+            engine.reload(key)
+            engine.wait(key)
+            outputs.pop(key).sum().backward()
+    engine.close()
+
+
+def test_reloaded_activations_on_another_stream_are_not_freed_early(gpu):
+    offload_shared_experts()
+
+
+def test_without_a_record_they_would_be(monkeypatch):
+    monkeypatch.setattr(CudaChannel, "use", no_wait)
+    with Streams() as gpu:
+        offload_shared_experts()
+    assert gpu.kinds() == {"free"}
+
+
+class Collectives:
+    """What the vocabulary passes ask of ``torch.distributed``, on the stream of the group."""
+
+    def get_global_rank(self, group: Group, rank: int) -> int:
+        return rank
+
+    def broadcast(self, tensor, source, group, async_op):
+        sends = group.rank() == source
+        return group.post([tensor] * sends, [tensor] * (not sends), "broadcast")
+
+    def all_gather_into_tensor(self, everyones, own, group, async_op):
+        return group.post([own], [everyones], "all_gather_into_tensor")
+
+    def all_gather(self, parts, own, group, async_op):
+        return group.post([own], parts, "all_gather")
+
+    def reduce(self, tensor, destination, group, async_op):
+        return group.post([], [tensor], "reduce")
+
+
+VOCABULARY = [
+    vocabulary_model.Case(50, 4, tied=tied, microbatches=3, options=HeadOptions(barriers=barriers))
+    for tied, barriers in product((False, True), (1, 2))
+]
+
+
+@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("case", VOCABULARY)
+def test_vocabulary_passes(gpu, monkeypatch, case, rank):
+    monkeypatch.setattr(collectives, "dist", Collectives())
+    vocabulary_model.run_rank(case, Group("vocabulary", rank, 4))
+
+
+def test_a_vocabulary_collective_that_is_not_waited_for_is_found(monkeypatch):
+    monkeypatch.setattr(collectives, "dist", Collectives())
+    monkeypatch.setattr(collectives.Pending, "wait", lambda pending: pending.result())
+    with Streams() as gpu:
+        vocabulary_model.run_rank(VOCABULARY[0], Group("vocabulary", 1, 4))
+    assert "race" in gpu.kinds()
