@@ -123,6 +123,7 @@ _COUNTS = (
     " counts the tokens that every expert of a layer gets in a step, and here two replicas of the layer get half of them "
     "each; drop it, or take a schedule with one replica of the model"
 )
+_TWO_QUANTISED = "quantised weights do not travel between ranks as they are, so the two replicas would start from different values; drop --"
 REPLICAS = Refusals(
     " with two replicas of the model",
     {
@@ -132,6 +133,8 @@ REPLICAS = Refusals(
         "of the layer see different ones; drop it, or take a schedule with one replica of the model",
         "init_model_with_meta_device": "the second replica gets its values when it is built, and a model on the meta device "
         "has none; drop --init-model-with-meta-device",
+        "fp8_param": f"{_TWO_QUANTISED}fp8-param-gather",
+        "fp4_param": f"{_TWO_QUANTISED}fp4-param-gather",
     },
 )
 _QUANTISED = "quantised weights are cached once per step and know no versions; drop --"
@@ -280,7 +283,13 @@ _DELAYED_SCALES = (
 )
 
 # Flags that are not called like their attribute, and what Megatron's flags are when they are not given.
-_FLAGS = {"fp8": "fp8-format", "fp4": "fp4-format", "cpu_offloading": "cpu-offloading-num-layers"}
+_FLAGS = {
+    "fp8": "fp8-format",
+    "fp4": "fp4-format",
+    "fp8_param": "fp8-param-gather",
+    "fp4_param": "fp4-param-gather",
+    "cpu_offloading": "cpu-offloading-num-layers",
+}
 _DEFAULTS = {"clip_grad": 1.0, "fp8_recipe": "delayed", "rerun_mode": "validate_results"}
 
 

@@ -11,11 +11,12 @@ pytest.importorskip("megatron.core")
 
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from torch.utils._pytree import tree_map  # noqa: E402
 
 from megatron_pipemem.config.refusals import REPLICAS  # noqa: E402
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore.flags import add_virtual_stages, take_flags  # noqa: E402
-from megatron_pipemem.mcore.model.replicas import gradients  # noqa: E402
+from megatron_pipemem.mcore.model.replicas import gradients, make_replicas  # noqa: E402
 from megatron_pipemem.mcore.model.weight_memory import count_weights, predict_weights  # noqa: E402
 from megatron_pipemem.mcore.refusals import check_chunks, check_config  # noqa: E402
 from megatron_pipemem.mcore.source import Source  # noqa: E402
@@ -128,12 +129,53 @@ def test_other_copies_are_refused(placement, words):
         ({"moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias counts the tokens"),
         ({"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, "global_aux_loss counts"),
         ({"init_model_with_meta_device": True}, "drop --init-model-with-meta-device"),
+        ({"fp8_param": True}, "drop --fp8-param-gather"),
+        ({"fp4_param": True}, "drop --fp4-param-gather"),
     ],
 )
 def test_what_looks_at_all_microbatches_of_a_layer_is_refused(setting, words):
     check_config(SimpleNamespace(moe_router_load_balancing_type="aux_loss"), REPLICAS)
     with pytest.raises(UnsupportedError, match=words):
         check_config(SimpleNamespace(**setting), REPLICAS)
+
+
+class Quantised(torch.Tensor):
+    """A weight by the rules of Transformer Engine's ``QuantizedTensor``: an operator that it does not know gets a copy in high
+    precision, and only an operator whose schema names it as written to changes the data.
+    """
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor):
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)
+
+    def __init__(self, data: torch.Tensor):
+        self.data_8_bit = data
+
+    def get_data_tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.data_8_bit,)
+
+    def value(self) -> torch.Tensor:
+        return self.data_8_bit.float()
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].data_8_bit)
+        plain = tree_map(lambda each: each.value() if isinstance(each, cls) else each, args)
+        return function(*plain, **(kwargs or {}))
+
+
+def test_quantised_weights_are_not_copied_in_silence(world):
+    """First: a value that a communication writes into such a weight is lost, without an error."""
+    weight = Quantised(torch.full((4,), 2, dtype=torch.int8))
+    torch.distributed.scatter(weight, [torch.ones(4)], group=world)
+    assert weight.value().tolist() == [2.0] * 4
+    chunks = [torch.nn.Module(), torch.nn.Module()]
+    for chunk in chunks:
+        chunk.weight = torch.nn.Parameter(Quantised(torch.full((4,), 2, dtype=torch.int8)))
+        chunk.config = SimpleNamespace(moe_router_load_balancing_type="aux_loss")
+    with pytest.raises(UnsupportedError, match="start from different values"):
+        make_replicas(chunks, Placement.bidirectional(2), world)
 
 
 def test_a_model_with_one_copy_is_refused():

@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.utils import get_model_config
 
 from megatron_pipemem.config.refusals import REPLICAS
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.refusals import check_config
 from megatron_pipemem.runtime.weight_gradients import gradient_of
 from megatron_pipemem.schedule.core.placement import Placement
@@ -35,9 +36,16 @@ def make_replicas(chunks: Sequence[torch.nn.Module], placement: Placement, group
         chunks: of this rank: its stage of the first replica, and its stage of the second.
         placement: of the pipeline, bidirectional.
         group: of the pipeline.
+
+    Raises:
+        UnsupportedError: the model cannot have two replicas, for example because its weights are quantised.
     """
     original, replica = chunks
     check_config(get_model_config(original), REPLICAS)
+    if any(hasattr(parameter, "get_data_tensors") for parameter in original.parameters()):
+        raise UnsupportedError(
+            f"quantised weights are not supported{REPLICAS.feature}: {REPLICAS.sentences['fp8_param']}"
+        )
     device = group.rank()
     other = placement.num_devices - 1 - device
     if device == other:
