@@ -11,6 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from streams import Group, Streams  # noqa: E402
+
 from megatron_pipemem.mcore.model.stages import StepContext  # noqa: E402
 from megatron_pipemem.mcore.step import losses  # noqa: E402
 from megatron_pipemem.mcore.step.losses import LossCarrier, gather_losses  # noqa: E402
@@ -149,6 +151,37 @@ def test_kinds_of_steps_do_not_change_each_others_form(ends):
             source.send(each, 1, kind)
             assert same(last.receive(0, kind), each)
     assert len(ends.objects) == 2
+
+
+@pytest.fixture
+def received(monkeypatch):
+    """Receive four reports of losses on simulated streams, and compute with each."""
+
+    def receive() -> Streams:
+        with Streams() as gpu:
+            monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
+            monkeypatch.setattr(losses.torch.cuda, "current_device", lambda: "cpu")
+            group = Group("losses", rank=1)
+            # What arrives says that it looks as the report before it.
+            group.recv = lambda tensors, peer, tag, post=group.recv: (tensors[0].fill_(1), post(tensors, peer, tag))[1]
+            carrier = LossCarrier(group)
+            carrier._known[0, 1, "training"] = losses._form([torch.ones(3)])
+            for _ in range(4):
+                sum(carrier.receive(0, "training")) * 2
+        return gpu
+
+    return receive
+
+
+def test_losses_arrive_on_one_stream_without_a_race(received):
+    gpu = received()
+    assert not gpu.found
+    assert len(gpu.streams) == 3, "of computing, of the group, and of all losses of the run"
+
+
+def test_losses_that_are_not_kept_for_their_readers_are_found(monkeypatch, received):
+    monkeypatch.setattr(Streams, "_record_stream", staticmethod(lambda tensor, stream: None))
+    assert received().kinds() == {"free"}
 
 
 @pytest.mark.parametrize("name", ["v-half", "chimera", "1f1b"])

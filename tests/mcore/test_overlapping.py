@@ -10,6 +10,8 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from streams import Group, Streams, Work
+
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore.overlap.loop import TrainingLoop
 from megatron_pipemem.mcore.overlap.norm import MARGIN, LateNorm, LateSum
@@ -30,6 +32,21 @@ def test_a_norm_reads_as_the_number_that_it_becomes(world):
     assert (float(found), f"{found:.1f}", found > 2, found == 3.0, repr(found)) == (3.0, "3.0", True, True, "3.0")
     third = LateNorm(late(0.1, world), late(0.1, world), 1)
     assert float(third.in_single()) == torch.tensor(float(third)).item() != float(third)
+
+
+def test_a_norm_is_not_read_before_its_sum(monkeypatch):
+    post = lambda tensor, group, async_op: group.post([], [tensor], "all_reduce")  # noqa: E731
+    monkeypatch.setattr(torch.distributed, "all_reduce", post)
+    with Streams() as gpu:
+        own = torch.ones(1)
+        total = LateSum(own, Group("norm"))
+        own.mul_(2)  # the gradients of the next step
+        total.result() * 2
+    assert not gpu.found
+    monkeypatch.setattr(Work, "wait", lambda work: None)
+    with Streams() as gpu:
+        LateSum(torch.ones(1), Group("norm")).result() * 2
+    assert gpu.kinds() == {"race"}
 
 
 @pytest.mark.parametrize("copies", [1, 2])

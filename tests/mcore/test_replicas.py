@@ -174,7 +174,7 @@ def test_quantised_weights_are_not_copied_in_silence(world):
     for chunk in chunks:
         chunk.weight = torch.nn.Parameter(Quantised(torch.full((4,), 2, dtype=torch.int8)))
         chunk.config = SimpleNamespace(moe_router_load_balancing_type="aux_loss")
-    with pytest.raises(UnsupportedError, match="start from different values"):
+    with pytest.raises(UnsupportedError, match="begin with other values"):
         make_replicas(chunks, Placement.bidirectional(2), world)
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("megatron.core")
 from megatron_pipemem.errors import UnsupportedError  # noqa: E402
 from megatron_pipemem.mcore import refusals  # noqa: E402
 from megatron_pipemem.mcore.model import transformer_engine  # noqa: E402
-from megatron_pipemem.mcore.model.transformer_engine import delayed_modules  # noqa: E402
+from megatron_pipemem.mcore.model.transformer_engine import DelayedWeightGradient, delayed_modules  # noqa: E402
 from megatron_pipemem.mcore.symbols import DDP, LANGUAGE_MODULE  # noqa: E402
 
 
@@ -131,3 +131,22 @@ def test_fusion_without_apex_is_refused_on_every_rank(monkeypatch, transformer_i
     assert refusal(config_of(gradient_accumulation_fusion=False)) is None
     monkeypatch.setattr(refusals.layers, "_grad_accum_fusion_available", True)
     assert refusal(fused) is None
+
+
+def test_a_weight_gradient_with_fused_accumulation_never_dequantises_its_weight():
+    """DDP wants a ``grad``, and does not read it: a zero of the weight's type and shape, made without the weight."""
+
+    class Weight(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            assert "new_zeros" not in str(function), "an 8-bit weight would be dequantised"
+            return super().__torch_function__(function, types, args, kwargs)
+
+    module = torch.nn.Module()
+    module.fuse_wgrad_accumulation, module.apply_bias = True, False
+    module.backward_dw = lambda: None
+    module.weight = torch.nn.Parameter(torch.zeros(3, 4).as_subclass(Weight))
+    module.weight.skip_backward_post_hook = True
+    DelayedWeightGradient(module, {}, ()).run()
+    gradient = module.weight.grad
+    assert gradient.shape == (3, 4) and not gradient.any() and gradient.untyped_storage().nbytes() == 4

@@ -22,15 +22,21 @@ def nothing_left_behind(layers: Sequence[MoELayer]) -> Iterator[None]:
     """Take from the token dispatchers, when this block ends, the tensors that it has left there.
 
     Megatron's dispatchers keep probabilities and routing of the last microbatch, and with them its graph and the stage's
-    input, until the next one comes, which may be long after its backward.
+    input, until the next one comes, which may be long after its backward. The flex dispatcher keeps them in its manager of
+    DeepEP, HybridEP or NCCL EP.
 
     Args:
         layers: whose dispatchers work in this block.
     """
-    before = [dict(vars(layer.token_dispatcher)) for layer in layers]
+    keepers = [
+        vars(keeper)
+        for layer in layers
+        for keeper in (layer.token_dispatcher, getattr(layer.token_dispatcher, "_comm_manager", None))
+        if keeper is not None
+    ]
+    before = [dict(now) for now in keepers]
     yield
-    for layer, earlier in zip(layers, before, strict=True):
-        now = vars(layer.token_dispatcher)
+    for now, earlier in zip(keepers, before, strict=True):
         for name in [name for name, value in now.items() if isinstance(value, torch.Tensor)]:
             if now[name] is not earlier.get(name):
                 now[name] = None

@@ -16,6 +16,7 @@ So what a backward leaves in ``grad`` is taken away with its microbatch, and put
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -135,12 +136,18 @@ class DelayedWeightGradient(DeferredWeightGradient):
                 parameter.grad = self.gradients[parameter]
             if not _is_computed(self.module, name):
                 if parameter.grad is None:
-                    parameter.grad = parameter.new_zeros(()).expand_as(parameter)
+                    parameter.grad = _zero(parameter.dtype, parameter.device).expand(parameter.shape)
             elif parameter.grad is not None:
                 earlier[parameter], parameter.grad = parameter.grad, None
         self.module.backward_dw()
         for parameter, gradient in earlier.items():
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+
+
+@functools.cache
+def _zero(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a scalar zero. One made of an 8-bit weight would dequantise the whole weight first."""
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 def _left_by_backward(

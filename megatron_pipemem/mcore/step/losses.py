@@ -66,6 +66,8 @@ class LossCarrier:
         """The form of the last data of every route and kind, pickled; alike at both ends."""
         self._sent: tuple[dist.Work, torch.Tensor] | None = None
         self._begun = False
+        # One for the run: every stream has a pool of memory of its own.
+        self._beside: torch.cuda.Stream | None = None
 
     def begin(self, data: object, destination: int, kind: Hashable) -> None:
         """Start to send what ``send`` will be called with, where that needs no answer; others need not wait for it then.
@@ -117,14 +119,15 @@ class LossCarrier:
             form = pickle.loads(known)
             leaves = _leaves(form)
             # Beside what is queued already: whether the message holds the data is for the host to see.
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
+            if self._beside is None:
+                self._beside = torch.cuda.Stream()
+            with torch.cuda.stream(self._beside):
                 buffer = _buffer(leaves)
                 self._group.recv([buffer], source, 0).wait()
                 same = bool(buffer[0].item())
             queued = torch.cuda.current_stream()
-            queued.wait_stream(stream)
-            if buffer.device.type == "cuda":
+            queued.wait_stream(self._beside)
+            if buffer.is_cuda:
                 buffer.record_stream(queued)
             if same:
                 return _restore(form, _places(leaves, buffer))
