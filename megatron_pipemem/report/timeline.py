@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from megatron_pipemem.schedule.core.action import VOCABULARY, Action, Kind
 from megatron_pipemem.schedule.core.dependencies import Dependencies
-from megatron_pipemem.schedule.core.simulator import Timeline, held_after, unit_weights
+from megatron_pipemem.schedule.core.held import held_after, unit_weights
+from megatron_pipemem.schedule.core.simulator import Timeline
 from megatron_pipemem.schedule.core.walk import NEVER
 
 # Far apart in hue and in lightness, also under the three kinds of colour blindness (tests/report/test_timeline.py).

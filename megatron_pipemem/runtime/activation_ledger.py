@@ -22,7 +22,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_pipemem.schedule.core.action import Action, Kind, place
-from megatron_pipemem.schedule.core.simulator import held_after
+from megatron_pipemem.schedule.core.held import held_after
 
 logger = logging.getLogger(__name__)
 

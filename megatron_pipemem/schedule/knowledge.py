@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from megatron_pipemem.schedule.core.action import VOCABULARY, Kind
 from megatron_pipemem.schedule.core.costs import Channel, Costs
+from megatron_pipemem.schedule.core.held import held_after, unit_weights
 from megatron_pipemem.schedule.core.memory_cap import loosened
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import held_after, peaks, unit_weights
+from megatron_pipemem.schedule.core.simulator import peaks
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.options import OFF
 from megatron_pipemem.schedule.request import Request

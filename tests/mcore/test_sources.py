@@ -20,8 +20,9 @@ from megatron_pipemem.schedule import resolve as resolving
 from megatron_pipemem.schedule import schedule_file
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.held import held_after
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import held_after, simulate
+from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.core.validator import validate, validate_program
 from megatron_pipemem.schedule.knowledge import Shape
 from megatron_pipemem.schedule.lowering import lower

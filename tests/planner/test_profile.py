@@ -23,8 +23,9 @@ from megatron_pipemem.planner.counts import embedding_parameters, head_parameter
 from megatron_pipemem.planner.profile import Profile, even_layers, from_formulas
 from megatron_pipemem.schedule.core.action import Kind
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.held import held_after
 from megatron_pipemem.schedule.core.progress import listening
-from megatron_pipemem.schedule.core.simulator import held_after, simulate
+from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.lowering import lower
 from megatron_pipemem.schedule.registry import build_schedule
 

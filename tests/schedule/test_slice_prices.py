@@ -15,10 +15,11 @@ from megatron_pipemem.errors import CostsError, ScheduleError
 from megatron_pipemem.report.timeline import DrawnRun
 from megatron_pipemem.schedule.core.action import Action, Kind, place
 from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, Channel, Costs
+from megatron_pipemem.schedule.core.held import held_after
 from megatron_pipemem.schedule.core.microbatches import MicrobatchWeights
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule
-from megatron_pipemem.schedule.core.simulator import held_after, peaks, simulate
+from megatron_pipemem.schedule.core.simulator import peaks, simulate
 from megatron_pipemem.schedule.core.validator import validate
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 from megatron_pipemem.schedule.features.offload.planning import plan_offload

@@ -12,8 +12,9 @@ from random_schedules import random_schedules
 from megatron_pipemem.errors import CostsError, UnsupportedError
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.costs import SELECTIVE_BYTES, Channel, Costs
+from megatron_pipemem.schedule.core.held import held_after
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.simulator import held_after, peaks, simulate
+from megatron_pipemem.schedule.core.simulator import peaks, simulate
 from megatron_pipemem.schedule.core.slices import slice_costs, slice_tokens
 from megatron_pipemem.schedule.core.vocabulary_costs import VocabularyCosts
 from megatron_pipemem.schedule.features.offload.recompute import with_recompute

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import oracle
 import program_oracle
@@ -194,16 +196,16 @@ def single_edits(orders: Orders, replacements) -> list[Orders]:
     return found
 
 
+def replacements(action: Action) -> Iterator[Action]:
+    yield from (action._replace(microbatch=k) for k in (0, 1, 2) if k != action.microbatch)
+    yield from (action._replace(stage=s) for s in range(-1, 5) if s != action.stage)
+    yield from (action._replace(kind=kind) for kind in COMPUTE if kind is not action.kind)
+
+
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_every_single_edit_of_a_family(name):
     """Exhaustive on two devices and two microbatches, and the same for evaluation."""
     schedule = build_or_skip(name, 2, 2)
-
-    def replacements(action):
-        yield from (action._replace(microbatch=k) for k in (0, 1, 2) if k != action.microbatch)
-        yield from (action._replace(stage=s) for s in range(-1, 5) if s != action.stage)
-        yield from (action._replace(kind=kind) for kind in COMPUTE if kind is not action.kind)
-
     caught = 0
     for base in (schedule, schedule.forward_only()):
         for orders in single_edits(base.orders, replacements):
@@ -214,6 +216,30 @@ def test_every_single_edit_of_a_family(name):
                 explains(error, orders)
                 caught += 1
     assert caught > 100
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_an_edit_that_breaks_simulate_or_lower_is_explained_as_validate_does(name):
+    """Some sixty edits of every family."""
+    base = build_or_skip(name, 2, 2)
+    for orders in single_edits(base.orders, replacements)[::17]:
+        mutant = replace(base, orders=orders)
+        for function in (simulate, lower, partial(lower, single_queue=True)):
+            error = error_of(function, mutant)
+            if error is not None and error.__context__ is not None:  # a lookup failed first
+                assert str(error) == str(error_of(validate, mutant))
+
+
+@pytest.mark.parametrize("function", [simulate, lower, partial(lower, single_queue=True)])
+def test_what_is_no_fault_of_a_schedule_stays_as_it_is(function, monkeypatch):
+    valid = build_schedule("1f1b", num_devices=2, num_microbatches=2)
+    moved = valid.orders[0][-1]
+    broken = replace(valid, orders=(valid.orders[0][:-1], (*valid.orders[1], moved, Action(Kind.F, 7, 0))))
+    with pytest.raises(ScheduleError, match=re.escape(str(error_of(validate, broken)))):
+        function(broken)
+    monkeypatch.setattr("megatron_pipemem.schedule.core.explained.validate", lambda schedule: None)
+    with pytest.raises(LookupError):
+        function(broken)
 
 
 @settings(max_examples=400, deadline=None)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, NamedTuple
 
-from megatron_pipemem.schedule.core.action import Action, Kind, place
+from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.action_prices import ActionPrices
 from megatron_pipemem.schedule.core.brief import brief
 from megatron_pipemem.schedule.core.costs import Channel, Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.display import Shown, drawing
+from megatron_pipemem.schedule.core.explained import explained_by_validation
+from megatron_pipemem.schedule.core.held import held_after, unit_weights
 from megatron_pipemem.schedule.core.messages import Router
 from megatron_pipemem.schedule.core.placement import Placement
 from megatron_pipemem.schedule.core.schedule import Schedule, versions_held
@@ -148,6 +149,7 @@ class Timeline(Shown):
         return versions_held(self.schedule)
 
 
+@explained_by_validation
 def simulate(
     schedule: Schedule, costs: Costs | None = None, already: Container[Action] = (), begins: Sequence[float] = ()
 ) -> Timeline:
@@ -254,46 +256,6 @@ def count_messages(schedule: Schedule) -> int:
     """Return the number of messages between different devices in one step."""
     emits = Router(schedule.placement).emits
     return sum(emits(action) for order in schedule.orders for action in order)
-
-
-def held_after(
-    actions: Sequence[Action],
-    changes: Mapping[Kind, Sequence[float]],
-    weights: Sequence[float] | None = None,
-    slices: int = 1,
-) -> list[float]:
-    """Return what a device holds after each of its actions, starting from nothing.
-
-    Args:
-        actions: in the order in which it runs them.
-        changes: per kind, by how much an action on every stage, and of every slice there, changes what is held; kinds left
-            out change nothing.
-        weights: per microbatch (or slice of one), how many times as much it is (``unit_weights``); ``None``: once.
-        slices: sequence slices of a microbatch.
-    """
-    if slices == 1:
-        found = [changes[a.kind][a.stage] if a.kind in changes else 0 for a in actions]
-    else:
-        found = [changes[a.kind][place(a, slices)] if a.kind in changes else 0 for a in actions]
-    if weights is not None:
-        # What is on a whole stage is of no microbatch.
-        of_actions = (1.0 if a.microbatch is None else weights[a.microbatch] for a in actions)
-        found = [change * weight for change, weight in zip(found, of_actions, strict=True)]
-    return list(accumulate(found))
-
-
-def unit_weights(schedule: Schedule, costs: Costs) -> tuple[float, ...] | None:
-    """Return how many times what ``Costs.memory_changes`` says every microbatch (or slice of one) holds; ``None`` where
-    all hold it once.
-
-    Raises:
-        CostsError: there are not as many weights as microbatches.
-    """
-    weights = costs.microbatch
-    if weights is None:
-        return None
-    weights.check(schedule.num_microbatches)
-    return tuple(weight for weight in weights.tokens for _ in range(schedule.slices))
 
 
 def peaks(schedule: Schedule, costs: Costs | None = None, *, host: bool = False) -> tuple[float, ...]:

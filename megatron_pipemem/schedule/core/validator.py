@@ -20,6 +20,7 @@ from megatron_pipemem.schedule.core.action import (
 )
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
+from megatron_pipemem.schedule.core.held import held_after, unit_weights
 from megatron_pipemem.schedule.core.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.core.messages import (
     Places,
@@ -33,7 +34,6 @@ from megatron_pipemem.schedule.core.messages import (
     check_sums,
 )
 from megatron_pipemem.schedule.core.schedule import Program, Schedule, weight_uses
-from megatron_pipemem.schedule.core.simulator import held_after, unit_weights
 from megatron_pipemem.schedule.core.single_queue import check_queues, run_single_queues
 from megatron_pipemem.schedule.core.vocabulary import check_passes, check_switch, vocabulary_needs
 from megatron_pipemem.schedule.core.walk import deadlock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_pipemem.schedule.core.costs import Costs
+from megatron_pipemem.schedule.core.explained import explained_by_validation
 from megatron_pipemem.schedule.core.schedule import Program, Schedule
 from megatron_pipemem.schedule.lowering.collectives import add_messages_in_sequence
 from megatron_pipemem.schedule.lowering.messages import add_gradient_reductions, add_messages, add_replica_reductions
@@ -11,6 +12,7 @@ from megatron_pipemem.schedule.lowering.single_queue import add_messages_to_sing
 __all__ = ["lower"]
 
 
+@explained_by_validation
 def lower(schedule: Schedule, *, single_queue: bool = False, costs: Costs | None = None) -> Program:
     """Add messages, sums over copies and gradient reductions to a valid schedule. ``validate_program`` proves the result.
 
