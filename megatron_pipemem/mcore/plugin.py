@@ -33,6 +33,7 @@ from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step.extension import Extension
 from megatron_pipemem.mcore.step.forward_backward import ForwardBackward
 from megatron_pipemem.mcore.step.losses import Losses
+from megatron_pipemem.mcore.step.markers import Markers
 from megatron_pipemem.mcore.step.offloading import Offloading, OffloadSettings
 from megatron_pipemem.mcore.step.programs import ProgramCache
 from megatron_pipemem.mcore.step.replica_steps import ReplicaSteps
@@ -238,6 +239,7 @@ class _Enabled:
             Losses(),
             *recording,
             *layerwise,
+            Markers(),
         ]
         forward_backward = ForwardBackward(ProgramCache(source), chunk_placement, extensions, settings.single_queue)
         features = [forward_backward, chunk_placement, ReshardableState(), *extensions]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
@@ -32,6 +33,8 @@ def new_groups(
         description: shown in torch's logs.
         backend: of the groups; by default the default group's.
         messages: the groups carry messages; NCCL may take ``MESSAGE_CTAS`` thread blocks for them if the parent sets no limit.
+            While the default group is bound to no device, NCCL connects pairs of ranks when they exchange a first message, so
+            the groups of all parents with one number are one group then: a job of many pipelines opens no more than one.
 
     Returns:
         The groups in the order of ``wanted``; ``GroupMember.NON_GROUP_MEMBER`` for those without this rank.
@@ -47,8 +50,15 @@ def new_groups(
         options = nccl_options(theirs.options, messages) if is_nccl else None
         return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options, group_desc=description)
 
+    if messages and theirs.name() == dist.Backend.NCCL and dist.group.WORLD.bound_device_id is None:
+        return [create(ranks) for ranks in _joined(everyones)][: len(ours)]
     created = {each: [create(ranks) for ranks in each] for each in sorted({*everyones})}
     return created[ours]
+
+
+def _joined(everyones: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+    """Return the ranks of the groups with the same number, in order."""
+    return [sorted({rank for each in same for rank in each}) for same in zip_longest(*everyones, fillvalue=())]
 
 
 def nccl_options(parent: dist.ProcessGroupNCCL.Options, messages: bool) -> dist.ProcessGroupNCCL.Options:

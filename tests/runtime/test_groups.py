@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,6 +44,27 @@ def test_every_rank_creates_what_all_want_in_one_order(world, monkeypatch):
     monkeypatch.setattr(groups.dist, "new_group", lambda ranks, **_: made.append(ranks) or tuple(ranks))
     assert new_groups([[0, 1], [0]], world, "TEST") == [(0, 1), (0,)]
     assert made == [[0, 1], [0], [2, 3]]
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_unbound_nccl_opens_a_group_of_messages_once_for_all_pipelines(world, monkeypatch, bound):
+    """Of two pipelines of three ranks, with four channels each."""
+    edges = [(0, 1), (0, 1), (1, 2), (1, 2)]
+    everyones = [tuple(tuple(first + end for end in edge) for edge in edges) for first in (0, 3) for _ in range(3)]
+    made = []
+    backend = SimpleNamespace(name=lambda: dist.Backend.NCCL, options=SimpleNamespace(_timeout=timedelta(seconds=7)))
+    parent = SimpleNamespace(_device_types=["cuda"], _get_backend=lambda device: backend)
+    monkeypatch.setattr(
+        groups.dist, "all_gather_object", lambda received, ours: received.__setitem__(slice(None), everyones)
+    )
+    monkeypatch.setattr(groups.dist, "new_group", lambda ranks, **_: made.append(ranks) or tuple(ranks))
+    monkeypatch.setattr(groups, "nccl_options", lambda parent, messages: None)
+    if bound:
+        monkeypatch.setattr(type(dist.group.WORLD), "bound_device_id", 0)
+    opened = new_groups(everyones[0], parent, "TEST", messages=True)
+    shared = [(0, 1, 3, 4)] * 2 + [(1, 2, 4, 5)] * 2
+    assert opened == (edges if bound else shared)
+    assert len(made) == (8 if bound else 4)
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch was built without NCCL")

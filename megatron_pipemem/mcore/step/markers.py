@@ -1,0 +1,71 @@
+"""Mark actions for profilers in the ways in which Megatron marks its own steps: NVTX ranges and OpenTelemetry spans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
+from typing import Any
+
+from megatron.core import utils
+
+from megatron_pipemem.mcore.step.extension import Extension, Step
+from megatron_pipemem.runtime.executor import Executor, Handler, Handlers, StepFeature
+from megatron_pipemem.runtime.instructions import Instruction
+from megatron_pipemem.schedule.core.action import COMPUTE, Action, Kind
+
+_SPANS = {
+    Kind.SEND_F: ("communication", "megatron.p2p.send_forward"),
+    Kind.SEND_I: ("communication", "megatron.p2p.send_backward"),
+    Kind.RECV_F: ("communication", "megatron.p2p.recv_forward"),
+    Kind.RECV_I: ("communication", "megatron.p2p.recv_backward"),
+    Kind.W: ("microbatch", "megatron.microbatch.weight_gradient"),
+}
+"""Span groups and names of Megatron's own communicator, which is not called here. Forwards and backwards have spans already."""
+
+Marker = Callable[[Action], AbstractContextManager]
+
+
+class Markers(Extension):
+    """Marks actions where Megatron's flags ask for marks: ``--nvtx-ranges``, ``--otel-enabled``."""
+
+    def extend_executor(self, step: Step) -> Sequence[StepFeature]:
+        managed_span = _spans_of_megatron()
+        marked: list[StepFeature] = []
+        if managed_span is not None:
+            marked.append(_Marked(_SPANS, lambda action: managed_span(*_SPANS[action.kind])))
+        if utils._nvtx_enabled:
+            marked.append(_Marked(COMPUTE, _nvtx_range))
+        return marked
+
+
+class _Marked:
+    def __init__(self, kinds: Any, marker: Marker):
+        self._kinds, self._marker = kinds, marker
+
+    def extend(self, executor: Executor) -> Handlers:
+        return {kind: self._mark(handler) for kind, handler in executor.handlers.items() if kind in self._kinds}
+
+    def _mark(self, handler: Handler) -> Handler:
+        def run(each: Instruction) -> None:
+            with self._marker(each.action):
+                handler(each)
+
+        return run
+
+
+@contextmanager
+def _nvtx_range(action: Action):
+    name = f"PP:{action}"
+    utils.nvtx_range_push(name)
+    yield
+    utils.nvtx_range_pop(name)
+
+
+def _spans_of_megatron() -> Callable[..., AbstractContextManager] | None:
+    """Return what opens a span, if this Megatron has spans and the package that records them is installed."""
+    try:
+        import_module("megatron.core.telemetry")
+        return import_module("nemo.lens.helpers").managed_span
+    except ImportError:
+        return None
