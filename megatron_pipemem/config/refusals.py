@@ -123,9 +123,7 @@ _COUNTS = (
     " counts the tokens that every expert of a layer gets in a step, and here two replicas of the layer get half of them "
     "each; drop it, or take a schedule with one replica of the model"
 )
-_TWO_QUANTISED = (
-    "two ranks cannot exchange quantised weights as they are, so the replicas would begin with other values; drop --"
-)
+_TWO_QUANTISED = "ranks cannot exchange quantised weights, so the replicas would begin with other values; drop --"
 REPLICAS = Refusals(
     " with two replicas of the model",
     {

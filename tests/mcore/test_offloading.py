@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("megatron.core")
+
+import torch
 
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.mcore import agreement
@@ -17,6 +20,7 @@ from megatron_pipemem.mcore.source import Source
 from megatron_pipemem.mcore.step import offloading
 from megatron_pipemem.mcore.step.offloading import Offloading, OffloadSettings
 from megatron_pipemem.runtime.offload.host_link import HostLink
+from megatron_pipemem.runtime.offload.host_pool import ALIGNMENT
 from megatron_pipemem.schedule import one_by_one
 from megatron_pipemem.schedule.core.action import Action, Kind
 from megatron_pipemem.schedule.core.costs import Channel, Costs
@@ -205,6 +209,39 @@ def test_a_known_ratio_is_planned_for_from_the_first_step_on(schedule, mode):
     assert moved and plan.notes.split()[0].isdigit()
     if mode == "half":
         assert all(len(moved & set(stages)) <= (len(stages) + 1) // 2 for stages in plan.schedule.placement.stages)
+
+
+@pytest.mark.parametrize("in_bytes", [False, True])
+def test_host_memory_is_taken_before_the_step_where_the_plan_is_in_bytes(in_bytes):
+    wanted = source("v-half", offload="full", offload_options={"ratio": 0.5})
+    if in_bytes:
+        wanted.measured(None, counted(8))
+    plan, host = wanted.plan(SHAPE, "start"), Offloading(OffloadSettings())
+    host._budget = 1 << 20
+    for _ in range(2):
+        step = SimpleNamespace(
+            program=SimpleNamespace(schedule=plan.schedule),
+            plan=plan,
+            own_plan=None,
+            pipeline=SimpleNamespace(device=1),
+            counters=[],
+        )
+        host.prepare(step)
+    reserved, peak = host.engine().pool.reserved_bytes, plan.timeline.host_peaks[1]
+    assert peak - ALIGNMENT < reserved <= peak if in_bytes else reserved == 0
+    host.close(orderly=True)
+
+
+def test_processors_are_those_of_before_again(monkeypatch):
+    """The stand-in binds this process as Megatron's function does, or fails as it does without cuda-python."""
+    before = os.sched_getaffinity(0)
+    seen = []
+    for bind in (lambda: os.sched_setaffinity(0, {min(before)}), lambda: 1 / 0):
+        monkeypatch.setattr(offloading, "set_ideal_affinity_for_current_gpu", bind)
+        with offloading._near_the_gpu(torch.device("cuda")):
+            seen.append(os.sched_getaffinity(0))
+        assert os.sched_getaffinity(0) == before
+    assert seen == [{min(before)}, before]
 
 
 def test_an_offload_plan_that_is_hardly_better_does_not_replace_the_one_that_runs():

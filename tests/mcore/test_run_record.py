@@ -71,7 +71,7 @@ def observed(fails: str | None = None, size: int = 1024, routed: tuple[int, int]
             raise RuntimeError("the clock is gone")
         return times
 
-    return Observation(ledger, SimpleNamespace(actions=actions), None, WeightBytes({0: 10}, 10, 1, 1), {0: 3})
+    return Observation(ledger, SimpleNamespace(actions=actions), lambda: None, WeightBytes({0: 10}, 10, 1, 1), {0: 3})
 
 
 def train(record: RunRecord, *steps: str | None, losses=(3.0, 2.0, 1.0)) -> dict:

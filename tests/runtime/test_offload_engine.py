@@ -449,7 +449,7 @@ def test_guard_mode_notices_a_write_into_the_host_pool():
             saved = Saved(torch.randn(101, dtype=torch.bfloat16))
         engine.offload("a")
         engine.wait("a")
-        engine._pool._segments[0][201] += 1
+        engine.pool._segments[0][201] += 1
         engine.reload("a")
         with pytest.raises(OffloadError, match="activations of a came back from the host with other bytes"):
             engine.wait("a")

@@ -136,3 +136,12 @@ def test_exhaustion_names_the_purpose_and_the_numbers():
     with pytest.raises(OffloadError, match=message):
         own.take(1024 + 1, "activations of 1F3")
     assert own.used_bytes == 2048 and 1280 % ALIGNMENT == 0
+
+
+@given(st.lists(st.integers(0, 2 * BUDGET), min_size=1, max_size=4))
+def test_reserved_memory_is_that_of_the_plan_within_the_budget(wanted):
+    host = pool()
+    for nbytes in wanted:
+        host.reserve(nbytes)
+    most = min(max(wanted), BUDGET)
+    assert most - ALIGNMENT < host.reserved_bytes <= most

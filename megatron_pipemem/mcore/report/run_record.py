@@ -246,7 +246,7 @@ class RunRecord:
         end = max((traced.end for traced in self._last), default=0.0)
         peak = self.steps[-1].peak if observed.ledger is None else observed.ledger.peak
         planned = self._last_plan.timeline.makespan, self._last_plan.arrival_makespan
-        self.steps.append(run_report.Step(plan, end, work, peak, *planned, observed.offload))
+        self.steps.append(run_report.Step(plan, end, work, peak, *planned, observed.offload()))
 
     def write(self) -> None:
         """Gather the records of all ranks and write report and pictures on rank 0. Every rank must call this.

@@ -99,8 +99,8 @@ class Step:
     """whether microbatches stay in flight behind the step, so that a later one cannot be understood without this one"""
     earlier_ledger: ActivationLedger | None = None
     """of the step before, if this one begins with what that one still holds"""
-    offload_statistics: Callable[[], OffloadStatistics | None] = lambda: None
-    """tells what the step's offload moved and held, if there is any"""
+    offload_statistics: Callable[[], Callable[[], OffloadStatistics | None]] = lambda: lambda: None
+    """Return a function that reads what the step's offload moved and held. It may wait for the device: call it a step later."""
     weight_bytes: Callable[[], WeightBytes | None] = lambda: None
     """tells what the parameters on this rank take"""
     overlap: Callable[[], Overlap] = Overlap

@@ -25,14 +25,14 @@ class Observation:
     Args:
         ledger: counts bytes; ``None`` does not.
         trace: times actions; ``None`` does not.
-        offload: what the step's offload moved and held.
+        offload: reads what the step's offload moved and held, if there is any.
         weights: bytes of the parameters.
         layers: of every stage of the rank.
     """
 
     ledger: ActivationLedger | None
     trace: Trace | None
-    offload: OffloadStatistics | None = None
+    offload: Callable[[], OffloadStatistics | None] = lambda: None
     weights: WeightBytes | None = None
     layers: Mapping[int, int] = field(default_factory=dict)
 

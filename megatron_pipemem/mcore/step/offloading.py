@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.utils import set_ideal_affinity_for_current_gpu
 
 from megatron_pipemem.config.cluster import DEFAULT_HOST_SHARE
 from megatron_pipemem.errors import UnsupportedError
@@ -26,6 +28,7 @@ from megatron_pipemem.runtime.offload.host_link import HostLink, measure_host_li
 from megatron_pipemem.runtime.offload.host_memory import available_memory
 from megatron_pipemem.schedule.core.memory_cap import format_bytes, parse_bytes
 from megatron_pipemem.schedule.options import OFFLOAD, RECOMPUTE
+from megatron_pipemem.schedule.resolve import ChosenSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +120,7 @@ class Offloading(Extension):
         self.device = torch.device("cpu")
         self._budget: int | None = None
         self._engine: OffloadEngine | None = None
+        self._reserved_for: ChosenSchedule | None = None
         self._links: tuple[HostLink, ...] | None = None
         self._switches: tuple[tuple[int, ...], ...] | None = None
 
@@ -176,8 +180,18 @@ class Offloading(Extension):
     def prepare(self, step: Step) -> None:
         if step.program.schedule.offloads:
             engine = self.engine()
+            self._reserve(engine, step)
             step.counters.append(engine)
-            step.offload_statistics = engine.statistics
+            step.offload_statistics = engine.statistics_for_later
+
+    def _reserve(self, engine: OffloadEngine, step: Step) -> None:
+        """Take the host memory of a plan in bytes before the step. Page-locking takes seconds, and may wait for the device."""
+        plan = step.own_plan or step.plan
+        if plan is None or plan is self._reserved_for or plan.costs.memory is None:
+            return
+        self._reserved_for = plan
+        with _near_the_gpu(self.device):
+            engine.pool.reserve(int(plan.timeline.host_peaks[step.pipeline.device]))
 
     def extend_executor(self, step: Step) -> Sequence[StepFeature]:
         return [OffloadActions(self.engine())] if step.program.schedule.offloads else []
@@ -192,6 +206,23 @@ class Offloading(Extension):
         if self._engine is not None:
             self._engine.close()
             self._engine = None
+
+
+@contextmanager
+def _near_the_gpu(device: torch.device) -> Iterator[None]:
+    """Run the block on processors of the GPU's socket, where Megatron can find them: memory comes from the socket that asks."""
+    if device.type != "cuda":
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    try:
+        set_ideal_affinity_for_current_gpu()
+    except Exception as error:  # cuda-python or pynvml is not installed, or the driver refuses
+        logger.info("host memory is taken from any socket, because the GPU's is not known (%s)", error)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _place() -> int:

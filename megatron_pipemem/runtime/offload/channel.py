@@ -55,7 +55,7 @@ class Channel[Own: Ticket](Protocol):
     def join(self, ticket: Own, on_stall: Callable[[float], None]) -> None:
         """Order all later computing after the transfer. From here on its tensors may be read, and its source freed.
 
-        ``on_stall`` gets the seconds that computing stood still, at once or when ``settle_stalls`` is called.
+        ``on_stall`` gets the seconds that computing stood still, at once or when the stalls are read.
 
         Raises:
             OffloadError: the transfer failed.
@@ -64,8 +64,8 @@ class Channel[Own: Ticket](Protocol):
     def use(self, tensor: torch.Tensor) -> None:
         """Keep the memory of a reloaded tensor until the current stream has used it, whichever stream that is."""
 
-    def settle_stalls(self) -> None:
-        """Report every stall that is not yet reported. May wait for the device."""
+    def take_stalls(self) -> Callable[[], None]:
+        """Return a function that reports the stalls so far that are not yet reported. Calling it may wait for the device."""
 
     def forget_stalls(self) -> None:
         """Never report the stalls that are not yet reported."""

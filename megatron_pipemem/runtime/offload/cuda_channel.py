@@ -80,11 +80,16 @@ class CudaChannel:
         if current != self._compute:
             tensor.record_stream(current)
 
-    def settle_stalls(self) -> None:
+    def take_stalls(self) -> Callable[[], None]:
         stalls, self._stalls = self._stalls, []
-        for before, after, on_stall in stalls:
-            after.synchronize()
-            on_stall(before.elapsed_time(after) / 1e3)
+
+        def read() -> None:
+            for before, after, on_stall in stalls:
+                after.synchronize()
+                on_stall(before.elapsed_time(after) / 1e3)
+            stalls.clear()
+
+        return read
 
     def forget_stalls(self) -> None:
         self._stalls.clear()

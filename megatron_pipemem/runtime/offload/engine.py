@@ -18,6 +18,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -73,7 +74,7 @@ class OffloadEngine:
         guard: bool = False,
     ):
         self.channel = channel
-        self._pool = pool
+        self.pool = pool
         self._permanent = tuple(permanent)
         self._residents = Residents(channel.device, min_bytes)
         self._guard = guard
@@ -188,10 +189,10 @@ class OffloadEngine:
         blocks: list[Block] = []
         try:
             for storage in leaving:
-                blocks.append(self._pool.take(storage.nbytes, f"activations of {key}"))
+                blocks.append(self.pool.take(storage.nbytes, f"activations of {key}"))
         except BaseException:
             for block in blocks:
-                self._pool.give(block, block.after)
+                self.pool.give(block, block.after)
             raise
         captured.away = True
         captured.unclaim(staying)
@@ -226,7 +227,7 @@ class OffloadEngine:
         for storage in list(captured.storages.values()):
             if storage.place is Place.LEAVING:
                 # Nobody has waited for it to be gone, so it never left.
-                self._pool.give(storage.host_block, (storage.left,))
+                self.pool.give(storage.host_block, (storage.left,))
                 storage.place, storage.block, storage.transfer = Place.DEVICE, None, None
                 self._returned(storage)
             elif storage.place is Place.HOST:
@@ -242,7 +243,7 @@ class OffloadEngine:
         ticket = self._traffic.start(key, Direction.IN, copies, departures, coming)
         if ticket is not None:  # something comes
             for storage in coming:
-                self._pool.give(storage.host_block, (ticket,))
+                self.pool.give(storage.host_block, (ticket,))
                 storage.block = None
 
     def wait(self, key: Hashable) -> None:
@@ -274,20 +275,23 @@ class OffloadEngine:
         return self._host_bytes
 
     def statistics(self) -> OffloadStatistics:
-        """Return the statistics since the step began. On a GPU the first call after a wait may block until computing
-        has got there.
-        """
-        self.channel.settle_stalls()
-        return OffloadStatistics(
+        """Return the statistics since the step began. On a GPU the call waits until computing has got here."""
+        return self.statistics_for_later()()
+
+    def statistics_for_later(self) -> Callable[[], OffloadStatistics]:
+        """Return a function that returns the statistics of the step so far. It waits for the device; this call does not."""
+        stalls = self._traffic.take_stalls()
+        counted = partial(
+            OffloadStatistics,
             bytes_out=self._traffic.bytes_out,
             bytes_in=self._traffic.bytes_in,
             device_peak_bytes=self._device_peak,
             host_peak_bytes=self._host_peak,
-            host_reserved_bytes=self._pool.reserved_bytes,
+            host_reserved_bytes=self.pool.reserved_bytes,
             held_elsewhere_bytes=self._held_elsewhere,
             stayed_bytes=dict(self._residents.stayed),
-            stalls=tuple(self._traffic.stalls),
         )
+        return lambda: counted(stalls=stalls())
 
     def close(self) -> None:
         """Drop everything and give up threads and streams."""
@@ -376,7 +380,7 @@ class OffloadEngine:
             self._device_bytes -= nbytes
             self._host_bytes -= away
             if block is not None:
-                self._pool.give(block, block.after if departure is None else (departure,))
+                self.pool.give(block, block.after if departure is None else (departure,))
 
     def _drop_everything(self) -> None:
         self._traffic.drop()

@@ -97,8 +97,9 @@ class HostChannel:
     def use(self, tensor: torch.Tensor) -> None:
         """Do nothing: a host has no streams."""
 
-    def settle_stalls(self) -> None:
-        """Do nothing: no stall is ever left, because ``join`` blocks, and reports at once."""
+    def take_stalls(self) -> Callable[[], None]:
+        """Return a function that does nothing: no stall is ever left, because ``join`` blocks, and reports at once."""
+        return lambda: None
 
     def forget_stalls(self) -> None:
         """Forget the stalls so far."""

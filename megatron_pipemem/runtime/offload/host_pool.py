@@ -66,6 +66,11 @@ class HostPool:
     def reserved_bytes(self) -> int:
         return sum(segment.numel() for segment in self._segments)
 
+    def reserve(self, nbytes: int) -> None:
+        """Take memory from the host until the pool has ``nbytes`` or its whole budget, to the power of two below."""
+        while (missing := min(nbytes, self.budget) - self.reserved_bytes) >= ALIGNMENT:
+            self._add_segment(1 << (missing.bit_length() - 1))
+
     def take(self, nbytes: int, purpose: str) -> Block:
         """Return a block for ``nbytes``.
 
@@ -109,8 +114,11 @@ class HostPool:
                 f"{self.budget} are in use, the largest free piece has {largest} and the budget leaves {segment} for a "
                 "new segment; raise the host memory budget or offload fewer activations"
             )
-        self._segments.append(self._allocate(segment))
-        piece = _Piece(len(self._segments) - 1, 0, segment)
+        return self._add_segment(segment)
+
+    def _add_segment(self, size: int) -> _Piece:
+        self._segments.append(self._allocate(size))
+        piece = _Piece(len(self._segments) - 1, 0, size)
         self._free.append(piece)
         return piece
 

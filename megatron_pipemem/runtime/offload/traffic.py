@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -111,6 +111,11 @@ class Traffic:
         self._channel.forget_stalls()
         self.bytes_out = self.bytes_in = 0
         self.stalls: list[Stall] = []
+
+    def take_stalls(self) -> Callable[[], tuple[Stall, ...]]:
+        """Return a function that reads the stalls of the step so far. Calling it may wait for the device."""
+        read, stalls = self._channel.take_stalls(), self.stalls
+        return lambda: (read(), tuple(stalls))[1]
 
     def start(
         self,
