@@ -19,7 +19,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 def write_whole(path: str | Path, content: str | bytes) -> Path:
     """Write a file. Whatever goes wrong, and whoever reads meanwhile, the file is the old one or the new one.
 
-    Missing folders are made, the permissions of an old file are kept, text is written as UTF-8.
+    Missing folders are made below one that exists, other than the root. The permissions of an old file are kept, text is
+    written as UTF-8.
 
     Raises:
         OutputError: it cannot be written; what was there is as it was.
@@ -44,6 +45,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
             yield path  # a device or a pipe, /dev/null for example, has no old content to keep and must not be renamed away
             return
         target = Path(os.path.realpath(path))  # a symbolic link stays one
+        _base(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = _create_beside(target)
         try:
@@ -91,11 +93,13 @@ def check_writable(path: str | Path) -> None:
         old = _stat(path)
         if old is None or stat.S_ISREG(old.st_mode):
             # Asking for permissions would not tell of /proc, of a full disk or of a file system that is read-only.
-            probe = _create_beside(_nearest(Path(os.path.realpath(path)).parent) / path.name)
+            probe = _create_beside(_base(Path(os.path.realpath(path))) / path.name)
             try:
                 probe.write_bytes(b"\n")
             finally:
                 probe.unlink()
+    except OutputError:
+        raise
     except OSError as error:
         raise OutputError(_sentence(path, error)) from error
 
@@ -123,6 +127,20 @@ def _create_beside(target: Path) -> Path:
     beside = target.with_name(f".{target.name[:40]}.{secrets.token_hex(6)}.partial")
     os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     return beside
+
+
+def _base(target: Path) -> Path:
+    """Return the folder in which those that a file lacks are made.
+
+    Raises:
+        OutputError: it would be the root: a mistyped path looks like this, and a folder there is on no disk that was meant.
+    """
+    base = _nearest(target.parent)
+    if base != target.parent and base == Path(base.anchor):
+        raise OutputError(
+            f"cannot write {target}: there is no folder {base / target.parts[1]}; make it, or choose another path"
+        )
+    return base
 
 
 def _nearest(folder: Path) -> Path:

@@ -12,6 +12,20 @@ MOST_BYTES = 1 << 28
 """Of a file that is read whole: no schedule, costs or settings are larger, and devices like ``/dev/zero`` never end."""
 
 
+def check_exists(path: str | Path, what: str) -> None:
+    """Refuse a path at which there is neither a file nor a folder.
+
+    Args:
+        path: that a user gave.
+        what: the file is to be, for messages.
+
+    Raises:
+        ConfigError: there is nothing.
+    """
+    if not Path(path).exists():
+        raise ConfigError(f"cannot read {what} from {path}: there is no such file or folder; give the path of one")
+
+
 def read_text(path: str | Path, what: str, refusal: type[PipememError] = ConfigError) -> str:
     """Return the text of a file.
 

@@ -37,6 +37,14 @@ def test_text_and_bytes_are_written_and_folders_made(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_no_folder_is_made_in_the_root():
+    path = Path("/mistyped-scratch/me/out.json")
+    for attempt in (check_writable, lambda path: write_whole(path, "x")):
+        with pytest.raises(OutputError, match="there is no folder /mistyped-scratch; make it"):
+            attempt(path)
+    assert not path.parent.parent.exists()
+
+
 def test_a_file_is_the_old_one_when_the_new_one_does_not_fit(tmp_path):
     path = tmp_path / "result.json"
     write_whole(path, "old")

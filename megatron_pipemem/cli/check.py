@@ -18,7 +18,7 @@ from megatron_pipemem.cli.common import (
     report_note,
 )
 from megatron_pipemem.cli.loading import read_schedule
-from megatron_pipemem.cli.options import DIALECT_HELP, Dialect, Json, MemoryCapText, Yes
+from megatron_pipemem.cli.options import DIALECT_HELP, Dialect, Json, MemoryCapText, Yes, at_least_one
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.action import SENDS
@@ -34,7 +34,13 @@ def check(
     file: Annotated[Path, typer.Argument(help="A table: one line per device, one action per cell, as in 2F0.")],
     dialect: Annotated[Dialect, typer.Option(help=DIALECT_HELP)] = "auto",
     microbatches: Annotated[
-        int | None, typer.Option("--microbatches", "-m", help="How many a step has, where the table leaves it open.")
+        int | None,
+        typer.Option(
+            "--microbatches",
+            "-m",
+            callback=at_least_one,
+            help="How many a step has, where the table leaves it open.",
+        ),
     ] = None,
     memory_cap: MemoryCapText = None,
     yes: Yes = False,

@@ -24,11 +24,8 @@ def check_size(devices: int, microbatches: int, chunks: int, yes: bool, fitted: 
         fitted: see ``schedule.size.is_fitted``.
 
     Raises:
-        UnsupportedError: there is no pipeline of this size, or it is too large; it says what it would take.
+        UnsupportedError: it is too large; it says what it would take.
     """
-    for count, what in ((devices, "--devices"), (microbatches, "--microbatches")):
-        if count < 1:
-            raise UnsupportedError(f"{what} must be at least 1, not {count}")
     if not yes:
         counts = f"--devices {devices} and --microbatches {microbatches}"
         if chunks > MAX_CHUNKS:

@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from megatron_pipemem.cli.common import INTERRUPTED, print_json, report_error, report_note
-from megatron_pipemem.cli.launch import Set, check_script_flags
+from megatron_pipemem.cli.launch import PrintOnly, Sbatch, Set, Srun, check_script_flags, slurm_options
 from megatron_pipemem.cli.options import Json, Yes
 from megatron_pipemem.cli.progress import duration, showing
 from megatron_pipemem.cli.report import show
@@ -28,10 +28,10 @@ from megatron_pipemem.launch.grid.config import Point, label, load_points
 from megatron_pipemem.launch.grid.local import LocalRunner
 from megatron_pipemem.launch.grid.results import Result
 from megatron_pipemem.launch.grid.store import Store, store_of_point
+from megatron_pipemem.launch.slurm import Options, batch_file, check_here, printed
 from megatron_pipemem.schedule.core.progress import Listener, listening
 
 Launcher = Literal["local", "slurm", "print"]
-_ROOT = Path(__file__).parents[2]
 
 
 def grid(
@@ -48,9 +48,9 @@ def grid(
     ] = False,
     output: Annotated[Path | None, typer.Option(help="Folder; by default out/grids/NAME.")] = None,
     overrides: Set = None,
-    sbatch: Annotated[
-        list[str] | None, typer.Option(metavar="OPTION", help="For sbatch, as in --sbatch=--partition=gpu; repeatable.")
-    ] = None,
+    sbatch: Sbatch = None,
+    srun: Srun = None,
+    print_only: PrintOnly = False,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
@@ -65,40 +65,35 @@ def grid(
         pipemem grid configs/grids/tiny-cpu.yaml
         # as array jobs
         pipemem grid grid.yaml --launcher slurm --max-parallel 4 --sbatch=--partition=gpu
+        # what that would submit
+        pipemem grid grid.yaml --launcher slurm --print
         # what has no result, or failed
         pipemem grid grid.yaml --resume
     """
-    if sbatch and launcher != "slurm":
-        raise UnsupportedError(f"--sbatch={sbatch[0]} is for --launcher slurm, not {launcher}; give both or neither")
-    if launcher == "slurm":
-        slurm.check_here()
+    options = slurm_options(launcher, sbatch, srun)
+    print_only = print_only or launcher == "print"
+    if launcher == "slurm" and not print_only:
+        check_here()
     store = Store(output or Path("out") / "grids" / grid_file.stem)
-    if launcher != "print":
+    if not print_only:
         store.check_place()
     points = load_points(grid_file, overrides or (), yes)
     for point in points:
         if point.run is not None:
             check_script_flags(point.run)
-    if launcher == "print":
-        _print_commands(points, store, as_json)
+    if print_only:
+        if launcher == "slurm":
+            _print_jobs(points, store, max_parallel, options, as_json)
+        else:
+            _print_commands(points, store, as_json)
         return
     progress = Console(stderr=True, highlight=False)
     with store.claimed():
-        if store.exists():
-            if not resume:
-                raise UnsupportedError(
-                    f"{store.folder} holds a grid already; --resume goes on with it, or choose another --output"
-                )
-            store.resume(points)
-        else:
-            store.create(grid_file, points)
-        for result in store.results():
-            if result is not None and result.status == "infeasible":
-                progress.print(f"{label(result.settings)}: not started, {result.reason}", soft_wrap=True, markup=False)
+        _write_down(store, grid_file, points, resume, progress)
         typed = [word for word in context.obj if word != "--resume"]
         again = shlex.join(["pipemem", "grid", *typed, "--resume"])
         try:
-            missing = _train(store, launcher, max_parallel, sbatch or (), progress)
+            missing = _train(store, launcher, max_parallel, options, progress)
         except (KeyboardInterrupt, SystemExit) as stop:
             left = len(store.open_points())
             jobs = "; its jobs stay in Slurm's queue" if launcher == "slurm" else ""
@@ -115,6 +110,25 @@ def grid(
         raise typer.Exit(1)
 
 
+def _write_down(store: Store, grid_file: Path, points: Sequence[Point], resume: bool, progress: Console) -> None:
+    """Keep the points in the grid's folder, and say which are left out.
+
+    Raises:
+        UnsupportedError: there is a grid already that is not to be resumed, or that has other points.
+    """
+    if not store.exists():
+        store.create(grid_file, points)
+    elif resume:
+        store.resume(points)
+    else:
+        raise UnsupportedError(
+            f"{store.folder} holds a grid already; --resume goes on with it, or choose another --output"
+        )
+    for result in store.results():
+        if result is not None and result.status == "infeasible":
+            progress.print(f"{label(result.settings)}: not started, {result.reason}", soft_wrap=True, markup=False)
+
+
 def grid_result(
     place: Annotated[Path, typer.Argument(help="FOLDER/points/007")],
     exit_code: Annotated[int, typer.Option(help="Of its training.")],
@@ -125,7 +139,7 @@ def grid_result(
     typer.echo(f"{label(result.settings)}: {result.status}{f', {result.reason}' if result.reason else ''}")
 
 
-def _train(store: Store, launcher: Launcher, max_parallel: int, sbatch: Sequence[str], console: Console) -> list[int]:
+def _train(store: Store, launcher: Launcher, max_parallel: int, options: Options, console: Console) -> list[int]:
     """Start what is open. Returns points without a result."""
     settings = store.settings()
 
@@ -143,7 +157,7 @@ def _train(store: Store, launcher: Launcher, max_parallel: int, sbatch: Sequence
             return []
         fresh = [index for index in todo if index not in there]
         if fresh:
-            jobs = slurm.submit(store, fresh, max_parallel, _ROOT / "scripts" / "slurm" / "grid.sbatch", sbatch)
+            jobs = slurm.submit(store, fresh, max_parallel, options)
             console.print(
                 f"submitted as job {', '.join(jobs)}; interrupting this leaves it in the queue", soft_wrap=True
             )
@@ -226,6 +240,20 @@ def _print_commands(points: Sequence[Point], store: Store, as_json: bool) -> Non
         return
     for row in rows:
         typer.echo(row["command"] if row["reason"] is None else f"# {row['command']}  # {row['reason']}")
+
+
+def _print_jobs(points: Sequence[Point], store: Store, max_parallel: int, options: Options, as_json: bool) -> None:
+    """Print the commands that would submit the points, and the batch file."""
+    runs = {point.index: point.run for point in points if point.run is not None and point.reason is None}
+    jobs = slurm.jobs(store.folder, runs, max_parallel, options)
+    left_out = {label(point.settings): point.reason for point in points if point.reason is not None}
+    if as_json:
+        rows = [{"points": list(members), "command": list(job.words)} for members, job in jobs.items()]
+        print_json({"jobs": rows, "left_out": left_out, "script": str(batch_file(slurm.BATCH_FILE))})
+        return
+    for name, reason in left_out.items():
+        typer.echo(f"# left out: {name}: {reason}")
+    typer.echo(printed(jobs.values(), slurm.BATCH_FILE))
 
 
 def _yaml(value: object) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,8 +17,9 @@ from megatron_pipemem.config.loading import load
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.files import check_writable
-from megatron_pipemem.launch.command import Nodes, command, min_nodes, ranks_per_node
-from megatron_pipemem.launch.feasibility import feasible
+from megatron_pipemem.launch import slurm
+from megatron_pipemem.launch.command import Command, Nodes, command, min_nodes, ranks_per_node
+from megatron_pipemem.launch.feasibility import check_data, feasible
 
 Set = Annotated[
     list[str] | None,
@@ -25,7 +27,17 @@ Set = Annotated[
         "--set", "-s", metavar="KEY=VALUE", help="Change a key of the file, as in parallelism.pp=8; repeatable."
     ),
 ]
-
+PrintOnly = Annotated[bool, typer.Option("--print", help="Print what would be started, and start nothing.")]
+Sbatch = Annotated[
+    list[str] | None, typer.Option(metavar="OPTION", help="For sbatch, as in --sbatch=--partition=gpu; repeatable.")
+]
+Srun = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="OPTION", help="For srun, as in --srun=--container-image=IMAGE or --srun=--mpi=pmix; repeatable."
+    ),
+]
+BATCH_FILE = "pretrain_gpt.sbatch"
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="A run; see configs/runs.")]
 
@@ -40,15 +52,22 @@ def unfinished(run_file: RunFile, overrides: Set = None) -> None:
 def launch(
     run_file: RunFile,
     overrides: Set = None,
-    print_only: Annotated[bool, typer.Option("--print", help="Print the command and start nothing.")] = False,
+    launcher: Annotated[
+        Literal["local", "slurm"], typer.Option(help="Start this node's ranks, or submit the run as a job.")
+    ] = "local",
+    print_only: PrintOnly = False,
     nodes: Annotated[
         int | None, typer.Option(envvar="NNODES", help="Nodes of the run; by default as few as its ranks fill.")
     ] = None,
-    node_rank: Annotated[int, typer.Option(envvar="NODE_RANK", help="Number of this node, from 0.")] = 0,
+    node_rank: Annotated[
+        int | None, typer.Option(envvar="NODE_RANK", help="Number of this node, from 0; needed for several nodes.")
+    ] = None,
     master_addr: Annotated[
         str | None, typer.Option(envvar="MASTER_ADDR", help="Address of node 0; needed for several nodes.")
     ] = None,
     master_port: Annotated[int, typer.Option(envvar="MASTER_PORT", help="Port on node 0.")] = 29500,
+    sbatch: Sbatch = None,
+    srun: Srun = None,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
@@ -64,28 +83,69 @@ def launch(
         pipemem launch run.yaml --set parallelism.pp=8 --set schedule.name=v-half
         # on each of two nodes
         pipemem launch run.yaml --nodes 2 --node-rank 0 --master-addr node0
+        # as a job, in a container
+        pipemem launch run.yaml --launcher slurm --sbatch=--time=4:00:00 --srun=--container-image=IMAGE.sqsh
     """
+    options = slurm_options(launcher, sbatch, srun)
     run = load(run_file, Run, overrides or ())
     if (reason := feasible(run, yes)) is not None:
         raise UnsupportedError(f"{run_file}: {reason}")
     check_script_flags(run)
     if nodes is not None and nodes < 1:
         raise UnsupportedError(f"--nodes {nodes}: give at least 1, or leave it out for as few as the ranks fill")
+    count = min_nodes(run) if nodes is None else nodes
+    if launcher == "slurm":
+        sets = [word for each in overrides or () for word in ("--set", each)]
+        job = slurm.job(BATCH_FILE, slurm.size(run, count), options, [str(run_file), *sets])
+        _submit(job, print_only, as_json)
+        return
+    check_data(run)
     check_port("--master-port", master_port)
-    where = Nodes(min_nodes(run) if nodes is None else nodes, node_rank, master_addr, master_port)
-    if not 0 <= where.rank < where.count:
-        raise UnsupportedError(f"--node-rank {where.rank}: the run has nodes 0 to {where.count - 1}")
-    started = command(run, where)
+    if node_rank is not None and not 0 <= node_rank < count:
+        raise UnsupportedError(f"--node-rank {node_rank}: the run has nodes 0 to {count - 1}")
+    where = Nodes(count, node_rank, master_addr, master_port)
+    started = command(run, where.with_variables() if print_only or as_json else where)
     if as_json:
-        facts = {"nodes": where.count, "ranks_per_node": ranks_per_node(run, where.count), "output": run.output}
+        facts = {"nodes": count, "ranks_per_node": ranks_per_node(run, count), "output": run.output}
         print_json({"command": list(started.words), "environment": dict(started.environment), **facts})
     elif print_only:
         typer.echo(started.text())
     else:
-        if where.rank == 0:  # which writes it, when everything is trained
+        if not node_rank:  # node 0 writes it, when everything is trained
             check_writable(run.report)
         sys.stdout.flush()
         os.execvpe(started.words[0], started.words, {**os.environ, **started.environment})
+
+
+def slurm_options(launcher: str, sbatch: Sequence[str] | None, srun: Sequence[str] | None) -> slurm.Options:
+    """Return the options for Slurm.
+
+    Args:
+        launcher: that starts the run.
+        sbatch: options of sbatch, as typed.
+        srun: options of srun, as typed.
+
+    Raises:
+        UnsupportedError: there are some, and Slurm is not what starts the run.
+    """
+    for flag, given in (("--sbatch", sbatch), ("--srun", srun)):
+        if given and launcher != "slurm":
+            raise UnsupportedError(f"{flag}={given[0]} is for --launcher slurm, not {launcher}; give both or neither")
+    return slurm.Options(sbatch or (), srun or ())
+
+
+def _submit(job: Command, print_only: bool, as_json: bool) -> None:
+    """Submit a run's job, or print the command and the batch file."""
+    if as_json and print_only:
+        print_json({"command": list(job.words), "script": str(slurm.batch_file(BATCH_FILE))})
+    elif print_only:
+        typer.echo(slurm.printed([job], BATCH_FILE))
+    else:
+        number = slurm.submit(job)
+        if as_json:
+            print_json({"job": number})
+        else:
+            typer.echo(f"submitted as job {number}")
 
 
 def check_script_flags(run: Run) -> None:

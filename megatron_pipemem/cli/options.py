@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from megatron_pipemem.errors import UnsupportedError
 from megatron_pipemem.schedule.core.slices import SLICE_CUTS, TOKENS
 from megatron_pipemem.schedule.registry import register_module
 
@@ -18,8 +19,22 @@ Dialect = Literal["auto", "pipemem", "torch", "torch-new", "torch-old"]
 NAME_HELP = "A schedule of `pipemem schedules`, a file of `pipemem convert` or of torch, or `auto` for a search."
 DIALECT_HELP = "Letters of the file; by default they are detected, and said."
 
-Devices = Annotated[int | None, typer.Option("--devices", "-p", help="Pipeline ranks.")]
-Microbatches = Annotated[int | None, typer.Option("--microbatches", "-m", help="Microbatches of one step.")]
+
+def at_least_one(parameter: typer.CallbackParam, count: int | None) -> int | None:
+    """Return the value of an option.
+
+    Raises:
+        UnsupportedError: it is less than 1.
+    """
+    if count is not None and count < 1:
+        raise UnsupportedError(f"{parameter.opts[0]} must be at least 1, not {count}")
+    return count
+
+
+DEVICES = typer.Option("--devices", "-p", callback=at_least_one, help="Pipeline ranks.")
+MICROBATCHES = typer.Option("--microbatches", "-m", callback=at_least_one, help="Microbatches of one step.")
+Devices = Annotated[int | None, DEVICES]
+Microbatches = Annotated[int | None, MICROBATCHES]
 MemoryCapText = Annotated[
     str | None,
     typer.Option(

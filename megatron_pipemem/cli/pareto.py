@@ -10,7 +10,7 @@ import typer
 
 from megatron_pipemem.cli.checks import check_layers, check_output, check_seconds, check_size
 from megatron_pipemem.cli.common import console, print_json, report_note
-from megatron_pipemem.cli.options import Json, Prices, ScheduleModules, Yes, takes_group
+from megatron_pipemem.cli.options import DEVICES, MICROBATCHES, Json, Prices, ScheduleModules, Yes, takes_group
 from megatron_pipemem.cli.prices import parse_costs, priced_head
 from megatron_pipemem.cli.progress import showing
 from megatron_pipemem.errors import UnsupportedError
@@ -27,8 +27,8 @@ from megatron_pipemem.schedule.search.cache import ResultCache
 
 @takes_group
 def pareto(
-    devices: Annotated[int, typer.Option("--devices", "-p", help="Pipeline ranks.")],
-    microbatches: Annotated[int, typer.Option("--microbatches", "-m", help="Microbatches of one step.")],
+    devices: Annotated[int, DEVICES],
+    microbatches: Annotated[int, MICROBATCHES],
     asked: Prices,
     caps: Annotated[
         str | None, typer.Option(metavar="X,Y,...", help="Memory caps to search under; 1 is the peak of 1F1B.")

@@ -19,6 +19,7 @@ from megatron_pipemem.launch.grid.comparison import front, save_picture, table
 from megatron_pipemem.launch.grid.config import Settings, label
 from megatron_pipemem.launch.grid.results import Result, report_of
 from megatron_pipemem.launch.grid.store import Store
+from megatron_pipemem.reading import check_exists
 from megatron_pipemem.report.picture import SUFFIXES
 from megatron_pipemem.report.run import lines
 from megatron_pipemem.report.run import table as run_table
@@ -48,6 +49,7 @@ def report(
         pipemem report out/grids/tiny-cpu --output report.svg
     """
     check_output(output, SUFFIXES, "a comparison of runs")
+    check_exists(folder, "a grid, or the report of a run,")
     one = folder if folder.is_file() else folder / REPORT
     if Store(folder).exists():
         show(Store(folder), output or folder / "report.png", as_json)

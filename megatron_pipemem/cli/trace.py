@@ -19,6 +19,7 @@ from megatron_pipemem.config.runs import REPORT
 from megatron_pipemem.errors import ConfigError, UnsupportedError
 from megatron_pipemem.planner.changes import Case
 from megatron_pipemem.planner.profiler_trace import measured_step, read_rank
+from megatron_pipemem.reading import check_exists
 from megatron_pipemem.report import save_comparison
 
 _DRAWN = (".json", ".html", ".png", ".svg")
@@ -62,6 +63,8 @@ def trace(
         pipemem trace out/torch_profile/rank-*.json.gz --layers 32
     """
     check_output(output, _DRAWN, "plan and run")
+    for source in sources:
+        check_exists(source, "a report or a trace")
     report = _report_in(sources)
     if report is not None:
         if layers is not None:

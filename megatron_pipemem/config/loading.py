@@ -4,15 +4,15 @@ A file may name others. Where a dataclass is wanted, text is the name of a file 
 mapping with the key ``base`` is such a file with some keys changed (``model: {base: llama3-8b, layers: 16}``); a file may
 have a ``base`` too. Kinds with files of their own say in which folder by ``config_folder``. A name is looked up in that
 folder beside the file that uses it and beside that file's own folder, so ``configs/runs/mine.yaml`` finds
-``configs/models/mine.yaml``; then among the files that ship with the package. Text that ends in ``.yaml`` is a path, from
-the folder of the file that uses it.
+``configs/models/mine.yaml``; then among the files that ship with the package. A file's base, and the run of a grid, may lie
+beside the file itself. Text that ends in ``.yaml`` is a path, from the folder of the file that uses it.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from inspect import Parameter, signature
 from pathlib import Path
@@ -81,6 +81,20 @@ def typed[T](raw: Mapping[str, Any], kind: type[T], file: Path | None = None, pr
     return _build(kind, _resolve(raw, kind, file, prefix, ()), file, prefix)
 
 
+def settings_of(config: Any) -> dict[str, Any]:
+    """Return the keys of a dataclass whose values are not the defaults, in dataclasses within it too.
+
+    ``typed`` makes the same dataclass of them, and needs no other file.
+    """
+    changed = {}
+    for each in fields(config):
+        default = each.default_factory() if each.default_factory is not MISSING else each.default
+        held = getattr(config, each.name)
+        if held != default:
+            changed[each.name] = settings_of(held) if is_dataclass(held) else held
+    return changed
+
+
 def override(raw: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key in what ``read_raw`` gave.
 
@@ -146,7 +160,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise ConfigError(f"override {shortened(text)}: the value is no YAML: {error}") from error
 
 
-def locate(name: str, kind: type, user: Path | None = None, key: str | None = None) -> Path:
+def locate(name: str, kind: type, user: Path | None = None, key: str | None = None, siblings: bool = False) -> Path:
     """Return the file that a name means, in another file or on a command line.
 
     Args:
@@ -154,25 +168,42 @@ def locate(name: str, kind: type, user: Path | None = None, key: str | None = No
         kind: dataclass that the file describes; it says in which folders to look.
         user: file that uses the name; ``None`` on a command line.
         key: key there, for the error's sentence.
+        siblings: whether files of this kind lie beside ``user``, too.
+
+    Raises:
+        ConfigError: there is no such file.
     """
+    path = (user.parent if user else Path()) / name
     if name.endswith((".yaml", ".yml")):
-        path = (user.parent if user else Path()) / name
         if path.is_file():
             return path
-        raise ConfigError(f"there is no file {path}", key=key, file=user)
+        raise ConfigError(_absence(path), key=key, file=user)
     folder = getattr(kind, "config_folder", None)
     if folder is None:
         raise ConfigError(f"{name!r} is no file; give a path that ends in .yaml, or a mapping", key=key, file=user)
     beside = [user.parent, user.parent.parent] if user else [Path("configs"), Path()]
     places = [place / folder for place in (*beside, SHIPPED)]
+    if user and siblings:
+        places.insert(0, user.parent)
     for place in places:
-        if (place / f"{name}.yaml").is_file():
+        if (place / f"{name}.yaml").is_file() and place / f"{name}.yaml" != user:
             return place / f"{name}.yaml"
+    if path.exists() or path.suffix or len(Path(name).parts) > 1:
+        raise ConfigError(_absence(path), key=key, file=user)
     known = {path.stem for place in places for path in place.glob("*.yaml")}
     looked = ", ".join(dict.fromkeys(str(place) for place in places))
     raise ConfigError(
         f"there is no {name!r}; {nearest(name, known)} (looked in {looked}; a path ends in .yaml)", key=key, file=user
     )
+
+
+def _absence(path: Path) -> str:
+    """Say why a path is not that of a YAML file."""
+    if path.is_dir():
+        return f"{path} is a folder; give the path of a YAML file"
+    if path.exists():
+        return f"{path} is there, and not YAML by its name; give a YAML file, or end its name in .yaml"
+    return f"there is no file {path}; give the path of a YAML file"
 
 
 def _resolve(raw: Any, kind: type, file: Path | None, prefix: str, trail: tuple[Path, ...]) -> dict[str, Any]:
@@ -214,7 +245,7 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
 def _resolve_base(base: Any, kind: type, file: Path | None, key: str, trail: tuple[Path, ...]) -> dict[str, Any]:
     if not isinstance(base, str):
         raise ConfigError(f"is {shortened(base)}; give the name of a file", key=key, file=file)
-    path = locate(base, kind, file, key)
+    path = locate(base, kind, file, key, siblings=key == BASE)
     if path.resolve() in trail:
         raise ConfigError(f"{base!r} is based on itself", key=key, file=file)
     resolved = _resolve(read_raw(path), kind, path, "", (*trail, path.resolve()))

@@ -83,6 +83,12 @@ class Parallelism(Limited):
         return replace(self, global_batch=count * self.micro_batch * self.dp)
 
 
+MOCK = "mock"
+"""Made-up tokens in place of a dataset."""
+
+SCRIPTS = (Path(__file__).parents[1] / "scripts").resolve()
+"""The folder of the training script and of what starts it."""
+
 REPORT = "report.json"
 """What a run writes about itself into its output folder."""
 
@@ -172,7 +178,7 @@ class Training(Limited):
     iterations: Count = 10
     save_interval: CountOrZero = 0
     load: str | None = None
-    data: str = "mock"
+    data: str = MOCK
     cache: str | None = None
 
 
@@ -192,7 +198,7 @@ class Run:
         environment: variables of every rank.
         output: folder of the run's report, timelines and checkpoints, from the working directory.
         trace: whether timelines of plan and run are drawn.
-        script: the training script; by default ``scripts/pretrain_gpt.py`` of this repository.
+        script: the training script; by default ``pretrain_gpt.py`` of ``SCRIPTS``.
     """
 
     config_folder: ClassVar[str] = "runs"
@@ -309,11 +315,4 @@ def resolve_script(run: Run) -> Path:
         if not path.is_file():
             raise ConfigError(f"there is no training script {path}; give the path of one", key="script")
         return path
-    path = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
-    if not path.is_file():
-        raise ConfigError(
-            "names no training script, and this package was installed without its repository's; give the path of "
-            "scripts/pretrain_gpt.py in a checkout, or of a script of your own",
-            key="script",
-        )
-    return path
+    return SCRIPTS / "pretrain_gpt.py"

@@ -7,13 +7,13 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from megatron_pipemem.config import hybrid, layout
 from megatron_pipemem.config.model import LATENT, Block, Model
-from megatron_pipemem.config.runs import BY_ACTION, Run, ScheduleChoice, resolve_script
+from megatron_pipemem.config.runs import BY_ACTION, MOCK, Run, ScheduleChoice, resolve_script
 from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.schedule.options import STOCK
 
@@ -24,21 +24,32 @@ EXIT_SIGNAL = "SIGUSR1"
 """Asks a run to save a checkpoint and end. Batch systems send it before they end a job."""
 
 
+_NODE_RANK, _MASTER_ADDR = "$NODE_RANK", "$MASTER_ADDR"
+"""Words that a shell replaces on every node."""
+
+
 @dataclass(frozen=True)
 class Nodes:
     """Say where the ranks of a run are started.
 
     Args:
-        count: nodes.
-        rank: number of this one.
-        address: of the node with number 0; ``None`` for a run on one node that finds a port itself.
-        port: on that node.
+        count: nodes of the run.
+        rank: number of this node, or a shell's variable that holds it; ``None`` if it is unknown.
+        address: name of node 0, or a shell's variable; ``None`` for a run on one node that finds a port itself.
+        port: on node 0.
     """
 
     count: int = 1
-    rank: int = 0
+    rank: int | str | None = None
     address: str | None = None
     port: int = 29500
+
+    def with_variables(self) -> Nodes:
+        """Return nodes whose unknown number and address are left to a shell, if there are several of them."""
+        if self.count == 1:
+            return self
+        rank = _NODE_RANK if self.rank is None else self.rank
+        return replace(self, rank=rank, address=self.address or _MASTER_ADDR)
 
 
 @dataclass(frozen=True)
@@ -62,7 +73,7 @@ class Command:
             lines[-1].append(word)
         if not self.environment:
             del lines[0]
-        return " \\\n    ".join(shlex.join(line) for line in lines)
+        return " \\\n    ".join(" ".join(map(_quoted, line)) for line in lines)
 
 
 def command(run: Run, nodes: Nodes | None = None) -> Command:
@@ -287,7 +298,7 @@ def _schedule_flags(run: Run) -> Flags:
 
 def _training_flags(run: Run) -> Flags:
     training = run.training
-    data: Flags = {"mock-data": True} if training.data == "mock" else {"data-path": training.data.split()}
+    data: Flags = {"mock-data": True} if training.data == MOCK else {"data-path": training.data.split()}
     saving: Flags = {}
     if training.save_interval:
         saving = {"save": run.checkpoints, "save-interval": training.save_interval}
@@ -341,15 +352,19 @@ def _rendezvous(run: Run, nodes: Nodes) -> list[str]:
     whenever the run starts.
     """
     flags: Flags = {"nproc-per-node": ranks_per_node(run, nodes.count)}
+    if nodes.count > 1 and (nodes.address is None or nodes.rank is None):
+        raise ConfigError(
+            f"{run.parallelism.ranks} ranks fill {nodes.count} nodes of the cluster; give the address of the first one "
+            "(--master-addr or MASTER_ADDR) and the number of this one (--node-rank or NODE_RANK)"
+        )
     if nodes.address is None:
-        if nodes.count > 1:
-            raise ConfigError(
-                f"{run.parallelism.ranks} ranks fill {nodes.count} nodes of the cluster; give the address of the first one "
-                "(--master-addr or MASTER_ADDR) and the number of this one (--node-rank or NODE_RANK)"
-            )
         return words({"standalone": True, "local-addr": "127.0.0.1", **flags})
-    where: Flags = {"nnodes": nodes.count, "node-rank": nodes.rank}
+    where: Flags = {"nnodes": nodes.count, "node-rank": nodes.rank or 0}
     return words({**where, **flags, "master-addr": nodes.address, "master-port": nodes.port})
+
+
+def _quoted(word: str) -> str:
+    return f'"{word}"' if word in (_NODE_RANK, _MASTER_ADDR) else shlex.quote(word)
 
 
 def _word(value: object) -> str:

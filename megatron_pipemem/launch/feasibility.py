@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from megatron_pipemem.config import refusals
 from megatron_pipemem.config.cluster import GIB
-from megatron_pipemem.config.runs import Run, resolve_script
+from megatron_pipemem.config.runs import MOCK, Run, resolve_script
 from megatron_pipemem.errors import ConfigError, PipememError, UnsupportedError
 from megatron_pipemem.launch import cut_flags
 from megatron_pipemem.launch.command import all_flags, min_nodes, script_flags
@@ -42,6 +43,33 @@ def feasible(run: Run, any_size: bool = False) -> str | None:
     except PipememError as error:
         return str(error)
     return None
+
+
+def check_data(run: Run) -> None:
+    """Check that the files of a run's data are on this machine, before its ranks start.
+
+    Raises:
+        ConfigError: one is not here.
+    """
+    words = run.training.data.split()
+    if words == [MOCK]:
+        return
+    prefixes = words[1::2] if len(words) > 1 and all(map(_is_number, words[::2])) else words
+    for prefix in prefixes:
+        for suffix in () if "://" in prefix else (".bin", ".idx"):  # Megatron also reads from object storage
+            if not Path(f"{prefix}{suffix}").is_file():
+                raise ConfigError(
+                    f"there is no file {prefix}{suffix} on this machine; give the prefix of a .bin and an .idx file, or {MOCK}",
+                    key="training.data",
+                )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _affordable(run: Run) -> None:

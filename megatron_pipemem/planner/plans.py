@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import floor, log10
 from pathlib import Path
 from typing import Any
 
 from megatron_pipemem.config.cluster import GIB
+from megatron_pipemem.config.loading import settings_of
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.config.yaml_text import write_yaml
 from megatron_pipemem.planner.replay import Replay, measured
@@ -124,7 +125,7 @@ def run_files(plan: Plan, path: Path) -> dict[Path, str]:
         if plan.order.offloads:  # which the file says itself, and a flag would plan afresh
             choice = replace(choice, offload="off")
         run = replace(run, schedule=choice)
-    return files | {path: f"{_heading(plan)}{write_yaml(_changed(run))}"}
+    return files | {path: f"{_heading(plan)}{write_yaml(settings_of(run))}"}
 
 
 def facts(plan: Plan) -> dict[str, Any]:
@@ -146,7 +147,7 @@ def facts(plan: Plan) -> dict[str, Any]:
         "rollback_bytes": list(plan.step.rollback),
         "losses_seconds": plan.losses,
         "binds": plan.binds,
-        "run": _changed(plan.run),
+        "run": settings_of(plan.run),
     }
 
 
@@ -167,19 +168,6 @@ def _heading(plan: Plan) -> str:
         f"# Planned: {plan.seconds:.4g} s a step, {plan.mfu:.1%} MFU, bubble {plan.bubble_rate:.1%}, at most "
         f"{gibibytes(plan.peak)} GiB a rank; binds: {plan.binds}.\n"
     )
-
-
-def _changed(config: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that are not their defaults, those of dataclasses within it likewise: complete without
-    any other file.
-    """
-    changed = {}
-    for each in fields(config):
-        default = each.default_factory() if each.default_factory is not MISSING else each.default
-        held = getattr(config, each.name)
-        if held != default:
-            changed[each.name] = _changed(held) if is_dataclass(held) else held
-    return changed
 
 
 @dataclass(frozen=True)

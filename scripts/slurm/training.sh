@@ -2,6 +2,47 @@
 # What the batch files share; they source it. Slurm runs a copy of a batch file, so the repository is where sbatch was
 # called, or PIPEMEM_ROOT.
 root=${PIPEMEM_ROOT:-$SLURM_SUBMIT_DIR}
+options=() # of srun
+inside=()  # what starts a command in an image of Apptainer
+
+# take_options [--OPTION=VALUE ...] ARGUMENT ...: takes srun's options from the front; $rest is what follows them.
+#
+# --container-image and --container-mounts are pyxis' own. Slurm knows nothing of Apptainer, so an image that ends in .sif
+# is started by its command. Either way the container has the folder of the scripts and the working directory, and runs
+# PYTHON, or else its own python3.
+take_options() {
+    local image='' mounts=$PWD:$PWD
+    [ "$root" = "$PWD" ] || mounts+=,$root:$root
+    while [[ ${1-} == -* ]]; do
+        case $1 in
+            --container-image=*) image=${1#*=} ;;
+            --container-mounts=*) mounts+=,${1#*=} ;;
+            -*=*) options+=("$1") ;;
+            *)
+                echo "$1: write options of srun as --OPTION=VALUE" >&2
+                exit 2
+                ;;
+        esac
+        shift
+    done
+    rest=("$@")
+    case $image in
+        '') return ;;
+        *.sif) inside=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$image") ;;
+        *) options+=("--container-image=$image" "--container-mounts=$mounts" "--container-workdir=$PWD") ;;
+    esac
+    export PYTHON=${PYTHON:-python3}
+    contained=yes
+}
+
+# pipemem ARGUMENT ...: runs the command on this node, in the container if there is one.
+pipemem() {
+    if [ "${contained:-no}" = yes ]; then
+        srun --nodes=1 --ntasks=1 "${options[@]}" "${inside[@]}" "$root/scripts/pipemem.sh" "$@"
+    else
+        "$root/scripts/pipemem.sh" "$@"
+    fi
+}
 
 # train RUN.yaml [--set key=value ...]: trains on all nodes of the job, one torchrun on each. Sets $code to the exit code.
 #
@@ -20,7 +61,7 @@ train() {
     echo "job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), on ${nodes//$'\n'/ }"
 
     # In the background, because bash runs a trap only between commands or in `wait`.
-    srun --kill-on-bad-exit=1 --cpu-bind=none "$root/scripts/pretrain_gpt.sh" "$@" &
+    srun --kill-on-bad-exit=1 --cpu-bind=none "${options[@]}" "${inside[@]}" "$root/scripts/pretrain_gpt.sh" "$@" &
     step=$!
     trap 'stopped=yes; kill -USR1 "$step"' USR1
     for _ in 1 2 3; do
@@ -29,7 +70,7 @@ train() {
     done
     trap - USR1
 
-    if [ "$stopped" = yes ] && [ "$code" -eq 0 ] && "$root/scripts/pipemem.sh" unfinished "$@"; then
+    if [ "$stopped" = yes ] && [ "$code" -eq 0 ] && pipemem unfinished "$@"; then
         echo "job $SLURM_JOB_ID: time is nearly up, back to the queue"
         scontrol requeue "$SLURM_JOB_ID" && sleep 60 # it ends this script meanwhile
     fi

@@ -192,8 +192,8 @@ def test_an_interrupted_grid_says_how_to_go_on(pipemem, monkeypatch, request, gr
     result = pipemem("grid", grid_file, "--max-parallel", 1, *options)
     assert result.exit_code == code and result.stdout == ""
     lines = result.stderr.splitlines()
-    assert "0 of 3 points have ended, now name=1f1b" in lines
-    assert any(line.startswith("1 of 3 points have ended, now name=v-half, about ") for line in lines)
+    assert "0 of 3 points have ended, now schedule.name=1f1b" in lines
+    assert any(line.startswith("1 of 3 points have ended, now schedule.name=v-half, about ") for line in lines)
     assert "ending 1 points that run" in lines
     first, command = lines[-1].split("; go on with: ")
     assert first == "error: interrupted with 3 of 3 points left or failed"
@@ -201,4 +201,4 @@ def test_an_interrupted_grid_says_how_to_go_on(pipemem, monkeypatch, request, gr
     assert words == ["pipemem", "grid", str(grid_file), "--max-parallel", "1", *map(str, options), "--resume"]
     monkeypatch.setattr(local, "_on_this_node", lambda *_: Command((sys.executable, "-c", ""), {}))
     resumed = pipemem(*words[1:])
-    assert "points have ended, now name=v-half" in resumed.stderr and "name=zbv: " in resumed.stderr
+    assert "points have ended, now schedule.name=v-half" in resumed.stderr and "schedule.name=zbv: " in resumed.stderr

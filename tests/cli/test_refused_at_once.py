@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_pipemem.cli.app import load_commands
 from megatron_pipemem.schedule.core.simulator import simulate
 from megatron_pipemem.schedule.registry import build_schedule, families
 from megatron_pipemem.schedule.size import estimated, is_fitted
@@ -48,10 +49,26 @@ SMALL = ("1f1b", "-p", 4, "-m", 8)
         (("profile", "--model", "tiny-gpt", "--formulas", "--stages", 11), "11 stages are more than the model's"),
         (("profile", TINY, "--formulas", "--tp", 2), "--tp is said by the run"),
         (("check", ROOT), "Is a directory"),
+        (("trace", "nope.json"), "from nope.json: there is no such file or folder"),
+        (("trace", ROOT / "README.md", "nope.json"), "from nope.json: there is no such file or folder"),
+        (("report", "nope.json"), "from nope.json: there is no such file or folder"),
+        (("plan", "nope.sh"), "there is no file nope.sh; give the path of a YAML file"),
+        (("plan", "nope.yaml"), "there is no file nope.yaml; give the path of a YAML file"),
+        (("plan", ROOT / "scripts" / "setup.sh"), "setup.sh is there, and not YAML by its name"),
+        (("plan", ROOT / "configs"), "configs is a folder"),
+        (("plan", TINY, "--output", "/mistyped/out.yaml"), "there is no folder /mistyped"),
     ],
 )
 def test_what_makes_no_sense(refuses, arguments, says):
     assert says in refuses(*arguments)
+
+
+@pytest.mark.parametrize("name", [*load_commands()])
+def test_no_command_takes_sizes_of_0(refuses, name):
+    """Whatever else it wants: options are looked at first."""
+    options = {option for parameter in load_commands()[name].params for option in parameter.opts}
+    for option in {"--devices", "--microbatches"} & options:
+        assert f"{option} must be at least 1, not 0" in refuses(name, "x", option, 0)
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,9 @@ def test_the_table_is_sorted_and_tells_where_the_prediction_missed():
         run(2, {}, 50.0, 4 << 20),
     ]
     text = io.StringIO()
-    Console(file=text, width=80).print(table(points))
+    Console(file=text, width=120).print(table(points))
     rows = [line for line in text.getvalue().splitlines() if line.strip()[:1] in ("0", "1", "2")]
-    assert "memory cap" in text.getvalue()
+    assert "schedule.memory_cap" in text.getvalue()
     assert rows[0].split()[:3] == ["1", "*", "0.5"] and "3 ≠" in rows[0]
     assert rows[1].split()[:3] == ["0", "*", "2"] and "2 =" in rows[1]
     assert rows[2].split()[:2] == ["2", "50"]

@@ -110,7 +110,7 @@ def test_jobs_that_are_no_list(tmp_path):
         ({"run": "nowhere"}, "there is no 'nowhere'; known are"),
         (
             {"product": {"schedule.name": ["stock", "1f1b", "stock"]}},
-            "points 0 (name=stock) and 2 (name=stock) are",
+            "points 0 (schedule.name=stock) and 2 (schedule.name=stock) are",
         ),
         ({"points": [{"parallelism.pp": 4}, {"parallelism": {"pp": 4}}]}, "are the same run; leave one out"),
         ({"product": {f"megatron.a{index}": list(range(100)) for index in range(4)}}, "makes 100,000,000 points"),

@@ -15,7 +15,6 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_pipemem.cli.app import app
-from megatron_pipemem.config import runs
 from megatron_pipemem.config.loading import SHIPPED, load
 from megatron_pipemem.config.model import Model
 from megatron_pipemem.config.runs import Run
@@ -245,7 +244,6 @@ ON_TRANSFORMER_ENGINE = ("--set", "megatron.transformer-impl=transformer_engine"
     ("arguments", "reason"),
     [
         (["--nodes", 3, "--master-addr", "x"], "4 ranks cannot be shared evenly by 3 nodes"),
-        (["--nodes", 2], "--master-addr"),
         (["--nodes", 2, "--node-rank", 2, "--master-addr", "x"], "nodes 0 to 1"),
         (["--set", "parallelism.pp=3"], "8 layers cannot be split evenly over 6 stages"),
         (["--set", "parallelism.dp=3"], "global_batch 8 is no multiple"),
@@ -264,6 +262,10 @@ ON_TRANSFORMER_ENGINE = ("--set", "megatron.transformer-impl=transformer_engine"
             "--fp8-recipe tensorwise",
         ),
         (["--set", "script=nowhere.py"], "nowhere.py"),
+        (["--set", "training.data=nowhere"], "key training.data: there is no file nowhere.bin on this machine"),
+        (["--set", "training.data='.5 msc://there .5 here'"], "there is no file here.bin"),
+        (["--sbatch=--time=1"], "is for --launcher slurm"),
+        (["--launcher", "slurm", "--srun=pmix"], "is no option of sbatch or srun"),
         (["--set", "parallelism.chunks=-1"], "parallelism.chunks: is -1"),
         (["--set", "schedule.options=[1]"], "schedule.options: is [1]; give a mapping"),
         (["--set", "megatron=[1]"], "key megatron: is [1]; give a mapping"),
@@ -410,12 +412,6 @@ def test_what_a_run_takes_is_not_refused(changes):
     assert feasible(tiny(*changes)) is None
 
 
-def test_an_installed_package_asks_for_the_training_script(monkeypatch):
-    monkeypatch.setattr(runs, "__file__", "/python/site-packages/megatron_pipemem/planner/runs.py")
-    assert "key script: names no training script" in feasible(tiny())
-    assert feasible(tiny(f"script={ROOT / 'scripts' / 'pretrain_gpt.py'}")) is None
-
-
 def test_ranks_share_the_fewest_nodes_evenly():
     run = tiny("cluster.devices_per_node=4", "cluster.nodes=4", "parallelism={tp: 1, pp: 3, dp: 3, global_batch: 9}")
     assert min_nodes(run) == 3
@@ -427,6 +423,33 @@ def test_printed_commands_are_what_a_shell_runs():
     told = json.loads(pipemem("launch", TINY, "--json", *changes).stdout)
     assert shlex.split(printed.replace("\\\n", "")) == ["env", "GREETING=it's me", *told["command"]]
     assert told["environment"] == {"GREETING": "it's me"}
+
+
+def test_a_dataset_is_both_of_its_files(tmp_path):
+    prefix, sets = tmp_path / "tokens", ("--print", "--set", f"training.data=0.3 {tmp_path / 'tokens'}")
+    prefix.with_suffix(".bin").touch()
+    assert f"there is no file {prefix}.idx" in pipemem("launch", TINY, *sets).stderr
+    prefix.with_suffix(".idx").touch()
+    assert "--data-path" in pipemem("launch", TINY, *sets).stdout
+
+
+def test_what_is_unknown_of_several_nodes_is_left_to_their_shells():
+    asked = ("launch", TINY, "--nodes", 2)
+    told = pipemem(*asked)
+    assert told.exit_code == 2 and "--master-addr" in told.stderr and told.stdout == ""
+    told = pipemem(*asked, "--master-addr", "first")
+    assert told.exit_code == 2 and "--node-rank" in told.stderr, "two nodes that both are number 0 would wait"
+    printed = pipemem(*asked, "--print").stdout
+    shell = subprocess.run(
+        ["sh", "-c", f"set -- {printed}\nprintf '%s\\n' \"$@\""],
+        env={"NODE_RANK": "1", "MASTER_ADDR": "the first"},
+        capture_output=True,
+        text=True,
+    )
+    known = json.loads(pipemem(*asked, "--json", "--node-rank", 1, "--master-addr", "the first").stdout)
+    assert shell.stdout.splitlines() == known["command"]
+    assert {"$NODE_RANK", "$MASTER_ADDR"} < set(json.loads(pipemem(*asked, "--json").stdout)["command"])
+    assert "$" not in pipemem("launch", TINY, "--print").stdout
 
 
 def test_surroundings_say_which_node_this_is():
@@ -452,6 +475,11 @@ def test_the_script_runs_what_is_printed_and_passes_the_exit_code_on(tmp_path):
     assert (tmp_path / "asked").read_text() == "-m megatron_pipemem launch run.yaml --set a=b c --print\n"
     quiet = script_run(tmp_path, "true", SLURM_NODEID="1")
     assert (quiet.returncode, quiet.stdout) == (0, "")
+
+
+def test_the_script_asks_for_the_first_node(tmp_path):
+    done = script_run(tmp_path, '--node-rank 0 --master-addr "$MASTER_ADDR"')
+    assert done.returncode == 2 and "set MASTER_ADDR" in done.stderr and done.stdout == ""
 
 
 def test_a_wrong_file_ends_the_script():

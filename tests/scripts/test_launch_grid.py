@@ -12,9 +12,11 @@ import sys
 import textwrap
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from patience import Patience
 from typer.testing import CliRunner
 
@@ -268,6 +270,30 @@ def test_a_run_that_ends_well_but_without_a_report_failed(store):
     assert result.status == "failed" and "without a report" in result.reason and "all is well" in result.reason
 
 
+def test_a_points_file_says_only_what_is_not_the_default(store):
+    said = yaml.safe_load(store.run_file(2).read_text())
+    assert said["schedule"] == {"name": "v-half"} and "trace" not in said and "tp" not in said["parallelism"]
+    assert store.run(2) == replace(load_points(store.folder.parent / "grid.yaml")[2].run, output=str(store.place(2)))
+
+
+def test_a_grids_run_may_lie_beside_it(tmp_path, write_grid):
+    for name, steps in (("mine", 3), ("tiny-cpu", 5)):  # the package has one of the second name, too
+        (tmp_path / f"{name}.yaml").write_text(f"base: tiny-cpu\ntraining: {{iterations: {steps}}}\n")
+        (point,) = load_points(write_grid(run=name))
+        assert point.run.training.iterations == steps
+    (tmp_path / "tiny-cpu.yaml").unlink()
+    (point,) = load_points(write_grid(run="tiny-cpu"))
+    assert point.run.training.iterations == 10, "of the package"
+
+
+def test_a_point_without_its_data_fails_alone(tmp_path, write_grid):
+    file = write_grid(points=[{"training.data": "nowhere"}])
+    store = Store(tmp_path / "grid")
+    store.create(file, load_points(file))
+    LocalRunner(store, lambda *_: None).train([0], 1)
+    assert "there is no file nowhere.bin" in store.results()[0].reason
+
+
 def test_points_do_not_depend_on_files_that_change_later(store):
     assert store.run(2).schedule.name == "v-half"
     assert "base" not in store.run_file(2).read_text()
@@ -364,7 +390,7 @@ def test_the_folder_of_another_grid_is_refused(store, write_grid):
         (
             {"product": {"schedule.name": ["stock", "1f1b", "v-min", "1f1b-v", "no-such"]}},
             (),
-            "name=v-half, schedule.name is 'v-half', and now is 'v-min'",
+            "schedule.name=v-half, schedule.name is 'v-half', and now is 'v-min'",
         ),
         ({"product": product, "set": {"training.iterations": 3}}, (), "iterations is the run's own, and now is 3"),
         ({"product": product}, ("megatron.lr=0.5",), "megatron.lr is the run's own, and now is 0.5"),
@@ -436,7 +462,11 @@ def test_the_report_groups_what_did_not_run_and_marks_the_front(store):
     assert [row["front"] for row in told["results"]] == [True, False, True, False]
     assert told["missing"] == [3] and Path(told["picture"]).stat().st_size > 0
     text = pipemem("report", store.folder).stdout
-    assert "rank 3 failed" in text and "infeasible: name=no-such" in text and "without a result: name=1f1b-v" in text
+    assert (
+        "rank 3 failed" in text
+        and "infeasible: schedule.name=no-such" in text
+        and "without a result: schedule.name=1f1b-v" in text
+    )
 
 
 def test_a_folder_is_not_overwritten(store):
@@ -448,5 +478,5 @@ def test_a_folder_is_not_overwritten(store):
 
 def test_names():
     assert flat({"a": {"b": {"c": 1}, "d": {}}, "e.f": [2]}) == {"a.b.c": 1, "a.d": {}, "e.f": [2]}
-    assert label({"parallelism.pp": 4, "schedule.name": "v-half"}) == "pp=4, name=v-half"
+    assert label({"parallelism.pp": 4, "schedule.name": "v-half"}) == "parallelism.pp=4, schedule.name=v-half"
     assert label({}) == "the run itself"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,11 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_pipemem"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+SCRIPTS = [
+    *(ROOT / "scripts" / name for name in ("gpt_pretraining.py", "pipemem.sh", "pretrain_gpt.py", "pretrain_gpt.sh")),
+    *(ROOT / "scripts" / "slurm").iterdir(),
+]
+"""What starts runs, of all scripts."""
 OUTSIDE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "COLUMNS")}
 """Environment in which only an installed package is found."""
 
@@ -43,7 +49,8 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", PROJECT["readme"], *PROJECT["license-files"]):
         shutil.copy(ROOT / name, source / name)
-    shutil.copytree(PACKAGE, source / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (PACKAGE, ROOT / "configs", ROOT / "scripts"):  # the package links to the others
+        shutil.copytree(folder, source / folder.name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     return build("build_sdist", source, tmp_path_factory.mktemp("sdist"))
 
 
@@ -87,6 +94,10 @@ def members(archive: Path) -> dict[str, str]:
 def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
     files = {str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     assert "megatron_pipemem/py.typed" in files
+    runs = {f"config/{path.relative_to(ROOT / 'configs')}" for path in (ROOT / "configs").glob("*/*.yaml")}
+    scripts = {f"scripts/{path.relative_to(ROOT / 'scripts')}" for path in SCRIPTS}
+    assert "config/grids/tiny-cpu.yaml" in runs and "scripts/slurm/training.sh" in scripts
+    files |= {f"megatron_pipemem/{name}" for name in runs | scripts}
     held = members(wheel)
     assert {name for name in held if ".dist-info/" not in name} == files
     assert {Path(name).parts[0] for name in held} == {PACKAGE.name, f"megatron_pipemem-{PROJECT['version']}.dist-info"}
@@ -126,6 +137,21 @@ def test_an_empty_environment_has_a_version_and_plans_without_torch(bare: Path, 
     assert "'Et*4|(t*4|)*14tmL'" in call(bare / "pipemem", "layout", "deepseek-v3", "-p", 16, cwd=tmp_path)
     call(bare / "pipemem", "show", "zbv", "-p", 4, "-m", 8, "--output", "page.html", cwd=tmp_path)
     assert "<script" in (tmp_path / "page.html").read_text(encoding="utf-8")  # made from report/page.*
-    run = ROOT / "configs" / "runs" / "tiny-cpu.yaml"  # of a model and a cluster that the package brings
     few = ("--only", "tp=1", "--only", "pp=4", "--only", "schedule=1f1b,v-half", "--search-seconds", 0)
-    assert "v-half" in call(bare / "pipemem", "plan", run, *few, cwd=tmp_path)
+    assert "v-half" in call(bare / "pipemem", "plan", "tiny-cpu", *few, cwd=tmp_path)
+
+
+def test_an_empty_environment_starts_runs(bare: Path, tmp_path: Path) -> None:
+    """As far as that goes without Megatron: commands are printed, whose files are there."""
+    printed = call(bare / "pipemem", "launch", "llama3-70b-64xh100", "--print", cwd=tmp_path)
+    (script,) = re.findall(r"run (\S+/pretrain_gpt\.py)", printed)
+    assert Path(script).is_relative_to(bare.parent) and Path(script).with_name("gpt_pretraining.py").is_file()
+    submitted = ("grid", "tiny-cpu", "--launcher", "slurm", "--print", "--json")
+    batch_file = Path(json.loads(call(bare / "pipemem", *submitted, cwd=tmp_path))["script"])
+    assert batch_file.read_text() == (ROOT / "scripts" / "slurm" / "grid.sbatch").read_text()
+    start = str(batch_file.parents[1] / "pretrain_gpt.sh")  # which the batch files start by its name
+    python = OUTSIDE | {"PYTHON": str(bare / "python")}
+    done = subprocess.run(
+        [start, "nowhere.yaml"], cwd=tmp_path, env=python, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "") and "there is no file nowhere.yaml" in done.stderr

@@ -34,10 +34,9 @@ def table(points: Sequence[Result]) -> FittingTable:
     """Return the runs, fastest first, as a rich renderable; those on the front are marked."""
     chosen = {point.index for point in front(points)}
     columns = list(dict.fromkeys(key for point in points for key in point.settings))
-    headings = [column.rpartition(".")[2].replace("_", " ") for column in columns]
     rows = FittingTable(
-        ("#", *headings, *_FIGURES),
-        text=("#", *headings),
+        ("#", *columns, *_FIGURES),
+        text=("#", *columns),
         caption="Peaks: activation MiB of the fullest rank, counted in the run; = where every rank held to the byte what was "
         "predicted.\nBubble: of the rank that idles least, planned and measured. *: no other run is faster with less.",
     )

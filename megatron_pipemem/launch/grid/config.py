@@ -88,8 +88,8 @@ class Point:
 
 
 def label(settings: Settings) -> str:
-    """Return the settings on one line: ``pp=4, name=v-half``."""
-    return ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items()) or "the run itself"
+    """Return the settings on one line: ``parallelism.pp=4, schedule.name=v-half``."""
+    return ", ".join(f"{key}={value}" for key, value in settings.items()) or "the run itself"
 
 
 def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool = False) -> list[Point]:
@@ -106,7 +106,7 @@ def load_points(path: str | Path, overrides: Sequence[str] = (), any_size: bool 
     """
     grid = load(path, Grid)
     grid_file = locate(str(path), Grid)
-    base = locate(grid.run, Run, user=grid_file, key="run")
+    base = locate(grid.run, Run, user=grid_file, key="run", siblings=True)
     changed_run = partial(_run_of, base, read_raw(base))
     given = dict(map(parse_override, overrides))
     _check_keys(grid, given, grid_file)

@@ -4,68 +4,71 @@ from __future__ import annotations
 
 import getpass
 import json
-import shutil
-import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron_pipemem.errors import ConfigError, UnsupportedError
+from megatron_pipemem.config.runs import Run
+from megatron_pipemem.errors import ConfigError
 from megatron_pipemem.files import write_whole
-from megatron_pipemem.launch.command import min_nodes, ranks_per_node
+from megatron_pipemem.launch import slurm
+from megatron_pipemem.launch.command import Command
 from megatron_pipemem.launch.grid.results import Result
 from megatron_pipemem.launch.grid.store import Store
+from megatron_pipemem.launch.slurm import Options
 from megatron_pipemem.reading import read_json
 from megatron_pipemem.schedule.core.progress import tell
 
+BATCH_FILE = "grid.sbatch"
 _POLL_SECONDS = 2.0
 _COMPLETING, _RUNNING = "CG", "R"
 
 
-def check_here() -> None:
-    """Raises UnsupportedError where Slurm's commands are not."""
-    for command in ("sbatch", "squeue"):
-        if shutil.which(command) is None:
-            raise UnsupportedError(f"there is no {command} here; start this where Slurm's commands are")
+def jobs(folder: Path, runs: Mapping[int, Run], max_parallel: int, options: Options) -> dict[tuple[int, ...], Command]:
+    """Return the commands that submit points, one array job for every number of nodes among them, by their points.
+
+    Args:
+        folder: of the grid.
+        runs: of the points, by number.
+        max_parallel: elements of a job that run at a time.
+        options: of sbatch and srun.
+
+    Raises:
+        UnsupportedError: an option is none.
+    """
+    by_size: dict[tuple[str, ...], list[int]] = {}
+    for index, run in runs.items():
+        by_size.setdefault(slurm.size(run), []).append(index)
+    found = {}
+    for size, members in by_size.items():
+        array = f"--array={','.join(map(str, members))}%{max_parallel}"
+        more = (array, *size, f"--output={folder}/slurm-%A_%a.log")
+        found[tuple(members)] = slurm.job(BATCH_FILE, more, options, [str(folder)])
+    return found
 
 
-def submit(
-    store: Store, indices: Sequence[int], max_parallel: int, script: Path, options: Sequence[str] = ()
-) -> list[str]:
-    """Submit points, in one array job for every number of nodes among them, and return the jobs' numbers.
+def submit(store: Store, indices: Sequence[int], max_parallel: int, options: Options) -> list[str]:
+    """Submit points, and return the numbers of their jobs.
 
     Args:
         store: the grid; it remembers the jobs.
         indices: of the points.
         max_parallel: elements of a job that run at a time.
-        script: ``grid.sbatch``, in a repository that all nodes see.
-        options: of sbatch, for example ``--partition=gpu``; they win over the file's.
+        options: of sbatch and srun.
 
     Raises:
-        UnsupportedError: there is no script, no Slurm, or Slurm refuses the job.
+        UnsupportedError: there is no Slurm here, or it refuses a job.
     """
-    if not script.is_file():
-        raise UnsupportedError(f"there is no {script}; submit from a checkout of the repository that all nodes see")
-    by_size: dict[tuple[int, int | None], list[int]] = {}
-    for index in indices:
-        run = store.run(index)
-        nodes = min_nodes(run)
-        gpus = None if run.on_cpu else ranks_per_node(run, nodes)
-        by_size.setdefault((nodes, gpus), []).append(index)
-    jobs = []
-    for (nodes, gpus), members in by_size.items():
-        size = [f"--nodes={nodes}", *([] if gpus is None else [f"--gpus-per-node={gpus}"])]
-        array = f"--array={','.join(map(str, members))}%{max_parallel}"
-        logs = f"--output={store.folder}/slurm-%A_%a.log"
-        root = f"--export=ALL,PIPEMEM_ROOT={script.absolute().parents[2]}"
+    numbers = []
+    for members, job in jobs(
+        store.folder, {index: store.run(index) for index in indices}, max_parallel, options
+    ).items():
         for index in members:
             store.begin(index)
-        words = ["sbatch", "--parsable", array, *size, logs, root, *options, str(script), str(store.folder)]
-        job = _slurm(words).strip().split(";")[0]
-        jobs.append(job)
-        _remember(store, job)
-    return jobs
+        numbers.append(slurm.submit(job))
+        _remember(store, numbers[-1])
+    return numbers
 
 
 def under_way(store: Store, on_wait: Callable[[list[int]], object]) -> set[int]:
@@ -124,7 +127,7 @@ def _elements(store: Store) -> list[tuple[int, str]]:
     jobs = _remembered(store)
     if not jobs:
         return []
-    listed = _slurm(["squeue", "--noheader", "--array", "--user", getpass.getuser(), "--format", "%F %K %t"])
+    listed = slurm.call(["squeue", "--noheader", "--array", "--user", getpass.getuser(), "--format", "%F %K %t"])
     elements = [line.split() for line in listed.splitlines() if line.strip()]
     return [(int(element), state) for job, element, state in elements if job in jobs and element.isdigit()]
 
@@ -147,11 +150,3 @@ def _remembered(store: Store) -> list[str]:
 
 def _remember(store: Store, job: str) -> None:
     write_whole(_jobs_file(store), json.dumps([*_remembered(store), job]) + "\n")
-
-
-def _slurm(words: Sequence[str]) -> str:
-    check_here()
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UnsupportedError(f"{words[0]} failed: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}")
-    return done.stdout

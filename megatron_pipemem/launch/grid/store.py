@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from megatron_pipemem.config.loading import load, typed
+from megatron_pipemem.config.loading import load, settings_of, typed
 from megatron_pipemem.config.runs import Run
 from megatron_pipemem.config.yaml_text import write_yaml
 from megatron_pipemem.errors import ConfigError, UnsupportedError
@@ -139,7 +139,7 @@ class Store:
     def _write(self, point: Point) -> None:
         if point.run is not None:
             run = replace(point.run, output=str(self.place(point.index)))
-            write_whole(self.run_file(point.index), write_yaml(asdict(run)))
+            write_whole(self.run_file(point.index), write_yaml(settings_of(run)))
         if point.reason is None:
             self.begin(point.index)
         else:
