@@ -29,6 +29,33 @@ def text(program: Program) -> list[str]:
     return [" ".join(map(str, actions)) for actions in program.actions]
 
 
+def known_computing(program: Program) -> list[list[dict[int, int]]]:
+    """Per device and compute action, and before the first at -1, the last of other devices that must have ended."""
+    after = [[dict[int, int]()] for _ in program.actions]
+    sent: dict[tuple[str, int, int], dict[int, int]] = {}
+    at = [0] * len(after)
+    moved = True
+    while moved:
+        moved = False
+        for device, actions in enumerate(program.actions):
+            while at[device] < len(actions):
+                kind, stage, microbatch = actions[at[device]]
+                own = after[device][-1]
+                if kind in SENDS:
+                    there = stage + (1 if kind is Kind.SEND_F else -1)
+                    sent[kind[-1], there, microbatch] = own | {device: len(after[device]) - 2}
+                elif kind in COMPUTE:
+                    key = ("F" if kind is Kind.F else "I", stage, microbatch)
+                    awaits = kind in (Kind.F, Kind.I, Kind.B) and Action(Kind(f"RECV_{key[0]}"), *key[1:]) in actions
+                    if awaits and key not in sent:
+                        break
+                    more = sent[key] if awaits else {}
+                    after[device].append({each: max(own.get(each, -1), more.get(each, -1)) for each in own | more})
+                at[device] += 1
+                moved = True
+    return [[*each[1:], each[0]] for each in after]
+
+
 def check_posts(program: Program) -> None:
     """Every action that lowering added stands exactly where the contract says."""
     devices = program.placement.devices
@@ -44,6 +71,8 @@ def check_posts(program: Program) -> None:
             if after.kind in SENDS:  # right behind its producer
                 assert (before.stage, before.microbatch) == (after.stage, after.microbatch)
                 assert before.kind in ((Kind.F,) if after.kind is Kind.SEND_F else (Kind.I, Kind.B))
+    known = known_computing(program)
+    sends = {}
     sending: dict[tuple[int, int], list[Action]] = {}
     for source, actions in enumerate(program.actions):
         for action in actions:
@@ -52,6 +81,7 @@ def check_posts(program: Program) -> None:
                 receive = Kind.RECV_F if action.kind is Kind.SEND_F else Kind.RECV_I
                 edge = source, devices[action.stage + step]
                 sending.setdefault(edge, []).append(Action(receive, action.stage + step, action.microbatch))
+                sends[sending[edge][-1]] = action
     for (source, destination), receives in sending.items():
         order = [a for a in program.actions[destination] if a.kind in RECEIVES and a in receives]
         assert order == receives, f"edge {source} -> {destination} is not first in, first out"
@@ -61,7 +91,11 @@ def check_posts(program: Program) -> None:
             (consumer,) = [a for k in kinds if (a := Action(k, *receive[1:])) in slots[destination]]
             consumers.append(slots[destination][consumer])
         for index, receive in enumerate(receives):
-            assert slots[destination][receive] == max(min(consumers[index:]) - 1, 0)
+            ahead = max(min(consumers[index:]) - 1, 0)
+            sent = slots[source][sends[receive]] - 1
+            first = known[source][sent].get(destination, -1) + 1
+            last = max(at for at in range(ahead + 1) if known[destination][at - 1].get(source, -1) <= sent)
+            assert slots[destination][receive] == min(max(ahead, first), max(last, first))
     for actions in program.actions:
         reduced = [position for position, a in enumerate(actions) if a.kind is Kind.REDUCE_GRAD]
         for position in reduced:
@@ -130,8 +164,8 @@ def test_the_turn_of_a_v_is_local():
     """Stages 1 and 2 share device 1: its output and its gradient change hands without a message."""
     schedule = schedule_of("0F0,3F0,3I0,3W0,0I0,0W0\n1F0,2F0,2B0,1B0\n", (0, 1, 1, 0))
     assert text(lower(schedule)) == [
-        "3RECV_F0 0F0 0SEND_F0 3F0 3I0 3SEND_I0 0RECV_I0 3W0 3REDUCE_GRAD 0I0 0W0 0REDUCE_GRAD",
-        "1RECV_F0 1F0 2RECV_I0 2F0 2SEND_F0 2B0 2REDUCE_GRAD 1B0 1SEND_I0 1REDUCE_GRAD",
+        "0F0 0SEND_F0 3RECV_F0 3F0 3I0 3SEND_I0 0RECV_I0 3W0 3REDUCE_GRAD 0I0 0W0 0REDUCE_GRAD",
+        "1RECV_F0 1F0 2F0 2SEND_F0 2RECV_I0 2B0 2REDUCE_GRAD 1B0 1SEND_I0 1REDUCE_GRAD",
     ]
 
 
@@ -166,11 +200,13 @@ def test_uneven_custom_placement():
 
 
 @pytest.mark.parametrize(
-    ("devices", "start"), [((0, 1, 2, 1), "1RECV_F0 3RECV_F0 1F0"), ((2, 1, 0, 1), "3RECV_F0 1RECV_F0 1F0")]
+    ("devices", "start"), [((0, 1, 2, 1), "1RECV_F0 3RECV_F1 1F0"), ((2, 1, 0, 1), "3RECV_F1 1RECV_F0 1F0")]
 )
 def test_receives_posted_together_stand_in_order_of_their_sources(devices, start):
-    orders = sorted(["0F0,0B0", "1F0,3F0,3B0,1B0", "2F0,2B0"], key=lambda order: devices[int(order[0])])
-    program = lower(schedule_of("\n".join(orders), devices))
+    """Of two replicas, as neither message needs the other one."""
+    orders = sorted(["0F0,0B0", "1F0,3F1,3B1,1B0", "2F1,2B1"], key=lambda order: devices[int(order[0])])
+    placement = Placement.from_devices(devices, 2)
+    program = lower(Schedule("test", placement, 2, Schedule.from_csv("\n".join(orders)).orders))
     validate_program(program)
     assert text(program)[1].startswith(start)
 
@@ -178,9 +214,12 @@ def test_receives_posted_together_stand_in_order_of_their_sources(devices, start
 def test_lowering_an_incomplete_schedule_is_refused():
     schedule = schedule_of("0F0,0B0\n1F0,1B0\n", (0, 1))
     broken = Schedule("broken", schedule.placement, 1, (schedule.orders[0], ()))
-    with pytest.raises(ScheduleError, match="device 0, position 0, action 0F0: .*validate") as caught:
-        lower(broken)
-    assert (caught.value.device, caught.value.position, caught.value.action) == (0, 0, "0F0")
+    for wrong, position, action in ((broken, 1, "0B0"), (broken.forward_only(), 0, "0F0")):
+        with pytest.raises(
+            ScheduleError, match=f"device 0, position {position}, action {action}: .*validate"
+        ) as caught:
+            lower(wrong)
+        assert (caught.value.device, caught.value.position, caught.value.action) == (0, position, action)
 
 
 def test_large_schedules_lower_and_validate():

@@ -60,7 +60,7 @@ def test_every_family_gets_through_single_queues(name: str) -> None:
         ("gis", 4, 8, {}),
         ("gis-h", 2, 4, {"group_size": 4}),
         ("hanayo", 5, 6, {"chunks": 2}),
-        ("interleaved", 3, 7, {"group_size": 6}),
+        ("interleaved", 4, 13, {"group_size": 8}),
     ],
 )
 def test_what_hangs_there_otherwise(name: str, p: int, m: int, options: dict[str, object]) -> None:

@@ -101,6 +101,7 @@ class Dependencies:
         already: actions that have run before.
 
     Attributes:
+        num_devices: how many devices there are.
         actions: the action of every node. A collective has ``EVERYWHERE`` for its stage.
         kinds: kind and stage of all that has one price in the graph; actions on memory have the price -1.
         links: source and destination of every link; the first leads nowhere.
@@ -119,6 +120,7 @@ class Dependencies:
     ) -> None:
         self._orders, self._placement, self._needs = orders, placement, needs
         self._slices, self._already = slices, already
+        self.num_devices = len(orders)
         self.actions = [action for order in orders for action in order]
         self._num_ordered = len(self.actions)
         self._nodes: dict[tuple[Kind, int], dict[int, int]] = {}

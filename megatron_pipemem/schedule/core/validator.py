@@ -21,6 +21,7 @@ from megatron_pipemem.schedule.core.action import (
 from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.dependencies import Dependencies
 from megatron_pipemem.schedule.core.held import held_after, unit_weights
+from megatron_pipemem.schedule.core.host_waits import check_host_waits
 from megatron_pipemem.schedule.core.memory_cap import loosened, per_device
 from megatron_pipemem.schedule.core.messages import (
     Places,
@@ -83,7 +84,9 @@ def validate(
         _check_memory(schedule, costs or Costs(), memory_cap, host_budget)
 
 
-def validate_program(program: Program, *, microbatch_order: bool = True, single_queue: bool = False) -> None:
+def validate_program(
+    program: Program, *, microbatch_order: bool = True, host_waits: bool = True, single_queue: bool = False
+) -> None:
     """Prove that ``program`` computes its schedule and that its messages match and arrive.
 
     The rules of the transport: posts never block, a compute action waits for its own message, and every directed edge
@@ -92,6 +95,7 @@ def validate_program(program: Program, *, microbatch_order: bool = True, single_
     Args:
         program: the program to check.
         microbatch_order: see ``validate``.
+        host_waits: prove too that a host may wait for its whole device before any action, see ``host_waits``.
         single_queue: prove too that it ends on devices that serve everything in one queue, see ``single_queue``.
 
     Raises:
@@ -126,6 +130,8 @@ def validate_program(program: Program, *, microbatch_order: bool = True, single_
     _check_progress(found)
     if barriers:
         check_queues(program, found)
+    if host_waits:
+        check_host_waits(program, found, messages.values())
     if single_queue:
         run_single_queues(program)
 

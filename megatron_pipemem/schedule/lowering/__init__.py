@@ -6,7 +6,12 @@ from megatron_pipemem.schedule.core.costs import Costs
 from megatron_pipemem.schedule.core.explained import explained_by_validation
 from megatron_pipemem.schedule.core.schedule import Program, Schedule
 from megatron_pipemem.schedule.lowering.collectives import add_messages_in_sequence
-from megatron_pipemem.schedule.lowering.messages import add_gradient_reductions, add_messages, add_replica_reductions
+from megatron_pipemem.schedule.lowering.messages import (
+    Horizons,
+    add_gradient_reductions,
+    add_messages,
+    add_replica_reductions,
+)
 from megatron_pipemem.schedule.lowering.single_queue import add_messages_to_single_queues
 
 __all__ = ["lower"]
@@ -22,14 +27,16 @@ def lower(schedule: Schedule, *, single_queue: bool = False, costs: Costs | None
         costs: what the places of messages in single queues are chosen for; unit costs by default.
 
     Raises:
-        ScheduleError: the schedule is incomplete; ``validate`` says what is missing.
+        ScheduleError: the schedule is incomplete or waits for ever; ``validate`` says what is missing.
         CostsError: the costs do not fit the placement.
     """
+    horizons = None
     if single_queue:
         with_messages = add_messages_to_single_queues(schedule, costs or Costs())
     elif schedule.vocabulary_barriers:
         with_messages = add_messages_in_sequence(schedule)
     else:
-        with_messages = add_messages(schedule.orders, schedule.placement)
+        horizons = Horizons(schedule)
+        with_messages = add_messages(schedule, horizons)
     reducing = tuple(map(add_gradient_reductions, with_messages))
-    return Program(schedule, add_replica_reductions(reducing, schedule.placement, at_the_end=single_queue))
+    return Program(schedule, add_replica_reductions(reducing, schedule.placement, horizons))

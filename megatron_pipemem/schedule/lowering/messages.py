@@ -8,29 +8,63 @@ so that the transfer can hide behind that action, and behind the waits for activ
 This adds no deadlock. Posts never block, a send is posted before its source waits for anything else, and a receive is
 posted before its destination waits for it or for any later message of the edge. So a message that a device waits for
 is held up by nothing but its producer, and that wait is already in the schedule.
+
+A host may also wait for its whole device at any place (``core.host_waits``). So a receive is never posted before an action
+of its own device on which the message depends, which hides nothing anyway. Nor is it posted after an action that depends on
+what the source launches after the send. The first place after the former comes before the latter, or the schedule would
+wait in a circle.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from itertools import accumulate
 
 from megatron_pipemem.errors import ScheduleError
-from megatron_pipemem.schedule.core.action import COMPLETING, MEMORY, SENDS, Action, Kind
+from megatron_pipemem.schedule.core.action import COMPLETING, MEMORY, ORDERED, SENDS, Action, Kind
+from megatron_pipemem.schedule.core.dependencies import Dependencies
+from megatron_pipemem.schedule.core.host_waits import last_needed
 from megatron_pipemem.schedule.core.messages import Edge, Router
 from megatron_pipemem.schedule.core.placement import Placement
-from megatron_pipemem.schedule.core.schedule import Order
+from megatron_pipemem.schedule.core.schedule import Order, Schedule
 
 
-def add_messages(orders: tuple[Order, ...], placement: Placement) -> tuple[Order, ...]:
+class Horizons:
+    """Say how far the other devices must have come before a device gets to a place in its order.
+
+    Raises:
+        ScheduleError: some action waits for ever; ``validate`` says why.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        found = Dependencies.of_schedule(schedule)
+        if error := found.stuck():
+            raise error
+        self._lanes, self._needed = found.lanes, last_needed(found)
+
+    def place(self, device: int, position: int, other: int) -> int:
+        """Return how many actions of another device must have run before a device gets to a position of its order.
+
+        Args:
+            device: the device that runs the actions before the position.
+            position: in the device's order.
+            other: the device whose actions are counted.
+        """
+        if position == 0:
+            return 0
+        return max(0, self._needed[self._lanes[device][position - 1]][other] - self._lanes[other].start + 1)
+
+
+def add_messages(schedule: Schedule, horizons: Horizons) -> tuple[Order, ...]:
     """Insert the sends and receives of every device.
 
     Between two compute actions stand first the send of the one before, then the receives, ordered by source device and,
     from one source, as it sends.
 
     Raises:
-        ScheduleError: nobody consumes a message, so the schedule is incomplete.
+        ScheduleError: no action consumes a message, so the schedule is incomplete.
     """
-    router = Router(placement)
+    orders, router = schedule.orders, Router(schedule.placement)
     consumers = {
         receive: position
         for order in orders
@@ -38,7 +72,7 @@ def add_messages(orders: tuple[Order, ...], placement: Placement) -> tuple[Order
         if (receive := router.awaited(action)) is not None
     }
     sends: list[list[Action | None]] = []
-    edges: dict[Edge, list[Action]] = {}
+    edges: dict[Edge, list[tuple[int, Action]]] = {}
     for device, order in enumerate(orders):
         emitted = [router.emitted(action) for action in order]
         sends.append([message and message.send for message in emitted])
@@ -50,17 +84,18 @@ def add_messages(orders: tuple[Order, ...], placement: Placement) -> tuple[Order
                     "no device runs the action that needs its result; validate() says what to add",
                     at=(device, position, order[position]),
                 )
-            edges.setdefault(message.edge, []).append(message.receive)
+            edges.setdefault(message.edge, []).append((position, message.receive))
     posted: list[list[list[Action]]] = [[[] for _ in order] for order in orders]
-    for (_, destination), receives in sorted(edges.items()):
-        consumed = [consumers[receive] for receive in receives]
-        for receive, position in zip(receives, _post_positions(consumed, orders[destination]), strict=True):
-            posted[destination][position].append(receive)
+    for edge, messages in sorted(edges.items()):
+        order = orders[edge[1]]
+        ahead = _ahead_of([consumers[receive] for _, receive in messages], order)
+        for (sent, receive), position in zip(messages, ahead, strict=True):
+            posted[edge[1]][_between(edge, sent, position, horizons)].append(receive)
     return tuple(map(_interleave, orders, posted, sends))
 
 
-def _post_positions(consumers: list[int], order: Order) -> list[int]:
-    """Return before which action of its order each receive of an edge is posted.
+def _ahead_of(consumers: list[int], order: Order) -> list[int]:
+    """Return before which action of its order each receive of an edge is posted, one compute action ahead.
 
     Args:
         consumers: positions of the consumers of the edge's messages, in sending order.
@@ -75,6 +110,24 @@ def _post_positions(consumers: list[int], order: Order) -> list[int]:
             position -= 1
         positions.append(position)
     return positions[::-1]
+
+
+def _between(edge: Edge, sent: int, position: int, horizons: Horizons) -> int:
+    """Return the place closest to a position where no host has to go on for the message to move once both ends are posted.
+
+    Both bounds grow along an edge, so its order stays.
+
+    Args:
+        edge: of the message.
+        sent: the position in its source's order of the action that produces it.
+        position: where its receive would stand otherwise.
+        horizons: of the schedule.
+    """
+    source, destination = edge
+    position = max(position, horizons.place(source, sent + 1, destination))
+    while horizons.place(destination, position, source) > sent + 1:
+        position -= 1
+    return position
 
 
 def _interleave(order: Order, receives: list[list[Action]], sends: list[Action | None]) -> Order:
@@ -111,50 +164,83 @@ def add_gradient_reductions(actions: Order) -> Order:
 
 
 def add_replica_reductions(
-    actions: tuple[Order, ...], placement: Placement, *, at_the_end: bool = False
+    actions: tuple[Order, ...], placement: Placement, horizons: Horizons | None = None
 ) -> tuple[Order, ...]:
     """Return where the model stands on the devices more than once, add up the gradients of a stage's replicas.
 
     Every replica of a stage that trains gets a ``REDUCE_REPLICAS``, also one that runs no microbatch of this step: as soon
     as its own gradients are complete and the sums of all deeper stages on its device have been posted. Deeper stages end
-    their backwards earlier, and one order for all devices needs no more than one channel between two of them.
+    their backwards earlier, and one order for all devices needs no more than one channel between two of them. A device whose
+    later actions another replica needs to complete its gradients posts its sum after these actions.
     ``REDUCE_GRAD`` waits for the sum and thus for other devices; it stands behind all else, where nothing is held up by
-    that. ``at_the_end`` has the sums stand there too, the deepest stages first, where nothing is held up if they wait for
-    other devices.
+    that.
 
     Args:
         actions: orders of all devices.
         placement: of the stages.
-        at_the_end: whether the sums stand behind all else, too.
+        horizons: of the schedule. Without them the sums stand behind all else, too, where nothing is held up if they wait for
+            other devices.
     """
     if placement.replicas == 1:
         return actions
     size = placement.model_stages
     trained = {each.stage % size for order in actions for each in order if each.kind is Kind.REDUCE_GRAD}
-    return tuple(
-        _with_sums(
-            order, sorted((s for s in stages if s % size in trained), key=lambda s: (-(s % size), s)), at_the_end
-        )
-        for order, stages in zip(actions, placement.stages, strict=True)
-    )
+    sums = [
+        sorted((s for s in stages if s % size in trained), key=lambda s: (-(s % size), s))
+        for stages in placement.stages
+    ]
+    ends = [sum(each.kind in ORDERED for each in order) for order in actions]
+    places = [dict.fromkeys(stages, end if horizons is None else 0) for stages, end in zip(sums, ends, strict=True)]
+    if horizons is not None:
+        for order, own in zip(actions, places, strict=True):
+            _place_after_gradients(order, own)
+        while _postpone(places, placement, horizons):
+            pass
+    return tuple(map(_with_sums, actions, places))
 
 
-def _with_sums(actions: Order, stages: list[int], at_the_end: bool) -> Order:
-    ends = {action.stage for action in actions if action.kind is Kind.REDUCE_GRAD}
-    complete = set(stages) - ends
-    waiting = deque(stages)
-    lowered: list[Action] = []
-
-    def post() -> None:
-        while not at_the_end and waiting and waiting[0] in complete:
-            lowered.append(Action(Kind.REDUCE_REPLICAS, waiting.popleft()))
-
-    post()
+def _place_after_gradients(actions: Order, places: dict[int, int]) -> None:
+    """Place the sums of a device where its own gradients are complete: after how many actions of its order."""
+    passed = 0
     for action in actions:
+        passed += action.kind in ORDERED
         if action.kind is Kind.REDUCE_GRAD:
-            complete.add(action.stage)
-            post()
-        else:
+            places[action.stage] = passed
+    _keep_order(places)
+
+
+def _keep_order(places: dict[int, int]) -> None:
+    """Let no sum stand before one of a deeper stage."""
+    places |= zip(places, accumulate(places.values(), max), strict=True)
+
+
+def _postpone(places: list[dict[int, int]], placement: Placement, horizons: Horizons) -> bool:
+    """Move every sum behind the actions of its device that other replicas need before they post theirs, and return whether
+    any has moved.
+    """
+    moved = False
+    for device, own in enumerate(places):
+        for stage, place in own.items():
+            for other in placement.counterparts(stage):
+                there = placement.devices[other]
+                needed = horizons.place(device, place, there)
+                if there != device and places[there][other] < needed:
+                    places[there][other] = needed
+                    _keep_order(places[there])
+                    moved = True
+    return moved
+
+
+def _with_sums(actions: Order, places: dict[int, int]) -> Order:
+    waiting = deque(places.items())
+    lowered: list[Action] = []
+    passed = 0
+    for action in actions:
+        if action.kind not in SENDS:
+            while waiting and waiting[0][1] <= passed:
+                lowered.append(Action(Kind.REDUCE_REPLICAS, waiting.popleft()[0]))
+        passed += action.kind in ORDERED
+        if action.kind is not Kind.REDUCE_GRAD:
             lowered.append(action)
-    sums = (Action(Kind.REDUCE_REPLICAS, stage) for stage in waiting)
-    return (*lowered, *sums, *(Action(Kind.REDUCE_GRAD, stage) for stage in stages))
+    sums = (Action(Kind.REDUCE_REPLICAS, stage) for stage, _ in waiting)
+    return (*lowered, *sums, *(Action(Kind.REDUCE_GRAD, stage) for stage in places))

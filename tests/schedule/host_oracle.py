@@ -1,0 +1,167 @@
+"""Plays lowered programs with a thread for every host and every stream, apart from the package's own rule.
+
+A host launches the actions of its device one after another and runs ahead. A device has one stream for computing, one for
+every directed edge, one for collectives and one for every set of devices that sums over replicas. A post waits for the
+computing before it; a message moves, and a collective or a sum ends, when all that take part have come to it. Threads are
+generators that yield the event they wait for, so that a world where nothing moves any more is seen without a clock.
+
+``unsafe`` lets one host at a time wait for its whole device before one of its actions, while all other hosts go on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Generator, Hashable
+
+from megatron_pipemem.schedule.core.schedule import Program
+
+
+class Event:
+    def __init__(self) -> None:
+        self.is_set, self.waiting = False, []
+
+
+Thread = Generator[Event, None, None]
+
+
+class World:
+    """All hosts and streams. ``gates[device][position]`` lets the host launch that action."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.lists = program.actions
+        self.gates = [[Event() for _ in actions] for actions in self.lists]
+        self.launched: list[list[Event]] = [[] for _ in self.lists]
+        self.over: dict[Hashable, Event] = {}  # whatever several devices do together
+        self.come: Counter[Hashable] = Counter()
+        self.work: dict[Hashable, tuple[deque[Thread], Event]] = {}
+        self.ready: deque[Thread] = deque()
+        size = program.placement.model_stages
+        # Of the replicas of a stage on one device, the last to be posted.
+        self.last = {
+            (device, a.stage % size): a.stage
+            for device, actions in enumerate(self.lists)
+            for a in actions
+            if a.kind.value == "REDUCE_REPLICAS"
+        }
+        self.received = {tuple(a) for actions in self.lists for a in actions if a.kind.value.startswith("RECV")}
+        for device in range(len(self.lists)):
+            self.ready.append(self.host(device))
+
+    def set(self, event: Event) -> None:
+        event.is_set = True
+        self.ready += event.waiting
+        event.waiting.clear()
+
+    def settle(self) -> None:
+        """Run all threads until none can go on."""
+        while self.ready:
+            thread = self.ready.popleft()
+            for event in thread:
+                if not event.is_set:
+                    event.waiting.append(thread)
+                    break
+
+    def host(self, device: int) -> Thread:
+        for position, action in enumerate(self.lists[device]):
+            yield self.gates[device][position]
+            done, here = Event(), Event()
+            self.launched[device].append(done)
+            found = self.meeting(device, action)
+            self.put((device, "compute"), self.compute(self.awaited(action), here if found else done))
+            if found:
+                key, members, lane = found
+                self.put((device, lane), self.meet(key, members, here, done))
+
+    def put(self, lane: Hashable, job: Thread) -> None:
+        if lane not in self.work:
+            self.work[lane] = deque(), Event()
+            self.ready.append(self.stream(lane))
+        jobs, some = self.work[lane]
+        jobs.append(job)
+        self.set(some)
+
+    def stream(self, lane: Hashable) -> Thread:
+        jobs, some = self.work[lane]
+        while True:
+            while jobs:
+                yield from jobs.popleft()
+            some.is_set = False
+            yield some
+
+    def compute(self, keys: list[Hashable], done: Event) -> Thread:
+        for key in keys:
+            yield self.over.setdefault(key, Event())
+        self.set(done)
+
+    def meet(self, key: Hashable, members: int, here: Event, done: Event) -> Thread:
+        yield here
+        over = self.over.setdefault(key, Event())
+        self.come[key] += 1
+        if self.come[key] == members:
+            self.set(over)
+        yield over
+        self.set(done)
+
+    def meeting(self, device: int, action) -> tuple[Hashable, int, Hashable] | None:
+        """What devices do together, how many they are, and in which stream."""
+        kind, stage, microbatch = action
+        name, devices = kind.value, self.program.placement.devices
+        if name in ("SEND_F", "RECV_F", "SEND_I", "RECV_I"):
+            up = name in ("SEND_F", "RECV_I")
+            other = devices[stage + 1 if up else stage - 1]
+            there = stage + {"SEND_F": 1, "SEND_I": -1}.get(name, 0)
+            return (name[-1], there, microbatch), 2, (device, other) if name[0] == "S" else (other, device)
+        if name == "REDUCE_REPLICAS":
+            stage %= self.program.placement.model_stages
+            if self.last[device, stage] != action.stage:
+                return None
+            holders = self.program.placement.holders(stage)
+            return ("SUM", stage), len(holders), ("sums", holders)
+        if name.startswith(("REDUCE_E", "REDUCE_X", "BCAST", "STATS")):
+            return (name, microbatch), len(self.lists), "collectives"
+        return None
+
+    def awaited(self, action) -> list[Hashable]:
+        """What computing waits for that comes from other devices."""
+        kind, stage, microbatch = action
+        name, schedule = kind.value, self.program.schedule
+        keys: list[Hashable] = []
+        for letters, receive in (("F", "RECV_F"), ("IB", "RECV_I")):
+            if name in letters and (receive, stage, microbatch) in self.received:
+                keys.append((receive[-1], stage, microbatch))
+        if name == "REDUCE_GRAD" and self.program.placement.replicas > 1:
+            keys.append(("SUM", stage % self.program.placement.model_stages))
+        if schedule.vocabulary_barriers:
+            last = schedule.num_stages - 1
+            before = {"S": "BCAST_X", "T": "BCAST_G", "EMBED_B": "BCAST_E"}
+            if name in before:
+                keys.append((before[name], microbatch))
+            if name == "F" and stage == 0:
+                keys.append(("REDUCE_E", microbatch))
+            if name in "IB" and stage == last:
+                keys.append(("REDUCE_X", microbatch))
+            if name == "LOSS":
+                first = microbatch - microbatch % schedule.slices
+                keys += [("STATS", each) for each in range(first, microbatch + 1)]
+            if name == "REDUCE_X" and schedule.vocabulary_barriers == 1:
+                keys.append(("STATS", microbatch))
+        return keys
+
+
+def unsafe(program: Program) -> set[tuple[int, int]]:
+    """``(device, position)`` of all actions before which a host that waits for its device waits without end."""
+    found = set()
+    for device in range(len(program.actions)):
+        world = World(program)
+        for other, gates in enumerate(world.gates):
+            for gate in gates if other != device else ():
+                gate.is_set = True
+        for position, gate in enumerate(world.gates[device]):
+            world.settle()
+            if not all(done.is_set for done in world.launched[device]):
+                found.add((device, position))
+            world.set(gate)
+        world.settle()
+        assert all(done.is_set for launched in world.launched for done in launched), "the program does not end"
+    return found

@@ -1,0 +1,270 @@
+"""No host may wait without end for its whole device: the rule and what lowering does for it, against a play of hosts."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import replace
+
+import host_oracle
+import pytest
+from hypothesis import given, settings
+from random_schedules import family_schedules, random_schedules
+
+from megatron_pipemem.errors import PipememError, ScheduleError
+from megatron_pipemem.schedule.core import validator
+from megatron_pipemem.schedule.core.action import MEMORY, MESSAGES, ORDERED, RECEIVES, SENDS, Action, Kind
+from megatron_pipemem.schedule.core.costs import Channel, Costs
+from megatron_pipemem.schedule.core.placement import Placement
+from megatron_pipemem.schedule.core.schedule import Program, Schedule
+from megatron_pipemem.schedule.core.validator import validate_program
+from megatron_pipemem.schedule.features.offload.planning import plan_offload
+from megatron_pipemem.schedule.features.offload.recompute import with_recompute
+from megatron_pipemem.schedule.features.vocabulary.passes import with_vocabulary
+from megatron_pipemem.schedule.features.windows import Moment, family_window, steady
+from megatron_pipemem.schedule.lowering import lower
+from megatron_pipemem.schedule.lowering.collectives import lower_paired
+from megatron_pipemem.schedule.registry import build_schedule, families
+from megatron_pipemem.schedule.search import search_schedule
+
+NAMES = [each.name for each in families()]
+
+
+def schedule_or_skip(name: str, p: int, m: int, costs: Costs | None = None) -> Schedule:
+    try:
+        return build_schedule(name, num_devices=p, num_microbatches=m, costs=costs or Costs())
+    except PipememError as error:
+        pytest.skip(str(error))
+
+
+def fault(program: Program) -> ScheduleError | None:
+    try:
+        validate_program(program, microbatch_order=False)
+    except ScheduleError as error:
+        return error
+    return None
+
+
+def ahead(program: Program) -> Program:
+    """Every receive one compute action ahead of its consumer, whatever its message depends on."""
+    router_kinds = {Kind.F: Kind.RECV_F, Kind.I: Kind.RECV_I, Kind.B: Kind.RECV_I}
+    devices = program.placement.devices
+    rows = []
+    for actions in program.actions:
+        receives = [a for a in actions if a.kind in RECEIVES]
+        own = [a for a in actions if a.kind not in RECEIVES]
+        computing = [at for at, a in enumerate(own) if a.kind in ORDERED]
+        number = {
+            Action(router_kinds[own[at].kind], *own[at][1:]): n
+            for n, at in enumerate(computing)
+            if own[at].kind in router_kinds
+        }
+        first: dict[int, int] = {}
+        before: list[list[Action]] = [[] for _ in own]
+        for receive in reversed(receives):
+            source = devices[receive.stage + (-1 if receive.kind is Kind.RECV_F else 1)]
+            first[source] = min(first.get(source, len(own)), number[receive])
+            place = max(first[source] - 1, 0)
+            while place and own[computing[place]].kind in MEMORY:
+                place -= 1
+            before[computing[place]].insert(0, receive)
+        rows.append(tuple(each for at, a in enumerate(own) for each in (*before[at], a)))
+    return Program(program.schedule, tuple(rows))
+
+
+def makespan(program: Program, p2p: float) -> float:
+    """Seconds of a program whose messages move beside computing, one at a time per edge, when both ends have come to it."""
+    chunks = program.placement.num_chunks * program.schedule.slices
+    seconds = {"F": 1.0, "I": 1.5, "W": 0.5, "B": 2.0}
+    devices = program.placement.devices
+    clock, at = [0.0] * len(program.actions), [0] * len(program.actions)
+    edges: dict[tuple[int, int], tuple[deque, deque, list[float]]] = {}
+    arrived: dict[Action, float] = {}
+    moved = True
+    while moved:
+        moved = False
+        for device, actions in enumerate(program.actions):
+            while at[device] < len(actions):
+                kind, stage, microbatch = action = actions[at[device]]
+                if kind in MESSAGES:
+                    other = devices[stage + (1 if kind in (Kind.SEND_F, Kind.RECV_I) else -1)]
+                    edge = (device, other) if kind in SENDS else (other, device)
+                    ends = edges.setdefault(edge, (deque(), deque(), [0.0]))
+                    ends[kind in RECEIVES].append((clock[device], action))
+                elif kind in ORDERED:
+                    receive = Action(Kind.RECV_F if kind is Kind.F else Kind.RECV_I, stage, microbatch)
+                    if kind in (Kind.F, Kind.I, Kind.B) and receive in actions:
+                        if receive not in arrived:
+                            break
+                        clock[device] = max(clock[device], arrived[receive])
+                    clock[device] += seconds.get(kind.value, 0.0) / chunks
+                at[device] += 1
+                moved = True
+        for sends, receives, free in edges.values():
+            while sends and receives:
+                (sent, _), (posted, receive) = sends.popleft(), receives.popleft()
+                arrived[receive] = free[0] = max(sent, posted, free[0]) + p2p / chunks
+                moved = True
+    assert all(place == len(actions) for place, actions in zip(at, program.actions, strict=True))
+    return max(clock)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (3, 5), (4, 8)])
+@pytest.mark.parametrize("name", NAMES)
+def test_hosts_may_wait_anywhere_in_every_family(name: str, p: int, m: int) -> None:
+    schedule = schedule_or_skip(name, p, m)
+    for program in (lower(schedule), lower(schedule, single_queue=True), lower_paired(schedule)):
+        if program.placement.replicas == 1 or Kind.REDUCE_REPLICAS in {a.kind for a in program.actions[0]}:
+            assert fault(program) is None and host_oracle.unsafe(program) == set()
+
+
+@pytest.mark.parametrize("p2p", [0.02, 0.05, 0.1])
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (6, 12)])
+@pytest.mark.parametrize("name", NAMES)
+def test_it_costs_no_time(name: str, p: int, m: int, p2p: float) -> None:
+    program = lower(schedule_or_skip(name, p, m, Costs(1, 1.5, 0.5, p2p=p2p)))
+    assert makespan(program, p2p) == makespan(ahead(program), p2p)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("v-half", 1), ("v-min", 4), ("1f1b-v", 2), ("hanayo", 3), ("gpipe", 3), ("looped-bfs", 3)]
+)
+def test_what_hosts_wait_for_otherwise(name: str, count: int) -> None:
+    """As many compute actions before which a host must not wait where receives are posted one action ahead."""
+    program = ahead(lower(build_schedule(name, num_devices=4, num_microbatches=8)))
+    unsafe = host_oracle.unsafe(program)
+    computing = {Kind.F, Kind.I, Kind.W, Kind.B}
+    assert sum(program.actions[device][position].kind in computing for device, position in unsafe) == count
+    error = fault(program)
+    assert error is not None and (error.device, error.position + 1) in unsafe
+    validate_program(program, host_waits=False)
+
+
+def test_passes_offload_recomputation_and_slices() -> None:
+    costs = Costs(1, 1.5, 0.5, p2p=0.1)
+    costs = replace(costs, channel=Channel.of_ratio(0.5, costs))
+    for name in ("zb-h1", "v-half", "hanayo"):
+        schedule = build_schedule(name, num_devices=4, num_microbatches=6)
+        derived = [with_vocabulary(schedule, barriers, costs) for barriers in (1, 2)]
+        derived += [plan_offload(schedule, costs).schedule, with_recompute(schedule, {1: Kind.R, 2: Kind.RS})]
+        if name != "hanayo":
+            sliced = build_schedule(name, num_devices=4, num_microbatches=3, slices=2)
+            derived += [sliced, with_vocabulary(sliced, 1, costs)]
+        for each in derived:
+            for single_queue in (False, True):
+                program = lower(each, single_queue=single_queue, costs=costs)
+                assert fault(program) is None and host_oracle.unsafe(program) == set()
+
+
+@pytest.mark.parametrize("name", ["pipedream", "pipedream-2bw"])
+def test_windows_of_asynchronous_schedules(name: str) -> None:
+    p, batch = 4, 5
+    for moment in (Moment(0, 0, 1), Moment(1, 1, 1), steady(p, batch), replace(steady(p, batch), left=0)):
+        for single_queue in (False, True):
+            assert host_oracle.unsafe(family_window(name, p, batch, moment, single_queue=single_queue).program) == set()
+
+
+def test_sums_over_replicas_wait_for_what_others_need() -> None:
+    """A sum that is posted as soon as its own gradients are complete holds up a host that the other replica needs."""
+    program = lower(build_schedule("gems", num_devices=4, num_microbatches=8))
+    rows = []
+    for actions in program.actions:
+        row = [a for a in actions if a.kind is not Kind.REDUCE_REPLICAS]
+        for each in (a for a in actions if a.kind is Kind.REDUCE_REPLICAS):
+            last = max(
+                at for at, a in enumerate(row) if a.kind is Kind.REDUCE_REPLICAS or a[:2] == (Kind.B, each.stage)
+            )
+            row.insert(last + 1 + (row[last + 1].kind in SENDS), each)
+        rows.append(tuple(row))
+    early = Program(program.schedule, tuple(rows))
+    assert early.actions != program.actions
+    unsafe, error = host_oracle.unsafe(early), fault(early)
+    assert error is not None and "REDUCE_REPLICAS" in str(error.action) and (error.device, error.position + 1) in unsafe
+    validate_program(early, host_waits=False)
+
+
+class Tally:
+    """How many programs the rule took and refused."""
+
+    taken = refused = skipped = 0
+
+    def judge(self, program: Program) -> None:
+        """The rule and the play agree, also on where."""
+        try:
+            validate_program(program, microbatch_order=False, host_waits=False)
+        except ScheduleError:
+            self.skipped += 1
+            return
+        unsafe, error = host_oracle.unsafe(program), fault(program)
+        assert (error is None) == (not unsafe), (error, unsafe)
+        if error is None:
+            self.taken += 1
+        else:
+            self.refused += 1
+            assert (error.device, error.position + 1) in unsafe
+
+
+def mutant_of(program: Program, chance: random.Random) -> Program:
+    """The program with some of its posts elsewhere on their devices."""
+    rows = [list(actions) for actions in program.actions]
+    for _ in range(chance.randint(1, 2)):
+        row = chance.choice(rows)
+        posts = [at for at, a in enumerate(row) if a.kind not in ORDERED and a.kind is not Kind.REDUCE_GRAD]
+        if posts:
+            at = chance.choice(posts)
+            row.insert(max(0, at + chance.randint(-6, 6)), row.pop(at))
+    return Program(program.schedule, tuple(map(tuple, rows)))
+
+
+def judge_all(tally: Tally, schedule: Schedule, chance: random.Random) -> None:
+    program = lower(schedule)
+    assert fault(program) is None
+    for each in (program, ahead(program), *(mutant_of(program, chance) for _ in range(4))):
+        tally.judge(each)
+
+
+def test_the_rule_and_the_play_agree() -> None:
+    """On random orders, schedules of families, searched orders, and programs whose posts have been moved."""
+    tally, chance = Tally(), random.Random(35)
+
+    @settings(max_examples=520, deadline=None, derandomize=True, database=None)
+    @given(
+        random_schedules(max_microbatches=3, max_replicas=2, max_slices=2)
+        | family_schedules(max_devices=4, max_microbatches=4)
+    )
+    def run(schedule: Schedule) -> None:
+        judge_all(tally, schedule, chance)
+
+    run()
+    for cap in (0.4, 0.6, 1.0):
+        for chunks in (1, 2):
+            costs = Costs(1, chance.uniform(0.5, 2), chance.uniform(0.3, 1.5))
+            asked = {"num_devices": 3, "num_microbatches": 4, "costs": costs, "max_chunks": chunks}
+            try:
+                found = search_schedule(**asked, memory_cap=cap, effort=0.05, seconds=600)
+            except PipememError:
+                continue
+            for _ in range(8):
+                judge_all(tally, found.schedule, chance)
+    assert tally.taken > 1000 and tally.refused > 300 and tally.taken + tally.refused >= 2000
+
+
+def test_collectives_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective is held up like a message. Elsewhere the queue that it shares with messages forbids that anyway."""
+    monkeypatch.setattr(validator, "check_queues", lambda program, found: None)
+    tally, chance = Tally(), random.Random(1)
+    for barriers in (1, 2):
+        schedule = with_vocabulary(build_schedule("zbv", num_devices=3, num_microbatches=3), barriers, Costs())
+        for _ in range(60):
+            tally.judge(mutant_of(lower(schedule), chance))
+    assert tally.taken > 20 and tally.refused > 10
+
+
+def test_what_is_refused_is_named() -> None:
+    orders = ((Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)), (Action(Kind.F, 1, 0), Action(Kind.B, 1, 0)))
+    schedule = Schedule("two", Placement.linear(2), 1, orders)
+    first, second = lower(schedule).actions
+    early = Program(schedule, ((first[2], *first[:2], *first[3:]), second))
+    error = fault(early)
+    assert error is not None and (error.device, error.position, error.action) == (0, 0, "0RECV_I0")
+    assert "0SEND_F0 at position 2" in str(error) and "post it after 0SEND_F0" in str(error)
